@@ -1,0 +1,41 @@
+# Every target makes the virtual environment itself when it is missing.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test faults lint bench examples clean
+
+.venv/ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+demo: .venv/ready  ## train on real data, kill the job again and again, compare bit for bit
+	$(BIN)/python examples/demo.py
+
+test: .venv/ready  ## all tests: unit, several ranks, adapters, faults
+	$(BIN)/python -m pytest -q
+
+faults: .venv/ready  ## the whole fault matrix, printed with counts: about 20 minutes
+	SAFE_CKPT_THOROUGH=1 $(BIN)/python -m pytest -q tests/faults
+
+lint: .venv/ready  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/ready  ## what a save costs, as ratios measured in one run
+	$(BIN)/python benchmarks/save.py
+
+examples: .venv/ready  ## run every example, twice where it resumes
+	rm -rf runs/examples
+	EPOCHS=2 $(BIN)/python examples/plain_torch.py runs/examples/plain
+	EPOCHS=4 $(BIN)/python examples/plain_torch.py runs/examples/plain
+	EPOCHS=2 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/plain_torch.py runs/examples/ranks
+	EPOCHS=2 $(BIN)/python examples/lightning_digits.py runs/examples/lightning
+	EPOCHS=4 DEVICES=2 $(BIN)/python examples/lightning_digits.py runs/examples/lightning
+	$(BIN)/safe-ckpt list runs/examples/plain
+	$(BIN)/safe-ckpt verify runs/examples/plain/step-00000004 runs/examples/lightning/last.ckpt
+
+clean:
+	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,64 @@
+"""A plain training loop that may be killed at any moment: start it again and it goes on, bit for bit.
+
+python examples/plain_torch.py runs/plain                    # one process
+torchrun --nproc-per-node 2 examples/plain_torch.py runs/ddp  # several
+"""
+
+import hashlib
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, RngState
+
+EPOCHS = int(os.environ.get("EPOCHS", "5"))
+
+
+def main(directory: str) -> None:
+    distributed = "RANK" in os.environ
+    if distributed:
+        dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    digits = load_digits()
+    data = TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target))
+    sampler = DistributedSampler(data) if distributed else None
+    loader = DataLoader(data, batch_size=64, shuffle=sampler is None, sampler=sampler)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(128, 10)
+    )
+    model = DistributedDataParallel(net) if distributed else net
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    # Everything that training needs: what differs between ranks is wrapped in PerRank.
+    state = {"model": model, "optimizer": optimizer, "rng": PerRank(RngState()), "epoch": 0}
+    config = CheckpointConfig(retention=Retention(keep_last=2, keep_best=1, metric="loss", mode="min"))
+
+    with Checkpointer(directory, config) as ckpt:  # on every rank
+        info = ckpt.resume(state)  # the newest valid one, restored in place; None on a fresh run
+        print("fresh run" if info is None else f"resumed from {info.path.name}", flush=True)
+        for epoch in range(state["epoch"], EPOCHS):
+            if sampler is not None:
+                sampler.set_epoch(epoch)
+            total = 0.0
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = torch.nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                total += loss.item()
+            state["epoch"] = epoch + 1
+            # Returns as soon as the copy is safe; written, checked and committed while training goes on.
+            ckpt.save(epoch + 1, state, metrics={"loss": total / len(loader)})
+    weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()[:16]
+    print(f"finished {EPOCHS} epochs, weights {weights}", flush=True)
+    if distributed:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "runs/plain_torch")

@@ -1,0 +1,60 @@
+"""Checkpoints that cannot hang, race, tear or vanish.
+
+The everyday names; importing this imports neither torch nor any framework, the names are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from safe_ckpt.checkpointer import Checkpointer
+    from safe_ckpt.config import CheckpointConfig, Retention, Timeouts, WriterConfig
+    from safe_ckpt.core.directory import set_up_directory
+    from safe_ckpt.core.items import PerRank
+    from safe_ckpt.core.manifest import CheckpointInfo
+    from safe_ckpt.core.operation import SaveHandle
+    from safe_ckpt.core.rng import RngState
+    from safe_ckpt.errors import SafeCheckpointError
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CheckpointConfig": "safe_ckpt.config",
+    "CheckpointInfo": "safe_ckpt.core.manifest",
+    "Checkpointer": "safe_ckpt.checkpointer",
+    "PerRank": "safe_ckpt.core.items",
+    "Retention": "safe_ckpt.config",
+    "RngState": "safe_ckpt.core.rng",
+    "SafeCheckpointError": "safe_ckpt.errors",
+    "SaveHandle": "safe_ckpt.core.operation",
+    "Timeouts": "safe_ckpt.config",
+    "WriterConfig": "safe_ckpt.config",
+    "set_up_directory": "safe_ckpt.core.directory",
+}
+
+__all__ = [
+    "CheckpointConfig",
+    "CheckpointInfo",
+    "Checkpointer",
+    "PerRank",
+    "Retention",
+    "RngState",
+    "SafeCheckpointError",
+    "SaveHandle",
+    "Timeouts",
+    "WriterConfig",
+    "__version__",
+    "set_up_directory",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use: the writer process imports this package and must not pay for torch.
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value

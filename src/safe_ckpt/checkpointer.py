@@ -1,0 +1,233 @@
+"""The everyday API for plain training loops: ``save``, ``resume``, ``wait``, ``close``. Composes the core."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Self
+
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core import items, resume, retention, select
+from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.manifest import CheckpointInfo, read_manifest
+from safe_ckpt.core.operation import Request, SaveHandle
+from safe_ckpt.core.verify import verify
+from safe_ckpt.errors import NoValidCheckpointError, StateError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from safe_ckpt.events import Hook
+
+
+class Checkpointer:
+    """Saves and resumes the state of a training loop in one directory.
+
+    Every method is called on every rank, in the same order, on the thread that trains. Use it as a context manager: leaving
+    the block finishes what is in flight.
+
+    Args:
+        directory: where the checkpoints go, on a file system that all ranks share. Created when missing.
+        config: settings, equal on all ranks.
+        group: the ranks; None means WORLD, or this process alone when there is no process group.
+        hooks: called with what happens; see ``safe_ckpt.events``.
+
+    Raises:
+        DirectoryError: the directory cannot be used; names path and rank, on every rank.
+        DirectoryInUseError: a live job holds it; names host, pid and start.
+        RendezvousTimeout: some ranks did not come within ``barrier_s``; names them.
+        DesyncError: the ranks were given different directories or settings.
+        UnsupportedFormatError: it holds a checkpoint of a newer format version.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        config: CheckpointConfig | None = None,
+        *,
+        group: ProcessGroup | None = None,
+        hooks: Iterable[Hook] = (),
+    ) -> None:
+        self.config = config or CheckpointConfig()
+        self.directory = Path(directory)
+        self._engine = Engine(self.config, group=group, hooks=hooks)
+        try:
+            self._root = self._engine.hold(self.directory)
+            self._committed: list[CheckpointInfo] = []
+            self._engine.agree("list", {"directory": self.directory}, decide=lambda _: self._take_stock())
+            self._engine.watch_signals()
+        except BaseException:
+            self._engine.close(quiet=True)
+            raise
+
+    def save(self, step: int, state: Mapping[str, Any], *, metrics: Mapping[str, Any] | None = None) -> SaveHandle:
+        """Take a snapshot and write it in the background. When this returns, the state may change.
+
+        Args:
+            step: the training step; names the directory. Saving a step again replaces it.
+            state: names to Statefuls (modules, optimizers, ...), state dicts, tensors or JSON-able data. What differs
+                between ranks is wrapped in ``PerRank``; everything else is taken from rank 0.
+            metrics: numbers for ``Retention(keep_best=...)``.
+
+        Returns:
+            A handle on the outcome, which is the same on every rank.
+
+        Raises:
+            StateError: something cannot be saved; names it, on every rank. Nothing was started.
+            DesyncError: the ranks differ in step, directory or names.
+            RendezvousTimeout: some ranks did not call ``save``; names them.
+            SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started.
+        """
+        number = step if isinstance(step, int) else -1
+        error: Exception | None = None
+        planned: list[items.Item] = []
+        numbers: dict[str, float] = {}
+        try:
+            _check_step(step)
+            numbers = _checked_metrics(metrics or {})
+            planned = items.plan(state, rank=self._engine.rank)
+        except Exception as problem:  # whatever a state_dict() raises: the other ranks must learn of it
+            error = problem
+        request = Request(
+            root=self._root,
+            path=self.directory / select.step_name(number),
+            kind="directory",
+            step=number,
+            metrics=numbers,
+            images=[item.image for item in planned],
+            items={item.name: item.to_json() for item in planned},
+            error=error,
+            view={"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"},
+            retain=self._retain,
+        )
+        return self._engine.save(request)
+
+    def resume(self, state: Mapping[str, Any], *, step: int | None = None) -> CheckpointInfo | None:
+        """Restore the newest valid checkpoint into ``state``, in place.
+
+        Every rank reads and verifies what it needs before anything is applied anywhere. A damaged checkpoint is passed over
+        on all ranks together, and moved into quarantine once an older one was found good.
+
+        Args:
+            state: the same names as given to ``save``, or some of them. Values that cannot change in place, such as
+                numbers, are replaced in the mapping.
+            step: go back to this step. What is saved from then on counts as newer than the steps that are left behind.
+
+        Returns:
+            What was restored; None on a fresh run.
+
+        Raises:
+            NoValidCheckpointError: there are checkpoints and none is usable.
+            RestoreError: the checkpoint does not fit the state.
+            DirectoryError: a file could not be read; nothing is condemned for that.
+        """
+        self._engine.wait()
+
+        def listed() -> list[select.Candidate]:
+            found = select.list_directories(self.directory)
+            return found if step is None else [c for c in found if c.path.name == select.step_name(step)]
+
+        view = {"names": ", ".join(map(str, state)), "step": step}
+        chosen = resume.choose(self._engine, self._root, listed, lambda path: self._load(path, state), view)
+        if chosen is None and step is not None:
+            raise NoValidCheckpointError(path=str(self.directory), message=f"there is no checkpoint of step {step}")
+        if chosen is None:
+            return None
+        resume.apply(self._engine, lambda: items.restore(state, chosen.loaded, chosen.info.path))
+        self._engine.agree("list", {"directory": self.directory}, decide=lambda _: self._take_stock())
+        return chosen.info
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether to save and leave the loop: a signal of ``save_on_signals`` reached some rank.
+
+        Look once per step, on every rank, on the thread that trains; all ranks get the same answer at the same step. That
+        costs a comparison, and about twice a second the pick-up of an answer that lies ready::
+
+            if ckpt.stop_requested:
+                ckpt.save(step, state)
+                break  # leaving the ``with`` block waits until it is committed
+
+        Raises:
+            RendezvousTimeout: rank 0 has not looked as often as this rank.
+            PeerLostError: rank 0 died or stopped.
+        """
+        return self._engine.stop_requested()
+
+    def wait(self) -> None:
+        """Wait until everything in flight is committed.
+
+        Raises:
+            SafeCheckpointError: a save failed and nobody was told yet; the same on every rank.
+        """
+        self._engine.wait()
+
+    def close(self) -> None:
+        """Finish what is in flight, end the writer process, free the memory, give the directory back.
+
+        Raises:
+            SafeCheckpointError: a save failed and nobody was told yet.
+        """
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        within_s = None if error is None else self.config.timeouts.shutdown_s
+        self._engine.close(quiet=error is not None, within_s=within_s)
+
+    def _load(self, path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+        manifest = read_manifest(path)
+        rank, size = self._engine.rank, self._engine.session.size
+        needed = items.files_for(manifest, state, rank=rank, path=path)
+        entries = {entry.path: entry for entry in manifest.files}
+        loaded = {
+            name: items.load_file(path, entries[file], manifest.items[name], name) for name, file in needed.items()
+        }
+        if rank == 0:
+            # What no other rank reads either is verified here: a checkpoint is good as a whole or not at all.
+            elsewhere = {
+                entry.path
+                for entry in manifest.files
+                if 0 < entry.rank < size and self._is_read(entry.path, manifest.items, state)
+            }
+            verify(path, manifest, only=set(entries) - set(needed.values()) - elsewhere)
+        return loaded
+
+    @staticmethod
+    def _is_read(file: str, described: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+        return any(file in described[name]["files"].values() for name in state)
+
+    def _take_stock(self) -> None:
+        candidates = select.list_directories(self.directory)
+        self._committed = [info for info in (candidate.info for candidate in candidates) if info is not None]
+        self._root.start_after(max((info.sequence for info in self._committed), default=0))
+
+    def _retain(self, new: CheckpointInfo) -> list[Path]:
+        known = [info for info in self._committed if info.path != new.path and info.path.exists()]
+        self._committed = [*known, new]
+        doomed = retention.to_delete(self._committed, self.config.retention)
+        self._committed = [info for info in self._committed if info not in doomed]
+        return [info.path for info in doomed]
+
+
+def _check_step(step: object) -> None:
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise StateError(key="step", message=f"expected a whole number from 0 up, got {step!r}")
+
+
+def _checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError) as error:
+            raise StateError(key=f"metrics[{name!r}]", message=f"expected a number, got {value!r}") from error
+    return numbers

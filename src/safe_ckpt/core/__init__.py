@@ -1,0 +1,1 @@
+"""The framework-neutral parts. Nothing here imports lightning, accelerate, deepspeed or transformers."""

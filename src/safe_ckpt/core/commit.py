@@ -1,0 +1,214 @@
+"""Making things durable and giving them their final name, in an order that makes any crash leave the old or the new.
+
+A new name is one rename. A file that exists is replaced by the same rename. A directory that exists cannot be: it is
+exchanged in one step where the kernel can, else moved aside and replaced, and ``root.Root`` repairs what a crash between
+the two leaves behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from safe_ckpt.core.sink import sync_directory
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def make_directory(path: Path) -> None:
+    """Create a directory and its parents so that they survive a crash. Existing ones are fine."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_directory(str(folder.parent))
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a small file and fsync it; its directory entry is the caller's to fsync."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class HalfCommittedError(OSError):
+    """The new name is there, its durability is not confirmed, and it could not be taken back."""
+
+
+def publish_file(staged: Path, final: Path) -> None:
+    """Give a durable file its final name, replacing what has that name.
+
+    Raises:
+        OSError: it was not done; what had the name has it still.
+        HalfCommittedError: it was done and then the disk refused to confirm it, or to undo it.
+    """
+    kept = _keep(staged, final)
+    try:
+        _replace(staged, final)
+        with _undone_by(lambda: os.replace(kept or final, final if kept else staged)):
+            sync_directory(str(final.parent))
+    finally:
+        if kept is not None:
+            kept.unlink(missing_ok=True)
+
+
+def publish_directory(staged: Path, final: Path, aside: Path) -> None:
+    """Give a durable directory its final name. What has that name already ends up at ``aside``.
+
+    Args:
+        staged: complete and durable, manifest included.
+        final: its name from now on.
+        aside: where a replaced directory goes; must not exist, same file system.
+
+    Raises:
+        OSError: it was not done; what had the name has it still.
+        HalfCommittedError: it was done and then the disk refused to confirm it, or to undo it.
+    """
+    sync_directory(str(staged))
+    if not _exists(final):
+        os.rename(staged, final)
+        with _undone_by(lambda: os.rename(final, staged)):
+            sync_directory(str(final.parent))
+        return
+    if exchange(staged, final):
+        with _undone_by(lambda: exchange(staged, final)):
+            sync_directory(str(final.parent))
+        os.rename(staged, aside)
+        return
+    os.rename(final, aside)
+    with _undone_by(lambda: os.rename(aside, final)):
+        sync_directory(str(aside.parent))
+        os.rename(staged, final)
+
+    def swap_back() -> None:
+        os.rename(final, staged)
+        os.rename(aside, final)
+
+    with _undone_by(swap_back):
+        sync_directory(str(final.parent))
+
+
+@contextlib.contextmanager
+def _undone_by(undo: Callable[[], object]) -> Iterator[None]:
+    # An error after a rename must not be taken for "nothing was done": the old one would be tidied away.
+    try:
+        yield
+    except OSError as error:
+        try:
+            undo()
+        except OSError:
+            raise HalfCommittedError(error.errno, error.strerror, error.filename) from error
+        raise
+
+
+def _keep(staged: Path, final: Path) -> Path | None:
+    """A second name for what ``final`` is now, to go back to; None where there is nothing, or no hard links."""
+    kept = staged.with_name(f".{final.name}.{uuid.uuid4().hex}.old")
+    try:
+        os.link(final, kept, follow_symlinks=False)
+    except OSError:
+        return None
+    return kept
+
+
+def _replace(staged: Path, final: Path) -> None:
+    try:
+        os.replace(staged, final)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        # Another mount after all: a durable copy beside the final name, then the same single rename.
+        near = final.with_name(f".{final.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            shutil.copyfile(staged, near)
+            _sync_file(near)
+            os.replace(near, final)
+        finally:
+            near.unlink(missing_ok=True)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap two names atomically. Returns False where the kernel or the file system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    result = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    if result == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):
+        return False
+    raise OSError(code, os.strerror(code), str(one), None, str(other))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A further name of a single-file checkpoint: a hard link to its bytes, or a symbolic link to ``target``."""
+
+    path: Path
+    target: str | None = None
+
+
+def publish_link(existing: Path, staged: Path, link: Link) -> None:
+    """Give the file ``existing`` a further name, in one step. ``staged`` is a free name on the same file system."""
+    make_directory(link.path.parent)
+    if link.target is None:
+        link_durably(existing, staged, link.path)
+    else:
+        symlink_durably(link.target, staged, link.path)
+
+
+def link_durably(existing: Path, staged: Path, final: Path) -> None:
+    """Make ``final`` a second name of the file ``existing``, or a copy where the file system has no hard links."""
+    staged.unlink(missing_ok=True)
+    try:
+        os.link(existing, staged)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK, errno.ENOSYS):
+            raise
+        shutil.copyfile(existing, staged)
+        _sync_file(staged)
+    publish_file(staged, final)
+
+
+def symlink_durably(target: str, staged: Path, final: Path) -> None:
+    """Make ``final`` a symbolic link to ``target``, replacing what has that name in one step."""
+    staged.unlink(missing_ok=True)
+    os.symlink(target, staged)
+    publish_file(staged, final)
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a file, link or directory tree; one that is gone already is fine."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except FileNotFoundError:
+        pass
+
+
+def _exists(path: Path) -> bool:
+    return os.path.lexists(path)
+
+
+def _sync_file(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

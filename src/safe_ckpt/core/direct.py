@@ -1,0 +1,72 @@
+"""One file, written at once in this process: for saves outside a running pipeline. Atomic and durable like all others."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safe_ckpt.core import commit, layout, snapshot
+from safe_ckpt.core.arena import Arena
+from safe_ckpt.core.manifest import CheckpointInfo, Manifest
+from safe_ckpt.core.sink import SinkOptions, write_file
+from safe_ckpt.errors import DirectoryError
+
+
+class _Unwatched:
+    def moved(self, count: int) -> None:
+        del count
+
+    def entered(self, phase: str) -> None:
+        del phase
+
+
+def save_archive(
+    obj: Any,
+    path: Path,
+    *,
+    sequence: int,
+    step: int = 0,
+    rank: int = 0,
+    notes: Mapping[str, Any] | None = None,
+) -> CheckpointInfo:
+    """Save ``obj`` as a torch archive with our manifest. Blocks until it is durable.
+
+    Args:
+        obj: what to save.
+        path: the file.
+        sequence: its place in the order of commits.
+        step: the training step.
+        rank: named in errors.
+        notes: what the manifest says besides.
+
+    Raises:
+        StateError: something in it cannot be pickled.
+        DirectoryError: the file system refused.
+    """
+    image = layout.torch_image(path.name, obj, strict=False, key="checkpoint")
+    manifest = Manifest(
+        name=path.name,
+        sequence=sequence,
+        step=step,
+        op_id=uuid.uuid4().hex,
+        world_size=1,
+        metrics={},
+        notes=dict(notes or {}),
+    )
+    arena = Arena()
+    near = path.with_name(f".{path.name}.{manifest.op_id}.tmp")
+    try:
+        commit.make_directory(path.parent)
+        (task,) = snapshot.take([layout.single(image, near.name)], arena, str(path.parent), manifest.to_json())
+        options = SinkOptions(direct=True, chunk_bytes=8 << 20, flush_every_bytes=64 << 20)
+        result = write_file(task, memoryview(arena.memory), options, _Unwatched())
+        commit.publish_file(near, path)
+    except OSError as error:
+        where = error.filename or path
+        raise DirectoryError.of(error, path=where, rank=rank, phase=f"saving {path.name}") from error
+    finally:
+        near.unlink(missing_ok=True)
+        arena.close()
+    return CheckpointInfo.of(manifest, path, result.size_bytes)

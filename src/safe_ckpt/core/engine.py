@@ -1,0 +1,356 @@
+"""Moves snapshots to committed checkpoints: agrees with the other ranks, takes the copy, and runs the rest in the background.
+
+What adapters and ``Checkpointer`` share. It knows neither what is saved nor under which name. Its public methods are called
+on the thread that drives training, on every rank, in the same order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import multiprocessing.util
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safe_ckpt import events
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core import directory, grant, snapshot
+from safe_ckpt.core.arena import Arena
+from safe_ckpt.core.manifest import Manifest
+from safe_ckpt.core.operation import Operation, Request, SaveHandle
+from safe_ckpt.core.pipeline import Pipeline
+from safe_ckpt.core.preemption import Preemption
+from safe_ckpt.core.ranks import group_timeout_s
+from safe_ckpt.core.rendezvous import Session, open_session, raise_first
+from safe_ckpt.core.root import Root
+from safe_ckpt.errors import (
+    ClosedError,
+    ConfigError,
+    CoordinationError,
+    SafeCheckpointError,
+    SaveError,
+    SaveSkippedError,
+    StateError,
+    from_wire,
+    to_wire,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """One pipeline from snapshots to committed checkpoints, on every rank of a group.
+
+    Args:
+        config: settings; must be equal on all ranks.
+        group: the ranks; None means WORLD, or this process alone without a process group.
+        hooks: called with what happens.
+
+    Raises:
+        RendezvousTimeout: some ranks did not come.
+        DesyncError: the ranks were given different settings.
+    """
+
+    def __init__(
+        self, config: CheckpointConfig, *, group: ProcessGroup | None = None, hooks: Iterable[events.Hook] = ()
+    ) -> None:
+        self.config = config
+        self.emit = events.Emitter([events.LoggingHook(), *hooks])
+        self.session: Session = open_session(group, config.timeouts)
+        self.rank = self.session.rank
+        self._pid = os.getpid()
+        self._roots: list[Root] = []
+        self._free: list[Arena] = [Arena() for _ in range(config.max_in_flight)]
+        self._pipeline = Pipeline(self.session, config, self.emit, self._free.append)
+        self._handles: list[SaveHandle] = []
+        self._closed = False
+        self._preemption: Preemption | None = None
+        try:
+            digest = hashlib.sha256(repr(config).encode()).hexdigest()[:16]
+            self.agree("open", {"settings": digest})
+        except BaseException:
+            self._end()
+            raise
+        if self.rank == 0:
+            self._pipeline.writer.start()
+        self._warn_of_a_short_group_timeout(group)
+        # Also where atexit does not run: processes that multiprocessing forked end without it.
+        weak = weakref.ref(self)
+        self._at_exit = multiprocessing.util.Finalize(None, _close_at_exit, (weak,), exitpriority=100)
+
+    def _warn_of_a_short_group_timeout(self, group: ProcessGroup | None) -> None:
+        limit_s = group_timeout_s(group)
+        if self.rank == 0 and limit_s is not None and limit_s <= self.config.timeouts.barrier_s:
+            logger.warning(
+                "timeouts.barrier_s (%.0f s) is not below the process group's own timeout (%.0f s): a rank that is late "
+                "by as much is ended by that one first, without a named error",
+                self.config.timeouts.barrier_s,
+                limit_s,
+            )
+
+    def agree(self, kind: str, view: Mapping[str, object], **options: Any) -> Any:
+        """One agreed step under ``barrier_s``. See ``Session.agree``."""
+        return self.session.agree(kind, view, timeout_s=self.config.timeouts.barrier_s, **options)
+
+    def hold(self, path: Path) -> Root:
+        """Take a directory: create it, lock it, clean up after an earlier job. Every rank calls this.
+
+        Raises:
+            DirectoryError: on every rank, naming path and rank.
+            DirectoryInUseError: a live job holds it.
+            DirectoryNotSharedError: some ranks do not see it.
+        """
+        root = Root(path, lease_s=self.config.lease_s)
+
+        def take(_: object) -> str:
+            root.open()
+            try:
+                return directory.leave_token(path)
+            except OSError:
+                root.close()
+                raise
+
+        # A holder on another host is given lease_s to show a sign of life.
+        patience_s = self.config.timeouts.barrier_s + 2 * self.config.lease_s
+        token = self.session.agree("hold", {"directory": path}, timeout_s=patience_s, decide=take)
+        self._roots.append(root)
+        directory.await_shared(self.session, path, token, self.config.timeouts.barrier_s)
+        if self.rank == 0 and self.config.record_events:
+            self.emit.add(events.JsonlHook(root.hidden / "events.jsonl"))
+        return root
+
+    def save(self, request: Request) -> SaveHandle:
+        """Save. Returns when the copy is taken; every rank calls this.
+
+        Raises:
+            StateError: this or another rank has something that cannot be saved; nothing was started.
+            DesyncError: the ranks asked for different saves.
+            RendezvousTimeout: some ranks did not come.
+            SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started.
+        """
+        started = time.monotonic()
+        granted = self._agree_save(request)
+        if granted.manifest is None:
+            return _skipped(request.path.name)
+        manifest = Manifest.from_json(dict(granted.manifest), str(request.path))
+        # Its own deadline once its turn comes, plus what follows the verdict: deleting what retention lets go.
+        turns = 1 + self.in_flight
+        limit_s = turns * (self.config.timeouts.lengthy_s + self.config.timeouts.barrier_s)
+        handle = SaveHandle(request.path.name, limit_s, manifest.op_id)
+        op = Operation(
+            request=request,
+            manifest=manifest,
+            writers=tuple(granted.writers),
+            needed_bytes=granted.needed_bytes,
+            handle=handle,
+            started=started,
+        )
+        op.error = SaveError(name=op.name, cause="interrupted", rank=self.rank, phase="snapshot")
+        told = False
+        try:
+            self._await_room()
+            if self.config.max_in_flight == 1 and self._unreported() is not None:
+                # Nothing is in flight any more, so every rank knows of it and raises here.
+                told = True
+                self.raise_unreported()
+            self._take_snapshot(op)
+        finally:
+            # Also when this was interrupted: the other ranks wait for what becomes of it here.
+            if not told:
+                self._handles.append(handle)
+                self._pipeline.put(op)
+        return handle
+
+    def watch_signals(self, unwrap: Callable[[Any], Any] = lambda handler: handler) -> None:
+        """From now on watch for ``save_on_signals``, if there are any. Every rank calls this, on the main thread.
+
+        Args:
+            unwrap: turns the handler that is there before into the one that is run besides.
+
+        Raises:
+            ConfigError: this, on some rank, is not the main thread.
+        """
+        config, problem = self.config, None
+        if not config.save_on_signals or self._preemption is not None:
+            return
+        try:
+            self._preemption = Preemption(
+                self.session,
+                config.save_on_signals,
+                grace_s=config.signal_grace_s,
+                barrier_s=config.timeouts.barrier_s,
+                unwrap=unwrap,
+            )
+        except ConfigError as error:
+            problem = to_wire(error, rank=self.rank, phase="opening")
+        self.agree("signals", {}, answer=problem, decide=raise_first)
+
+    def stop_requested(self) -> bool:
+        """Whether a signal on any rank asks all to save and stop. Every rank asks once per step and gets the same answer.
+
+        Raises:
+            RendezvousTimeout: rank 0 has not asked as often as this rank.
+            PeerLostError: rank 0 died or stopped.
+        """
+        if self._preemption is None:
+            return False
+        was = self._preemption.stop
+        wanted = self._preemption.requested()
+        stop = self._preemption.stop
+        if stop is not None and was is None:
+            self._pipeline.stop_by = stop.until
+            left_s = stop.until - time.monotonic()
+            self.emit(
+                events.StopRequested(
+                    rank=self.rank,
+                    signal=stop.signal,
+                    by_rank=stop.rank,
+                    left_s=left_s,
+                    forecast_s=self._pipeline.last_save_s * (1 + self.in_flight),
+                )
+            )
+        return wanted
+
+    def wait(self) -> None:
+        """Wait until everything in flight is over.
+
+        Raises:
+            SafeCheckpointError: the error of a save that nobody was told of yet, the same on every rank.
+        """
+        for handle in list(self._handles):
+            handle.settle()
+        self.raise_unreported()
+
+    def raise_unreported(self) -> None:
+        """Raise the first error of a finished save that nobody was told of yet."""
+        self._handles = [handle for handle in self._handles if not handle.done() or handle.unreported is not None]
+        for handle in self._handles:
+            error = handle.unreported
+            if error is not None:
+                handle.mark_reported()
+                raise error
+
+    @property
+    def in_flight(self) -> int:
+        """How many saves are not over."""
+        return sum(not handle.done() for handle in self._handles)
+
+    def close(self, *, quiet: bool = False, within_s: float | None = None) -> None:
+        """Finish what is in flight, end the writer process, free the memory, give the directories back.
+
+        Waits as long as bytes progress, and ``shutdown_s`` for what makes no progress. Needs no other rank to call it.
+
+        Args:
+            quiet: log errors instead of raising, for when another exception is on its way or the interpreter ends.
+            within_s: wait this long at most, progress or not.
+
+        Raises:
+            SafeCheckpointError: the error of a save that nobody was told of yet.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        self._at_exit.cancel()
+        try:
+            self._pipeline.close(within_s=within_s)
+        finally:
+            self._end()
+        try:
+            self.raise_unreported()
+        except SafeCheckpointError as error:
+            if not quiet:
+                raise
+            logger.error("%s", error)  # noqa: TRY400 - the traceback that matters is the one on its way
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
+
+    def _agree_save(self, request: Request) -> grant.Grant:
+        if self._closed:
+            raise ClosedError(message="save: this was closed; open a new one")
+        if isinstance(request.error, StateError):
+            request.error.rank = self.rank
+        unreported = self._unreported()
+        busy = self.config.on_busy == "skip" and self.in_flight >= self.config.max_in_flight
+        try:
+            decision = self.agree(
+                "save",
+                {"step": request.step, "path": request.path, **request.view},
+                answer=grant.answer(request, unreported, self.rank),
+                decide=lambda answers: grant.decide(request, answers, busy=busy),
+            )
+        except SafeCheckpointError as error:
+            if request.error is None or isinstance(error, CoordinationError):
+                raise
+            decision = {}
+        if request.error is not None:
+            raise request.error  # the original, with its traceback
+        granted = grant.Grant(**decision)
+        if granted.earlier is not None:
+            for handle in self._handles:
+                if handle.op_id == granted.earlier["op_id"]:
+                    handle.mark_reported()
+            raise from_wire(granted.earlier["error"])
+        return granted
+
+    def _unreported(self) -> SaveHandle | None:
+        return next((handle for handle in self._handles if handle.unreported is not None), None)
+
+    def _await_room(self) -> None:
+        for handle in list(self._handles):
+            if self.in_flight < self.config.max_in_flight:
+                break
+            handle.settle()
+        # With several in flight some ranks may know already of a failure and others not: it is told at the next agreement.
+
+    def _take_snapshot(self, op: Operation) -> None:
+        op.arena = self._free.pop() if self._free else Arena()
+        try:
+            op.tasks = snapshot.take(op.request.images, op.arena, str(op.folder), op.manifest.to_json())
+            op.error = None
+        except Exception as error:  # every rank learns of it through the save's own verdict
+            op.error = error
+        op.handle.mark_snapshot_taken()
+        self.emit(
+            events.Snapshotted(
+                rank=self.rank,
+                name=op.request.path.name,
+                step=op.request.step,
+                size_bytes=sum(image.length for image in op.request.images),
+                stall_s=time.monotonic() - op.started,
+            )
+        )
+
+    def _end(self) -> None:
+        if self._preemption is not None:
+            self._preemption.close()
+        for arena in self._free:
+            arena.close()
+        if self.rank == 0:
+            for root in self._roots:
+                root.close()
+        self.session.release()
+
+
+def _skipped(name: str) -> SaveHandle:
+    handle = SaveHandle(name, 0.0)
+    handle.finish(None, SaveSkippedError(name=name, cause="another save is in flight and on_busy is 'skip'"))
+    handle.mark_reported()
+    return handle
+
+
+def _close_at_exit(weak: weakref.ref[Engine]) -> None:
+    engine = weak()
+    if engine is not None:
+        # After an uncaught exception nobody should wait long for the prompt.
+        failed = getattr(sys, "last_value", None) is not None
+        engine.close(quiet=True, within_s=engine.config.timeouts.shutdown_s if failed else None)

@@ -1,0 +1,246 @@
+"""What a state consists of: names to objects, objects to files, and back again in place."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, MutableMapping, MutableSequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import safetensors.torch
+import torch
+import xxhash
+
+from safe_ckpt.core import layout
+from safe_ckpt.core.layout import Image
+from safe_ckpt.core.manifest import MANIFEST_NAME, FileEntry, Manifest
+from safe_ckpt.errors import CorruptCheckpointError, RestoreError, StateError
+
+_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}$")
+_OF_A_RANK = re.compile(r"\.rank\d{5,}$")
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Modules, optimizers, schedulers, loaders: anything with these two methods."""
+
+    def state_dict(self) -> Any:
+        """The state to save."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take the state back."""
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """Marks an item of the state of which every rank saves its own, such as a random generator's state.
+
+    Attributes:
+        value: what this rank saves: a Stateful, a state dict, a tensor or JSON-able data.
+    """
+
+    value: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One name of a state, planned on one rank."""
+
+    name: str
+    image: Image
+    per_rank: bool
+    form: str
+
+    def to_json(self) -> dict[str, Any]:
+        """How it is described in the manifest."""
+        return {"file": self.image.path, "per_rank": self.per_rank, "form": self.form}
+
+
+def plan(state: Mapping[str, Any], *, rank: int) -> list[Item]:
+    """Plan the files of this rank: what is shared on rank 0, what is per rank on every rank.
+
+    ``state_dict()`` is called on every rank, because for sharded objects it is a collective.
+
+    Raises:
+        StateError: something cannot be saved; names it.
+    """
+    if not isinstance(state, Mapping):
+        raise StateError(key="state", message=f"expected a mapping of names to objects, got {type(state).__name__}")
+    check_names(state)
+    planned = [_plan_item(name, value, rank) for name, value in state.items()]
+    return [item for item in planned if item is not None]
+
+
+def check_names(state: Mapping[str, Any]) -> None:
+    """Refuse names that cannot become file names, or that could stand for another item's file.
+
+    Raises:
+        StateError: naming the name.
+    """
+    for name in state:
+        fits = isinstance(name, str) and _NAME.match(name) and not _OF_A_RANK.search(name)
+        if not fits or name == Path(MANIFEST_NAME).stem:
+            message = (
+                "a name becomes a file name: use letters, digits and _ . + = - "
+                "(but neither 'manifest' nor an end like '.rank00000')"
+            )
+            raise StateError(key=f"state[{name!r}]", message=message)
+    folded = [name.casefold() for name in state]
+    if len(set(folded)) != len(folded):
+        raise StateError(key="state", message="two names differ only in case: some file systems cannot tell them apart")
+
+
+def _plan_item(name: str, value: Any, rank: int) -> Item | None:
+    per_rank = isinstance(value, PerRank)
+    inner = value.value if isinstance(value, PerRank) else value
+    stem = f"{name}.rank{rank:05d}" if per_rank else name
+    key = f"state[{name!r}]"
+    form = "value"
+    if isinstance(inner, Stateful):
+        inner = inner.state_dict()
+    elif type(inner) in (torch.Tensor, torch.nn.Parameter):
+        inner, form = {name: inner}, "tensor"
+    if rank != 0 and not per_rank:
+        return None
+    try:
+        image = _image(stem, inner, key)
+    except (RecursionError, ValueError) as error:  # a cycle; a number of more digits than Python prints
+        raise StateError(key=key, message=f"{type(error).__name__}: {error}") from error
+    return Item(name=name, image=image, per_rank=per_rank, form=form)
+
+
+def _image(stem: str, inner: Any, key: str) -> Image:
+    if layout.fits_safetensors(inner):
+        return layout.safetensors_image(f"{stem}.safetensors", inner)
+    if layout.is_exact_json(inner):
+        return layout.json_image(f"{stem}.json", inner)
+    return layout.torch_image(f"{stem}.pt", inner, strict=True, key=key)
+
+
+def files_for(manifest: Manifest, state: Mapping[str, Any], *, rank: int, path: Path) -> dict[str, str]:
+    """Which file of the checkpoint this rank needs for each name of ``state``.
+
+    Raises:
+        RestoreError: the checkpoint has no such item, or none for this rank.
+    """
+    needed = {}
+    for name, value in state.items():
+        item = manifest.items.get(name)
+        if item is None:
+            message = f"the checkpoint has no such item; it has: {', '.join(manifest.items) or 'nothing'}"
+            raise RestoreError(path=str(path), key=f"state[{name!r}]", message=message)
+        if bool(item["per_rank"]) != isinstance(value, PerRank):
+            saved = "PerRank" if item["per_rank"] else "not PerRank"
+            raise RestoreError(path=str(path), key=f"state[{name!r}]", message=f"it was saved {saved}")
+        files = item["files"]
+        file = files.get(str(rank) if item["per_rank"] else "0")
+        if file is None:
+            message = (
+                f"it was saved by {manifest.world_size} ranks, each its own, and this is rank {rank}: "
+                "leave it out of the state, or resume with as many ranks"
+            )
+            raise RestoreError(path=str(path), key=f"state[{name!r}]", message=message)
+        needed[name] = str(file)
+    return needed
+
+
+def load_file(folder: Path, entry: FileEntry, item: Mapping[str, Any], name: str) -> Any:
+    """Read one file, check it against the manifest while it is in memory, and return what it holds.
+
+    Raises:
+        CorruptCheckpointError: its bytes are not those that were written.
+        OSError: it could not be read; that condemns nothing.
+    """
+    file = folder / entry.path
+    try:
+        data = file.read_bytes()
+    except (FileNotFoundError, IsADirectoryError):
+        raise CorruptCheckpointError(path=str(folder), file=entry.path, message="is missing") from None
+    if len(data) != entry.size_bytes or xxhash.xxh3_128(data).hexdigest() != entry.xxh3_128:
+        message = f"its {len(data)} bytes are not the {entry.size_bytes} that were written"
+        raise CorruptCheckpointError(path=str(folder), file=entry.path, message=message)
+    if file.suffix == ".json":
+        return json.loads(data)
+    if file.suffix == ".safetensors":
+        loaded = _load_safetensors(data)
+        return loaded[name] if item["form"] == "tensor" else loaded
+    loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return loaded[name] if item["form"] == "tensor" else loaded
+
+
+def _load_safetensors(data: bytes) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = safetensors.torch.load(data)
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    metadata = header.pop("__metadata__", {})
+    for name, stride in json.loads(metadata.get(layout.STRIDES_KEY, "{}")).items():
+        plain = tensors[name]
+        tensors[name] = torch.empty_strided(plain.shape, stride, dtype=plain.dtype).copy_(plain)
+    for alias, name in json.loads(metadata.get(layout.ALIASES_KEY, "{}")).items():
+        tensors[alias] = tensors[name]
+    if layout.VERSIONS_KEY in metadata:
+        tensors = OrderedDict(tensors)
+        tensors._metadata = OrderedDict(json.loads(metadata[layout.VERSIONS_KEY]))  # type: ignore[attr-defined]
+    return tensors
+
+
+def restore(state: Mapping[str, Any], loaded: Mapping[str, Any], path: Path) -> None:
+    """Put what was loaded where it belongs, in place. Values that cannot change in place are replaced in ``state``.
+
+    Raises:
+        RestoreError: an object refused its state.
+    """
+    for name, value in state.items():
+        target = value.value if isinstance(value, PerRank) else value
+        try:
+            if isinstance(target, Stateful):
+                target.load_state_dict(loaded[name])
+                continue
+            result = restore_into(target, loaded[name])
+        except Exception as error:
+            key = f"state[{name!r}]"
+            message = f"{type(error).__name__}: {error}"
+            raise RestoreError(path=str(path), key=key, message=message) from error
+        if result is not target:
+            if not isinstance(state, MutableMapping):
+                message = "its value cannot change in place and the state is read-only: pass a dict"
+                raise RestoreError(path=str(path), key=f"state[{name!r}]", message=message)
+            state[name] = PerRank(result) if isinstance(value, PerRank) else result
+
+
+def restore_into(target: Any, loaded: Any) -> Any:
+    """Make ``target`` equal to ``loaded`` in place as far as its type allows. Returns the object that now has the value.
+
+    Raises:
+        ValueError: a tensor of the target has another shape or type in ``loaded``, or is not in it.
+    """
+    if isinstance(target, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        if target.shape != loaded.shape or target.dtype != loaded.dtype:
+            # Replacing it in the dict would leave the parameter that it belongs to as it is.
+            raise ValueError(
+                f"it is {tuple(target.shape)} {target.dtype}, the checkpoint has {tuple(loaded.shape)} {loaded.dtype}; "
+                "give a tensor of that shape and type, or None to get it as it was saved"
+            )
+        with torch.no_grad():
+            return target.copy_(loaded)
+    if isinstance(target, MutableMapping) and isinstance(loaded, Mapping):
+        lost = [key for key in target if key not in loaded and isinstance(target[key], torch.Tensor)]
+        if lost:
+            raise ValueError(f"the checkpoint has nothing for the tensors {lost}")
+        order = [*(key for key in target if key in loaded), *(key for key in loaded if key not in target)]
+        fresh = {key: restore_into(target[key], loaded[key]) if key in target else loaded[key] for key in order}
+        target.clear()
+        target.update(fresh)
+        return target
+    if isinstance(target, MutableSequence) and isinstance(loaded, list):
+        known = len(target)
+        target[:] = [restore_into(target[i], v) if i < known else v for i, v in enumerate(loaded)]
+        return target
+    return loaded
+
+
+__all__ = ["Item", "PerRank", "Stateful", "files_for", "load_file", "plan", "restore", "restore_into"]

@@ -1,0 +1,262 @@
+"""What was written. A checkpoint is committed when it has its final name and a manifest that checks out.
+
+Plain JSON with its own digest: listing, verifying and choosing never need a pickle. A directory has ``manifest.json`` with
+the size and xxh3-128 of every file; a single-file checkpoint has the same facts in a record of its archive, and a digest of
+the whole file in the archive's comment.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import sys
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import xxhash
+
+from safe_ckpt.core.zip_format import COMMENT_BYTES, COMMENT_PREFIX
+from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+
+FORMAT = "safe_ckpt"
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+RECORD_NAME = "archive/.safe_ckpt/manifest.json"
+_MOST_BYTES = 256 << 20  # of a manifest: room for a million files, but not for a bomb
+# What zipfile raises on damaged archives; RuntimeError for a flag that says "encrypted".
+UNREADABLE = (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, RuntimeError, zlib.error)
+_DIGEST = re.compile(r"^[0-9a-f]{32}$")
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for package in ("safe-ckpt", "torch"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "unknown"
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """One file of a checkpoint directory. ``path`` is relative to it, with forward slashes."""
+
+    path: str
+    size_bytes: int
+    xxh3_128: str
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What was written, by whom and in which order.
+
+    Attributes:
+        sequence: commit order within a directory; neither the step nor a clock tells which is newer.
+        items: name given to ``save`` -> how it was stored.
+        notes: what an adapter wants to remember.
+        files: every file of a directory checkpoint; empty for a single file.
+    """
+
+    name: str
+    sequence: int
+    step: int
+    op_id: str
+    world_size: int
+    metrics: Mapping[str, float]
+    created_at: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
+    versions: Mapping[str, str] = field(default_factory=_versions)
+    items: Mapping[str, Any] = field(default_factory=dict)
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    files: tuple[FileEntry, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON-able data, without digest."""
+        facts = {key: value for key, value in vars(self).items() if key != "files"}
+        files = [vars(entry) for entry in self.files]
+        return {"format": FORMAT, "format_version": FORMAT_VERSION, **facts, "files": files}
+
+    def to_bytes(self) -> bytes:
+        """The content of ``manifest.json``, with its digest."""
+        data = self.to_json()
+        return json.dumps({**data, "digest": _digest(data)}, indent=1).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, data: Any, path: str) -> Manifest:
+        """Check and build.
+
+        Raises:
+            UnsupportedFormatError: not ours, or of a newer version.
+            CorruptCheckpointError: a field is missing, of the wrong type or not allowed.
+        """
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise UnsupportedFormatError(path=path, message="its manifest was not written by safe_ckpt")
+        found = data.get("format_version")
+        if not isinstance(found, int) or found > FORMAT_VERSION:
+            message = (
+                f"format version {found} is newer than {FORMAT_VERSION}, the newest that this release reads: upgrade"
+            )
+            raise UnsupportedFormatError(path=path, message=f"{message} safe-ckpt")
+        try:
+            files = tuple(_entry(row, path) for row in data["files"])
+            keys = ("name", "op_id", "created_at")
+            texts = {key: _typed(data[key], str) for key in keys}
+            numbers = {key: _typed(data[key], int) for key in ("sequence", "step", "world_size")}
+            maps = {key: _typed(data[key], dict) for key in ("metrics", "versions", "items", "notes")}
+        except (KeyError, TypeError) as error:
+            raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=f"damaged manifest: {error}") from error
+        return cls(**texts, **numbers, **maps, files=files)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """One committed checkpoint.
+
+    Attributes:
+        path: the directory or file.
+        name: its name within its directory.
+        step: the step given to ``save``.
+        sequence: commit order; the highest is the newest.
+        metrics: the metrics given to ``save``.
+        created_at: ISO 8601, UTC.
+        world_size: number of ranks that saved it.
+        size_bytes: bytes of all its files.
+        verified: whether it carries our manifest; False for what other tools wrote.
+        op_id: unique to the save.
+    """
+
+    path: Path
+    name: str
+    step: int
+    sequence: int
+    metrics: Mapping[str, float]
+    created_at: str
+    world_size: int
+    size_bytes: int
+    verified: bool = True
+    op_id: str = ""
+
+    @classmethod
+    def of(cls, manifest: Manifest, path: Path, size_bytes: int) -> CheckpointInfo:
+        """From a manifest and where it was found."""
+        return cls(
+            path=path,
+            name=manifest.name,
+            step=manifest.step,
+            sequence=manifest.sequence,
+            metrics=dict(manifest.metrics),
+            created_at=manifest.created_at,
+            world_size=manifest.world_size,
+            size_bytes=size_bytes,
+            op_id=manifest.op_id,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON-able data."""
+        return {**vars(self), "path": str(self.path), "metrics": dict(self.metrics)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CheckpointInfo:
+        """From what ``to_json`` returned."""
+        return cls(**{**data, "path": Path(data["path"])})
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a directory or single-file checkpoint; checks the manifest, not the payload.
+
+    Raises:
+        CorruptCheckpointError: missing or damaged.
+        UnsupportedFormatError: not ours, or of a newer version.
+        OSError: it could not be read; that condemns nothing.
+    """
+    return _read_from_archive(path) if path.is_file() else _read_from_directory(path)
+
+
+def archive_digest(path: Path) -> str | None:
+    """The whole-file digest that a single-file checkpoint of ours carries; None when it is not ours."""
+    size = path.stat().st_size
+    length = COMMENT_BYTES
+    if size < length:
+        return None
+    with path.open("rb") as stream:
+        stream.seek(size - length)
+        comment = stream.read(length)
+    digest = comment[len(COMMENT_PREFIX) :].decode("ascii", "replace")
+    return digest if comment.startswith(COMMENT_PREFIX) and _DIGEST.match(digest) else None
+
+
+def _read_from_archive(path: Path) -> Manifest:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            info = archive.getinfo(RECORD_NAME)
+            if info.file_size > _MOST_BYTES:
+                raise CorruptCheckpointError(path=str(path), file=RECORD_NAME, message="the manifest is too large")
+            data = json.loads(archive.read(info))
+    except KeyError:
+        if archive_digest(path) is not None:
+            raise CorruptCheckpointError(path=str(path), file=RECORD_NAME, message="is missing") from None
+        raise UnsupportedFormatError(
+            path=str(path), message="was not written by safe_ckpt: it has no manifest"
+        ) from None
+    except (OSError, *UNREADABLE) as error:
+        # A damaged offset makes zipfile seek to nowhere. Any other OSError is the disk's, and condemns nothing.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
+        if not _has_trace_of_ours(path):
+            raise UnsupportedFormatError(
+                path=str(path), message="was not written by safe_ckpt: it is no archive"
+            ) from None
+        raise CorruptCheckpointError(path=str(path), message=f"not a readable archive: {error}") from error
+    return Manifest.from_json({**data, "files": []} if isinstance(data, dict) else data, str(path))
+
+
+def _has_trace_of_ours(path: Path) -> bool:
+    # Empty, with the beginning of an archive or with our comment at its end: it may be one of ours that was damaged.
+    with path.open("rb") as stream:
+        return stream.read(4) in (b"", b"PK\3\4") or archive_digest(path) is not None
+
+
+def _read_from_directory(path: Path) -> Manifest:
+    file = path / MANIFEST_NAME
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message="the manifest is too large")
+        data = json.loads(file.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message="is missing") from None
+    except ValueError as error:
+        raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message=f"is not JSON: {error}") from error
+    # Before the version is believed: every format has had, and will have, this digest.
+    if isinstance(data, dict) and data.get("format") == FORMAT and data.pop("digest", None) != _digest(data):
+        message = "its bytes are not those that were written"
+        raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message=message)
+    return Manifest.from_json(data, str(path))
+
+
+def _entry(row: Any, path: str) -> FileEntry:
+    name, size, digest, rank = row["path"], row["size_bytes"], row["xxh3_128"], row["rank"]
+    pure = PurePosixPath(_typed(name, str))
+    if pure.is_absolute() or ".." in pure.parts or not pure.parts or "\0" in name:
+        message = f"a path in the manifest leads out of the checkpoint: {name!r}"
+        raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=message)
+    if not _DIGEST.match(_typed(digest, str)):
+        raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=f"a damaged digest for {name!r}")
+    return FileEntry(path=name, size_bytes=_typed(size, int), xxh3_128=digest, rank=_typed(rank, int))
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"expected {kind.__name__}, got {value!r}")
+    return value
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,185 @@
+"""One save: what is asked for, what the ranks agreed on, and the handle the caller gets."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from safe_ckpt.core.arena import Arena
+from safe_ckpt.core.commit import Link
+from safe_ckpt.core.layout import Image
+from safe_ckpt.core.manifest import CheckpointInfo, Manifest
+from safe_ckpt.core.root import Root
+from safe_ckpt.core.sink import FileTask
+from safe_ckpt.errors import RendezvousTimeout, SafeCheckpointError, SaveSkippedError
+
+Retain = Callable[[CheckpointInfo], Iterable[Path]]
+"""Called on rank 0's background thread after a commit; returns what is to be deleted now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One save as an adapter asks for it, on one rank.
+
+    Attributes:
+        root: the directory that is held.
+        path: the final name.
+        kind: whether ``path`` becomes a directory with a manifest in it or a single file.
+        step: the training step.
+        metrics: numbers that retention may look at.
+        images: the files of this rank, planned; for a single file, one image on rank 0.
+        items: what this rank knows for the manifest's ``items``.
+        error: why this rank could not plan; every rank raises it.
+        links: further names of a single file.
+        notes: what the manifest says besides; rank 0's counts.
+        view: what else must be equal on all ranks.
+        retain: what to delete after the commit.
+    """
+
+    root: Root
+    path: Path
+    kind: Literal["directory", "file"]
+    step: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    images: Sequence[Image] = ()
+    items: Mapping[str, Any] = field(default_factory=dict)
+    error: Exception | None = None
+    links: Sequence[Link] = ()
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    view: Mapping[str, str] = field(default_factory=dict)
+    retain: Retain | None = None
+
+
+@dataclass(kw_only=True)
+class Operation:
+    """A save under way, on one rank.
+
+    Attributes:
+        manifest: what is known of it before a byte is written.
+        writers: the ranks that write.
+        needed_bytes: what all ranks together will write.
+        tasks: what this rank writes, once the snapshot is taken.
+        error: what went wrong on this rank after the agreement.
+        started: when the caller called, on the monotonic clock; its deadline counts from when its turn comes.
+    """
+
+    request: Request
+    manifest: Manifest
+    writers: tuple[int, ...]
+    needed_bytes: int
+    handle: SaveHandle
+    arena: Arena | None = None
+    tasks: Sequence[FileTask] = ()
+    error: BaseException | None = None
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def name(self) -> str:
+        """The checkpoint's name."""
+        return self.request.path.name
+
+    @property
+    def op_id(self) -> str:
+        """Unique to this save; its staging directory is named after it."""
+        return self.manifest.op_id
+
+    @property
+    def staged(self) -> Path:
+        """Where the checkpoint is built: it has its final name already, in a folder of its own."""
+        return self.request.root.staging / self.op_id / self.request.path.name
+
+    @property
+    def folder(self) -> Path:
+        """The directory into which files are written."""
+        return self.staged if self.request.kind == "directory" else self.staged.parent
+
+
+class SaveHandle:
+    """What ``save`` returns: the outcome to be, the same on every rank."""
+
+    def __init__(self, name: str, limit_s: float, op_id: str = "") -> None:
+        self.name = name
+        self.op_id = op_id
+        self._limit_s = limit_s
+        self._finished = threading.Event()
+        self._snapshot_taken = threading.Event()
+        self._info: CheckpointInfo | None = None
+        self._error: SafeCheckpointError | None = None
+        self._reported = False
+
+    def done(self) -> bool:
+        """Whether the outcome is known."""
+        return self._finished.is_set()
+
+    def result(self, timeout_s: float | None = None) -> CheckpointInfo:
+        """Wait for the outcome and return what was committed.
+
+        Args:
+            timeout_s: how long to wait; None means as long as the save itself may take.
+
+        Raises:
+            SafeCheckpointError: the save failed, with the same error on every rank.
+            RendezvousTimeout: it is not over yet.
+        """
+        self.settle(timeout_s)
+        if self._error is not None:
+            self._reported = True
+            raise self._error
+        if self._info is None:
+            raise SaveSkippedError(name=self.name, cause="no outcome was recorded")
+        return self._info
+
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Wait until the save is over, whatever came of it.
+
+        Raises:
+            RendezvousTimeout: it is not over yet.
+        """
+        limit_s = self._limit_s if timeout_s is None else timeout_s
+        if not self._finished.wait(limit_s):
+            raise RendezvousTimeout(phase=f"saving {self.name}", seconds=limit_s)
+
+    def wait_snapshot(self, timeout_s: float | None = None) -> None:
+        """Wait until the copy is complete and the state may change. An eager copy is complete when ``save`` returns.
+
+        Raises:
+            RendezvousTimeout: it is not complete yet.
+        """
+        limit_s = self._limit_s if timeout_s is None else timeout_s
+        if not self._snapshot_taken.wait(limit_s):
+            raise RendezvousTimeout(phase=f"snapshot of {self.name}", seconds=limit_s)
+
+    @property
+    def outcome(self) -> CheckpointInfo | None:
+        """What was committed; None while it is not over, and when it failed. For the engine and adapters."""
+        return self._info
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is over and failed. For the engine and adapters."""
+        return self._error is not None
+
+    def mark_snapshot_taken(self) -> None:
+        """The copy is complete. For the engine."""
+        self._snapshot_taken.set()
+
+    def finish(self, info: CheckpointInfo | None, error: SafeCheckpointError | None) -> None:
+        """Record the outcome; the first one counts. For the engine."""
+        if self._finished.is_set():
+            return
+        self._info, self._error = info, error
+        self._snapshot_taken.set()
+        self._finished.set()
+
+    @property
+    def unreported(self) -> SafeCheckpointError | None:
+        """The error, if there is one that nobody was told of yet. For the engine."""
+        return None if self._reported or not self._finished.is_set() else self._error
+
+    def mark_reported(self) -> None:
+        """The error was told. For the engine."""
+        self._reported = True

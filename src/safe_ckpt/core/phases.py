@@ -1,0 +1,263 @@
+"""The background phases of a save: prepare, write, commit, retain. They issue no collectives.
+
+Rank 0 leads: it makes the staging directory, collects what every writing rank reports, commits and publishes the verdict.
+The others write, report and wait for the verdict.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core import commit
+from safe_ckpt.core.arena import Arena
+from safe_ckpt.core.board import Board
+from safe_ckpt.core.channel import KeyTimeout
+from safe_ckpt.core.directory import await_visible
+from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
+from safe_ckpt.core.operation import Operation
+from safe_ckpt.core.sink import FileResult, sync_directory
+from safe_ckpt.core.writer import Writer
+from safe_ckpt.core.writer_child import WriteJob
+from safe_ckpt.errors import (
+    CommitOutcomeUnknown,
+    DirectoryError,
+    DirectoryNotSharedError,
+    NotEnoughSpaceError,
+    PeerLostError,
+    SafeCheckpointError,
+    SaveError,
+    from_wire,
+    to_wire,
+)
+
+_LOOK_S = 1.0
+_VISIBLE_S = 60.0
+
+
+class Phases:
+    """Runs one save on one rank, on the background thread.
+
+    Args:
+        op: the save.
+        board: where the ranks tell each other how it goes.
+        writer: writes this rank's files.
+        config: settings.
+        rank: this rank.
+        give_up: raises when the save is to be abandoned.
+    """
+
+    def __init__(
+        self,
+        op: Operation,
+        board: Board,
+        writer: Writer,
+        config: CheckpointConfig,
+        rank: int,
+        give_up: Callable[[], None],
+    ) -> None:
+        self._op = op
+        self._board = board
+        self._writer = writer
+        self._config = config
+        self._rank = rank
+        self._give_up = give_up
+        self._deadline = time.monotonic() + config.timeouts.lengthy_s
+        self._next_look = 0.0
+        self.write_s = 0.0
+
+    def run(self) -> CheckpointInfo:
+        """Run it to its end.
+
+        Raises:
+            SafeCheckpointError: it failed; the same error on every rank.
+        """
+        return self._lead() if self._rank == 0 else self._follow()
+
+    def _lead(self) -> CheckpointInfo:
+        op = self._op
+        try:
+            if op.error is not None:
+                raise op.error
+            self._prepare()
+            self._board.prepared()
+            if 0 in op.writers:
+                self._board.report(self._write())
+            reports = self._board.reports(self._left_s()) if op.writers else {}
+            for rank in sorted(reports):
+                if "error" in reports[rank]:
+                    raise from_wire(reports[rank]["error"])
+            info = self._commit(reports)
+        except BaseException as error:
+            ours = self._named(error, "commit")
+            # The cause first: nobody should wait for the tidying up.
+            self._board.conclude({"error": to_wire(ours, rank=0, phase="save")})
+            if not isinstance(ours, CommitOutcomeUnknown):
+                op.request.root.drop_staging(op.op_id)
+            raise ours from error
+        self._board.conclude({"ok": info.to_json()})
+        return info
+
+    def _follow(self) -> CheckpointInfo:
+        op = self._op
+        if self._rank in op.writers:
+            try:
+                if op.error is not None:
+                    raise op.error
+                self._board.await_prepared(self._left_s())
+                if self._board.failed_elsewhere() is None:
+                    self._await_folder()
+                    self._board.report(self._write())
+            except Exception as error:
+                ours = self._named(error, "write")
+                if isinstance(error, PeerLostError):
+                    raise ours from error
+                self._board.report({"error": to_wire(ours, rank=self._rank, phase="write")})
+        return self._read_verdict()
+
+    def _read_verdict(self) -> CheckpointInfo:
+        try:
+            # Rank 0 has the same deadline and then says so: a little patience turns a guess into an answer.
+            verdict = self._board.verdict(self._left_s() + self._config.timeouts.peer_stall_s)
+        except (KeyTimeout, PeerLostError) as error:
+            cause = str(error) if isinstance(error, PeerLostError) else "rank 0 gave no verdict in time"
+            raise CommitOutcomeUnknown(name=self._op.name, cause=cause, phase="commit") from error
+        if "error" in verdict:
+            raise from_wire(verdict["error"])
+        return CheckpointInfo.from_json(verdict["ok"])
+
+    def _prepare(self) -> None:
+        op = self._op
+        root = op.request.root.path
+        free = shutil.disk_usage(root).free
+        if op.needed_bytes > free:
+            raise NotEnoughSpaceError(
+                path=str(root),
+                message="Earlier checkpoints are deleted only after the new one is committed, so both must fit.",
+                needed_bytes=op.needed_bytes,
+                free_bytes=free,
+                phase="prepare",
+            )
+        op.request.root.stage(op.op_id)
+        if op.request.kind == "directory":
+            op.staged.mkdir()
+            sync_directory(str(op.staged.parent))
+
+    def _await_folder(self) -> None:
+        if not await_visible(self._op.folder, min(_VISIBLE_S, self._left_s())):
+            message = "the ranks must share the directory: use a file system that all hosts mount"
+            raise DirectoryNotSharedError(
+                path=str(self._op.request.root.path), message=message, rank=self._rank, ranks=(self._rank,)
+            )
+
+    def _write(self) -> dict[str, Any]:
+        op = self._op
+        begun = time.monotonic()
+        job = WriteJob(
+            name=op.name,
+            rank=self._rank,
+            arena=op.arena or Arena(),
+            files=op.tasks,
+            directories=[str(op.folder)],
+        )
+        results = self._writer.write(job, self._look_around)
+        self.write_s = time.monotonic() - begun
+        return {"files": [self._entry(result) for result in results], "items": dict(op.request.items)}
+
+    def _entry(self, result: FileResult) -> dict[str, Any]:
+        path = Path(result.path).relative_to(self._op.folder).as_posix()
+        return {"path": path, "size_bytes": result.size_bytes, "xxh3_128": result.xxh3_128, "rank": self._rank}
+
+    def _look_around(self) -> None:
+        self._give_up()
+        now = time.monotonic()
+        if now > self._deadline:
+            cause = f"not done after {self._config.timeouts.lengthy_s:.0f} s (timeouts.lengthy_s)"
+            raise SaveError(name=self._op.name, cause=cause, rank=self._rank, phase="write")
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_S
+        if (failure := self._board.failed_elsewhere()) is not None:
+            raise failure
+
+    def _commit(self, reports: Mapping[int, Any]) -> CheckpointInfo:
+        request = self._op.request
+        entries = tuple(FileEntry(**row) for rank in sorted(reports) for row in reports[rank]["files"])
+        self._check_staged(entries)
+        request.root.confirm()
+        if request.kind == "file":
+            return self._commit_file(entries)
+        manifest = dataclasses.replace(self._op.manifest, files=entries, items=_merge_items(reports))
+        commit.write_durably(self._op.staged / MANIFEST_NAME, manifest.to_bytes())
+        aside = request.root.aside(self._op.op_id, request.path.name)
+        commit.publish_directory(self._op.staged, request.path, aside)
+        return CheckpointInfo.of(manifest, request.path, sum(entry.size_bytes for entry in entries))
+
+    def _commit_file(self, entries: tuple[FileEntry, ...]) -> CheckpointInfo:
+        """Without a file written, only names are given to, or taken from, what is there already."""
+        request = self._op.request
+        if entries:
+            commit.make_directory(request.path.parent)
+            commit.publish_file(self._op.staged, request.path)
+        for link in request.links:
+            commit.publish_link(request.path, self._op.staged.parent / f"link-{link.path.name}", link)
+        return CheckpointInfo.of(self._op.manifest, request.path, sum(entry.size_bytes for entry in entries))
+
+    def _check_staged(self, entries: tuple[FileEntry, ...]) -> None:
+        # Written must equal planned, as rank 0 sees it: another rank's file may have vanished, or lie on another disk.
+        for entry in entries:
+            try:
+                found = (self._op.folder / entry.path).stat().st_size
+            except FileNotFoundError:
+                found = -1
+            if found != entry.size_bytes:
+                cause = f"{entry.path}, written by rank {entry.rank} with {entry.size_bytes} bytes, "
+                cause += "is not there" if found < 0 else f"has {found} bytes here"
+                raise SaveError(name=self._op.name, cause=cause, rank=entry.rank, phase="commit")
+
+    def _left_s(self) -> float:
+        return max(0.001, self._deadline - time.monotonic())
+
+    def _named(self, error: BaseException, phase: str) -> SafeCheckpointError:
+        if isinstance(error, SafeCheckpointError):
+            return error
+        name = self._op.name
+        if isinstance(error, commit.HalfCommittedError):
+            cause = f"it has its name, but the disk did not confirm that: {error}"
+            return CommitOutcomeUnknown(name=name, cause=cause, rank=self._rank, phase="commit", code=error.errno or 0)
+        if isinstance(error, OSError):
+            path = str(error.filename or self._op.request.root.path)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return NotEnoughSpaceError(
+                    path=path,
+                    message=f"Saving {name}: {error.strerror}.",
+                    rank=self._rank,
+                    code=error.errno,
+                    needed_bytes=self._op.needed_bytes,
+                    free_bytes=_free_bytes(self._op.request.root.path),
+                    phase=phase,
+                )
+            return DirectoryError.of(error, path=path, rank=self._rank, phase=f"saving {name}: {phase}")
+        return SaveError(name=name, cause=f"{type(error).__name__}: {error}", rank=self._rank, phase=phase)
+
+
+def _merge_items(reports: Mapping[int, Any]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for rank in sorted(reports):
+        for name, item in reports[rank]["items"].items():
+            entry = merged.setdefault(name, {"per_rank": item["per_rank"], "form": item["form"], "files": {}})
+            entry["files"][str(rank)] = item["file"]
+    return merged
+
+
+def _free_bytes(path: Path) -> int:
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return 0

@@ -1,0 +1,193 @@
+"""The structure of a torch archive: ``data.pkl`` with tensors replaced by references to storages.
+
+``strict`` admits only what ``torch.load(weights_only=True)`` admits, and names what it does not. Otherwise anything goes that
+``torch.save`` takes. Follows ``torch.serialization`` (protocol 2, ``persistent_id`` tuples), which reads the result.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import pickle
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch.storage import TypedStorage, UntypedStorage
+
+from safe_ckpt.errors import StateError
+
+_MOST_INT_BITS = 255 * 8 - 1  # the weights_only unpickler knows integers of up to 255 bytes
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
+_ALLOWED = {OrderedDict, Counter, torch.Size, torch.dtype, torch.device, torch.layout, complex, bytearray, set}
+_CLASSES = {*_ALLOWED, *_TENSOR_TYPES, *torch._storage_classes}
+_FUNCTION_HOMES = ("torch._utils", "torch._tensor", "torch.serialization", "_codecs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pickled:
+    """``data.pkl`` and the storages it refers to, by key, each storage once."""
+
+    data: bytes
+    storages: Mapping[str, UntypedStorage]
+
+
+class _EmptyBytes(Exception):
+    """There are empty bytes, which protocol 2 writes in a way that weights_only refuses."""
+
+
+class _MixedDtypes(Exception):
+    """Two tensors view one storage with different dtypes."""
+
+
+def pickle_state(obj: object, *, strict: bool, key: str) -> Pickled:
+    """Pickle ``obj`` apart from the bytes of its tensors.
+
+    Args:
+        obj: what to pickle.
+        strict: refuse what ``torch.load(weights_only=True)`` would refuse.
+        key: the name of ``obj``, for messages.
+
+    Raises:
+        StateError: something in it cannot be saved; names where it is.
+    """
+    untyped = False
+    for _ in range(3):
+        try:
+            return _pickle(obj, strict=strict, untyped=untyped)
+        except _MixedDtypes:
+            untyped = True
+        except _EmptyBytes:
+            obj = _without_empty_bytes(obj)
+        except RecursionError as error:
+            raise StateError(key=key, message="it is nested too deeply") from error
+        except Exception as error:
+            where, cause = _locate(obj, key, error, strict=strict)
+            raise StateError(key=where, message=str(cause) or type(cause).__name__) from error
+    raise StateError(
+        key=key, message="empty bytes lie where they cannot be replaced: inside an object or as a dict key"
+    )
+
+
+def _pickle(obj: object, *, strict: bool, untyped: bool) -> Pickled:
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, strict=strict, untyped=untyped)
+    pickler.dump(obj)
+    return Pickled(data=buffer.getvalue(), storages=pickler.storages)
+
+
+class _Refused(Exception):
+    pass
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, buffer: io.BytesIO, *, strict: bool, untyped: bool) -> None:
+        super().__init__(buffer, protocol=2)
+        self.storages: dict[str, UntypedStorage] = {}
+        self._strict = strict
+        self._untyped = untyped
+        self._keys: dict[int, str] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
+
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
+        kind = type(obj)
+        if kind is TypedStorage:
+            return self._reference(
+                obj._untyped_storage, obj.dtype, getattr(torch, obj._pickle_storage_type()), obj._size()
+            )
+        if kind is UntypedStorage:
+            return self._reference(obj, torch.uint8, UntypedStorage, obj.nbytes())
+        if self._strict:
+            if kind is bytes and not obj:
+                raise _EmptyBytes
+            if kind is int and obj.bit_length() > _MOST_INT_BITS:
+                raise _Refused(f"an integer of {obj.bit_length()} bits; the most is {_MOST_INT_BITS}: save it as text")
+            if kind is frozenset:
+                raise _Refused("a frozenset; torch.load(weights_only=True) refuses it: save a set")
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if self._strict:
+            _admit(obj, kind)
+        if kind is torch.Tensor and self._untyped and _is_plain(obj):
+            storage = obj.untyped_storage()
+            place = (obj.storage_offset(), tuple(obj.size()), obj.stride())
+            return torch._utils._rebuild_tensor_v3, (storage, *place, obj.requires_grad, OrderedDict(), obj.dtype)
+        return NotImplemented
+
+    def _reference(self, storage: UntypedStorage, dtype: torch.dtype, kind: type, count: int) -> tuple[Any, ...]:
+        address = storage.data_ptr() if storage.device.type != "meta" else 0
+        if address and self._dtypes.setdefault(address, dtype) != dtype:
+            raise _MixedDtypes
+        key = self._keys.setdefault(storage._cdata, str(len(self._keys)))
+        self.storages[key] = storage
+        return ("storage", kind, key, torch.serialization.location_tag(storage), count)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    odd = tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    return tensor.layout is torch.strided and not odd and not getattr(tensor, "__dict__", None)
+
+
+def _admit(obj: Any, kind: type) -> None:
+    if isinstance(obj, torch.Tensor):
+        if kind not in _TENSOR_TYPES:
+            raise _Refused(
+                f"a tensor subclass {kind.__qualname__}; save a plain tensor (for a DTensor: its full_tensor())"
+            )
+        if obj.is_meta:
+            raise _Refused("a tensor on the meta device: it has no data. Materialise it first")
+        return
+    if kind in _ALLOWED or kind is _Empty or (isinstance(obj, type) and obj in _CLASSES):
+        return
+    if isinstance(obj, FunctionType | BuiltinFunctionType) and obj.__module__ in _FUNCTION_HOMES:
+        return  # the functions that rebuild tensors and bytes
+    hint = ""
+    if kind.__module__.split(".")[0] == "numpy":
+        hint = ": convert it, an array with torch.from_numpy(), a number with .item()"
+    raise _Refused(f"a {kind.__module__}.{kind.__qualname__}; torch.load(weights_only=True) refuses it{hint}")
+
+
+class _Empty:
+    """Pickles as empty bytes in the form that weights_only admits."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return codecs.encode, ("", "latin1")
+
+
+def _without_empty_bytes(obj: Any) -> Any:
+    kind = type(obj)
+    if kind is bytes and not obj:
+        return _Empty()
+    if kind is dict:
+        return {key: _without_empty_bytes(value) for key, value in obj.items()}
+    if kind is OrderedDict:
+        return OrderedDict((key, _without_empty_bytes(value)) for key, value in obj.items())
+    if kind in (list, tuple):
+        return kind(_without_empty_bytes(value) for value in obj)
+    return obj
+
+
+def _children(obj: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(obj, Mapping):
+        for key, value in obj.items():
+            yield f"[{key!r}]", value
+    elif isinstance(obj, Sequence) and not isinstance(obj, str | bytes | bytearray):
+        for index, value in enumerate(obj):
+            yield f"[{index}]", value
+
+
+def _locate(obj: Any, key: str, error: Exception, *, strict: bool) -> tuple[str, Exception]:
+    """Find the innermost element that fails by itself. Slow, and only used to say where."""
+    for step, child in _children(obj):
+        try:
+            _pickle(child, strict=strict, untyped=True)
+        except _EmptyBytes:
+            continue
+        except Exception as cause:
+            return _locate(child, key + step, cause, strict=strict)
+    return key, error

@@ -1,0 +1,213 @@
+"""The background of saving: one thread per process that runs saves to their end, one after the other.
+
+It writes, commits, retains and reports; it issues no collectives. The order in which saves are put in is the order in which
+they are committed, the same on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from safe_ckpt import events
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core.arena import Arena
+from safe_ckpt.core.board import Board
+from safe_ckpt.core.manifest import CheckpointInfo
+from safe_ckpt.core.operation import Operation
+from safe_ckpt.core.phases import Phases
+from safe_ckpt.core.rendezvous import Session
+from safe_ckpt.core.writer import Writer
+from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, SafeCheckpointError, SaveError
+
+logger = logging.getLogger(__name__)
+_LAST_WORDS_S = 5.0
+
+
+class Pipeline:
+    """Runs saves in the background.
+
+    Args:
+        session: where the ranks meet.
+        config: settings.
+        emit: told what happens.
+        give_back: takes the arena of a save that is over.
+
+    Attributes:
+        stop_by: when the job must be over, on the monotonic clock; a save that is not done by then is given up.
+        last_save_s: how long the last committed save took, from the call to its commit; 0 when there was none.
+    """
+
+    def __init__(
+        self, session: Session, config: CheckpointConfig, emit: events.Emitter, give_back: Callable[[Arena], None]
+    ) -> None:
+        self._session = session
+        self._channel = session.channel("phases")
+        self._config = config
+        self._emit = emit
+        self._give_back = give_back
+        self._writer = Writer(config.writer, config.timeouts, self._respawned)
+        session.movers.append(self._writer.progress)
+        self._work: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._boards: list[Board] = []
+        self._open: list[Operation] = []
+        self._failures = 0
+        self.stop_by: float | None = None
+        self.last_save_s = 0.0
+        self._giving_up = threading.Event()
+
+    @property
+    def writer(self) -> Writer:
+        """What writes this rank's files."""
+        return self._writer
+
+    def put(self, op: Operation) -> None:
+        """Hand over a save whose snapshot is taken."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="safe_ckpt-save", daemon=True)
+            self._thread.start()
+        self._open.append(op)
+        self._work.put(op)
+
+    def close(self, *, within_s: float | None = None) -> None:
+        """Finish what was put in, then end the writer process.
+
+        Waits as long as bytes progress on any rank, and ``shutdown_s`` for what makes no progress; that save then fails.
+
+        Args:
+            within_s: wait this long at most, progress or not: the program is on its way out.
+        """
+        try:
+            if self._thread is not None:
+                self._work.put(None)
+                if self._thread is not threading.current_thread():  # a collector may call this from anywhere
+                    self._drain(self._thread, within_s)
+        finally:
+            self._session.movers.remove(self._writer.progress)
+            self._writer.close()
+            self._channel.close()
+
+    def _drain(self, thread: threading.Thread, within_s: float | None) -> None:
+        limit_s = self._config.timeouts.shutdown_s if within_s is None else within_s
+        seen, since = self._session.progress(), time.monotonic()
+        try:
+            while thread.is_alive() and time.monotonic() - since <= limit_s:
+                thread.join(timeout=0.1)
+                if (now := self._session.progress()) != seen and within_s is None:
+                    seen, since = now, time.monotonic()
+            if thread.is_alive():
+                lag = "made no progress for" if within_s is None else "was not done within"
+                logger.error("a save %s %.0f s at shutdown and is given up", lag, limit_s)
+        finally:
+            # Also on a second Ctrl-C: what is still under way ends now.
+            if thread.is_alive():
+                self._giving_up.set()
+                thread.join(timeout=_LAST_WORDS_S)
+            if thread.is_alive():
+                self._abandon()
+
+    def _abandon(self) -> None:
+        """The thread sits in something that does not end: whoever waits for its saves is told so."""
+        cause = "this rank shut down while the disk did not answer"
+        for number, op in enumerate(list(self._open)):
+            kind = SaveError if number else CommitOutcomeUnknown  # the first one may be anywhere
+            op.handle.finish(None, kind(name=op.name, cause=cause, rank=self._session.rank, phase="shutdown"))
+
+    def _run(self) -> None:
+        while True:
+            op = self._work.get()
+            if op is None:
+                return
+            try:
+                self._process(op)
+            except BaseException as error:  # a bug of ours must not leave the caller waiting
+                logger.exception("the background thread failed")
+                op.handle.finish(None, SaveError(name=op.name, cause=repr(error), rank=self._session.rank))
+                self._open.remove(op)
+            del op  # an idle thread must not keep alive whose save it was
+
+    def _process(self, op: Operation) -> None:
+        self._boards = [board for board in self._boards if not self._forget(board)]
+        give_up = functools.partial(self._check_giving_up, op.name)
+        board = Board(self._session, self._channel, op.op_id, op.writers, give_up)
+        phases = Phases(op, board, self._writer, self._config, self._session.rank, give_up)
+        info, failure = None, None
+        try:
+            info = phases.run()
+        except SafeCheckpointError as error:
+            failure = error
+        finally:
+            if self._session.rank == 0:
+                self._boards.append(board)
+            if op.arena is not None:
+                self._give_back(op.arena)
+        self._tell(op, phases.write_s, info, failure)
+        if info is not None and self._session.rank == 0:
+            self._retain(op, info)
+        self._conclude(op, info, failure)
+
+    def _tell(
+        self, op: Operation, write_s: float, info: CheckpointInfo | None, failure: SafeCheckpointError | None
+    ) -> None:
+        rank, step = self._session.rank, op.request.step
+        if op.tasks and write_s:
+            size = sum(task.length for task in op.tasks)
+            self._emit(events.Written(rank=rank, name=op.name, step=step, size_bytes=size, seconds=write_s))
+        if failure is not None:
+            self._emit(events.Failed(rank=rank, name=op.name, step=step, error=str(failure)))
+        elif info is not None:
+            self.last_save_s = time.monotonic() - op.started
+            self._emit(
+                events.Committed(
+                    rank=rank,
+                    name=op.name,
+                    step=step,
+                    path=str(info.path),
+                    sequence=info.sequence,
+                    size_bytes=info.size_bytes,
+                    seconds=self.last_save_s,
+                )
+            )
+
+    def _retain(self, op: Operation, info: CheckpointInfo) -> None:
+        request = op.request
+        try:
+            doomed = list(request.retain(info)) if request.retain is not None else []
+            if doomed:
+                request.root.confirm()
+            for path in request.root.discard(doomed):
+                self._emit(events.Removed(rank=self._session.rank, path=str(path)))
+        except Exception:  # the save is committed; tidying up must not turn it into a failure
+            logger.warning("could not remove old checkpoints after %s", info.path, exc_info=True)
+        request.root.drop_staging(op.op_id)
+
+    def _conclude(self, op: Operation, info: CheckpointInfo | None, failure: SafeCheckpointError | None) -> None:
+        self._failures = 0 if failure is None else self._failures + 1
+        tolerated = self._config.on_failure == "warn" and self._failures < self._config.max_consecutive_failures
+        if failure is not None and tolerated:
+            logger.warning("%s (failure %d in a row; training goes on)", failure, self._failures)
+            op.handle.mark_reported()
+        op.handle.finish(info, failure)
+        self._open.remove(op)
+
+    def _forget(self, board: Board) -> bool:
+        try:
+            return board.forget()
+        except CoordinationError:
+            return True
+
+    def _respawned(self, pid: int, ended: str) -> None:
+        self._emit(events.Respawned(rank=self._session.rank, pid=pid, ended=ended))
+
+    def _check_giving_up(self, name: str) -> None:
+        if self._giving_up.is_set():
+            cause = "this rank shut down before it was done"
+            raise SaveError(name=name, cause=cause, rank=self._session.rank, phase="shutdown")
+        if self.stop_by is not None and time.monotonic() > self.stop_by:
+            cause = f"the {self._config.signal_grace_s:.0f} s after the signal (signal_grace_s) are over"
+            raise SaveError(name=name, cause=cause, rank=self._session.rank, phase="shutdown")

@@ -1,0 +1,290 @@
+"""How the ranks act as one: through keys in a store, never through collectives.
+
+A ``Session`` is what the ranks of one process group share while somebody saves. Its operations form one log: rank 0
+appends an entry, every rank keeps a cursor into it, compares its own view with the entry and answers; rank 0 decides and
+publishes the verdict. Because the log has one order, a rank that asks for something else is found out at once, and a rank
+that comes late reads the verdict that the others got.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing.util
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from safe_ckpt.core import meeting, ranks
+from safe_ckpt.core.channel import Channel, KeyTimeout, LocalChannel
+from safe_ckpt.core.heartbeat import Heartbeat
+from safe_ckpt.core.ranks import Store
+from safe_ckpt.core.step import Step
+from safe_ckpt.errors import (
+    ClosedError,
+    CoordinationError,
+    DesyncError,
+    PeerLostError,
+    RendezvousTimeout,
+    from_wire,
+    to_wire,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from safe_ckpt.config import Timeouts
+
+logger = logging.getLogger(__name__)
+
+Decide = Callable[[Mapping[int, Any]], Any]
+"""Runs on rank 0 with every rank's answer; what it returns (JSON-able) or raises is what every rank gets."""
+
+_open: list[Session] = []
+_open_lock = threading.Lock()
+
+
+def open_session(group: ProcessGroup | None, timeouts: Timeouts) -> Session:
+    """Join the session of this process group, making it on first use. Every rank calls this; release it when done.
+
+    Raises:
+        RendezvousTimeout: some ranks did not come within ``barrier_s``; names them.
+    """
+    facts = ranks.group_of(group)
+    with _open_lock:
+        for session in [session for session in _open if session.orphaned]:
+            session.close()
+        for session in _open:
+            if session.serves(facts):
+                session.users += 1
+                session.observe(timeouts)
+                return session
+    session = Session(facts, timeouts)
+    with _open_lock:
+        _open.append(session)
+    return session
+
+
+def _close_sessions() -> None:
+    for session in _open:
+        session.close()
+
+
+# After the engines (priority 100), which finish what is in flight, and also where atexit does not run: atexit's own hooks
+# would come first, and rank 0's store would be gone under a running save.
+multiprocessing.util.Finalize(None, _close_sessions, exitpriority=50)
+
+
+def raise_first(answers: Mapping[int, Any]) -> None:
+    """A ``decide`` for answers that are None or an error as ``to_wire`` makes it: raises that of the lowest rank."""
+    for rank in sorted(answers):
+        if answers[rank]:
+            raise from_wire(answers[rank])
+
+
+class Session:
+    """What the ranks of one process group share while somebody saves. Made by ``open_session``.
+
+    Attributes:
+        rank: this process's rank.
+        size: number of ranks.
+        reads: on rank 0, how many readings of verdicts are still to be expected, key by key.
+        movers: numbers of this rank that change as long as bytes move; the other ranks hear of their sum.
+    """
+
+    def __init__(self, group: ranks.Group, timeouts: Timeouts) -> None:
+        self.rank = group.rank
+        self.size = group.size
+        self.users = 1
+        self.reads: dict[str, int] = {}
+        self.movers: list[Callable[[], int]] = []
+        self._shutdown_s = timeouts.shutdown_s
+        self._name = group.name
+        # Only weakly: the default store holds the port that a later process group may want to bind.
+        self._meeting = weakref.ref(group.meeting_store) if group.meeting_store is not None else None
+        self._cursor = 0
+        self._closed = False
+        self._heartbeat: Heartbeat | None = None
+        if group.size == 1:
+            self._calls: Channel = LocalChannel(ranks.local_store())
+            return
+        found = meeting.meet(group, timeouts)
+        # On rank 0 this is the store itself; it goes with this reference.
+        self._store: Store | None = found.store
+        answer_s = timeouts.peer_stall_s
+        self._connect = found.connect
+        self._answer_s = answer_s
+        self._calls = Channel(found.connect, name="calls", answer_s=answer_s, store=found.store)
+        beats = Channel(found.connect, name="heartbeat", answer_s=answer_s)
+        self._heartbeat = Heartbeat(
+            beats,
+            rank=group.rank,
+            machines=found.machines,
+            stall_s=answer_s,
+            interval_s=_beat_interval_s(timeouts),
+            progress=self._own_progress,
+        )
+
+    def agree(
+        self,
+        kind: str,
+        view: Mapping[str, object],
+        *,
+        timeout_s: float,
+        answer: object = None,
+        decide: Decide | None = None,
+    ) -> Any:
+        """Make one agreed step. Every rank calls this, on the thread that drives training.
+
+        Args:
+            kind: the name of the step; part of what must be equal on all ranks.
+            view: what must be equal on all ranks.
+            timeout_s: how long to wait for the others, and for ``decide``.
+            answer: JSON-able data of this rank for ``decide``.
+            decide: runs on rank 0. Without it the result is None.
+
+        Returns:
+            What ``decide`` returned, on every rank.
+
+        Raises:
+            DesyncError: the ranks' views differ.
+            RendezvousTimeout: some ranks did not come; names them.
+            PeerLostError: a rank died or stopped.
+            SafeCheckpointError: what ``decide`` raised, on every rank.
+        """
+        if self._closed:
+            raise ClosedError(message=f"{kind}: this session was closed")
+        mine = {"kind": kind, **{key: str(value) for key, value in view.items()}}
+        needed = [0] if self.rank else range(1, self.size)
+        step = Step(self._calls, self.rank, self.size, self._cursor, kind, timeout_s, lambda: self.check(needed))
+        if self.rank == 0:
+            return self._lead(step, mine, answer, decide)
+        return self._follow(step, mine, answer)
+
+    def channel(self, name: str) -> Channel:
+        """One more connection, for a thread of its own; whoever asks for it closes it."""
+        if self.size == 1:
+            return self._calls
+        return Channel(self._connect, name=name, answer_s=self._answer_s)
+
+    def check(self, needed: Sequence[int]) -> None:
+        """Raise ``PeerLostError`` if one of the ``needed`` ranks is known to be dead or stopped."""
+        if self._heartbeat is not None:
+            self._heartbeat.check(needed)
+
+    def observe(self, timeouts: Timeouts) -> None:
+        """From now on these timeouts hold. Every rank calls this, or none."""
+        self._shutdown_s = timeouts.shutdown_s
+        self._answer_s = timeouts.peer_stall_s
+        self._calls.answer_s = timeouts.peer_stall_s
+        if self._heartbeat is not None:
+            self._heartbeat.observe(timeouts.peer_stall_s, _beat_interval_s(timeouts))
+
+    def progress(self) -> int:
+        """A number that changes as long as bytes move, here or on a rank that this one waits for."""
+        return self._own_progress() + (self._heartbeat.progress() if self._heartbeat is not None else 0)
+
+    def _own_progress(self) -> int:
+        return sum(mover() for mover in list(self.movers))
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the process group that this belonged to is gone and nobody uses this any more."""
+        return self.users == 0 and self._meeting is not None and self._meeting() is None
+
+    def serves(self, group: ranks.Group) -> bool:
+        """Whether this is the session of ``group``."""
+        if group.meeting_store is None:
+            return self._meeting is None
+        return self._name == group.name and self._meeting is not None and self._meeting() is group.meeting_store
+
+    def release(self, *, keep: bool = False) -> None:
+        """Say that one user is done. The last one ends the session, or with ``keep`` leaves it for the next."""
+        self.users -= 1
+        if self.users == 0 and not keep:
+            self.close()
+
+    def close(self) -> None:
+        """End the session. Rank 0 stays until the others have read its verdicts, at most ``shutdown_s``."""
+        if self._closed:
+            return
+        self._closed = True
+        if self in _open:
+            _open.remove(self)
+        if self.rank == 0 and self.size > 1:
+            self._linger()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+        self._calls.close()
+        self._store = None
+
+    def _lead(self, step: Step, mine: Mapping[str, str], answer: object, decide: Decide | None) -> Any:
+        self._cursor += 1
+        try:
+            answers = {0: {"answer": answer}, **step.answers(mine)}
+            _refuse_differences(mine, answers)
+            result = decide({rank: given["answer"] for rank, given in answers.items()}) if decide else None
+            step.put("/verdict", {"ok": result})
+        except BaseException as error:
+            # The others wait for this verdict: they get the cause before this rank unwinds.
+            wire = to_wire(error, rank=0, phase=step.kind)
+            step.put("/verdict", {"error": wire})
+            self._expect_reads(step.present())
+            if isinstance(error, Exception) and not isinstance(error, CoordinationError):
+                raise from_wire(wire) from error
+            raise
+        self._expect_reads(self.size - 1)
+        step.forget()
+        return result
+
+    def _follow(self, step: Step, mine: Mapping[str, str], answer: object) -> Any:
+        try:
+            entry = step.get("")
+        except KeyTimeout:
+            raise RendezvousTimeout(phase=step.kind, seconds=step.timeout_s, missing=(0,)) from None
+        # From here on the entry is used up, whatever happens: the next call belongs to the next entry.
+        self._cursor += 1
+        step.answer({"answer": answer} if entry == mine else {"view": mine})
+        try:
+            # Rank 0 waits timeout_s for the slowest and may take as long to decide: it names who is missing, not we.
+            verdict = step.get("/verdict", patience=2)
+        except KeyTimeout:
+            raise RendezvousTimeout(phase=f"{step.kind}: verdict", seconds=2 * step.timeout_s, missing=(0,)) from None
+        self._calls.acknowledge("log/read", phase=step.kind)
+        if "error" in verdict:
+            raise from_wire(verdict["error"])
+        return verdict["ok"]
+
+    def _expect_reads(self, count: int) -> None:
+        self.reads["log/read"] = self.reads.get("log/read", 0) + count
+
+    def _linger(self) -> None:
+        # The store dies with this process. A verdict that nobody can read any more is an unknown outcome for them.
+        deadline = time.monotonic() + self._shutdown_s
+
+        def all_read(store: Store) -> bool:
+            return all(store.add(key, 0) >= count for key, count in list(self.reads.items()))
+
+        while time.monotonic() < deadline and not (self._heartbeat and self._heartbeat.all_gone()):
+            if self._calls.call(all_read, phase="close"):
+                return
+            time.sleep(0.005)
+        logger.debug("left while some ranks had not read the last verdict")
+
+
+def _beat_interval_s(timeouts: Timeouts) -> float:
+    # Often enough to notice a lost rank in time, and progress before a shutdown gives up on it.
+    return min(5.0, max(0.02, min(timeouts.peer_stall_s / 6, timeouts.shutdown_s / 4)))
+
+
+def _refuse_differences(mine: Mapping[str, str], answers: Mapping[int, Any]) -> None:
+    views = {rank: given.get("view", mine) for rank, given in answers.items()}
+    fields = dict.fromkeys(key for view in views.values() for key in view)
+    for name in fields:
+        values = {str(rank): str(view.get(name)) for rank, view in sorted(views.items())}
+        if len(set(values.values())) > 1:
+            raise DesyncError(what=name, values=values)
+
+
+__all__ = ["Decide", "PeerLostError", "Session", "open_session", "raise_first"]

@@ -1,0 +1,248 @@
+"""Resuming: which checkpoint, agreed by all ranks, and nothing applied before all of them have verified what they need."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safe_ckpt import events
+from safe_ckpt.core.directory import await_visible
+from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo, read_manifest
+from safe_ckpt.core.rendezvous import raise_first
+from safe_ckpt.core.root import Root
+from safe_ckpt.core.select import Candidate, newest_first
+from safe_ckpt.errors import (
+    CorruptCheckpointError,
+    DirectoryNotSharedError,
+    NoValidCheckpointError,
+    SafeCheckpointError,
+    from_wire,
+    to_wire,
+)
+
+logger = logging.getLogger(__name__)
+_VISIBLE_S = 60.0
+
+Load = Callable[[Path], Any]
+"""Reads one candidate on this rank, verifying what it reads; raises ``CorruptCheckpointError`` or ``OSError``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The checkpoint to resume from, verified on every rank.
+
+    Attributes:
+        info: which one.
+        loaded: what ``load`` returned for it on this rank.
+    """
+
+    info: CheckpointInfo
+    loaded: Any
+
+
+def choose(
+    engine: Engine,
+    root: Root,
+    list_candidates: Callable[[], Sequence[Candidate]],
+    load: Load,
+    view: Mapping[str, object] | None = None,
+) -> Chosen | None:
+    """Find the newest checkpoint that every rank can read and verify. Every rank calls this.
+
+    A damaged one is passed over on all ranks and, once an older one has been found good, moved into quarantine.
+
+    Args:
+        engine: where the ranks meet.
+        root: the directory that is held.
+        list_candidates: lists what there is; called on rank 0.
+        load: reads a candidate; called on every rank.
+        view: what else must be equal on all ranks.
+
+    Returns:
+        The choice, or None when there never was a checkpoint.
+
+    Raises:
+        NoValidCheckpointError: there are or were checkpoints and none is usable.
+        SafeCheckpointError: a checkpoint could not be read, on every rank. That condemns nothing.
+    """
+    begun = time.monotonic()
+    plan = engine.agree(
+        "resume", {"directory": root.path, **(view or {})}, decide=lambda _: _survey(root, list_candidates())
+    )
+    rejected: dict[str, str] = dict(plan["rejected"])
+    damaged: dict[str, str] = {name: rejected[name] for name in plan["damaged"]}
+    for name in plan["order"]:
+        path = root.path / name
+        loaded, verdict = _try(engine, path, load)
+        if verdict is None:
+            info = CheckpointInfo.from_json(plan["infos"][name])
+            engine.agree("resume from", {"name": name}, decide=lambda _: _set_aside(engine, root, damaged))
+            seconds = time.monotonic() - begun
+            engine.emit(
+                events.Resumed(
+                    rank=engine.rank, path=str(path), step=info.step, seconds=seconds, rejected=len(rejected)
+                )
+            )
+            return Chosen(info=info, loaded=loaded)
+        rejected[name] = damaged[name] = verdict
+        logger.warning("%s cannot be used: %s", path, verdict)
+    if rejected or plan["quarantined"]:
+        seen = {**rejected, **dict.fromkeys(plan["quarantined"], "in quarantine")}
+        message = "there are checkpoints, but none is usable. Repair one, or delete them all to start afresh"
+        raise NoValidCheckpointError(path=str(root.path), message=message, rejected=seen)
+    return None
+
+
+def apply(engine: Engine, action: Callable[[], None]) -> None:
+    """Do ``action`` on every rank and raise on all if it fails on one. Every rank calls this.
+
+    Raises:
+        SafeCheckpointError: what ``action`` raised on the lowest rank on which it did.
+    """
+    failure: Exception | None = None
+    try:
+        action()
+    except Exception as error:
+        failure = error
+    wire = to_wire(failure, rank=engine.rank, phase="restore") if failure else None
+    engine.agree("restored", {}, answer=wire, decide=raise_first)
+
+
+def _survey(root: Root, candidates: Sequence[Candidate]) -> dict[str, Any]:
+    ordered = newest_first(candidates)
+    infos = {_name(root, c): _info(c).to_json() for c in ordered}
+    rejected = {_name(root, c): c.problem for c in candidates if c.problem}
+    return {
+        "order": list(infos),
+        "infos": infos,
+        "rejected": rejected,
+        "damaged": [_name(root, c) for c in candidates if c.damaged],
+        "quarantined": [path.name for path in root.quarantined()],
+    }
+
+
+def _name(root: Root, candidate: Candidate) -> str:
+    return candidate.path.relative_to(root.path).as_posix()
+
+
+def _info(candidate: Candidate) -> CheckpointInfo:
+    if candidate.info is not None:
+        return candidate.info
+    return CheckpointInfo(
+        path=candidate.path,
+        name=candidate.path.name,
+        step=-1,
+        sequence=0,
+        metrics={},
+        created_at="",
+        world_size=0,
+        size_bytes=candidate.path.stat().st_size,
+        verified=False,
+    )
+
+
+def _try(engine: Engine, path: Path, load: Load) -> tuple[Any, str | None]:
+    """Read one candidate on all ranks. Returns what this rank read, and why all pass it over, None when all can use it."""
+    loaded: Any = None
+    answer: dict[str, Any] = {}
+    seen = engine.agree("candidate files", {"path": path}, decide=lambda _: _files(path))
+    if seen["missing"]:
+        return None, f"rank 0: {path} ({', '.join(seen['missing'])}): is missing"
+    try:
+        if engine.rank != 0:
+            _await_files(engine.rank, path, seen)
+        loaded = _read_twice(path, load)
+    except CorruptCheckpointError as error:
+        answer = {"bad": str(error)}
+    except Exception as error:  # whatever it is, the other ranks wait for this answer
+        answer = {"error": to_wire(error, rank=engine.rank, phase=f"reading {path}")}
+    timeout_s = engine.config.timeouts.lengthy_s
+    verdict = engine.session.agree(
+        "resume candidate", {"path": path}, timeout_s=timeout_s, answer=answer, decide=_judge
+    )
+    return loaded, verdict
+
+
+def _files(path: Path) -> dict[str, Any]:
+    """Rank 0: which save this is and its files, as far as its manifest can be read, and those that are not there."""
+    try:
+        manifest = read_manifest(path)
+    except SafeCheckpointError:  # every rank will find it so
+        return {"op_id": "", "files": [], "missing": []}
+    names = [MANIFEST_NAME, *(entry.path for entry in manifest.files)] if path.is_dir() else []
+    return {"op_id": manifest.op_id, "files": names, "missing": [name for name in names if not (path / name).exists()]}
+
+
+def _await_files(rank: int, path: Path, seen: Mapping[str, Any]) -> None:
+    # What rank 0 sees and this rank does not, or what still looks as it did before it was replaced, is late, not lost:
+    # caches of network file systems lag behind.
+    deadline = time.monotonic() + _VISIBLE_S
+    for file in [path, *(path / name for name in seen["files"])]:
+        if not await_visible(file, max(0.0, deadline - time.monotonic())):
+            raise _not_shared(rank, file)
+    while seen["op_id"] and _op_id(path) != seen["op_id"]:
+        if time.monotonic() >= deadline:
+            raise _not_shared(rank, path)
+        time.sleep(0.05)
+
+
+def _op_id(path: Path) -> str:
+    try:
+        return read_manifest(path).op_id
+    except (SafeCheckpointError, FileNotFoundError):
+        return ""
+
+
+def _not_shared(rank: int, path: Path) -> DirectoryNotSharedError:
+    message = "the ranks must share the directory: use a file system that all hosts mount"
+    return DirectoryNotSharedError(path=str(path), message=message, rank=rank, ranks=(rank,))
+
+
+def _judge(answers: Mapping[int, Any]) -> str | None:
+    for rank in sorted(answers):
+        if "error" in answers[rank]:
+            raise from_wire(answers[rank]["error"])
+    bad = [f"rank {rank}: {answers[rank]['bad']}" for rank in sorted(answers) if "bad" in answers[rank]]
+    return bad[0] if bad else None
+
+
+def _read_twice(path: Path, load: Load) -> Any:
+    # A mismatch that a second reading from the disk does not show was the memory's or the network's.
+    try:
+        return load(path)
+    except CorruptCheckpointError as error:
+        logger.warning("%s: reading it once more", error)
+        _drop_cache(path)
+        return load(path)
+
+
+def _drop_cache(path: Path) -> None:
+    files = [path] if path.is_file() else [child for child in path.rglob("*") if child.is_file()]
+    for file in files:
+        try:
+            fd = os.open(file, os.O_RDONLY)
+        except OSError:
+            continue
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def _set_aside(engine: Engine, root: Root, rejected: Mapping[str, str]) -> None:
+    for name, reason in rejected.items():
+        path = root.path / name
+        try:
+            target = root.set_aside(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            logger.warning("%s could not be moved into quarantine: %s", path, error)
+            continue
+        engine.emit(events.Quarantined(rank=engine.rank, path=str(path), moved_to=str(target), reason=reason))

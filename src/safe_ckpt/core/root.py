@@ -1,0 +1,179 @@
+"""A directory that a job holds: its hidden folder, its lock, what to clean up at the start, and how things leave it.
+
+``.safe_ckpt/`` lies in it, on the same file system, and holds ``staging`` (saves under way), ``trash`` (on the way out; a
+half-deleted checkpoint can never be picked), ``quarantine`` (damaged, kept for people to look at), the lock and
+``events.jsonl``. Used on rank 0 only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+from safe_ckpt.core import commit
+from safe_ckpt.core.lock import JobLock
+from safe_ckpt.core.manifest import read_manifest
+from safe_ckpt.core.verify import verify
+from safe_ckpt.errors import DirectoryError, SafeCheckpointError
+
+logger = logging.getLogger(__name__)
+
+HIDDEN = ".safe_ckpt"
+
+
+class Root:
+    """One directory of checkpoints, held by this job from ``open`` to ``close``.
+
+    Args:
+        path: the directory; created when missing.
+        lease_s: see ``CheckpointConfig``.
+    """
+
+    def __init__(self, path: Path, *, lease_s: float) -> None:
+        self.path = path
+        self.hidden = path / HIDDEN
+        self.staging = self.hidden / "staging"
+        self.trash = self.hidden / "trash"
+        self.quarantine = self.hidden / "quarantine"
+        self._lock = JobLock(self.hidden, subject=path, lease_s=lease_s)
+        self._sequence = 0
+
+    def open(self) -> None:
+        """Create the directory, take the lock, repair and sweep what an earlier job left.
+
+        Raises:
+            DirectoryError: it cannot be created or written to.
+            DirectoryInUseError: a live job holds it.
+        """
+        try:
+            for folder in (self.path, self.staging, self.trash, self.quarantine):
+                commit.make_directory(folder)
+        except OSError as error:
+            where = error.filename or self.path
+            raise DirectoryError.of(error, path=where, rank=0, phase="creating the checkpoint directory") from error
+        self._lock.acquire()
+        try:
+            self._repair()
+            self._sweep()
+        except OSError as error:
+            self._lock.release()
+            where = error.filename or self.path
+            raise DirectoryError.of(error, path=where, rank=0, phase="cleaning up after an earlier job") from error
+
+    def close(self) -> None:
+        """Give the directory back."""
+        self._lock.release()
+
+    def start_after(self, sequence: int) -> None:
+        """Everything saved from now on is newer than ``sequence``."""
+        self._sequence = max(self._sequence, sequence)
+
+    def next_sequence(self) -> int:
+        """The next place in the order of commits. Given out under the lock; a failed save leaves a gap."""
+        self._sequence += 1
+        return self._sequence
+
+    def confirm(self) -> None:
+        """Raise ``DirectoryInUseError`` if another job has taken the directory over."""
+        self._lock.confirm()
+
+    def stage(self, op_id: str) -> Path:
+        """Create and return the staging directory of one save."""
+        folder = self.staging / op_id
+        commit.make_directory(folder)
+        return folder
+
+    def aside(self, op_id: str, name: str) -> Path:
+        """Where a directory goes that is being replaced by the save ``op_id``."""
+        folder = self.trash / op_id
+        commit.make_directory(folder)
+        return folder / name
+
+    def drop_staging(self, op_id: str) -> None:
+        """Remove the staging directory of a save that is over, and what it replaced. Never raises.
+
+        What was moved aside stays when nothing stands in its place: the next start brings it back.
+        """
+        aside = self.trash / op_id
+        try:
+            unreplaced = [name for name in os.listdir(aside) if not os.path.lexists(self.path / name)]
+        except FileNotFoundError:
+            unreplaced = []
+        except OSError as error:
+            logger.warning("%s cannot be looked at and stays: %s", aside, error)
+            return
+        if unreplaced:
+            logger.error("%s was moved aside and not replaced: the next start brings it back", aside)
+            return
+        for folder in (self.staging / op_id, aside):
+            self._delete(folder)
+
+    def discard(self, paths: Iterable[Path]) -> list[Path]:
+        """Delete checkpoints, directories by way of the trash. Returns those that are gone; a failure is logged."""
+        gone = []
+        for path in paths:
+            try:
+                self._discard(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                logger.warning("%s could not be removed and stays: %s", path, error)
+                continue
+            gone.append(path)
+        return gone
+
+    def _discard(self, path: Path) -> None:
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()  # in one step, wherever it lies
+            return
+        target = self.trash / f"{uuid.uuid4().hex}-{path.name}"
+        os.rename(path, target)
+        self._delete(target)
+
+    def set_aside(self, path: Path) -> Path:
+        """Move a damaged checkpoint into quarantine. Returns where it is now."""
+        self.confirm()
+        target = self.quarantine / path.name
+        if os.path.lexists(target):
+            target = self.quarantine / f"{path.name}.{uuid.uuid4().hex[:8]}"
+        os.rename(path, target)
+        return target
+
+    def quarantined(self) -> list[Path]:
+        """What lies in quarantine."""
+        return sorted(self.quarantine.iterdir()) if self.quarantine.is_dir() else []
+
+    def _repair(self) -> None:
+        # A crash while a directory was being replaced without an exchange: the old one is in the trash and the final
+        # name is free. A complete new one goes forward, else the old one comes back; only then is anything swept.
+        for folder in self.trash.iterdir():
+            old = next(folder.iterdir(), None) if folder.is_dir() and (self.staging / folder.name).is_dir() else None
+            if old is None or os.path.lexists(self.path / old.name):
+                continue
+            new = self.staging / folder.name / old.name
+            chosen = new if _is_complete(new) else old
+            logger.warning("%s: finished an interrupted replacement with %s", self.path / old.name, chosen)
+            commit.publish_directory(chosen, self.path / old.name, self.aside(folder.name, "unused"))
+
+    def _sweep(self) -> None:
+        for folder in (self.staging, self.trash):
+            for left in folder.iterdir():
+                logger.info("removing what an earlier job left: %s", left)
+                self._delete(left)
+
+    def _delete(self, path: Path) -> None:
+        try:
+            commit.remove_tree(path)
+        except OSError as error:
+            logger.warning("%s could not be deleted and stays in the hidden folder: %s", path, error)
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        verify(path, read_manifest(path))
+    except (OSError, SafeCheckpointError):
+        return False
+    return True

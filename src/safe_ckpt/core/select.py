@@ -1,0 +1,144 @@
+"""Which checkpoints there are, and in which order to try them."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo, Manifest, read_manifest
+from safe_ckpt.core.root import HIDDEN
+from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+
+_STOCK_FILES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".distcp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Something that may be a checkpoint.
+
+    Attributes:
+        path: where it is.
+        manifest: its manifest if that is in order.
+        problem: why it cannot be used, as far as a look at the manifest tells; "" when nothing is wrong so far.
+        damaged: the problem is that its bytes are wrong.
+        foreign: it was written by another tool.
+        step: of a foreign one, its training step where that can be told.
+    """
+
+    path: Path
+    manifest: Manifest | None = None
+    problem: str = ""
+    damaged: bool = False
+    foreign: bool = False
+    step: int = -1
+
+    @property
+    def info(self) -> CheckpointInfo | None:
+        """What is known about it without reading its payload."""
+        if self.manifest is None:
+            return None
+        size = self.path.stat().st_size if self.path.is_file() else sum(f.size_bytes for f in self.manifest.files)
+        return CheckpointInfo.of(self.manifest, self.path, size)
+
+
+def list_directories(root: Path) -> list[Candidate]:
+    """The directory checkpoints below ``root``, in no order. A folder with neither our name nor our manifest is not one.
+
+    Raises:
+        OSError: the directory could not be listed.
+        UnsupportedFormatError: one is of a newer format version.
+    """
+    folders = (path for path in _entries(root) if path.is_dir() and not path.is_symlink())
+    found = [_look(path) for path in folders if (path / MANIFEST_NAME).exists() or _is_step_name(path.name)]
+    ours = [c for c in found if c.manifest is not None or (c.damaged and _is_step_name(c.path.name))]
+    others = [c for c in found if c.foreign and _is_step_name(c.path.name)]
+    return ours + [replace(c, problem="its manifest was not written by safe_ckpt") for c in others]
+
+
+def list_files(root: Path, suffix: str) -> list[Candidate]:
+    """The single-file checkpoints in ``root``, in no order; those of other tools are marked foreign.
+
+    A folder below it that a job holds, or held, for itself has an order of its own and is left out.
+
+    Raises:
+        OSError: the directory could not be listed.
+        UnsupportedFormatError: one is of a newer format version.
+    """
+    found = []
+    for folder, below, names in os.walk(root, onerror=_raise):
+        below[:] = sorted(name for name in below if name != HIDDEN and not Path(folder, name, HIDDEN).exists())
+        found += [Path(folder, name) for name in sorted(names) if name.endswith(suffix)]
+    return [_look(path) for path in found if path.is_file() and not path.is_symlink()]
+
+
+def newest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The order in which to try them: ours by commit sequence, newest first, then those of other tools by step."""
+
+    def age(candidate: Candidate) -> tuple[int, int, bool]:
+        if candidate.manifest is None:
+            return (-1, candidate.step, False)
+        # Of several names of one file the one that it was saved under comes first.
+        return (candidate.manifest.sequence, 0, candidate.path.name == candidate.manifest.name)
+
+    return sorted((c for c in candidates if not c.problem), key=age, reverse=True)
+
+
+def looks_like_checkpoint(path: Path) -> bool:
+    """Whether a stock tool or ours may have written a checkpoint here: decided by names, sizes and archive ends only."""
+    if path.is_dir():
+        if path.name == HIDDEN:
+            return False
+        if (path / MANIFEST_NAME).exists():
+            return not _look(path).problem
+        return any(looks_like_checkpoint(child) for child in path.iterdir())
+    if path.suffix not in _STOCK_FILES or not path.is_file() or path.stat().st_size == 0:
+        return False
+    if path.suffix in (".ckpt", ".pt", ".pth", ".bin"):
+        with path.open("rb") as stream:
+            if stream.read(4) == b"PK\3\4":
+                return zipfile.is_zipfile(path)
+    return True
+
+
+def newest_sequence(candidates: Iterable[Candidate]) -> int:
+    """The highest number in the order of commits; 0 when there is none."""
+    return max((c.manifest.sequence for c in candidates if c.manifest is not None), default=0)
+
+
+def sequence_beside(path: Path) -> int:
+    """A number for a file that is saved outside of a running pipeline: above that of every file it may compete with."""
+    above = path.parents
+    root = next((folder for folder in above if (folder / HIDDEN).is_dir()), path.parent)
+    return newest_sequence(list_files(root, path.suffix)) + 1 if root.is_dir() else 1
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _entries(root: Path) -> list[Path]:
+    return [path for path in sorted(root.iterdir()) if path.name != HIDDEN]
+
+
+def _is_step_name(name: str) -> bool:
+    return name.startswith("step-") and name[5:].isdigit() and len(name) >= len(step_name(0))
+
+
+def _look(path: Path) -> Candidate:
+    try:
+        return Candidate(path=path, manifest=read_manifest(path))
+    except CorruptCheckpointError as error:
+        problem = error.message if not error.file else f"{error.file} {error.message}"
+        return Candidate(path=path, problem=problem, damaged=True)
+    except UnsupportedFormatError as error:
+        if "newer" in error.message:
+            raise
+        return Candidate(path=path, foreign=True)
+
+
+def step_name(step: int) -> str:
+    """The directory name of a step: sorts like the steps do."""
+    return f"step-{step:08d}"

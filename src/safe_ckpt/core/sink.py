@@ -1,0 +1,307 @@
+"""From memory to a durable file: large aligned writes, hashed on the way, then fsync.
+
+Used by the writer process, and by the parent when it has to write itself. Standard library and xxhash only. The hashing runs
+one step ahead of the writing, on a thread of its own, because both release the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import mmap
+import os
+import threading
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import xxhash
+
+from safe_ckpt.core import zip_format
+from safe_ckpt.core.zip_format import PAGE, Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileTask:
+    """One file to write.
+
+    Attributes:
+        path: where; replaced if it exists.
+        offset: where its image starts in the arena, a multiple of 4096.
+        length: length of its image.
+        records: for a zip archive, the records in the image in file order; None for a plain file.
+        manifest_name: for a zip archive, the name of the manifest record that is appended.
+        manifest: for a zip archive, the manifest; the hashes of the records are added to it.
+    """
+
+    path: str
+    offset: int
+    length: int
+    records: tuple[Record, ...] | None = None
+    manifest_name: str = ""
+    manifest: Mapping[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON-able data."""
+        data = dataclasses.asdict(self)
+        if self.records is not None:
+            data["records"] = [[r.name, r.header_offset, r.data_offset, r.size] for r in self.records]
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> FileTask:
+        """From what ``to_json`` returned."""
+        records = data["records"]
+        if records is not None:
+            names = ("name", "header_offset", "data_offset", "size")
+            records = tuple(Record(**dict(zip(names, row, strict=True))) for row in records)
+        return cls(**{**data, "records": records})
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileResult:
+    """What is on disk now. The digest is that of the whole file."""
+
+    path: str
+    size_bytes: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkOptions:
+    """How to write. See ``WriterConfig``."""
+
+    direct: bool
+    chunk_bytes: int
+    flush_every_bytes: int
+
+
+class Progress(Protocol):
+    """Where the writing tells how far it is; a watchdog reads it."""
+
+    def moved(self, count: int) -> None:
+        """So many bytes were hashed or written."""
+
+    def entered(self, phase: str) -> None:
+        """A phase began: ``"write"`` or ``"fsync"``."""
+
+
+def write_file(task: FileTask, arena: memoryview, options: SinkOptions, progress: Progress) -> FileResult:
+    """Write one file and make its bytes durable; the directory entry is the caller's to fsync.
+
+    Raises:
+        OSError: as the operating system says, with the path.
+    """
+    try:
+        return _write_file(task, arena, options, progress)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+    # After a failed fsync the kernel may have dropped the pages and call them clean: a second fsync of the same file
+    # would succeed and mean nothing (https://lwn.net/Articles/752063/). So once more from memory, into a new file.
+    return _write_file(task, arena, options, progress)
+
+
+def _write_file(task: FileTask, arena: memoryview, options: SinkOptions, progress: Progress) -> FileResult:
+    progress.entered("write")
+    image = arena[task.offset : task.offset + task.length]
+    hasher = _Hasher(task, image, options.chunk_bytes, progress)
+    try:
+        fd, direct = _create(task.path, options.direct)
+        try:
+            size = _write_image(fd, image, hasher, options, progress, direct=direct)
+            progress.entered("fsync")
+            os.fsync(fd)
+            found = os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, task.path) from error
+    finally:
+        hasher.stop()
+    if found != size:
+        raise OSError(errno.EIO, f"{size} bytes were written but the file has {found}", task.path)
+    return FileResult(path=task.path, size_bytes=size, xxh3_128=hasher.digest)
+
+
+def sync_directory(path: str) -> None:
+    """Make the entries of a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _create(path: str, direct: bool) -> tuple[int, bool]:
+    # A new inode every time: a writer that was killed in an uninterruptible write may still finish that write later.
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    if direct and hasattr(os, "O_DIRECT"):
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o666), True
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+            # Some file systems create the entry before they refuse the flag.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+    return os.open(path, flags, 0o666), False
+
+
+def _write_image(
+    fd: int, image: memoryview, hasher: _Hasher, options: SinkOptions, progress: Progress, *, direct: bool
+) -> int:
+    body = len(image) // PAGE * PAGE
+    unflushed = 0
+    for start in range(0, body, options.chunk_bytes):
+        end = min(start + options.chunk_bytes, body)
+        hasher.wait_for(end)
+        _write_all(fd, image[start:end], start, progress, direct=direct)
+        unflushed += end - start
+        if not direct and unflushed >= options.flush_every_bytes:
+            os.fdatasync(fd)
+            unflushed = 0
+    hasher.wait_for(len(image))
+    rest = bytes(image[body:]) + hasher.tail
+    _write_rest(fd, rest, body, progress, direct=direct)
+    return body + len(rest)
+
+
+def _write_rest(fd: int, rest: bytes, offset: int, progress: Progress, *, direct: bool) -> None:
+    if not rest:
+        return
+    padded = -(-len(rest) // PAGE) * PAGE if direct else len(rest)
+    with mmap.mmap(-1, padded) as scratch:  # page-aligned, as direct I/O needs it
+        scratch[: len(rest)] = rest
+        with memoryview(scratch) as view:
+            _write_all(fd, view, offset, progress, direct=direct)
+    if padded != len(rest):
+        os.ftruncate(fd, offset + len(rest))
+
+
+def _write_all(fd: int, data: memoryview, offset: int, progress: Progress, *, direct: bool) -> None:
+    done = 0
+    while done < len(data):
+        with data[done:] as rest:
+            written = os.pwrite(fd, rest, offset + done)
+        if direct:
+            written -= written % PAGE  # direct I/O goes on only from an aligned offset
+        if written == 0:
+            raise OSError(errno.EIO, "a write made no progress")
+        done += written
+        progress.moved(written)
+
+
+class _Hasher:
+    """Hashes an image in file order, fills in the data descriptors, and makes the bytes that follow the image."""
+
+    def __init__(self, task: FileTask, image: memoryview, chunk_bytes: int, progress: Progress) -> None:
+        self._task = task
+        self._image = image
+        self._chunk = chunk_bytes
+        self._progress = progress
+        self._whole = xxhash.xxh3_128()
+        self._hashed = 0
+        self._ready = 0
+        self._failure: BaseException | None = None
+        self._stopped = False
+        self._turn = threading.Condition()
+        self.tail = b""
+        self.digest = ""
+        self._thread: threading.Thread | None = None
+        if len(image) > 2 * chunk_bytes:
+            self._thread = threading.Thread(target=self._run, name="safe_ckpt-hash", daemon=True)
+            self._thread.start()
+        else:
+            self._run()
+
+    def wait_for(self, end: int) -> None:
+        """Wait until everything before ``end`` has been hashed and will not change."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._ready >= end or self._failure is not None)
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """Stop early; used when the writing failed."""
+        self._stopped = True
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            records = self._task.records
+            if records is None:
+                self._absorb(0, len(self._image), [self._whole.update])
+                self._finish(b"")
+            else:
+                self._finish(self._hash_records(records))
+        except BaseException as error:  # it belongs to the thread that writes
+            with self._turn:
+                self._failure = error
+                self._turn.notify_all()
+
+    def _hash_records(self, records: Sequence[Record]) -> bytes:
+        crcs: dict[str, int] = {}
+        hashes: dict[str, str] = {}
+        for record in records:
+            digest = _RecordDigest()
+            self._absorb(record.header_offset, record.data_offset, [self._whole.update])
+            end = record.data_offset + record.size
+            self._absorb(record.data_offset, end, [self._whole.update, digest.update])
+            self._image[end : record.end] = zip_format.descriptor(digest.crc, record.size)
+            self._absorb(end, record.end, [self._whole.update])
+            crcs[record.name], hashes[record.name] = digest.crc, digest.hexdigest()
+        return self._closing(records, crcs, hashes)
+
+    def _closing(self, records: Sequence[Record], crcs: dict[str, int], hashes: Mapping[str, str]) -> bytes:
+        task = self._task
+        manifest = json.dumps({**(task.manifest or {}), "records": dict(hashes)}, separators=(",", ":")).encode()
+        own = zip_format.place(task.manifest_name, len(manifest), len(self._image))
+        crcs[own.name] = zlib.crc32(manifest)
+        body = zip_format.local_header(own) + manifest + zip_format.descriptor(crcs[own.name], own.size)
+        return body + zip_format.closing([*records, own], crcs, own.end)
+
+    def _absorb(self, start: int, end: int, sinks: Sequence[Callable[[memoryview], None]]) -> None:
+        for at in range(start, end, self._chunk):
+            if self._stopped:
+                raise OSError(errno.ECANCELED, "stopped")
+            piece = self._image[at : min(at + self._chunk, end)]
+            for sink in sinks:
+                sink(piece)
+            self._hashed = at + len(piece)
+            if self._hashed - self._ready >= self._chunk:  # thousands of small records must not cost a wake-up each
+                self._progress.moved(self._hashed - self._ready)
+                with self._turn:
+                    self._ready = self._hashed
+                    self._turn.notify_all()
+
+    def _finish(self, tail: bytes) -> None:
+        self._whole.update(tail)
+        comment = b""
+        if self._task.records is not None:
+            comment = zip_format.COMMENT_PREFIX + self._whole.hexdigest().encode()
+            self._whole.update(comment)
+        self.digest = self._whole.hexdigest()
+        with self._turn:
+            self.tail = tail + comment
+            self._ready = len(self._image)
+            self._turn.notify_all()
+
+
+class _RecordDigest:
+    def __init__(self) -> None:
+        self.crc = 0
+        self._hash = xxhash.xxh3_128()
+
+    def update(self, piece: memoryview) -> None:
+        self.crc = zlib.crc32(piece, self.crc)
+        self._hash.update(piece)
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()

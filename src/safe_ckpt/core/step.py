@@ -1,0 +1,82 @@
+"""The keys of one entry of the operation log: the entry, every rank's answer, the verdict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from safe_ckpt.core.channel import Channel, Check, KeyTimeout
+from safe_ckpt.core.ranks import Store
+from safe_ckpt.errors import RendezvousTimeout
+
+
+class Step:
+    """The keys of one entry of the log. With nobody else there, nothing is written."""
+
+    def __init__(
+        self, channel: Channel, rank: int, size: int, number: int, kind: str, timeout_s: float, check: Check
+    ) -> None:
+        self._channel = channel
+        self._rank = rank
+        self._others = range(1, size)
+        self._number = number
+        self._prefix = f"log/{number}"
+        self._check = check
+        self.kind = kind
+        self.timeout_s = timeout_s
+
+    def put(self, suffix: str, value: object) -> None:
+        """Rank 0: write one key of the entry."""
+        if not self._others:
+            return
+        self._channel.call(lambda store: store.set(self._prefix + suffix, json.dumps(value)), phase=self.kind)
+
+    def get(self, suffix: str, *, patience: int = 1) -> Any:
+        """Wait for one key of the entry.
+
+        Raises:
+            KeyTimeout: it did not appear in ``patience`` times the step's time.
+        """
+        key, wait_s = self._prefix + suffix, patience * self.timeout_s
+        return json.loads(self._channel.get(key, phase=self.kind, wait_s=wait_s, check=self._check))
+
+    def answer(self, value: object) -> None:
+        """Another rank: say what this rank has to say."""
+
+        def arrive(store: Store) -> None:
+            store.set(f"{self._prefix}/{self._rank}", json.dumps(value))
+            if store.add(f"{self._prefix}/count", 1) == len(self._others):
+                store.set(f"{self._prefix}/all", "")
+
+        self._channel.call(arrive, phase=self.kind)
+
+    def answers(self, mine: Mapping[str, str]) -> dict[int, Any]:
+        """Append the entry and collect what every other rank answers to it."""
+        if not self._others:
+            return {}
+        self.put("", mine)
+        try:
+            self._channel.get(f"{self._prefix}/all", phase=self.kind, wait_s=self.timeout_s, check=self._check)
+        except KeyTimeout:
+            missing = tuple(rank for rank in self._others if not self._has(f"{self._prefix}/{rank}"))
+            raise RendezvousTimeout(phase=self.kind, seconds=self.timeout_s, missing=missing) from None
+        keys = [f"{self._prefix}/{rank}" for rank in self._others]
+        values = self._channel.call(lambda store: store.multi_get(keys), phase=self.kind)
+        return {rank: json.loads(value) for rank, value in zip(self._others, values, strict=True)}
+
+    def present(self) -> int:
+        """How many ranks have answered."""
+        return sum(self._has(f"{self._prefix}/{rank}") for rank in self._others)
+
+    def forget(self) -> None:
+        """Drop what nobody needs any more: these answers, and the entry before, whose verdict all have read."""
+        if not self._others:
+            return
+        before = f"log/{self._number - 1}"
+        keys = [f"{self._prefix}/{rank}" for rank in self._others]
+        keys += [f"{self._prefix}/count", f"{self._prefix}/all", before, f"{before}/verdict"]
+        self._channel.call(lambda store: [store.delete_key(key) for key in keys], phase=self.kind)
+
+    def _has(self, key: str) -> bool:
+        return bool(self._channel.call(lambda store: store.check([key]), phase=self.kind))

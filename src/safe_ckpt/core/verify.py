@@ -1,0 +1,111 @@
+"""Reading every byte of a checkpoint and comparing it with what was written.
+
+An ``OSError`` while reading condemns nothing: it is raised as it is. Only bytes that differ are damage.
+"""
+
+from __future__ import annotations
+
+import stat
+import zipfile
+from pathlib import Path
+
+import xxhash
+
+from safe_ckpt.core.manifest import UNREADABLE, FileEntry, Manifest, archive_digest, read_manifest
+from safe_ckpt.core.zip_format import COMMENT_BYTES
+from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+
+_CHUNK = 4 << 20
+
+
+def verify(path: Path, manifest: Manifest, only: set[str] | None = None) -> int:
+    """Read a checkpoint's bytes and compare them with what was written. Returns the number of bytes.
+
+    Args:
+        path: the directory or file.
+        manifest: its manifest.
+        only: of a directory, verify just these files.
+
+    Raises:
+        CorruptCheckpointError: they differ; names the file, or the archive's record.
+        OSError: they could not be read; that condemns nothing.
+    """
+    if path.is_file():
+        return _verify_archive(path)
+    chosen = [entry for entry in manifest.files if only is None or entry.path in only]
+    return sum(verify_entry(path, entry) for entry in chosen)
+
+
+def verify_if_ours(path: Path) -> bool:
+    """Verify a single file if it carries our manifest. Returns whether it did.
+
+    Raises:
+        CorruptCheckpointError: it is ours, and its bytes are not those that were written; or it is no readable archive.
+    """
+    try:
+        manifest = read_manifest(path)
+    except UnsupportedFormatError:
+        return False
+    verify(path, manifest)
+    return True
+
+
+def verify_entry(path: Path, entry: FileEntry) -> int:
+    """Read one file of a directory checkpoint and compare it. Returns its size.
+
+    Raises:
+        CorruptCheckpointError: it is missing or differs.
+    """
+    file = path / entry.path
+    try:
+        status = file.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptCheckpointError(path=str(path), file=entry.path, message="not a regular file")
+        if status.st_size != entry.size_bytes:
+            message = f"has {status.st_size} bytes instead of {entry.size_bytes}"
+            raise CorruptCheckpointError(path=str(path), file=entry.path, message=message)
+        digest = hash_file(file, entry.size_bytes)
+    except FileNotFoundError:
+        raise CorruptCheckpointError(path=str(path), file=entry.path, message="is missing") from None
+    if digest != entry.xxh3_128:
+        raise CorruptCheckpointError(
+            path=str(path), file=entry.path, message="its bytes are not those that were written"
+        )
+    return entry.size_bytes
+
+
+def hash_file(file: Path, length: int) -> str:
+    """xxh3-128 of the first ``length`` bytes."""
+    digest, left = xxhash.xxh3_128(), length
+    buffer = bytearray(min(_CHUNK, max(length, 1)))
+    view = memoryview(buffer)
+    with file.open("rb", buffering=0) as stream:
+        while left:
+            count = stream.readinto(view[: min(len(buffer), left)])
+            if not count:
+                break
+            digest.update(view[:count])
+            left -= count
+    return digest.hexdigest()
+
+
+def _verify_archive(path: Path) -> int:
+    expected = archive_digest(path)
+    if expected is None:
+        raise CorruptCheckpointError(
+            path=str(path), message="it does not end as safe_ckpt ends a file: cut off, or altered"
+        )
+    size = path.stat().st_size
+    if hash_file(path, size - COMMENT_BYTES) == expected:
+        return size
+    raise CorruptCheckpointError(
+        path=str(path), file=_damaged_record(path), message="its bytes are not those that were written"
+    )
+
+
+def _damaged_record(path: Path) -> str:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() or ""
+    except (OSError, *UNREADABLE):
+        return ""

@@ -1,0 +1,142 @@
+"""The parent's side of the writer process: start it, hand it jobs, watch it, replace it.
+
+Nothing here can block for longer than its deadline: the job lies in shared memory and only a short line crosses a
+non-blocking socket; progress is read from a shared page. A writer that dies or makes no progress is killed and replaced, and
+the same snapshot is written again to new files. After ``max_respawns`` deaths the parent writes by itself; after as many
+stalls the save fails, because whatever stalls the process would stall its parent too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable
+
+from safe_ckpt.config import Timeouts, WriterConfig
+from safe_ckpt.core.sink import FileResult, SinkOptions, sync_directory, write_file
+from safe_ckpt.core.writer_child import Child, WriteJob, WriterEnded
+from safe_ckpt.errors import WriterError
+
+logger = logging.getLogger(__name__)
+
+
+class Writer:
+    """Writes snapshots through a child process. Used by one thread at a time.
+
+    Args:
+        config: how to write and how often to replace the process.
+        timeouts: how long it may make no progress.
+        respawned: called with pid and reason when the process was replaced.
+    """
+
+    def __init__(self, config: WriterConfig, timeouts: Timeouts, respawned: Callable[[int, str], None]) -> None:
+        self._config = config
+        self._timeouts = timeouts
+        self._respawned = respawned
+        self._child: Child | None = None
+        self._moves = 0
+        self._options = SinkOptions(
+            direct=config.direct_io == "auto",
+            chunk_bytes=config.chunk_bytes,
+            flush_every_bytes=config.flush_every_bytes,
+        )
+
+    def start(self) -> None:
+        """Start the process ahead of the first job. Where that fails, this process writes by itself, and says so."""
+        if self._child is not None:
+            return
+        try:
+            self._child = Child(self._config.niceness)
+        except OSError as error:
+            logger.warning("the writer process cannot be started (%s): writing in this process", error)
+
+    @property
+    def pid(self) -> int | None:
+        """The process's pid, None when it is not running."""
+        return self._child.pid if self._child is not None else None
+
+    def progress(self) -> int:
+        """A number that changes as long as bytes move."""
+        child = self._child
+        return self._moves + (child.beats() if child is not None else 0)
+
+    def write(self, job: WriteJob, stop: Callable[[], None]) -> list[FileResult]:
+        """Write all files of ``job`` and make them durable.
+
+        Args:
+            job: what to write; its arena must have room for the plan behind the files.
+            stop: called ten times a second; raises to give up.
+
+        Raises:
+            OSError: the file system refused.
+            WriterError: the process made no progress, and neither did those that replaced it.
+        """
+        plan_offset, plan_length = self._lay_out_plan(job)
+        for spare in range(self._config.max_respawns, -1, -1):
+            self.start()
+            child = self._child
+            if child is None:
+                return self._write_here(job, stop)
+            try:
+                return child.run(job, plan_offset, plan_length, self._timeouts, stop)
+            except WriterEnded as ended:
+                self._drop_child()
+                if ended.stalled and not spare:
+                    how = f"writer process {ended.pid} {ended}"
+                    raise WriterError(
+                        name=job.name, rank=job.rank, phase="write", cause=how, pid=ended.pid, ended=str(ended)
+                    ) from None
+                self._respawned(ended.pid, f"{ended}; the same snapshot is written again")
+            except BaseException:
+                # What it is writing is of no use any more; the next job gets a fresh process.
+                self._drop_child()
+                raise
+        logger.warning("the writer process ended %d times; writing in this process", self._config.max_respawns + 1)
+        return self._write_here(job, stop)
+
+    def close(self) -> None:
+        """End the process. Does not wait for a job."""
+        self._drop_child()
+
+    def _lay_out_plan(self, job: WriteJob) -> tuple[int, int]:
+        plan = {
+            "files": [task.to_json() for task in job.files],
+            "directories": list(job.directories),
+            "options": dataclasses.asdict(self._options),
+        }
+        data = json.dumps(plan).encode()
+        offset = max((task.offset + task.length for task in job.files), default=0)
+        # Growing keeps the bytes: the file is the same, only longer.
+        job.arena.reserve(offset + len(data))
+        job.arena.memory[offset : offset + len(data)] = data
+        return offset, len(data)
+
+    def _write_here(self, job: WriteJob, stop: Callable[[], None]) -> list[FileResult]:
+        def move() -> None:
+            self._moves += 1
+            stop()
+
+        memory = memoryview(job.arena.memory)
+        results = [write_file(task, memory, self._options, _OwnProgress(move)) for task in job.files]
+        for directory in job.directories:
+            sync_directory(directory)
+        return results
+
+    def _drop_child(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+
+
+class _OwnProgress:
+    def __init__(self, move: Callable[[], None]) -> None:
+        self._move = move
+
+    def moved(self, count: int) -> None:
+        del count
+        self._move()
+
+    def entered(self, phase: str) -> None:
+        del phase
+        self._move()

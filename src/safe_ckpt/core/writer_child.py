@@ -1,0 +1,217 @@
+"""One running writer process, seen from its parent: a socket for jobs, a shared page for progress, a log for last words."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+import safe_ckpt
+from safe_ckpt.config import Timeouts
+from safe_ckpt.core.arena import Arena
+from safe_ckpt.core.control import ControlPage, Standing, new_page
+from safe_ckpt.core.sink import FileResult, FileTask
+from safe_ckpt.core.writer_process import STACK_SIGNAL
+
+logger = logging.getLogger(__name__)
+_POLL_S = 0.1
+_REAP_S = 5.0
+_BOOT = (
+    "import sys; sys.path += {path!r}; "
+    "from safe_ckpt.core.writer_process import main; main({sock}, {page}, {nice}, {parent})"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteJob:
+    """Files to write from one arena, and directories to make durable afterwards; ``name`` and ``rank`` are for messages."""
+
+    name: str
+    rank: int
+    arena: Arena
+    files: Sequence[FileTask]
+    directories: Sequence[str]
+
+
+class WriterEnded(Exception):
+    """The process is of no use any more: it ended, or ``stalled``, and is to be replaced."""
+
+    def __init__(self, how: str, pid: int, *, stalled: bool = False) -> None:
+        super().__init__(how)
+        self.pid = pid
+        self.stalled = stalled
+
+
+class Child:
+    """One running writer process."""
+
+    def __init__(self, niceness: int) -> None:
+        if not sys.executable:
+            raise OSError("cannot start the writer process: sys.executable is not set in this interpreter")
+        ours, theirs = socket.socketpair()
+        page_fd = new_page()
+        self._log = os.memfd_create("safe_ckpt-log", os.MFD_CLOEXEC)
+        roots = [str(Path(module.__file__).parent.parent) for module in (safe_ckpt, xxhash) if module.__file__]
+        boot = _BOOT.format(path=roots, sock=theirs.fileno(), page=page_fd, nice=niceness, parent=os.getpid())
+        with theirs:
+            try:
+                # Not multiprocessing: its spawn re-imports the user's main and fails where that came from stdin.
+                self._process = subprocess.Popen(
+                    # -I: nothing in the working directory or the environment stands in for the standard library.
+                    [sys.executable, "-I", "-S", "-c", boot],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._log,
+                    pass_fds=(theirs.fileno(), page_fd),
+                )
+            except OSError:
+                ours.close()
+                os.close(page_fd)
+                os.close(self._log)
+                raise
+        self._socket = ours
+        self._socket.settimeout(0)
+        self._page = ControlPage(page_fd)
+        os.close(page_fd)
+        self._arenas: set[int] = set()
+        self._jobs = 0
+        self._buffer = b""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def beats(self) -> int:
+        """A number that changes as long as it makes progress."""
+        return self._page.read().beats
+
+    def run(
+        self, job: WriteJob, plan_offset: int, plan_length: int, timeouts: Timeouts, stop: Callable[[], None]
+    ) -> list[FileResult]:
+        """Let it write a job.
+
+        Raises:
+            WriterEnded: it ended, or made no progress for too long.
+            OSError: the file system refused.
+        """
+        self._jobs += 1
+        self._send(job, plan_offset, plan_length)
+        standing, since = self._page.read(), time.monotonic()
+        while True:
+            readable, _, _ = select.select([self._socket], [], [], _POLL_S)
+            reply = self._receive(job) if readable else None
+            if reply is not None and reply["job"] == self._jobs:
+                return _results(reply, job)
+            if self._process.poll() is not None:
+                raise self._ended(self._how_it_ended(job))
+            now = self._page.read()
+            if now.beats != standing.beats:
+                standing, since = now, time.monotonic()
+            limit_s = timeouts.fsync_stall_s if now.phase == "fsync" else timeouts.writer_stall_s
+            if time.monotonic() - since > limit_s:
+                how = f"made no progress for {limit_s:.0f} s {_where(now, job)}{self._stack()}"
+                raise WriterEnded(how, self._process.pid, stalled=True)
+            stop()
+
+    def kill(self) -> None:
+        """End the process now. One that the kernel does not let go of is left behind, without its socket."""
+        self._socket.close()
+        self._process.kill()
+        try:
+            self._process.wait(timeout=_REAP_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("writer process %d cannot be killed: it waits for the disk", self._process.pid)
+        os.close(self._log)
+
+    def _send(self, job: WriteJob, plan_offset: int, plan_length: int) -> None:
+        arena = job.arena
+        message = {
+            "job": self._jobs,
+            "arena": arena.id,
+            "arena_bytes": arena.size,
+            "plan_offset": plan_offset,
+            "plan_length": plan_length,
+        }
+        line = json.dumps(message).encode() + b"\n"
+        fds = [] if arena.id in self._arenas else [arena.fileno()]
+        try:
+            sent = socket.send_fds(self._socket, [line], fds)
+        except BlockingIOError as error:
+            raise self._ended("does not take jobs") from error
+        except OSError as error:
+            raise self._ended(self._how_it_ended(job)) from error
+        if sent != len(line):
+            raise self._ended("does not take jobs")
+        self._arenas.add(arena.id)
+
+    def _receive(self, job: WriteJob) -> dict[str, Any] | None:
+        try:
+            data = self._socket.recv(1 << 20)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        if not data:
+            raise self._ended(self._how_it_ended(job))
+        self._buffer += data
+        line, newline, rest = self._buffer.partition(b"\n")
+        if not newline:
+            return None
+        self._buffer = rest
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def _ended(self, how: str) -> WriterEnded:
+        return WriterEnded(how, self._process.pid)
+
+    def _how_it_ended(self, job: WriteJob) -> str:
+        where = _where(self._page.read(), job)
+        try:
+            code = self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return f"closed its connection {where}"
+        if code >= 0:
+            return f"exited with status {code} {where}{self._said()}"
+        hint = " (the kernel's out-of-memory killer sends this)" if code == -signal.SIGKILL else ""
+        return f"was killed by {signal.Signals(-code).name}{hint} {where}{self._said()}"
+
+    def _stack(self) -> str:
+        # A stopped process, or one deep in the kernel, will not answer; then there is nothing to show.
+        self._process.send_signal(STACK_SIGNAL)
+        time.sleep(0.2)
+        return self._said()
+
+    def _said(self) -> str:
+        size = os.fstat(self._log).st_size
+        text = os.pread(self._log, 4096, max(0, size - 4096)).decode(errors="replace").strip()
+        return f"; it said:\n{text}" if text else ""
+
+
+def _results(reply: dict[str, Any], job: WriteJob) -> list[FileResult]:
+    if "error" in reply:
+        error = reply["error"]
+        raise OSError(error["errno"], error["message"], error["path"])
+    found = [FileResult(path=path, size_bytes=size, xxh3_128=digest) for path, size, digest in reply["files"]]
+    if [result.path for result in found] != [task.path for task in job.files]:
+        raise OSError(None, "the writer reports other files than it was given")
+    return found
+
+
+def _where(standing: Standing, job: WriteJob) -> str:
+    if standing.phase == "idle":
+        return "while idle"
+    file = job.files[standing.file_index].path if standing.file_index < len(job.files) else "its last job"
+    return f"in phase {standing.phase} of {file}, after {standing.moved_bytes} bytes"

@@ -1,0 +1,105 @@
+"""The writer process: moves, hashes and fsyncs bytes from shared memory. Imports neither torch nor any framework.
+
+It gets jobs over a socket: a line of JSON that points into the arena, where the plan lies. It ends when the socket does, so
+it never outlives its parent, and it ignores the signals that a terminal or a scheduler sends to the whole group: its parent
+decides when it is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import faulthandler
+import json
+import mmap
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from safe_ckpt.core.control import ControlPage
+from safe_ckpt.core.sink import FileTask, SinkOptions, sync_directory, write_file
+
+STACK_SIGNAL = signal.SIGUSR2
+_WATCH_S = 1.0
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def main(socket_fd: int, control_fd: int, niceness: int, parent: int) -> None:
+    """Serve jobs until the parent closes the socket, or is no more."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(STACK_SIGNAL, all_threads=True)
+    with contextlib.suppress(OSError):  # a sandbox may forbid it; it is a courtesy
+        os.nice(niceness)
+    connection = socket.socket(fileno=socket_fd)
+    page = ControlPage(control_fd)
+    jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    arenas: dict[int, int] = {}
+    threading.Thread(target=_receive, args=(connection, jobs, arenas), daemon=True).start()
+    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    maps: dict[int, mmap.mmap] = {}
+    while True:
+        job = jobs.get()
+        reply = _serve(job, arenas, maps, page)
+        page.entered("idle")
+        connection.sendall(json.dumps({"job": job["job"], **reply}).encode() + b"\n")
+
+
+def _watch(parent: int) -> None:
+    # A process that the parent forked, such as a loader's worker, may hold the other end of the socket open.
+    while os.getppid() == parent:
+        time.sleep(_WATCH_S)
+    os._exit(0)
+
+
+def _receive(connection: socket.socket, jobs: queue.SimpleQueue[dict[str, Any]], arenas: dict[int, int]) -> None:
+    buffer = b""
+    while True:
+        try:
+            data, fds, _, _ = socket.recv_fds(connection, 65536, 4)
+        except OSError:
+            data, fds = b"", []
+        if not data:
+            os._exit(0)  # the parent is gone: whatever is half written lies in staging and is swept at the next start
+        buffer += data
+        while b"\n" in buffer:
+            line, _, buffer = buffer.partition(b"\n")
+            job = json.loads(line)
+            if fds:
+                arenas[job["arena"]] = fds.pop(0)
+            jobs.put(job)
+
+
+def _serve(
+    job: dict[str, Any], arenas: dict[int, int], maps: dict[int, mmap.mmap], page: ControlPage
+) -> dict[str, Any]:
+    try:
+        arena = job["arena"]
+        if arena not in maps or len(maps[arena]) < job["arena_bytes"]:
+            maps[arena] = mmap.mmap(arenas[arena], job["arena_bytes"])
+        memory = memoryview(maps[arena])
+        start = job["plan_offset"]
+        plan = json.loads(bytes(memory[start : start + job["plan_length"]]))
+        options = SinkOptions(**plan["options"])
+        results = []
+        for index, entry in enumerate(plan["files"]):
+            page.begin(index)
+            result = write_file(FileTask.from_json(entry), memory, options, page)
+            results.append([result.path, result.size_bytes, result.xxh3_128])
+        for directory in plan["directories"]:
+            sync_directory(directory)
+        return {"files": results}
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise  # like every other error that is not the file system's: end, and let the parent try a fresh process
+        return {"error": {"errno": error.errno, "message": error.strerror, "path": error.filename}}
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:5]))

@@ -1,0 +1,360 @@
+"""Every error that safe_ckpt raises on purpose.
+
+::
+
+    SafeCheckpointError
+    ├── ConfigError(ValueError)                a setting is unknown, of the wrong type or out of range
+    ├── StateError(TypeError)                  something in the state cannot be saved
+    ├── RestoreError(ValueError)               the checkpoint does not fit the state it is restored into
+    ├── DirectoryError(OSError)                a directory could not be set up, read or written
+    │   ├── DirectoryInUseError                another live job holds it
+    │   ├── DirectoryNotSharedError            the ranks see different directories
+    │   └── NotEnoughSpaceError                the file system cannot take the checkpoint
+    ├── CoordinationError(RuntimeError)        the ranks could not act as one
+    │   ├── RendezvousTimeout(TimeoutError)    some ranks did not arrive in time
+    │   ├── PeerLostError(ConnectionError)     a rank died or stopped
+    │   └── DesyncError                        the ranks asked for different things
+    ├── SaveError(RuntimeError)                a save failed and nothing was committed
+    │   ├── WriterError                        the writer process died or stalled too often
+    │   ├── SaveSkippedError                   the save was not started: another one was in flight
+    │   └── CommitOutcomeUnknown               rank 0 was lost between commit and verdict
+    ├── CorruptCheckpointError(ValueError)     bytes on disk are not the bytes that were written
+    ├── UnsupportedFormatError(ValueError)     written by a newer version, or not a checkpoint of ours
+    ├── NoValidCheckpointError(FileNotFoundError)  checkpoints were expected and none is usable
+    ├── UnexpectedError(RuntimeError)          another rank met an error that is none of these
+    └── ClosedError(RuntimeError)              a call on something that was closed
+
+Errors carry their facts as fields, survive pickling, and cross ranks as JSON (``to_wire`` and ``from_wire``).
+"""
+
+from __future__ import annotations
+
+import errno as _errno
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+class SafeCheckpointError(Exception):
+    """Root of the tree. Catch this to catch every error that safe_ckpt raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        notes = getattr(self, "__notes__", None)
+        return _rebuild, (type(self), _facts(self)), {"__notes__": list(notes)} if notes else None
+
+    def __str__(self) -> str:
+        return str(getattr(self, "message", "")) or type(self).__name__
+
+
+def _facts(error: SafeCheckpointError) -> dict[str, Any]:
+    return {f.name: getattr(error, f.name) for f in fields(error) if f.init}  # type: ignore[arg-type]
+
+
+def _rebuild(kind: type[SafeCheckpointError], facts: Mapping[str, Any]) -> SafeCheckpointError:
+    return kind(**facts)
+
+
+@dataclass(eq=False, kw_only=True)
+class ConfigError(SafeCheckpointError, ValueError):
+    """A setting is unknown, of the wrong type or out of range."""
+
+    message: str
+    key: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.message}" if self.key else self.message
+
+
+@dataclass(eq=False, kw_only=True)
+class StateError(SafeCheckpointError, TypeError):
+    """Something in the state cannot be saved; ``key`` says where it is, ``rank`` on which rank."""
+
+    message: str
+    key: str
+    rank: int = 0
+
+    def __str__(self) -> str:
+        return f"cannot save {self.key}: {self.message} (rank {self.rank})"
+
+
+@dataclass(eq=False, kw_only=True)
+class RestoreError(SafeCheckpointError, ValueError):
+    """The checkpoint does not fit the state it is restored into."""
+
+    message: str
+    path: str = ""
+    key: str = ""
+
+    def __str__(self) -> str:
+        where = f" {self.key}" if self.key else ""
+        return f"cannot restore{where} from {self.path}: {self.message}"
+
+
+@dataclass(eq=False, kw_only=True)
+class DirectoryError(SafeCheckpointError, OSError):
+    """A directory or file could not be set up, read or written.
+
+    Attributes:
+        path: the path concerned.
+        rank: the rank that met the error.
+        code: the ``errno``, 0 where there is none. Also available as ``errno``.
+        phase: what was being done.
+    """
+
+    message: str
+    path: str
+    rank: int = 0
+    code: int = 0
+    phase: str = ""
+
+    def __post_init__(self) -> None:
+        self.errno = self.code or None
+        self.filename = self.path
+
+    @classmethod
+    def of(cls, error: OSError, *, path: str | os.PathLike[str], rank: int, phase: str) -> DirectoryError:
+        """Wrap an ``OSError`` of the operating system, keeping its errno."""
+        reason = error.strerror or str(error) or type(error).__name__
+        return cls(message=reason, path=os.fspath(path), rank=rank, code=error.errno or 0, phase=phase)
+
+    def __str__(self) -> str:
+        phase = f" while {self.phase}" if self.phase else ""
+        code = f" [{_errno.errorcode.get(self.code, self.code)}]" if self.code else ""
+        return f"{self.path}: {self.message}{code}{phase} (rank {self.rank})"
+
+
+@dataclass(eq=False, kw_only=True)
+class DirectoryInUseError(DirectoryError):
+    """Another live job holds the directory."""
+
+    host: str = "?"
+    pid: int = 0
+    started_at: str = "?"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: in use by process {self.pid} on host {self.host}, started {self.started_at}: "
+            f"{self.message} (rank {self.rank})"
+        )
+
+
+@dataclass(eq=False, kw_only=True)
+class DirectoryNotSharedError(DirectoryError):
+    """The ranks see different directories under one path."""
+
+    ranks: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message} (ranks {_listed(self.ranks)} do not see what rank 0 created)"
+
+
+@dataclass(eq=False, kw_only=True)
+class NotEnoughSpaceError(DirectoryError):
+    """The file system cannot take the checkpoint."""
+
+    needed_bytes: int = 0
+    free_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.code = self.code or _errno.ENOSPC
+        super().__post_init__()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: not enough space: {self.needed_bytes} bytes needed, {self.free_bytes} bytes free. "
+            f"{self.message} (rank {self.rank})"
+        )
+
+
+class CoordinationError(SafeCheckpointError, RuntimeError):
+    """The ranks could not act as one."""
+
+
+@dataclass(eq=False, kw_only=True)
+class RendezvousTimeout(CoordinationError, TimeoutError):
+    """Some ranks did not arrive in time.
+
+    Attributes:
+        phase: what the ranks were to arrive at.
+        seconds: how long was waited.
+        missing: the ranks that did not arrive.
+    """
+
+    phase: str
+    seconds: float
+    missing: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.phase}: waited {self.seconds:.1f} s, missing ranks: {_listed(self.missing)}"
+
+
+@dataclass(eq=False, kw_only=True)
+class PeerLostError(CoordinationError, ConnectionError):
+    """A rank died, stopped or left while the others needed it."""
+
+    phase: str
+    ranks: tuple[int, ...]
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.phase}: lost ranks {_listed(self.ranks)}: {self.reason}"
+
+
+@dataclass(eq=False, kw_only=True)
+class DesyncError(CoordinationError):
+    """The ranks asked for different things in the same call.
+
+    Attributes:
+        what: the field on which they differ.
+        values: rank (as a string) to the value that it gave.
+    """
+
+    what: str
+    values: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        by_value: dict[str, list[int]] = {}
+        for rank, value in self.values.items():
+            by_value.setdefault(value, []).append(int(rank))
+        sides = "; ".join(f"ranks {_listed(tuple(ranks))}: {value}" for value, ranks in by_value.items())
+        return f"the ranks disagree on {self.what}: {sides}. Every rank must make the same calls in the same order"
+
+
+@dataclass(eq=False, kw_only=True)
+class SaveError(SafeCheckpointError, RuntimeError):
+    """A save failed; nothing was committed and earlier checkpoints are untouched.
+
+    Attributes:
+        name: the checkpoint that was being saved.
+        rank: the rank that failed first.
+        phase: the phase in which it failed.
+        cause: what happened, in words.
+        code: the ``errno`` where the cause was one, else 0.
+    """
+
+    name: str
+    cause: str
+    rank: int = 0
+    phase: str = ""
+    code: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name} was not saved: rank {self.rank} failed in {self.phase}: {self.cause}"
+
+
+@dataclass(eq=False, kw_only=True)
+class WriterError(SaveError):
+    """The writer process died or stalled more often than is allowed."""
+
+    pid: int = 0
+    ended: str = ""
+
+
+@dataclass(eq=False, kw_only=True)
+class SaveSkippedError(SaveError):
+    """The save was not started because another one was in flight (``on_busy="skip"``)."""
+
+    def __str__(self) -> str:
+        return f"{self.name} was skipped: {self.cause}"
+
+
+@dataclass(eq=False, kw_only=True)
+class CommitOutcomeUnknown(SaveError):
+    """Rank 0 was lost between the commit and its verdict; the next resume decides."""
+
+    def __str__(self) -> str:
+        return f"{self.name} may or may not be committed, the next resume will tell: {self.cause}"
+
+
+@dataclass(eq=False, kw_only=True)
+class CorruptCheckpointError(SafeCheckpointError, ValueError):
+    """The bytes on disk are not the bytes that were written."""
+
+    path: str
+    message: str
+    file: str = ""
+    rank: int = 0
+
+    def __str__(self) -> str:
+        where = f" ({self.file})" if self.file else ""
+        return f"{self.path}{where}: {self.message}"
+
+
+@dataclass(eq=False, kw_only=True)
+class UnsupportedFormatError(SafeCheckpointError, ValueError):
+    """Written by a newer version of safe_ckpt, or not a checkpoint that this can read."""
+
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}"
+
+
+@dataclass(eq=False, kw_only=True)
+class NoValidCheckpointError(SafeCheckpointError, FileNotFoundError):
+    """Checkpoints were expected and none is usable; ``rejected`` says why, path by path."""
+
+    path: str
+    message: str
+    rejected: Mapping[str, str] = field(default_factory=dict)
+    rank: int = 0
+
+    def __str__(self) -> str:
+        reasons = "".join(f"\n  {path}: {why}" for path, why in self.rejected.items())
+        return f"{self.path}: {self.message}{reasons}"
+
+
+@dataclass(eq=False, kw_only=True)
+class UnexpectedError(SafeCheckpointError, RuntimeError):
+    """Another rank met an error that is none of ours; ``cause`` holds its class and message."""
+
+    phase: str
+    rank: int
+    cause: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} failed in {self.phase}: {self.cause}"
+
+
+@dataclass(eq=False, kw_only=True)
+class ClosedError(SafeCheckpointError, RuntimeError):
+    """A call on something that was closed."""
+
+    message: str
+
+
+def _listed(ranks: tuple[int, ...] | list[int], most: int = 16) -> str:
+    shown = ", ".join(str(rank) for rank in sorted(ranks)[:most])
+    more = len(ranks) - most
+    return f"[{shown}{f', and {more} more' if more > 0 else ''}]"
+
+
+def _tree(root: type[SafeCheckpointError]) -> dict[str, type[SafeCheckpointError]]:
+    found = {root.__name__: root}
+    for child in root.__subclasses__():
+        found.update(_tree(child))
+    return found
+
+
+def to_wire(error: BaseException, *, rank: int, phase: str) -> dict[str, Any]:
+    """Turn an error into JSON-able data for other ranks and processes.
+
+    Errors of ours travel with all their fields. An ``OSError`` becomes a ``DirectoryError`` and anything else an
+    ``UnexpectedError``, because a foreign class may not be importable where the data arrives.
+    """
+    if isinstance(error, SafeCheckpointError):
+        ours = error
+    elif isinstance(error, OSError):
+        ours = DirectoryError.of(error, path=str(error.filename or "?"), rank=rank, phase=phase)
+    else:
+        ours = UnexpectedError(phase=phase, rank=rank, cause=f"{type(error).__name__}: {error}")
+    return {"type": type(ours).__name__, "fields": _facts(ours)}
+
+
+def from_wire(data: Mapping[str, Any]) -> SafeCheckpointError:
+    """Rebuild the error that ``to_wire`` described."""
+    kind = _tree(SafeCheckpointError)[str(data["type"])]
+    facts = {key: tuple(value) if isinstance(value, list) else value for key, value in data["fields"].items()}
+    return kind(**facts)

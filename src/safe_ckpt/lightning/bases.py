@@ -1,0 +1,29 @@
+"""The base classes: of ``lightning``, of ``pytorch_lightning``, or of both.
+
+Each package has its own ``ModelCheckpoint`` and each Trainer recognises only its own. Where both are installed our classes
+derive from both, so that it does not matter which Trainer they are given to.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from safe_ckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+    from lightning.pytorch.callbacks import ModelCheckpoint
+else:
+
+    def _derive(name: str, *homes: str) -> Any:
+        found = [getattr(import_module(home), name) for home in homes if find_spec(home.partition(".")[0])]
+        if not found:
+            raise ConfigError(key="safe_ckpt.lightning", message="needs lightning or pytorch_lightning to be installed")
+        return found[0] if len(found) == 1 else type(name, tuple(found), {"__module__": __name__})
+
+    ModelCheckpoint = _derive("ModelCheckpoint", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
+    CheckpointIO = _derive("CheckpointIO", "lightning.fabric.plugins", "lightning_fabric.plugins")
+
+__all__ = ["CheckpointIO", "ModelCheckpoint"]

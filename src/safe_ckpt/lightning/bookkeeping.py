@@ -1,0 +1,94 @@
+"""What a ModelCheckpoint believes, and how to take it back when a save has failed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+_FIELDS = (
+    "best_k_models",
+    "best_model_path",
+    "best_model_score",
+    "current_score",
+    "kth_best_model_path",
+    "kth_value",
+    "last_model_path",
+    "_last_global_step_saved",
+    "_last_checkpoint_saved",
+)
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """A callback's beliefs at one moment."""
+
+    values: dict[str, Any]
+
+    @classmethod
+    def of(cls, callback: object) -> Shadow:
+        """Take a copy of what ``callback`` believes now."""
+        return cls({name: copy.copy(getattr(callback, name)) for name in _FIELDS if hasattr(callback, name)})
+
+    def restore(self, callback: object) -> None:
+        """Make ``callback`` believe it again."""
+        for name, value in self.values.items():
+            setattr(callback, name, copy.copy(value))
+
+
+@dataclass
+class Intents:
+    """What a ModelCheckpoint decided within one hook, in its order.
+
+    Attributes:
+        saves: paths that are to hold the checkpoint of this moment.
+        links: symbolic links to make: path -> what it points to.
+        removals: paths to delete once the saves are committed.
+    """
+
+    saves: list[str] = field(default_factory=list)
+    links: dict[str, str] = field(default_factory=dict)
+    removals: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.saves or self.links or self.removals)
+
+    @property
+    def names(self) -> set[str]:
+        """Every path that will exist."""
+        return {*self.saves, *self.links}
+
+    @property
+    def doomed(self) -> list[str]:
+        """What is to be deleted and not written again by the same hook."""
+        return [path for path in dict.fromkeys(self.removals) if path not in self.names]
+
+
+def reconcile(callback: Any, existing: Collection[str]) -> None:
+    """Forget the checkpoints that are gone.
+
+    Args:
+        callback: a ModelCheckpoint.
+        existing: those of its paths that exist.
+    """
+    callback.best_k_models = {path: score for path, score in callback.best_k_models.items() if path in existing}
+    if callback.last_model_path not in existing:
+        callback.last_model_path = ""
+    scores = callback.best_k_models
+    if callback.kth_best_model_path and callback.kth_best_model_path not in scores:
+        callback.kth_best_model_path = ""
+        if scores:
+            worst = max if callback.mode == "min" else min
+            callback.kth_best_model_path = worst(scores, key=scores.get)
+            callback.kth_value = scores[callback.kth_best_model_path]
+    if callback.best_model_path not in existing:
+        best = min if callback.mode == "min" else max
+        callback.best_model_path = best(scores, key=scores.get) if scores else ""
+        callback.best_model_score = scores.get(callback.best_model_path)
+
+
+def known_paths(callback: Any) -> list[str]:
+    """Every path that a ModelCheckpoint believes to exist."""
+    paths = [*callback.best_k_models, callback.best_model_path, callback.kth_best_model_path, callback.last_model_path]
+    return [path for path in dict.fromkeys(map(str, paths)) if path]

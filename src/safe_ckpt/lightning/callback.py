@@ -1,0 +1,363 @@
+"""The callback: a ModelCheckpoint whose files are complete, verified and never gone before their successors are there."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+from weakref import proxy
+
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core.manifest import CheckpointInfo
+from safe_ckpt.core.root import HIDDEN
+from safe_ckpt.errors import SafeCheckpointError
+from safe_ckpt.lightning import continuation, resuming
+from safe_ckpt.lightning.arguments import check_arguments, refuse_remote
+from safe_ckpt.lightning.bases import ModelCheckpoint
+from safe_ckpt.lightning.bookkeeping import Intents, Shadow, known_paths, reconcile
+from safe_ckpt.lightning.install import install, install_for_loading
+from safe_ckpt.lightning.saver import TrainerSaver
+from safe_ckpt.lightning.stopping import STOPPED_NAME, end_fit
+
+logger = logging.getLogger(__name__)
+# What belongs to a running stage: our pipeline, and the logging methods that a Trainer attaches.
+_LIVE = ("_saver", "_intents", "_shadow", "_contribution", "log", "log_dict")
+
+
+class SafeCheckpointCallback(ModelCheckpoint):
+    """A ``ModelCheckpoint`` with the same arguments, file names and bookkeeping, and these differences.
+
+    A checkpoint is snapshotted while training waits, then written by another process and committed atomically with checksums.
+    What it replaces is deleted after that, never before. After a signal of ``config.save_on_signals`` on any rank, all ranks
+    save ``stopped.ckpt`` at the same batch, wait until it is committed, and ``fit`` returns; ``resume="auto"`` goes on from
+    there. When a save fails, ``best_model_path`` and the rest are what they were
+    before it, and every rank raises the same error at the next save, or before ``fit`` returns. ``last.ckpt`` and a top-k file
+    of one step are two names of one file.
+
+    Args:
+        dirpath: as in ``ModelCheckpoint``; a local or mounted file system that all ranks share.
+        filename: as in ``ModelCheckpoint``, like all arguments down to ``enable_version_counter``.
+        monitor: see there.
+        verbose: see there.
+        save_last: see there.
+        save_top_k: see there. In Lightning this is the retention: a ``Retention`` in ``config`` is refused.
+        save_on_exception: see there. On several ranks it saves only if all of them meet an exception.
+        save_weights_only: see there.
+        mode: see there.
+        auto_insert_metric_name: see there.
+        every_n_train_steps: see there.
+        train_time_interval: see there.
+        every_n_epochs: see there.
+        save_on_train_epoch_end: see there.
+        enable_version_counter: see there.
+        config: timeouts and the like.
+        resume: ``"auto"``: ``fit`` without a ``ckpt_path`` continues from the newest valid checkpoint in ``dirpath``, verified
+            and agreed by all ranks, or starts afresh when there never was one. Needs an explicit ``dirpath``. Of several
+            callbacks in a Trainer all that say so must name one directory.
+        async_save: ``False``: ``fit`` goes on only when the checkpoint is committed.
+
+    Raises:
+        ConfigError: ``resume="auto"`` without ``dirpath`` or with ``save_weights_only``; a remote ``dirpath``; a setting that
+            has no meaning here: a ``Retention``, ``on_busy``, ``max_in_flight``.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | Literal["link"] | None = None,
+        save_top_k: int = 1,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: str = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+        config: CheckpointConfig | None = None,
+        resume: Literal["auto"] | None = None,
+        async_save: bool = True,
+    ) -> None:
+        check_arguments(dirpath, config, resume, save_weights_only=save_weights_only)
+        super().__init__(
+            dirpath=dirpath,
+            filename=filename,
+            monitor=monitor,
+            verbose=verbose,
+            save_last=save_last,
+            save_top_k=save_top_k,
+            save_on_exception=save_on_exception,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            auto_insert_metric_name=auto_insert_metric_name,
+            every_n_train_steps=every_n_train_steps,
+            train_time_interval=train_time_interval,
+            every_n_epochs=every_n_epochs,
+            save_on_train_epoch_end=save_on_train_epoch_end,
+            enable_version_counter=enable_version_counter,
+        )
+        self.config = config or CheckpointConfig()
+        self.resume = resume
+        self._resume_due = resume == "auto"
+        self.async_save = async_save
+        self._forget_live()
+
+    # ------------------------------------------------------------------ identity
+
+    def _generate_state_key(self, **kwargs: Any) -> str:
+        # ModelCheckpoint's own key, so that runs move between the two in both directions.
+        return f"ModelCheckpoint{kwargs!r}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in _LIVE}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget_live()
+
+    def _forget_live(self) -> None:
+        self._saver: TrainerSaver | None = None
+        self._intents: Intents | None = None
+        self._shadow: Shadow | None = None
+        self._contribution: dict[str, Any] | None = None
+        self._at_once = False
+
+    # ------------------------------------------------------------------ the life of a stage
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Install the I/O, take the directory, and arrange the resume."""
+        with warnings.catch_warnings():
+            if self.resume == "auto" or self._holds_only_ours(trainer):
+                warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+            super().setup(trainer, pl_module, stage)
+        refuse_remote(self.dirpath)
+        self._forget_live()
+        if str(getattr(stage, "value", stage)) != "fit" or trainer.fast_dev_run:
+            install_for_loading(trainer)
+            return
+        self._saver = install(trainer, self.config)
+        self._saver.hold(self._directory, self.FILE_EXTENSION)
+        self._saver.stopper = self
+        if self._resume_due:
+            self._resume_due = False  # a second fit goes on with what is in memory
+            resuming.arrange(trainer, self._saver, self._directory, self.FILE_EXTENSION)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Take this rank's part of the checkpoint."""
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
+        if self._saver is not None:
+            size = self._saver.engine.session.size
+            self._contribution = continuation.put_loaders_back(checkpoint, self._saver.rank, size)
+            if self._contribution is not None:
+                continuation.let_next_epoch_begin(trainer.fit_loop)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the beliefs back, but for files that are gone."""
+        super().load_state_dict(state_dict)
+        if self._saver is not None:
+            reconcile(self, self._saver.exists(known_paths(self)))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Continue where the checkpoint was taken, and forget files that are gone."""
+        super().on_train_start(trainer, pl_module)
+        if self._saver is None:
+            return
+        self._saver.begin_training()
+        if self._came_from is not None and str(self._came_from) in known_paths(self):
+            # This step is on disk already; upstream does not keep these two and would save it again.
+            self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, str(self._came_from)
+        contribution, self._contribution = self._contribution, None
+        if contribution is not None and self._saver.claim_continuation():
+            continuation.continue_from(trainer, contribution)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """Save if it is time to."""
+        if self._saver is not None:
+            self._saver.look()
+        # Such a module swaps other weights in around the save: the copy must be taken within.
+        swaps = not pl_module.automatic_optimization and hasattr(pl_module, "saved_models")
+        with self._deciding(at_once=swaps):
+            super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
+        if self._saver is not None and self._saver.stopper is self and self._saver.engine.stop_requested():
+            self._stop(trainer)
+
+    def _stop(self, trainer: Any) -> None:
+        """A signal: save, wait until it is committed, and let ``fit`` end. The same batch on every rank."""
+        saver = self._saver
+        if saver is None or saver.stopping:
+            return
+        saver.land()
+        directory = saver.auto_directory or self._directory
+        if not saver.has_whole(directory, trainer.global_step):
+            path = str(directory / f"{STOPPED_NAME}{self.FILE_EXTENSION}")
+            saver.save(Intents(saves=[path]), self, Shadow.of(self), weights_only=False, wait=False)
+        saver.stopping = True
+        saver.settle()
+        end_fit(trainer)
+
+    def _should_skip_saving_checkpoint(self, trainer: Any) -> bool:
+        stopping = self._saver is not None and self._saver.stopping
+        return stopping or bool(super()._should_skip_saving_checkpoint(trainer))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save if it is time to."""
+        with self._deciding():
+            super().on_train_epoch_end(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save if it is time to."""
+        with self._deciding():
+            super().on_validation_end(trainer, pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save ``last`` if that is still due, then wait: what ``fit`` leaves behind is committed, or it raises."""
+        if self._saver is None or not self._saver.stopping:
+            with self._deciding():
+                super().on_train_end(trainer, pl_module)
+        if self._saver is not None:
+            self._saver.settle()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Save if asked to, then let what is in flight end. Nothing here masks the exception."""
+        if self._saver is None:
+            return
+        try:
+            if self._should_save_on_exception(trainer) and self._all_ranks_are_here():
+                with self._deciding():
+                    super().on_exception(trainer, pl_module, exception)
+            self._saver.land_on_exception()
+        except Exception:  # the user's exception is the one to see
+            logger.exception("while handling %s: could not save", type(exception).__name__)
+
+    # ------------------------------------------------------------------ decisions become intents
+
+    @contextlib.contextmanager
+    def _deciding(self, *, at_once: bool = False) -> Iterator[None]:
+        """Within this, ModelCheckpoint's saves, links and removals are collected; at the end they are one save."""
+        if self._saver is None or self._intents is not None:
+            yield
+            return
+        self._intents, self._shadow, self._at_once = Intents(), None, at_once
+        try:
+            yield
+            self._flush()
+        except BaseException:
+            self._take_back()
+            raise
+        finally:
+            self._intents, self._shadow = None, None
+
+    def _take_back(self) -> None:
+        if self._shadow is not None:
+            self._shadow.restore(self)
+
+    def _flush(self) -> None:
+        intents, shadow = self._intents, self._shadow
+        if not intents or self._saver is None:
+            return
+        self._intents, self._shadow = Intents(), None
+        self._saver.save(intents, self, shadow, weights_only=self.save_weights_only, wait=not self.async_save)
+
+    def _begin(self) -> None:
+        """Before the first change of bookkeeping in a hook: learn what became of the last save, remember how things are."""
+        if self._saver is not None and self._shadow is None:
+            self._saver.settle()
+            self._shadow = Shadow.of(self)
+
+    def _monitor_candidates(self, trainer: Any) -> dict[str, Any]:
+        # A metric that was logged without sync_dist differs between ranks, and so would file names and scores: rank 0's count.
+        candidates: dict[str, Any] = super()._monitor_candidates(trainer)
+        if trainer.world_size == 1:
+            return candidates
+        device = trainer.strategy.root_device
+        shared = trainer.strategy.broadcast({name: value.cpu() for name, value in candidates.items()})
+        return {name: value.to(device) for name, value in shared.items()}
+
+    def _save_topk_checkpoint(self, trainer: Any, monitor_candidates: dict[str, Any]) -> None:
+        self._begin()
+        super()._save_topk_checkpoint(trainer, monitor_candidates)
+
+    def _save_last_checkpoint(self, trainer: Any, monitor_candidates: dict[str, Any]) -> None:
+        self._begin()
+        super()._save_last_checkpoint(trainer, monitor_candidates)
+
+    def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+        if self._intents is None:
+            super()._save_checkpoint(trainer, filepath)
+            return
+        self._begin()
+        self._intents.saves.append(filepath)
+        self._last_global_step_saved = trainer.global_step
+        self._last_checkpoint_saved = filepath
+        if self._at_once:
+            self._flush()
+
+    def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:  # type: ignore[override]
+        if self._intents is None:
+            super()._link_checkpoint(trainer, filepath, linkpath)
+        elif os.path.abspath(filepath) != os.path.abspath(linkpath):
+            self._intents.links[linkpath] = os.path.relpath(filepath, os.path.dirname(linkpath))
+
+    def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
+        if self._intents is None:
+            super()._remove_checkpoint(trainer, filepath)
+        else:
+            self._intents.removals.append(filepath)
+
+    def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
+        # Upstream spares the file that the user resumed from. What we chose ourselves is one of ours and goes its way:
+        # otherwise every restart would leave one file behind.
+        if self._came_from is not None and os.path.abspath(previous) == str(self._came_from):
+            return previous != current and self._directory in Path(previous).absolute().parents
+        return bool(super()._should_remove_checkpoint(trainer, previous, current))
+
+    def file_exists(self, filepath: Any, trainer: Any) -> bool:
+        """Whether the name is taken, by a file or by what this hook is about to save."""
+        if self._intents is not None and os.fspath(filepath) in self._intents.names:
+            return True
+        return bool(super().file_exists(filepath, trainer))
+
+    # ------------------------------------------------------------------ outcomes
+
+    def settled(self, trainer: Any, info: CheckpointInfo | None) -> None:
+        """A save of this callback is over: loggers are told of what exists, not of what is hoped for."""
+        if info is not None and trainer.is_global_zero:
+            for log in trainer.loggers:
+                log.after_save_checkpoint(proxy(self))
+
+    @property
+    def _came_from(self) -> Path | None:
+        return self._saver.resumed_from if self._saver is not None else None
+
+    @property
+    def _directory(self) -> Path:
+        return Path(os.path.abspath(os.fspath(self.dirpath or ".")))
+
+    def _holds_only_ours(self, trainer: Any) -> bool:
+        if self.dirpath is None:
+            return False
+        saver = getattr(trainer.strategy.checkpoint_io, "saver", None)
+        if saver is not None and saver.holds(self._directory):
+            return True
+        return self._directory.is_dir() and os.listdir(self._directory) == [HIDDEN]
+
+    def _all_ranks_are_here(self) -> bool:
+        # One rank alone must not wait in a collective for others that train on.
+        if self._saver is None:
+            return False
+        try:
+            timeout_s = self.config.timeouts.peer_stall_s
+            self._saver.engine.session.agree("exception", {}, timeout_s=timeout_s)
+        except SafeCheckpointError as error:
+            logger.warning("no checkpoint on this exception: not all ranks met one (%s)", error)
+            return False
+        return True

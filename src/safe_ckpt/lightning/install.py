@@ -1,0 +1,68 @@
+"""Putting safe_ckpt into a Trainer: the I/O of its strategy, the saver behind it, and ``save_checkpoint`` itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.errors import ConfigError
+from safe_ckpt.lightning.io import SafeCheckpointIO
+from safe_ckpt.lightning.saver import TrainerSaver
+
+
+def install(trainer: Any, config: CheckpointConfig) -> TrainerSaver:
+    """Make ``trainer`` save through safe_ckpt; the same saver for all callbacks of a Trainer.
+
+    Raises:
+        ConfigError: the strategy shards its checkpoints, another CheckpointIO is in use, or the callbacks disagree.
+    """
+    strategy = trainer.strategy
+    present = strategy.checkpoint_io
+    if isinstance(present, SafeCheckpointIO) and isinstance(present.saver, TrainerSaver) and not present.saver.closed:
+        if present.saver.config != config:
+            raise ConfigError(
+                key="config", message="all SafeCheckpointCallbacks of a Trainer must have the same config"
+            )
+        return present.saver
+    io = _install_io(trainer)
+    saver = TrainerSaver(trainer, config, io)
+    io.saver = saver
+    # So that the user's own saves, SLURM's and the tuners' are agreed and awaited on every rank as well.
+    trainer.save_checkpoint = saver.save_now
+    return saver
+
+
+def install_for_loading(trainer: Any) -> None:
+    """Outside of ``fit``: verify what is loaded, where the strategy leaves loading to the I/O that it always has."""
+    strategy = trainer.strategy
+    if _is_unsharded(strategy) and type(strategy.checkpoint_io).__name__ == "TorchCheckpointIO":
+        _install_io(trainer)
+
+
+def _install_io(trainer: Any) -> SafeCheckpointIO:
+    """Install our I/O in the strategy.
+
+    Raises:
+        ConfigError: the strategy shards its checkpoints, or another CheckpointIO is in use.
+    """
+    strategy = trainer.strategy
+    if not _is_unsharded(strategy):
+        message = (
+            f"{type(strategy).__name__} writes its checkpoints by itself, which is not supported yet: "
+            "use a strategy with unsharded checkpoints (single device, DDP)"
+        )
+        raise ConfigError(key="strategy", message=message)
+    present = strategy.checkpoint_io
+    if isinstance(present, SafeCheckpointIO):
+        return present
+    if type(present).__name__ != "TorchCheckpointIO":
+        message = f"replaces every other CheckpointIO: remove {type(present).__name__} from the Trainer's plugins"
+        raise ConfigError(key="SafeCheckpointCallback", message=message)
+    io = SafeCheckpointIO(present)
+    strategy.checkpoint_io = io
+    return io
+
+
+def _is_unsharded(strategy: Any) -> bool:
+    # Exactly those that leave saving to the base class: rank 0 hands one dict to the I/O.
+    return bool(type(strategy).save_checkpoint.__qualname__ == "Strategy.save_checkpoint")

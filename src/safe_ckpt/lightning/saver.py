@@ -1,0 +1,339 @@
+"""What all callbacks of one Trainer share: the pipeline, the directories it holds, and what is in flight for whom."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core import direct, select
+from safe_ckpt.core.commit import Link
+from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.layout import Image
+from safe_ckpt.core.manifest import CheckpointInfo
+from safe_ckpt.core.operation import Request, SaveHandle
+from safe_ckpt.core.rendezvous import open_session, raise_first
+from safe_ckpt.core.root import Root
+from safe_ckpt.errors import (
+    CoordinationError,
+    RendezvousTimeout,
+    SafeCheckpointError,
+    to_wire,
+)
+from safe_ckpt.lightning import dumping, resuming, stopping
+from safe_ckpt.lightning.bookkeeping import Intents, Shadow
+from safe_ckpt.lightning.io import SafeCheckpointIO
+from safe_ckpt.lightning.signals import in_signal_handler
+
+logger = logging.getLogger(__name__)
+
+
+class Owner(Protocol):
+    """The callback for which something is saved."""
+
+    def settled(self, trainer: Any, info: CheckpointInfo | None) -> None:
+        """A save of it is over; ``info`` is None when it failed."""
+
+
+@dataclass(frozen=True)
+class _Flight:
+    handle: SaveHandle
+    owner: Owner | None
+    shadow: Shadow | None
+
+
+class TrainerSaver:
+    """One per Trainer and ``fit``; made by the first callback that sets up, ended by the strategy's teardown.
+
+    Args:
+        trainer: the Trainer.
+        config: settings; equal for all callbacks of one Trainer.
+        io: the I/O that was installed.
+
+    Attributes:
+        auto_directory: where a callback with ``resume="auto"`` looks.
+        resumed_from: what it found there.
+        training: whether the training loop has begun: before that there is nothing to continue.
+        stopping: whether a signal ended the run: what is saved after that would stand in the way of the resume.
+        stopper: the callback that asks for signals, the last one, when all others have saved what was due.
+    """
+
+    def __init__(self, trainer: Any, config: CheckpointConfig, io: SafeCheckpointIO) -> None:
+        self.config = config
+        self.engine = Engine(config)
+        self._trainer = trainer
+        self._io = io
+        self.auto_directory: Path | None = None
+        self.resumed_from: Path | None = None
+        self.training = False
+        self.stopping = False
+        self.stopper: Owner | None = None
+        self._last_whole: SaveHandle | None = None
+        self._roots: dict[Path, Root] = {}
+        self._counted: set[tuple[Path, str]] = set()
+        self._flights: list[_Flight] = []
+        self._busy = False
+        self._closed = False
+        self._continued = False
+        self._out_by: float | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self.engine.rank
+
+    def hold(self, directory: Path, suffix: str) -> None:
+        """Take a directory of checkpoints; a second callback may name the same one."""
+        if directory not in self._roots:
+            self._roots[directory] = self.engine.hold(directory)
+        root = self._roots[directory]
+        if (directory, suffix) not in self._counted:
+            self._counted.add((directory, suffix))
+            self.engine.agree(
+                "list",
+                {"directory": directory, "suffix": suffix},
+                decide=lambda _: root.start_after(select.newest_sequence(select.list_files(directory, suffix))),
+            )
+
+    def holds(self, directory: Path) -> bool:
+        """Whether this directory is taken already."""
+        return directory in self._roots and not self._closed
+
+    def land(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing is in flight; tell the owners what became of theirs. Failures stay to be raised.
+
+        Raises:
+            RendezvousTimeout: it takes longer than ``timeout_s``.
+        """
+        while self._flights:
+            flight = self._flights[0]
+            flight.handle.settle(timeout_s)
+            self._tell(flight)
+
+    def land_on_exception(self) -> None:
+        """As ``land``; all of the way out after an exception takes ``shutdown_s`` at most.
+
+        Raises:
+            RendezvousTimeout: it takes longer.
+        """
+        self.land(self._left_s())
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight.
+
+        Raises:
+            SafeCheckpointError: a save failed; its owner believes again what it did before. The same on every rank.
+        """
+        self.land()
+        self.engine.raise_unreported()
+
+    def look(self) -> None:
+        """Tell the owner of what has been committed meanwhile, without waiting."""
+        if self._flights and self._flights[0].handle.outcome is not None:
+            self._tell(self._flights[0])
+
+    def save(
+        self, intents: Intents, owner: Owner | None, shadow: Shadow | None, *, weights_only: bool | None, wait: bool
+    ) -> SaveHandle:
+        """Save what the Trainer is now under the names in ``intents``. Every rank calls this.
+
+        Raises:
+            SafeCheckpointError: it could not be started, or with ``wait`` it failed.
+        """
+        self.settle()
+        try:
+            with self._within():
+                handle = self.engine.save(self._request(intents, weights_only=weights_only))
+        except BaseException:
+            if owner is not None and shadow is not None:
+                shadow.restore(owner)
+            raise
+        self._flights.append(_Flight(handle, owner, shadow))
+        if intents.saves and not weights_only:
+            self._last_whole = handle
+        if wait:
+            self.settle()
+        return handle
+
+    def save_now(self, path: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
+        """Stands in for ``Trainer.save_checkpoint``: returns when the file is durable, or raises on every rank."""
+        if storage_options is not None:
+            raise TypeError("storage_options are not supported: safe_ckpt writes to local and mounted file systems")
+        target = Path(os.path.abspath(path))
+        if self._busy or in_signal_handler():
+            self._save_alone(target, weights_only)
+        elif self._closed:
+            self._save_without_pipeline(target, weights_only)
+        else:
+            intents = Intents(saves=[str(target)])
+            handle = self.save(intents, None, None, weights_only=weights_only, wait=True)
+            handle.result()  # also with on_failure="warn": who asks for a file is told that there is none
+
+    def has_whole(self, directory: Path, step: int) -> bool:
+        """Whether the last checkpoint with the state of the training is committed in ``directory``, and of this step."""
+        info = self._last_whole.outcome if self._last_whole is not None else None
+        return info is not None and info.step == step and info.path.parent == directory
+
+    def next_sequence(self, path: Path) -> int:
+        """The place of ``path`` in the order of commits, for a file that is written past the pipeline."""
+        held = next((root for directory, root in self._roots.items() if directory in path.parents), None)
+        return held.next_sequence() if held is not None and not self._closed else select.sequence_beside(path)
+
+    def _save_alone(self, path: Path, weights_only: bool | None) -> None:
+        """From a signal handler: this rank may be in the middle of an agreement, or the others in a collective.
+
+        So rank 0 writes what it has at once, in this process, and nobody waits for anybody. Of the generators and loaders
+        of the other ranks nothing is known then: a resume from this file in mid-epoch is not exact.
+        """
+        with self._io.writing():
+            checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only)
+            self._trainer.strategy.save_checkpoint(checkpoint, str(path))
+
+    def _save_without_pipeline(self, path: Path, weights_only: bool | None) -> None:
+        """After ``fit``: rank 0 writes in this process, the others wait for what becomes of it."""
+        session = open_session(None, self.config.timeouts)
+        error: Exception | None = None
+        try:
+            checkpoint, error = dumping.dump(self._trainer, self._io, path, weights_only)
+            answer = to_wire(error, rank=session.rank, phase=f"saving {path.name}") if error else None
+
+            def write(answers: Mapping[int, Any]) -> None:
+                raise_first(answers)
+                if checkpoint is not None:
+                    direct.save_archive(
+                        checkpoint,
+                        path,
+                        sequence=self.next_sequence(path),
+                        step=int(self._trainer.global_step),
+                        notes={resuming.WEIGHTS_ONLY: bool(weights_only)},
+                    )
+
+            session.agree("save", {"path": path}, timeout_s=self.config.timeouts.lengthy_s, answer=answer, decide=write)
+        except SafeCheckpointError as problem:
+            if error is not None and not isinstance(problem, CoordinationError):
+                raise error from None
+            raise
+        finally:
+            session.release(keep=True)
+
+    @contextlib.contextmanager
+    def _within(self) -> Iterator[None]:
+        """While this is entered, a signal handler that saves must not start another agreement."""
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    def exists(self, paths: Sequence[str]) -> list[str]:
+        """Which of ``paths`` exist, as rank 0 sees it. Every rank calls this."""
+        with self._within():
+            found: list[str] = self.engine.agree(
+                "look", {"paths": list(paths)}, decide=lambda _: [path for path in paths if os.path.exists(path)]
+            )
+        return found
+
+    def resume_from(self, directory: Path, suffix: str) -> Path | None:
+        """The newest valid checkpoint in a held directory, verified on all ranks; None on a fresh run."""
+        self.resumed_from = resuming.choose(self.engine, self._roots[directory], suffix)
+        self._io.trusted = self.resumed_from
+        return self.resumed_from
+
+    def end(self) -> None:
+        """Finish what is in flight and end the pipeline. After an exception nothing here raises: that one is to be seen."""
+        if self._closed:
+            return
+        interrupted = str(getattr(self._trainer.state.status, "value", "")) == "interrupted"
+        try:
+            if interrupted:
+                with contextlib.suppress(RendezvousTimeout):  # closing says so, and gives up on what is left
+                    self.land_on_exception()
+            else:
+                self.land()
+        finally:
+            self._closed = True
+            stopping.restore(self._trainer)
+            self.engine.close(quiet=interrupted, within_s=self._left_s() if interrupted else None)
+
+    def _left_s(self) -> float:
+        if self._out_by is None:
+            self._out_by = time.monotonic() + self.config.timeouts.shutdown_s
+        return max(0.0, self._out_by - time.monotonic())
+
+    @property
+    def closed(self) -> bool:
+        """Whether the pipeline has ended."""
+        return self._closed
+
+    def begin_training(self) -> None:
+        """The loops are about to run, and Lightning's own signal handlers are in place. Every rank calls this."""
+        if not self.training:
+            self.training = True
+            self.engine.watch_signals(stopping.without_notifier)
+
+    def claim_continuation(self) -> bool:
+        """True for the first callback that asks."""
+        claimed, self._continued = self._continued, True
+        return not claimed
+
+    def _tell(self, flight: _Flight) -> None:
+        if flight not in self._flights:
+            return  # a signal handler that saves came first
+        self._flights.remove(flight)
+        info = flight.handle.outcome
+        if info is None and flight.owner is not None and flight.shadow is not None:
+            flight.shadow.restore(flight.owner)
+        if flight.owner is not None:
+            flight.owner.settled(self._trainer, info)
+
+    def _request(self, intents: Intents, *, weights_only: bool | None) -> Request:
+        primary = Path(os.path.abspath((intents.saves or [*intents.links, *intents.removals])[0]))
+        root = self._root_of(primary)
+        images: list[Image] = []
+        error: Exception | None = None
+        if intents.saves:
+            fitting = self.training and str(getattr(self._trainer.state.fn, "value", "")) == "fit"
+            images, error = dumping.images(
+                self.engine,
+                self._trainer,
+                self._io,
+                primary,
+                weights_only=weights_only,
+                whole=fitting and not weights_only,
+            )
+        links = [Link(path=Path(os.path.abspath(path))) for path in intents.saves[1:]]
+        links += [Link(path=Path(os.path.abspath(path)), target=target) for path, target in intents.links.items()]
+        doomed = [Path(os.path.abspath(path)) for path in intents.doomed]
+        return Request(
+            root=root,
+            path=primary,
+            kind="file",
+            step=int(self._trainer.global_step),
+            metrics=dumping.numbers(self._trainer),
+            images=images,
+            error=error,
+            links=links,
+            notes=resuming.notes(root, links=links, doomed=doomed, weights_only=bool(weights_only)),
+            view={"names": ", ".join([*intents.saves, *intents.links])},
+            retain=lambda _: doomed,
+        )
+
+    def _root_of(self, path: Path) -> Root:
+        """The held directory in which ``path`` lies, else one on the same file system: staging is done there."""
+        for directory, root in self._roots.items():
+            if directory in path.parents:
+                return root
+        roots = list(self._roots.values())
+        return next((root for root in roots if _device(root.path) == _device(path)), roots[0])
+
+
+def _device(path: Path) -> int:
+    while not path.exists():
+        path = path.parent
+    return path.stat().st_dev

@@ -1,0 +1,157 @@
+"""Running a function on several real ranks of one gloo process group."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one rank.
+
+    Attributes:
+        rank: which one.
+        value: what the function returned.
+        error: what it raised, None when it returned. An exception that cannot be pickled arrives as a RuntimeError.
+        exit_code: of the process; negative for a signal; None when it had to be killed at the time limit.
+        seconds: from the start of the function to its end on that rank, 0 when it did not end.
+    """
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    exit_code: int | None = None
+    seconds: float = 0.0
+
+
+def spawn_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    group_timeout_s: float = 60.0,
+    init: bool = True,
+) -> list[Outcome]:
+    """Run ``function(rank, *args)`` on ``world_size`` processes of one gloo group and collect the outcomes.
+
+    Args:
+        function: a module-level function; it finds the process group initialized.
+        world_size: how many ranks.
+        args: passed on; must pickle.
+        timeout_s: all processes still running after this are killed.
+        group_timeout_s: the process group's own timeout.
+        init: whether to initialize (and destroy) the process group around ``function``.
+
+    Returns:
+        One outcome per rank, in order. A rank that was killed has no value and no error.
+    """
+    # Forked from a server that has imported torch and done nothing else: a rank starts in milliseconds.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "safe_ckpt.checkpointer"])
+    port = free_port()
+    processes, pipes = [], []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe(duplex=False)
+        settings = (rank, world_size, port, group_timeout_s, init)
+        arguments = (theirs, dict(os.environ), settings, function, args)
+        process = context.Process(target=_run_rank, args=arguments, daemon=False)
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    deadline = time.monotonic() + timeout_s
+    found = _collect(pipes, deadline)
+    outcomes = []
+    for rank, process in enumerate(processes):
+        process.join(timeout=max(0.0, deadline - time.monotonic()))
+        code = process.exitcode
+        if code is None:
+            process.kill()
+            process.join(timeout=10)
+        outcomes.append(Outcome(rank=rank, exit_code=code, **found.get(rank, {})))
+    return outcomes
+
+
+def values(outcomes: list[Outcome]) -> list[Any]:
+    """What the ranks returned; raises the first error, or says which ranks gave none."""
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+    silent = [outcome.rank for outcome in outcomes if outcome.exit_code != 0]
+    if silent:
+        raise RuntimeError(f"ranks {silent} did not end well: {[outcomes[rank].exit_code for rank in silent]}")
+    return [outcome.value for outcome in outcomes]
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _collect(pipes: list[Connection], deadline: float) -> dict[int, dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {}
+    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while open_pipes and time.monotonic() < deadline:
+        for ready in wait(list(open_pipes), timeout=max(0.0, deadline - time.monotonic())):
+            pipe = ready if isinstance(ready, Connection) else None
+            if pipe is None:
+                continue
+            rank = open_pipes.pop(pipe)
+            try:
+                found[rank] = pickle.loads(pipe.recv_bytes())
+            except (EOFError, OSError):
+                continue
+    return found
+
+
+def _run_rank(
+    pipe: Connection,
+    environment: dict[str, str],
+    settings: tuple[int, int, int, float, bool],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(environment)  # the server's is that of its own start
+    rank, world_size, port, group_timeout_s, init = settings
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch looks up 127.0.0.1 backwards on every connection
+    if init:
+        dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=group_timeout_s))
+    begun = time.monotonic()
+    result: dict[str, Any] = {}
+    try:
+        result["value"] = function(rank, *args)
+    except BaseException as error:
+        result["error"] = error
+    result["seconds"] = time.monotonic() - begun
+    pipe.send_bytes(_pickled(result))
+    pipe.close()
+    if init and dist.is_initialized() and "error" not in result:
+        dist.destroy_process_group()
+
+
+def _pickled(result: dict[str, Any]) -> bytes:
+    try:
+        data = pickle.dumps(result)
+        pickle.loads(data)
+    except Exception:
+        error = result.get("error")
+        text = "".join(traceback.format_exception(error)) if error is not None else repr(result.get("value"))
+        return pickle.dumps({"seconds": result["seconds"], "error": RuntimeError(text)})
+    return data

@@ -1,0 +1,97 @@
+"""The private parts of Lightning that the adapter leans on: when one of these fails, the adapter needs a look."""
+
+import inspect
+
+import pytest
+from lightning_runs import PACKAGES, package
+
+PACKAGE = pytest.mark.parametrize("name", PACKAGES)
+
+
+@PACKAGE
+def test_the_hooks_of_model_checkpoint_have_the_known_signatures(name):
+    """The methods that are overridden still exist and take the same arguments."""
+    kind = package(name).callbacks.ModelCheckpoint
+    expected = {
+        "_save_checkpoint": ["self", "trainer", "filepath"],
+        "_remove_checkpoint": ["self", "trainer", "filepath"],
+        "_link_checkpoint": ["trainer", "filepath", "linkpath"],
+        "_save_topk_checkpoint": ["self", "trainer", "monitor_candidates"],
+        "_save_last_checkpoint": ["self", "trainer", "monitor_candidates"],
+        "_should_remove_checkpoint": ["self", "trainer", "previous", "current"],
+        "_should_save_on_exception": ["self", "trainer"],
+        "_find_last_checkpoints": ["self", "trainer"],
+        "file_exists": ["self", "filepath", "trainer"],
+        "_monitor_candidates": ["self", "trainer"],
+        "_should_skip_saving_checkpoint": ["self", "trainer"],
+    }
+    for method, arguments in expected.items():
+        assert list(inspect.signature(getattr(kind, method)).parameters) == arguments, method
+
+
+@PACKAGE
+def test_the_beliefs_that_are_restored_exist(name):
+    """Every field of the shadow is a field of a fresh ModelCheckpoint."""
+    from safe_ckpt.lightning.bookkeeping import _FIELDS
+
+    callback = package(name).callbacks.ModelCheckpoint()
+    assert [field for field in _FIELDS if not hasattr(callback, field)] == []
+
+
+@PACKAGE
+def test_every_argument_of_model_checkpoint_is_ours_too(name):
+    """Our constructor takes all of its arguments, in its order, typed for the command line, and adds three."""
+    from safe_ckpt.lightning import SafeCheckpointCallback
+
+    theirs = list(inspect.signature(package(name).callbacks.ModelCheckpoint.__init__).parameters)
+    ours = inspect.signature(SafeCheckpointCallback.__init__).parameters
+    assert list(ours) == [*theirs, "config", "resume", "async_save"]
+    for argument in theirs[1:]:
+        assert (
+            ours[argument].default
+            == inspect.signature(package(name).callbacks.ModelCheckpoint.__init__).parameters[argument].default
+        )
+        assert ours[argument].annotation is not inspect.Parameter.empty
+
+
+@PACKAGE
+def test_the_seams_of_the_trainer_exist(name):
+    """Connector, loops and strategy offer what the resume and the I/O use."""
+    pl = package(name)
+    trainer = pl.Trainer(logger=False, enable_progress_bar=False, accelerator="cpu", enable_checkpointing=False)
+    connector = trainer._checkpoint_connector
+    assert next(iter(inspect.signature(connector._restore_modules_and_callbacks).parameters)) == "checkpoint_path"
+    assert list(inspect.signature(connector.dump_checkpoint).parameters) == ["weights_only"]
+    assert list(inspect.signature(trainer.save_checkpoint).parameters) == [
+        "filepath",
+        "weights_only",
+        "storage_options",
+    ]
+    loop = trainer.fit_loop
+    for method in ("on_advance_start", "reset", "setup_data"):
+        assert not inspect.signature(getattr(loop, method)).parameters
+    for method in ("on_run_start", "on_advance_end"):
+        assert list(inspect.signature(getattr(loop.epoch_loop, method)).parameters) == ["data_fetcher"]
+    assert hasattr(loop.epoch_loop, "_skip_next_val")
+    assert list(inspect.signature(loop.epoch_loop._should_check_val_fx).parameters) == ["data_fetcher"]
+    assert hasattr(loop, "min_epochs")
+    assert hasattr(loop.epoch_loop, "min_steps")
+    assert callable(trainer._signal_connector._sigterm_notifier_fn)
+    assert hasattr(loop.epoch_loop.batch_progress, "is_last_batch")
+    assert hasattr(loop, "_combined_loader")
+    assert type(trainer.strategy).save_checkpoint.__qualname__ == "Strategy.save_checkpoint"
+    assert pl.strategies.DDPStrategy.save_checkpoint.__qualname__ == "Strategy.save_checkpoint"
+    for sharded in ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"):
+        assert getattr(pl.strategies, sharded).save_checkpoint.__qualname__ != "Strategy.save_checkpoint"
+
+
+@PACKAGE
+def test_the_callback_is_a_checkpoint_for_both_trainers(name):
+    """A Trainer of either package recognises it, adds no second ModelCheckpoint, and keys its state as upstream does."""
+    from safe_ckpt.lightning import SafeCheckpointCallback
+
+    pl = package(name)
+    callback = SafeCheckpointCallback(monitor="loss")
+    trainer = pl.Trainer(callbacks=[callback], logger=False, enable_progress_bar=False, accelerator="cpu")
+    assert trainer.checkpoint_callbacks == [callback]
+    assert callback.state_key == pl.callbacks.ModelCheckpoint(monitor="loss").state_key

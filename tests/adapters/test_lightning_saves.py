@@ -1,0 +1,639 @@
+"""Saving from a Trainer: what is on disk, when, and what the callback believes."""
+
+import contextlib
+import copy
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+import zipfile
+
+import pytest
+import torch
+from lightning_runs import PACKAGES, Stop, fingerprint, module_class, package, stop_at, trainer
+
+from safe_ckpt import CheckpointConfig, Retention, Timeouts, WriterConfig
+from safe_ckpt.core.manifest import read_manifest
+from safe_ckpt.core.operation import SaveHandle
+from safe_ckpt.core.verify import verify
+from safe_ckpt.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    DirectoryError,
+    DirectoryInUseError,
+    NotEnoughSpaceError,
+)
+from safe_ckpt.lightning import SafeCheckpointCallback, resumable
+from support import needs_root, small_disk, writers_of
+
+QUICK = CheckpointConfig(timeouts=Timeouts(lengthy_s=60, barrier_s=20, peer_stall_s=3, shutdown_s=10, writer_stall_s=5))
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name != ".safe_ckpt")
+
+
+def fit(folder, *, callbacks=(), name="lightning.pytorch", settings=None, module=None, seed=1, **arguments):
+    pl = package(name)
+    pl.seed_everything(seed, verbose=False)
+    arguments.setdefault("config", QUICK)
+    callback = SafeCheckpointCallback(dirpath=folder, **arguments)
+    made = trainer(pl, [callback, *callbacks], folder, **(settings or {}))
+    module = module or module_class(pl)()
+    made.fit(module)
+    return made, callback, module
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_everything_upstream_reads_the_file(tmp_path, name):
+    """torch.load in all its ways, load_from_checkpoint, fit/validate/test with best, last and a path."""
+    pl = package(name)
+    made, callback, module = fit(tmp_path, name=name, monitor="val_loss", save_top_k=2, save_last=True)
+    best = callback.best_model_path
+    for mmap in (True, False):
+        for weights_only in (True, False):
+            assert torch.load(best, mmap=mmap, weights_only=weights_only)["global_step"] in (3, 6, 9)
+    assert type(module).load_from_checkpoint(best) is not None
+    for path in ("best", "last", best):
+        made.validate(module, ckpt_path=path, verbose=False)
+    again = trainer(
+        pl, [SafeCheckpointCallback(dirpath=tmp_path, monitor="val_loss", config=QUICK)], tmp_path, max_epochs=4
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not empty.*")
+        again.fit(module_class(pl)(), ckpt_path="last")
+    assert again.global_step == 12
+    with zipfile.ZipFile(best) as archive:
+        assert archive.testzip() is None
+        assert "archive/.safe_ckpt/manifest.json" in archive.namelist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        ({}, {}),
+        ({"save_top_k": -1}, {}),
+        ({"save_top_k": 0, "save_last": True}, {}),
+        ({"monitor": "val_loss", "save_top_k": 2, "save_last": True}, {}),
+        ({"monitor": "val_loss", "mode": "max", "save_top_k": 1}, {}),
+        ({"monitor": "train_loss", "every_n_train_steps": 2, "save_top_k": 3, "save_last": "link"}, {}),
+        ({"every_n_train_steps": 2}, {}),
+        ({"every_n_epochs": 2, "save_last": True}, {}),
+        ({"save_weights_only": True, "filename": "w-{epoch}"}, {}),
+        ({"filename": "same", "save_top_k": -1}, {}),
+        ({"filename": "same", "save_top_k": -1, "enable_version_counter": False}, {}),
+        ({"save_on_train_epoch_end": False, "monitor": "val_loss", "save_top_k": 1, "save_last": "link"}, {}),
+        ({"monitor": "val_loss", "save_top_k": -1, "filename": "sub/{epoch}"}, {}),
+        ({"save_top_k": -1}, {"limit_val_batches": 0}),
+    ],
+)
+def test_names_and_bookkeeping_are_those_of_model_checkpoint(tmp_path, arguments, settings):
+    """The same run with ModelCheckpoint and with ours leaves the same names behind, and believes the same."""
+    pl = package("lightning.pytorch")
+    runs = {}
+    for kind in ("stock", "ours"):
+        folder = tmp_path / kind
+        pl.seed_everything(1, verbose=False)
+        if kind == "stock":
+            callback = pl.callbacks.ModelCheckpoint(dirpath=folder, **arguments)
+        else:
+            callback = SafeCheckpointCallback(dirpath=folder, config=QUICK, **arguments)
+        trainer(pl, [callback], tmp_path, **settings).fit(module_class(pl)())
+        state = json.dumps(callback.state_dict(), default=str, sort_keys=True).replace(str(folder), "")
+        files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.ckpt") if ".safe_ckpt" not in p.parts)
+        links = sorted((p.name, os.readlink(p)) for p in folder.glob("*.ckpt") if p.is_symlink())
+        contents = {f: torch.load(folder / f, weights_only=False) for f in files}
+        runs[kind] = (state, callback.state_key, files, links, {f: c["global_step"] for f, c in contents.items()})
+    assert runs["ours"] == runs["stock"]
+
+
+def test_the_state_in_the_file_is_that_of_the_moment(tmp_path):
+    """What is in the checkpoint equals what a synchronous torch.save would have put there."""
+    pl = package("lightning.pytorch")
+
+    class Copy(pl.Callback):
+        copies = {}
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            self.copies[trainer.global_step] = copy.deepcopy(pl_module.state_dict())
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            # Mutates parameters through .data, as some callbacks do, right after the save.
+            for parameter in pl_module.parameters():
+                parameter.data.add_(1e-3)
+
+    fit(tmp_path, save_top_k=-1, callbacks=[Copy()], filename="{step}")
+    assert names(tmp_path) == ["step=3.ckpt", "step=6.ckpt", "step=9.ckpt"]
+    for step, expected in Copy.copies.items():
+        found = torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)["state_dict"]
+        assert all(found[key].equal(expected[key]) for key in expected)
+
+
+def test_last_and_top_k_of_one_step_are_one_file(tmp_path):
+    """One snapshot, one write: last.ckpt is a second name, and one of both may go without harm to the other."""
+    fit(tmp_path, save_last=True)
+    best, last = tmp_path / "epoch=2-step=9.ckpt", tmp_path / "last.ckpt"
+    assert best.stat().st_ino == last.stat().st_ino
+    best.unlink()
+    verify(last, read_manifest(last))
+
+
+def test_weights_of_a_manual_optimization_swap(tmp_path):
+    """A module that swaps earlier weights in around the save gets those weights saved, as ModelCheckpoint has it."""
+    pl = package("lightning.pytorch")
+
+    class Manual(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 2)
+            self.automatic_optimization = False
+            self.saved_models = {}
+            self.before = {}
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            loss = self.layer(batch[0]).pow(2).mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.saved_models = {batch_idx: {k: v.detach().clone() for k, v in self.layer.state_dict().items()}}
+            self.before[self.trainer.global_step + 1] = self.saved_models[batch_idx]
+            optimizer.step()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(12, 4)), batch_size=4)
+
+    module = Manual()
+    fit(tmp_path, module=module, every_n_train_steps=1, save_top_k=-1, save_last=True, filename="{step}",
+        settings={"max_epochs": 1})  # fmt: skip
+    for step in (1, 2, 3):
+        found = torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)["state_dict"]
+        assert found["layer.weight"].equal(module.before[step]["weight"])
+
+
+def test_two_callbacks_share_one_directory(tmp_path):
+    """A best-of and a periodic callback in one directory: one pipeline, both sets of files, both sets of beliefs."""
+    second = SafeCheckpointCallback(
+        dirpath=tmp_path, every_n_train_steps=4, save_top_k=-1, filename="p{step}", config=QUICK
+    )
+    _, first, _ = fit(tmp_path, monitor="val_loss", save_top_k=1, filename="best", callbacks=[second])
+    assert names(tmp_path) == ["best.ckpt", "pstep=4.ckpt", "pstep=8.ckpt"]
+    assert first.best_model_path.endswith("best.ckpt")
+    assert second.best_model_path.endswith("pstep=8.ckpt")
+
+
+def test_callbacks_that_disagree_are_refused(tmp_path):
+    """Two configurations in one Trainer cannot both hold."""
+    second = SafeCheckpointCallback(dirpath=tmp_path, every_n_epochs=2, config=CheckpointConfig())
+    with pytest.raises(ConfigError, match="same config"):
+        fit(tmp_path, callbacks=[second])
+
+
+def test_at_every_instant_one_checkpoint_is_there(tmp_path):
+    """save_top_k=1 with a slow writer: the old file goes only after the new one is committed."""
+    pl = package("lightning.pytorch")
+    seen, over = [], threading.Event()
+
+    def watch():
+        folder, staging = tmp_path / "exp", tmp_path / "exp/.safe_ckpt/staging"
+        while not list(folder.glob("*.ckpt")):
+            time.sleep(0.0005)
+        while not over.is_set():
+            seen.append((bool(os.listdir(staging)), any(name.endswith(".ckpt") for name in os.listdir(folder))))
+
+    slow = CheckpointConfig(writer=WriterConfig(direct_io="off", chunk_bytes=4096, flush_every_bytes=4096))
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        module = module_class(pl)(width=20_000)
+        fit(tmp_path / "exp", module=module, config=slow, settings={"max_epochs": 5})
+    finally:
+        over.set()
+        watcher.join()
+    assert sum(saving for saving, _ in seen) > 100  # it looked while saves were under way
+    assert all(there for _, there in seen)
+    assert names(tmp_path / "exp") == ["epoch=4-step=15.ckpt"]
+
+
+@needs_root
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_failed_save_leaves_every_belief_as_it_was(tmp_path, async_save):
+    """The disk is full at the third save: best, last and top-k name what exists, "last" loads, and the error is typed."""
+    pl = package("lightning.pytorch")
+    with small_disk(tmp_path / "disk", "6m") as disk:
+        seen = {}
+
+        class Fill(pl.Callback):
+            def on_train_epoch_start(self, trainer, pl_module):
+                if trainer.current_epoch == 2:
+                    callback._saver.settle()
+                    seen["state"] = json.dumps(callback.state_dict(), default=str, sort_keys=True)
+                    seen["names"] = names(disk)
+                    (disk / "filler").write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize - 9000))
+
+        callback = SafeCheckpointCallback(
+            dirpath=disk, monitor="val_loss", save_top_k=3, save_last=True, config=QUICK, async_save=async_save
+        )
+        module = module_class(pl)(width=8000)
+        pl.seed_everything(1, verbose=False)
+        made = trainer(pl, [Fill(), callback], tmp_path, max_epochs=4)
+        with pytest.raises(NotEnoughSpaceError):
+            made.fit(module)
+        (disk / "filler").unlink()
+        assert json.dumps(callback.state_dict(), default=str, sort_keys=True) == seen["state"]
+        assert [n for n in names(disk) if n != "filler"] == seen["names"]
+        for path in (*callback.best_k_models, callback.best_model_path, callback.last_model_path):
+            verify(tmp_path / path, read_manifest(tmp_path / path))
+        made.validate(module, ckpt_path="last", verbose=False)
+        assert os.listdir(disk / ".safe_ckpt/staging") == []
+
+
+@needs_root
+def test_warn_trains_on_and_saves_again(tmp_path):
+    """on_failure="warn": one save fails, training goes on, the next save is there and believed."""
+    pl = package("lightning.pytorch")
+    with small_disk(tmp_path / "disk", "3m") as disk:
+
+        class Fill(pl.Callback):
+            def on_train_epoch_start(self, trainer, pl_module):
+                if trainer.current_epoch == 1:
+                    (disk / "filler").write_bytes(bytes(2_500_000))
+                if trainer.current_epoch == 2:
+                    callback._saver.settle()
+                    (disk / "filler").unlink()
+
+        config = CheckpointConfig(timeouts=QUICK.timeouts, on_failure="warn")
+        callback = SafeCheckpointCallback(dirpath=disk, save_top_k=-1, config=config)
+        pl.seed_everything(1, verbose=False)
+        trainer(pl, [Fill(), callback], tmp_path).fit(module_class(pl)(width=5000))
+        assert names(disk) == ["epoch=0-step=3.ckpt", "epoch=2-step=9.ckpt"]
+        assert callback.best_model_path.endswith("epoch=2-step=9.ckpt")
+
+
+def test_loggers_hear_of_what_exists(tmp_path):
+    """after_save_checkpoint is called on the main thread, once per checkpoint, after the file is there."""
+    pl = package("lightning.pytorch")
+
+    class Log(pl.loggers.CSVLogger):
+        heard = []
+
+        def after_save_checkpoint(self, checkpoint_callback):
+            self.heard.append(
+                (
+                    os.path.exists(checkpoint_callback.best_model_path),
+                    os.path.basename(checkpoint_callback.best_model_path),
+                )
+            )
+
+    log = Log(tmp_path / "logs")
+    fit(tmp_path / "ckpt", settings={"logger": log}, save_top_k=-1)
+    assert [exists for exists, _ in log.heard] == [True] * 3
+    assert log.heard[-1][1] == "epoch=2-step=9.ckpt"
+
+
+def test_the_users_own_save_is_done_when_it_returns(tmp_path):
+    """trainer.save_checkpoint during fit and after it: the file is there, verified, in or outside of the directory."""
+    pl = package("lightning.pytorch")
+
+    class Own(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 4:
+                for path in (tmp_path / "own.ckpt", tmp_path / "else/where/own.ckpt", tmp_path / "weights.ckpt"):
+                    trainer.save_checkpoint(path, weights_only=path.name == "weights.ckpt")
+                    verify(path, read_manifest(path))
+
+    made, _, module = fit(tmp_path / "exp", callbacks=[Own()])
+    assert "optimizer_states" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
+    assert torch.load(tmp_path / "own.ckpt", weights_only=True)["global_step"] == 4
+    made.save_checkpoint(tmp_path / "final.ckpt")
+    verify(tmp_path / "final.ckpt", read_manifest(tmp_path / "final.ckpt"))
+    assert not list(tmp_path.glob(".*tmp"))
+    loaded = type(module).load_from_checkpoint(tmp_path / "final.ckpt")
+    assert fingerprint(loaded) == fingerprint(module)
+
+
+@contextlib.contextmanager
+def saving_on_sigusr1(made, path):
+    """As under SLURM: SIGUSR1 makes the Trainer in ``made`` save to ``path``."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: made["trainer"].save_checkpoint(path))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_save_from_a_signal_handler_within_a_save(tmp_path):
+    """SLURM's hpc save arrives in the middle of another save: it is written at once, neither deadlocks."""
+    pl = package("lightning.pytorch")
+
+    class Interrupt(pl.Callback):
+        done = False
+
+        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+            if not self.done:
+                self.done = True
+                signal.raise_signal(signal.SIGUSR1)
+
+    made = {}
+
+    with saving_on_sigusr1(made, tmp_path / "hpc_ckpt_1.ckpt"):
+        callback = SafeCheckpointCallback(dirpath=tmp_path / "exp", config=QUICK)
+        made["trainer"] = trainer(pl, [Interrupt(), callback], tmp_path)
+        made["trainer"].fit(module_class(pl)())
+    verify(tmp_path / "hpc_ckpt_1.ckpt", read_manifest(tmp_path / "hpc_ckpt_1.ckpt"))
+    assert names(tmp_path / "exp") == ["epoch=2-step=9.ckpt"]
+
+
+def test_a_save_from_a_signal_handler_while_another_is_waited_for(tmp_path):
+    """SLURM's hpc save arrives while fit waits for the disk: both files are whole, and fit goes on."""
+    pl = package("lightning.pytorch")
+    made = {}
+
+    with saving_on_sigusr1(made, tmp_path / "hpc_ckpt_1.ckpt"):
+        callback = SafeCheckpointCallback(dirpath=tmp_path / "exp", config=QUICK)
+        made["trainer"] = trainer(pl, [callback], tmp_path)
+        settle = SaveHandle.settle
+
+        def interrupted(handle, timeout_s=None):
+            if not (tmp_path / "hpc_ckpt_1.ckpt").exists():
+                signal.raise_signal(signal.SIGUSR1)
+            settle(handle, timeout_s)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SaveHandle, "settle", interrupted)
+            made["trainer"].fit(module_class(pl)())
+    verify(tmp_path / "hpc_ckpt_1.ckpt", read_manifest(tmp_path / "hpc_ckpt_1.ckpt"))
+    assert names(tmp_path / "exp") == ["epoch=2-step=9.ckpt"]
+
+
+def test_who_asks_for_a_file_is_told_that_there_is_none(tmp_path):
+    """on_failure="warn" is for the periodic saves: trainer.save_checkpoint still raises."""
+    pl = package("lightning.pytorch")
+
+    class Own(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            with pytest.raises(DirectoryError):
+                trainer.save_checkpoint(tmp_path / "file/own.ckpt")
+
+    (tmp_path / "file").touch()
+    config = CheckpointConfig(on_failure="warn", max_consecutive_failures=100)
+    fit(tmp_path / "exp", config=config, callbacks=[Own()])
+    assert names(tmp_path / "exp") == ["epoch=2-step=9.ckpt"]
+
+
+def test_a_remote_default_directory_is_refused(tmp_path, monkeypatch):
+    """Also where the Trainer's default_root_dir is what decides."""
+    pl = package("lightning.pytorch")
+    monkeypatch.chdir(tmp_path)
+    made = trainer(pl, [SafeCheckpointCallback(config=QUICK)], "memory://x/y")
+    with pytest.raises(ConfigError, match="mounted"):
+        made.fit(module_class(pl)())
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_learning_rate_finder_works(tmp_path):
+    """The tuner saves, restores and removes its own checkpoint through the same I/O."""
+    pl = package("lightning.pytorch")
+    module = module_class(pl)()
+    module.lr = 0.1
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=module.lr)
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    before = fingerprint(module)
+    finder = LearningRateFinder(num_training_steps=5, min_lr=1e-4)
+    fit(tmp_path / "exp", module=module, callbacks=[finder], settings={"max_epochs": 1})
+    assert before != fingerprint(module)
+    assert not list(tmp_path.rglob(".lr_find*"))
+
+
+def test_an_exception_of_the_user_is_the_one_that_is_seen(tmp_path):
+    """training_step raises: that exception comes out, what was in flight is committed, nothing is left running."""
+    pl = package("lightning.pytorch")
+    callback = SafeCheckpointCallback(dirpath=tmp_path, config=QUICK)
+    with pytest.raises(Stop):
+        trainer(pl, [callback, stop_at(pl, 7)], tmp_path).fit(module_class(pl)(width=5000))
+    assert names(tmp_path) == ["epoch=1-step=6.ckpt"]
+    verify(tmp_path / "epoch=1-step=6.ckpt", read_manifest(tmp_path / "epoch=1-step=6.ckpt"))
+    assert writers_of(os.getpid()) == []
+    assert os.listdir(tmp_path / ".safe_ckpt/staging") == []
+
+
+def test_save_on_exception(tmp_path):
+    """save_on_exception=True saves the state at the exception, and that exception is what comes out."""
+    pl = package("lightning.pytorch")
+    callback = SafeCheckpointCallback(dirpath=tmp_path, config=QUICK, save_on_exception=True, save_last=True)
+    with pytest.raises(Stop):
+        trainer(pl, [callback, stop_at(pl, 5)], tmp_path).fit(module_class(pl)())
+    assert "epoch=1-step=5.ckpt" in names(tmp_path)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 5
+
+
+def test_an_exception_in_a_save_hook_is_the_users(tmp_path):
+    """on_save_checkpoint raises: that comes out of fit, and the bookkeeping is as before."""
+    pl = package("lightning.pytorch")
+    module = module_class(pl)()
+
+    def on_save_checkpoint(checkpoint):
+        raise ZeroDivisionError("mine")
+
+    module.on_save_checkpoint = on_save_checkpoint
+    callback = SafeCheckpointCallback(dirpath=tmp_path, config=QUICK)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        trainer(pl, [callback], tmp_path).fit(module)
+    assert callback.best_model_path == ""
+    assert names(tmp_path) == []
+
+
+def test_arbitrary_objects_in_a_checkpoint_are_taken_at_the_moment(tmp_path):
+    """Hyperparameters, numpy arrays and custom objects are saved as they are when save is called."""
+    import numpy
+
+    pl = package("lightning.pytorch")
+    module = module_class(pl)()
+    box = {"array": numpy.zeros(3), "set": {1}}
+
+    def on_save_checkpoint(checkpoint):
+        checkpoint["box"] = box
+
+    module.on_save_checkpoint = on_save_checkpoint
+    module.on_train_epoch_start = lambda: (box["array"].__iadd__(1), box["set"].add(99))
+    fit(tmp_path, module=module, save_top_k=-1, filename="{epoch}")
+    arrays = [torch.load(tmp_path / f"epoch={e}.ckpt", weights_only=False)["box"]["array"].tolist() for e in range(3)]
+    assert arrays == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
+
+
+def test_what_cannot_work_is_refused_at_once(tmp_path):
+    """Retention beside save_top_k, a remote directory, another CheckpointIO, a sharded strategy: clear errors."""
+    pl = package("lightning.pytorch")
+    with pytest.raises(ConfigError, match="save_top_k"):
+        SafeCheckpointCallback(dirpath=tmp_path, config=CheckpointConfig(retention=Retention(keep_last=1)))
+    with pytest.raises(ConfigError, match="file systems"):
+        SafeCheckpointCallback(dirpath="s3://bucket/x")
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+    with pytest.raises(ConfigError, match="AsyncCheckpointIO"):
+        fit(tmp_path, settings={"plugins": [AsyncCheckpointIO()]})
+
+    class Sharded(pl.strategies.SingleDeviceStrategy):
+        def save_checkpoint(self, checkpoint, filepath, storage_options=None):
+            pass
+
+    with pytest.raises(ConfigError, match="Sharded"):
+        fit(tmp_path, settings={"strategy": Sharded(device=torch.device("cpu"))})
+
+
+def test_a_directory_in_use_is_refused(tmp_path):
+    """Another live job trains there: fit raises before it trains."""
+    from safe_ckpt import Checkpointer
+
+    with Checkpointer(tmp_path / "exp"), pytest.raises(DirectoryInUseError):
+        fit(tmp_path / "exp")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DirectoryError):
+        fit(tmp_path / "file/exp")
+
+
+def test_a_damaged_file_is_not_loaded(tmp_path):
+    """An explicit ckpt_path whose bytes are wrong is an error, not wrong weights."""
+    from support import flip_bit
+
+    made, callback, module = fit(tmp_path)
+    flip_bit(tmp_path / "epoch=2-step=9.ckpt", 3000)
+    with pytest.raises(CorruptCheckpointError):
+        made.validate(module, ckpt_path="best", verbose=False)
+
+
+def test_fast_dev_run_touches_nothing(tmp_path):
+    """A trial run makes no directory and no process."""
+    fit(tmp_path / "exp", settings={"fast_dev_run": True})
+    assert not (tmp_path / "exp").exists()
+
+
+def test_fit_can_be_called_again(tmp_path):
+    """A second fit of the same Trainer and callback opens the pipeline anew."""
+    made, callback, module = fit(tmp_path, save_top_k=-1, filename="{step}")
+    made.fit_loop.max_epochs = 4
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not empty.*")
+        made.fit(module)
+    assert names(tmp_path) == ["step=12.ckpt", "step=3.ckpt", "step=6.ckpt", "step=9.ckpt"]
+    assert writers_of(os.getpid()) == []
+
+
+def test_callback_and_loader_pickle(tmp_path):
+    """Nothing live is pickled: strategies that spawn can take both."""
+    made, callback, _ = fit(tmp_path, save_last=True)
+    copy_of = pickle.loads(pickle.dumps(callback))
+    assert copy_of.best_model_path == callback.best_model_path
+    loader = pickle.loads(pickle.dumps(resumable(torch.utils.data.DataLoader(list(range(4))))))
+    assert [int(batch) for batch in loader] == [0, 1, 2, 3]
+    assert resumable(loader) is loader
+    with pytest.raises(TypeError, match="DataLoader"):
+        resumable([1, 2])
+
+
+def test_killed_between_commit_and_removal(tmp_path):
+    """What a killed run had not yet deleted is deleted by the next one; nothing else is."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import os, sys, signal
+        sys.path[:0] = {sys.path!r}
+        from pathlib import Path
+        import test_lightning_saves as t
+        from safe_ckpt.core.root import Root
+        real = Root.discard
+        def discard(self, paths):
+            paths = list(paths)
+            if paths and "step=6" in str(paths):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(self, paths)
+        if sys.argv[1] == "kill":
+            Root.discard = discard
+        t.fit(Path({str(tmp_path / "exp")!r}), resume="auto", filename="{{step}}", settings={{"max_epochs": 4}})
+    """)
+    )
+    assert subprocess.run([sys.executable, str(script), "kill"], capture_output=True, check=False).returncode == -9
+    assert names(tmp_path / "exp") == ["step=6.ckpt", "step=9.ckpt"]
+    done = subprocess.run([sys.executable, str(script), "go"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert names(tmp_path / "exp") == ["step=12.ckpt"]
+
+
+@pytest.mark.parametrize("last", ["link", True])
+def test_killed_between_commit_and_link(tmp_path, last):
+    """A killed run had committed its checkpoint but not yet renamed last.ckpt: the next run does, also one that is over."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import os, sys, signal
+        sys.path[:0] = {sys.path!r}
+        from pathlib import Path
+        import test_lightning_saves as t
+        from safe_ckpt.core import commit
+        real = commit.publish_link
+        def publish_link(existing, staged, link):
+            if "step=9" in str(existing):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(existing, staged, link)
+        if sys.argv[1] == "kill":
+            commit.publish_link = publish_link
+        folder = Path({str(tmp_path / "exp")!r})
+        made, callback, module = t.fit(folder, resume="auto", filename="{{step}}", save_last={last!r})
+        if sys.argv[1] == "go":
+            made.validate(module, ckpt_path="last", verbose=False)
+            print(os.path.realpath(made.ckpt_path), callback.last_model_path)
+        """)
+    )
+    assert subprocess.run([sys.executable, str(script), "kill"], capture_output=True, check=False).returncode == -9
+    assert (tmp_path / "exp/last.ckpt").exists()
+    assert torch.load(tmp_path / "exp/last.ckpt", weights_only=True)["global_step"] == 6
+    done = subprocess.run([sys.executable, str(script), "go"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "last.ckpt" in done.stdout
+    assert names(tmp_path / "exp") == ["last.ckpt", "step=9.ckpt"]
+    assert torch.load(tmp_path / "exp/last.ckpt", weights_only=True)["global_step"] == 9
+
+
+def test_ctrl_c_ends_promptly(tmp_path):
+    """SIGINT to the whole group during training: the run ends within seconds and every file is whole."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import sys
+        sys.path[:0] = {sys.path!r}
+        from pathlib import Path
+        import signal
+        import test_lightning_saves as t
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
+        pl = t.package("lightning.pytorch")
+        class Say(pl.Callback):
+            def on_train_epoch_start(self, trainer, pl_module):
+                if trainer.current_epoch == 3:
+                    print("training", flush=True)
+        t.fit(Path({str(tmp_path / "exp")!r}), save_top_k=-1, callbacks=[Say()],
+              module=t.module_class(pl)(width=3000), settings={{"max_epochs": 100000}})
+    """)
+    )
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as run:
+        assert run.stdout.readline() == "training\n"
+        os.killpg(run.pid, signal.SIGINT)
+        begun = time.monotonic()
+        run.wait(timeout=20)
+        assert time.monotonic() - begun < 10
+        assert writers_of(run.pid) == []
+    files = list((tmp_path / "exp").glob("*.ckpt"))
+    assert len(files) >= 3
+    for file in files:
+        verify(file, read_manifest(file))
+    assert os.listdir(tmp_path / "exp/.safe_ckpt/staging") == []

@@ -1,0 +1,35 @@
+"""Starting sweep.py under FaultyStorage, and reading what it prints."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from safe_ckpt.testing import FaultyStorage
+
+SWEEP = Path(__file__).with_name("sweep.py")
+# What continuous integration goes through in samples, `make faults` goes through whole.
+THOROUGH = bool(os.environ.get("SAFE_CKPT_THOROUGH"))
+
+
+def sweep(folder, scenario, fault, *, first=1, step=1, timeout_s=600):
+    """One dict per trial. The first one counted the operations without a fault."""
+    storage = FaultyStorage(folder / "kit")
+    command = [
+        sys.executable,
+        str(SWEEP),
+        str(folder / "kit"),
+        str(folder / "exp"),
+        scenario,
+        fault,
+        str(first),
+        str(step),
+    ]
+    environment = {**os.environ, **storage.environment, "RES_OPTIONS": "timeout:1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment, start_new_session=True
+    )
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr)
+    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr

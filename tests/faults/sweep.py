@@ -1,0 +1,302 @@
+"""Goes through every file operation of a save and lets it go wrong. Started by the tests under FaultyStorage's environment.
+
+Each trial is a forked child in a session of its own, with its own writer process, so a whole job dies at its n-th operation
+in a fraction of a second. A second child then starts the job again and says what it found. Prints one JSON object per trial.
+
+    python sweep.py KIT FOLDER SCENARIO FAULT FIRST STEP
+
+With "record" for FAULT it records one save instead, for the simulation of power cuts; with "random" it kills the job FIRST
+times at random moments, with the random seed STEP.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from safe_ckpt import CheckpointConfig, Checkpointer, Retention, SafeCheckpointError, Timeouts, WriterConfig
+from safe_ckpt.core import commit, layout, select
+from safe_ckpt.core.commit import Link
+from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.manifest import read_manifest
+from safe_ckpt.core.operation import Request
+from safe_ckpt.core.verify import verify
+from safe_ckpt.testing import FaultyStorage
+
+TIMES = Timeouts(lengthy_s=20, barrier_s=10, writer_stall_s=2, fsync_stall_s=2, peer_stall_s=2, shutdown_s=3)
+CONFIG = CheckpointConfig(
+    timeouts=TIMES,
+    retention=Retention(keep_last=1),
+    writer=WriterConfig(chunk_bytes=4096, flush_every_bytes=4096),
+    record_events=False,
+)
+
+
+def state(number):
+    """What belongs to a save: no byte is equal in two of them, and it fills several files and several writes."""
+    return {
+        "model": {"w": torch.full((3000,), float(number)), "b": torch.full((5,), -float(number))},
+        "optimizer": {"state": [torch.full((1500,), number, dtype=torch.int64)], "note": (number, "x")},
+        "epoch": number,
+    }
+
+
+def blank():
+    return {"model": {"w": torch.zeros(3000), "b": torch.zeros(5)}, "optimizer": None, "epoch": 0}
+
+
+def number_of(found):
+    """Which save this is, or an error if it is a mix of two."""
+    numbers = {float(v) for v in found["model"]["w"].unique()} | {-float(v) for v in found["model"]["b"].unique()}
+    numbers |= {float(v) for v in found["optimizer"]["state"][0].unique()}
+    numbers |= {float(found["optimizer"]["note"][0]), float(found["epoch"])}
+    if len(numbers) != 1:
+        raise AssertionError(f"a mix: {numbers}")
+    return int(numbers.pop())
+
+
+class Directories:
+    """Checkpointer: a directory for each step, or one that is replaced."""
+
+    def __init__(self, *, old, new_step=2, exchange=True):
+        self.old, self.new_step, self.exchange = old, new_step, exchange
+
+    def prepare(self, folder):
+        if self.old:
+            with Checkpointer(folder, CONFIG) as ckpt:
+                ckpt.save(1, state(1)).result()
+
+    def act(self, folder, reported):
+        if not self.exchange:
+            commit.exchange = lambda *_: False
+        with Checkpointer(folder, CONFIG) as ckpt:
+            ckpt.save(self.new_step, state(2)).result()
+            reported()
+
+    def again(self, folder):
+        with Checkpointer(folder, CONFIG) as ckpt:
+            ckpt.save(self.new_step, state(2)).result()
+
+    def find(self, folder):
+        found = blank()
+        with Checkpointer(folder, CONFIG) as ckpt:
+            info = ckpt.resume(found)
+        return number_of(found) if info else 0
+
+
+class Files:
+    """What the Lightning adapter does: one file with a second name, replacing others by either, and removing the old one."""
+
+    def __init__(self, *, old, same_name=False):
+        self.old, self.same_name = old, same_name
+
+    def name(self, number):
+        return "same.ckpt" if self.same_name else f"step={number}.ckpt"
+
+    def save(self, folder, number, reported=lambda: None):
+        engine = Engine(CONFIG)
+        try:
+            root = engine.hold(folder)
+            root.start_after(select.newest_sequence(select.list_files(folder, ".ckpt")))
+            image = layout.torch_image(self.name(number), state(number), strict=False, key="checkpoint")
+            doomed = [path for path in folder.glob("step=*.ckpt") if path.name != self.name(number)]
+            request = Request(
+                root=root,
+                path=folder / self.name(number),
+                kind="file",
+                step=number,
+                images=[layout.single(image, self.name(number))],
+                links=[Link(path=folder / "last.ckpt")],
+                retain=lambda _: doomed,
+            )
+            engine.save(request).result()
+            reported()
+        finally:
+            engine.close()
+
+    def prepare(self, folder):
+        if self.old:
+            self.save(folder, 1)
+
+    def act(self, folder, reported):
+        self.save(folder, 2, reported)
+
+    def again(self, folder):
+        self.save(folder, 2)
+
+    def find(self, folder):
+        engine = Engine(CONFIG)
+        try:
+            engine.hold(folder)
+            candidates = select.list_files(folder, ".ckpt")
+            if [c.path.name for c in candidates if c.problem]:
+                raise AssertionError(f"damaged files: {[(c.path.name, c.problem) for c in candidates if c.problem]}")
+            for candidate in select.newest_first(candidates):
+                verify(candidate.path, read_manifest(candidate.path))
+                return number_of(torch.load(candidate.path, weights_only=True))
+            return 0
+        finally:
+            engine.close()
+
+
+SCENARIOS = {
+    "directory, first save": Directories(old=False, new_step=1),
+    "directory, next save and retention": Directories(old=True),
+    "directory, replaced by an exchange": Directories(old=True, new_step=1),
+    "directory, replaced by two renames": Directories(old=True, new_step=1, exchange=False),
+    "file, first save": Files(old=False),
+    "file, next save, link and removal": Files(old=True),
+    "file, replaced": Files(old=True, same_name=True),
+}
+MARKER = ".safe_ckpt/reported"
+ERRORS = {name: getattr(errno, name) for name in ("ENOSPC", "EIO", "EDQUOT", "EROFS")}
+
+
+def fork(action, *, timeout_s=60.0):
+    """Run ``action`` in a child in a session of its own. Returns its status as waitpid gives it, or "hung"."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        status = 1
+        try:
+            action()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "hung"
+
+
+def trial(storage, folder, scenario, fault, at):
+    shutil.rmtree(folder, ignore_errors=True)
+    notes = folder.parent / "notes"
+    notes.unlink(missing_ok=True)
+    fork(lambda: scenario.prepare(folder))
+    seen = {}
+
+    def arm():
+        if fault in ERRORS:
+            storage.fail(at, folder, ERRORS[fault], session=os.getpid())
+        elif fault in {f"{name} from here on" for name in ERRORS}:
+            storage.fail(at, folder, ERRORS[fault.split()[0]], session=os.getpid(), always=True)
+        elif fault == "count":
+            storage.watch(folder, session=os.getpid())
+        else:
+            getattr(storage, fault)(at, folder, session=os.getpid())
+
+    def act():
+        arm()
+        said = {"reported": False}
+        try:
+            scenario.act(folder, lambda: said.update(reported=True) or notes.write_text(json.dumps(said)))
+        except SafeCheckpointError as error:
+            said["error"] = type(error).__name__
+        finally:
+            notes.write_text(json.dumps(said))
+        if "error" in said:
+            storage.off()
+            scenario.again(folder)  # the cause is gone: the next save works, in the same process
+            said["again"] = True
+            notes.write_text(json.dumps(said))
+
+    begun = time.monotonic()
+    status = fork(act)
+    seen.update(status=status, seconds=round(time.monotonic() - begun, 2), count=storage.count)
+    storage.off()
+    seen.update(json.loads(notes.read_text()) if notes.exists() else {})
+
+    def find():
+        found = scenario.find(folder)
+        left = [str(p) for part in ("staging", "trash") for p in (folder / ".safe_ckpt" / part).iterdir()]
+        notes.write_text(json.dumps({"found": found, "left": left, "reported": seen.get("reported", False)}))
+
+    notes.unlink(missing_ok=True)
+    seen["restart"] = fork(find)
+    seen.update(json.loads(notes.read_text()) if notes.exists() else {})
+    return seen
+
+
+def random_kills(folder, scenario, count, seed):
+    """SIGKILL of the job at random moments, ``count`` times, the state going on from one trial to the next."""
+    chance = random.Random(seed)
+    notes = folder.parent / "notes"
+    fork(lambda: scenario.prepare(folder))
+    for number in range(1, count + 1):
+        notes.unlink(missing_ok=True)
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            scenario.act(folder, lambda: notes.write_text("reported"))
+            os._exit(0)
+        time.sleep(chance.random() * 0.08)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        reported, staging = notes.exists(), folder / ".safe_ckpt/staging"
+        within = staging.is_dir() and any(staging.iterdir())
+
+        def find(reported=reported, within=within, number=number):
+            found = scenario.find(folder)
+            left = [str(p) for part in ("staging", "trash") for p in (folder / ".safe_ckpt" / part).iterdir()]
+            line = {"at": number, "found": found, "left": left, "reported": reported, "within": within, "restart": 0}
+            print(json.dumps(line), flush=True)
+
+        if fork(find) != 0:
+            print(json.dumps({"at": number, "restart": 1, "reported": reported}), flush=True)
+        if number % 2:  # from the old one again
+            shutil.rmtree(folder, ignore_errors=True)
+            fork(lambda: scenario.prepare(folder))
+
+
+def record(storage, folder, scenario):
+    """Leave the tree as it was in "before" and the trace of the save in "log"; a marker says when it was reported."""
+    fork(lambda: scenario.prepare(folder))
+    folder.mkdir(exist_ok=True)
+    shutil.copytree(folder, folder.parent / "before", symlinks=True)
+
+    def act():
+        storage.watch(folder, log=folder.parent / "log", session=os.getpid())
+        scenario.act(folder, (folder / MARKER).mkdir)
+
+    if fork(act) != 0:
+        raise RuntimeError("the save to be recorded failed")
+
+
+def main():
+    kit, folder, name, fault, first, step = sys.argv[1:7]
+    torch.set_num_threads(1)
+    storage = FaultyStorage(Path(kit))
+    scenario = SCENARIOS[name]
+    if fault == "random":
+        random_kills(Path(folder), scenario, int(first), int(step))
+        return
+    if fault == "record":
+        record(storage, Path(folder), scenario)
+        return
+    total = trial(storage, Path(folder), scenario, "count", 0)
+    print(json.dumps({"total": total["count"], **total}), flush=True)
+    for at in range(int(first), total["count"] + 1, int(step)):
+        print(json.dumps({"at": at, **trial(storage, Path(folder), scenario, fault, at)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""A rank dies, stops or is late in each phase of a save of four ranks; rank 0, which hosts the store, included."""
+
+import contextlib
+import os
+import signal
+import time
+from collections import Counter
+
+import pytest
+import torch
+from kit import THOROUGH
+
+from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Timeouts
+from safe_ckpt.core import commit, snapshot
+from safe_ckpt.core.board import Board
+from safe_ckpt.core.phases import Phases
+from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, SafeCheckpointError, SaveError
+from safe_ckpt.testing import spawn_ranks
+
+TIMES = Timeouts(lengthy_s=12, barrier_s=8, writer_stall_s=5, peer_stall_s=1.5, shutdown_s=2)
+CONFIG = CheckpointConfig(timeouts=TIMES)
+SIZE = 4
+LATE_S = 4.0
+# Where to strike: the object, its method, and whether before or after it has run.
+PHASES = {
+    "agree": (Checkpointer, "save", "before"),
+    "snapshot": (snapshot, "take", "before"),
+    "prepare": (Phases, "_prepare", "before"),
+    "write": (Phases, "_write", "before"),
+    "report": (Board, "report", "before"),
+    "commit": (commit, "publish_directory", "before"),
+    "after the rename": (commit, "publish_directory", "after"),
+    "verdict": (Board, "verdict", "before"),
+    "after the verdict": (Board, "conclude", "after"),
+}
+OF_RANK_0 = ["agree", "snapshot", "prepare", "write", "commit", "after the rename", "after the verdict"]
+OF_OTHERS = ["agree", "snapshot", "write", "report", "verdict"]
+CASES = [(0, phase, action) for phase in OF_RANK_0 for action in ("SIGKILL", "SIGSTOP", "late")]
+CASES += [(2, phase, action) for phase in OF_OTHERS for action in ("SIGKILL", "SIGSTOP", "late")]
+SOME = [case for number, case in enumerate(CASES) if number % 3 == number // 3 % 3]
+
+
+def strike(action):
+    if action == "late":
+        time.sleep(LATE_S)
+    else:
+        os.kill(os.getpid(), getattr(signal, action))
+        time.sleep(0.1)  # a stop reaches the threads of a process one after the other
+
+
+def arm(phase, action):
+    owner, name, when = PHASES[phase]
+    real = getattr(owner, name)
+
+    def struck(*arguments, **more):
+        setattr(owner, name, real)
+        if when == "before":
+            strike(action)
+        result = real(*arguments, **more)
+        if when == "after":
+            strike(action)
+        return result
+
+    setattr(owner, name, struck)
+
+
+def lose(rank, folder, victim, phase, action):
+    (folder / f"pid{rank}").write_text(str(os.getpid()))
+    ckpt = Checkpointer(folder / "exp", CONFIG)
+    ckpt.save(1, {"own": PerRank({"t": torch.ones(1000)})}).result(timeout_s=20)
+    if rank == victim:
+        arm(phase, action)
+    begun, said = time.monotonic(), None
+    try:
+        said = ckpt.save(2, {"own": PerRank({"t": torch.ones(1000)})}).result(timeout_s=30).step
+    except SafeCheckpointError as error:
+        said = error
+    seconds = time.monotonic() - begun
+    if rank != victim:
+        release(folder, rank, victim, stopped=action == "SIGSTOP")
+    with contextlib.suppress(SafeCheckpointError):  # told above
+        ckpt.close()
+    return said, seconds
+
+
+def release(folder, rank, victim, *, stopped):
+    """When all others are through, end the stopped one: it cannot end by itself."""
+    (folder / f"through{rank}").touch()
+    others = [r for r in range(SIZE) if r != victim]
+    if stopped and rank == others[0]:
+        while not all((folder / f"through{r}").exists() for r in others):
+            time.sleep(0.01)
+        os.kill(int((folder / f"pid{victim}").read_text()), signal.SIGKILL)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("victim", "phase", "action"), CASES if THOROUGH else SOME)
+def test_the_others_learn_of_it_in_time(tmp_path, matrix, victim, phase, action):
+    """The others get a named error well before the deadline, or the save is committed when the rank was only late, or had done
+    its part; after a rename nobody guesses: CommitOutcomeUnknown, and the resume finds it.
+    """
+    outcomes = spawn_ranks(lose, SIZE, tmp_path, victim, phase, action, timeout_s=60)
+    others = [outcome for outcome in outcomes if outcome.rank != victim]
+    assert all(outcome.error is None and outcome.value for outcome in others), others
+    said = [outcome.value[0] for outcome in others]
+    for outcome in others:
+        assert outcome.value[1] < TIMES.lengthy_s - 2, outcome
+    with Checkpointer(tmp_path / "exp", CONFIG) as ckpt:
+        found = ckpt.resume({}).step
+    assert os.listdir(tmp_path / "exp/.safe_ckpt/staging") == []
+    done_its_part = phase in {"verdict", "after the verdict"}
+    if (phase, action) == ("after the verdict", "SIGSTOP"):
+        # The store stands still with it: who has not read the verdict yet cannot.
+        assert all(word == 2 or isinstance(word, CommitOutcomeUnknown) for word in said), said
+        assert found == 2
+    elif action == "late" or done_its_part:
+        assert said == [2] * 3, said
+        assert found == 2
+    else:
+        assert all(isinstance(error, CoordinationError | SaveError) for error in said), said
+        assert found == (2 if phase == "after the rename" else 1)
+        if phase in {"commit", "after the rename"}:
+            assert all(isinstance(error, CommitOutcomeUnknown) for error in said), said
+        assert all(str(victim) in str(error) for error in said), said
+    what = "committed" if said == [2] * 3 else "/".join(sorted({type(error).__name__ for error in said}))
+    matrix(f"rank {victim} {action}", "in each phase, 4 ranks", Counter({what: 1}))

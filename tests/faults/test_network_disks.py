@@ -1,0 +1,140 @@
+"""File systems that show things late, with coarse clocks, or refuse: what network storage does."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
+from safe_ckpt.errors import DirectoryError, SafeCheckpointError
+from safe_ckpt.testing import FaultyStorage
+from support import needs_root, run_script
+
+JOB = """
+    import json, os, sys, time
+    from pathlib import Path
+    import torch, torch.distributed as dist
+    from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, Timeouts, set_up_directory
+    folder, rank, store, out = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    if rank == 1:
+        (out / "session").write_text(str(os.getsid(0)))
+        while not (out / "armed").exists():
+            time.sleep(0.01)
+    dist.barrier()
+    set_up_directory(folder, mode="fresh", timeout_s=30)
+    config = CheckpointConfig(timeouts=Timeouts(lengthy_s=40, barrier_s=30), retention=Retention(keep_last=2))
+    begun = time.monotonic()
+    with Checkpointer(folder, config) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, {"own": PerRank({"t": torch.full((1000,), float(step))})}).result(timeout_s=35)
+        state = {"own": PerRank({"t": torch.zeros(1000)})}
+        resumed = ckpt.resume(state).step
+    (out / f"rank{rank}").write_text(json.dumps([resumed, float(state["own"].value["t"][0]), time.monotonic() - begun]))
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.timeout(150)
+def test_entries_that_show_late_on_one_rank(tmp_path, matrix):
+    """Rank 1 does not see what rank 0 made until a second later, in every directory: the ranks wait for it and agree."""
+    storage = FaultyStorage(tmp_path / "kit")
+    (tmp_path / "job.py").write_text(textwrap.dedent(JOB))
+    exp = tmp_path / "exp"
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "job.py"), str(exp), str(rank), str(tmp_path / "store"), str(tmp_path)],
+            env={**os.environ, **storage.environment, "RES_OPTIONS": "timeout:1"},
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "session").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    storage.hide(exp, 1.0, session=int((tmp_path / "session").read_text()))
+    (tmp_path / "armed").touch()
+    said = [process.communicate(timeout=120)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    for rank in (0, 1):
+        resumed, value, seconds = json.loads((tmp_path / f"rank{rank}").read_text())
+        assert (resumed, value) == (3, 3.0)
+        assert seconds > 2  # it did wait for what was hidden
+    matrix("entries visible a second late", "rank 1 of 2", {"agreed": 1})
+
+
+def test_timestamps_mean_nothing(tmp_path, matrix):
+    """All times equal, or in the wrong order, as on a file system with coarse or skewed clocks: the newest is the newest."""
+    with Checkpointer(tmp_path) as ckpt:
+        for step in (30, 10, 20):
+            ckpt.save(step, {"x": step}).result()
+    for times in ({30: 5, 10: 5, 20: 5}, {30: 9, 10: 5, 20: 1}):
+        for step, at in times.items():
+            for path in [tmp_path / f"step-{step:08d}", *(tmp_path / f"step-{step:08d}").iterdir()]:
+                os.utime(path, (at, at))
+        with Checkpointer(tmp_path) as ckpt:
+            state = {"x": 0}
+            assert ckpt.resume(state).step == 20
+            assert state == {"x": 20}
+    matrix("timestamps equal or reversed", "1 rank", {"the newest by commit order": 2})
+
+
+def test_no_source_looks_at_a_modification_time():
+    """Nothing in the package reads mtimes."""
+    import safe_ckpt
+
+    for file in Path(safe_ckpt.__file__).parent.rglob("*.py"):
+        assert "mtime" not in file.read_text(encoding="utf-8"), file
+
+
+def test_a_directory_deleted_underneath(tmp_path):
+    """Somebody deletes the whole directory during the run: the save fails by name, and the next one after it is back works."""
+    exp = tmp_path / "exp"
+    config = CheckpointConfig(timeouts=Timeouts(lengthy_s=30, shutdown_s=5))
+    with Checkpointer(exp, config) as ckpt:
+        ckpt.save(1, {"x": 1}).result()
+        os.rename(exp, tmp_path / "away")
+        with pytest.raises(SafeCheckpointError) as caught:
+            ckpt.save(2, {"x": 2}).result(timeout_s=30)
+        assert "exp" in str(caught.value)
+        os.rename(tmp_path / "away", exp)
+        assert ckpt.save(3, {"x": 3}).result(timeout_s=30).step == 3
+
+
+@needs_root
+def test_permission_lost_during_the_run():
+    """The directory becomes read-only for this user: a DirectoryError with path and errno; given back, the next save works."""
+    code = """
+        import os, sys
+        from safe_ckpt import Checkpointer
+        from safe_ckpt.errors import DirectoryError
+        exp = sys.argv[1]
+        os.mkdir(exp)
+        os.chown(exp, 65534, 65534)
+        os.setegid(65534)
+        os.seteuid(65534)
+        with Checkpointer(exp) as ckpt:
+            ckpt.save(1, {"x": 1}).result()
+            os.chmod(exp, 0o500)
+            try:
+                ckpt.save(2, {"x": 2}).result()
+            except DirectoryError as error:
+                print(error.errno, exp in error.path)
+            os.chmod(exp, 0o700)
+            print(ckpt.save(3, {"x": 3}).result().step, sorted(p for p in os.listdir(exp) if p.startswith("step")))
+    """
+    with tempfile.TemporaryDirectory() as folder:  # one that another user may enter
+        os.chmod(folder, 0o755)
+        done = run_script(code, f"{folder}/exp")
+    assert done.stdout.splitlines() == ["13 True", "3 ['step-00000001', 'step-00000003']"], done.stderr
+    assert issubclass(DirectoryError, OSError)

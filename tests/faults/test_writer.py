@@ -1,0 +1,158 @@
+"""The writer process dies, stops or runs out of memory: before, within and after its work, on either rank."""
+
+import os
+import resource
+import signal
+import time
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Timeouts, WriterConfig
+from safe_ckpt.core.phases import Phases
+from safe_ckpt.errors import WriterError
+from safe_ckpt.testing import spawn_ranks, values
+from support import run_script, writers_of
+
+TIMES = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=0.7, fsync_stall_s=5, peer_stall_s=5, shutdown_s=10)
+SLOW = WriterConfig(chunk_bytes=4096, flush_every_bytes=4096, direct_io="off")
+HARMS = ("SIGKILL", "SIGSTOP", "SIGSEGV", "out of memory")
+MOMENTS = ("idle", "in mid-write", "between write and commit")
+
+
+def harm(writer, kind):
+    pid = writer.pid
+    if kind == "out of memory":
+        resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
+    else:
+        os.kill(pid, getattr(signal, kind))
+
+
+def one_save(ckpt, step, kind, moment, mine):
+    """Save, with something done to this rank's writer if it is ``mine``. Returns how long save() and the step after took."""
+    writer = ckpt._engine._pipeline.writer
+    writer.start()
+    if mine and moment == "idle":
+        harm(writer, kind)
+    if mine and moment == "between write and commit":
+        report = Phases._write
+
+        def write(self):
+            found = report(self)
+            harm(writer, kind)
+            Phases._write = report
+            return found
+
+        Phases._write = write
+    begun = time.monotonic()
+    handle = ckpt.save(step, {"own": PerRank({"t": torch.full((500_000,), float(step))}), "step": step})
+    call_s = time.monotonic() - begun
+    if mine and moment == "in mid-write":
+        child = writer._child
+        start = child.beats()
+        while child.beats() < start + 20 and not handle.done():
+            time.sleep(0.001)
+        harm(writer, kind)
+    handle.result(timeout_s=50)
+    return call_s
+
+
+def go_through(rank, folder, victim):
+    found = {}
+    config = CheckpointConfig(timeouts=TIMES, writer=SLOW)
+    step = 0
+    for kind in HARMS:
+        for moment in MOMENTS:
+            events = []
+            step += 1
+            with Checkpointer(folder, config, hooks=[events.append]) as ckpt:
+                call_s = one_save(ckpt, step, kind, moment, rank == victim)
+                step += 1
+                ckpt.save(step, {"own": PerRank({"t": torch.zeros(10)}), "step": step}).result(timeout_s=50)
+                dist.barrier()
+            respawns = [event.ended for event in events if event.kind == "respawned"]
+            state = {"own": PerRank({"t": torch.zeros(500_000)}), "step": 0}
+            with Checkpointer(folder, config) as ckpt:
+                ckpt.resume(state, step=step - 1)
+            exact = bool((state["own"].value["t"] == step - 1).all())
+            found[kind, moment] = (exact, call_s, respawns, len(writers_of(os.getpid())))
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_whatever_happens_to_a_writer_the_save_is_committed(tmp_path, matrix, victim):
+    """Killed, stopped, crashed or out of memory; idle, writing, or done: replaced, the same snapshot written again, the
+    training thread not held, and the reason told: pid, signal or status, file and bytes.
+    """
+    found = values(spawn_ranks(go_through, 2, tmp_path, victim, timeout_s=280))
+    outcomes = Counter()
+    for (kind, moment), (exact, call_s, respawns, left) in found[victim].items():
+        assert exact, (kind, moment)
+        assert call_s < 1, (kind, moment, call_s)
+        assert left == 0
+        assert respawns, (kind, moment)
+        expected = {
+            "SIGKILL": "killed by SIGKILL (the kernel's out-of-memory killer sends this)",
+            "SIGSEGV": "killed by SIGSEGV",
+            "SIGSTOP": "made no progress",
+            "out of memory": "exited with status 1",
+        }[kind]
+        assert expected in respawns[0], respawns
+        if moment == "in mid-write":
+            assert "own.rank0000" in respawns[0], respawns
+            assert "bytes" in respawns[0], respawns
+        outcomes["committed after a respawn"] += 1
+    assert all(not respawns for _, _, respawns, _ in found[1 - victim].values())
+    matrix("writer killed, stopped, crashed, out of memory", f"idle, writing, done; rank {victim}", outcomes)
+
+
+def test_a_writer_that_dies_again_and_again_is_done_without(tmp_path):
+    """After max_respawns deaths this process writes by itself: committed, with one warning for each and one for that."""
+    done = run_script(
+        """
+        import sys, logging, torch
+        from safe_ckpt import Checkpointer, CheckpointConfig
+        from safe_ckpt.core import writer_child
+        logging.basicConfig()
+        writer_child._BOOT = "import os; os._exit(3)"
+        with Checkpointer(sys.argv[1], CheckpointConfig()) as ckpt:
+            print(ckpt.save(1, {"m": {"w": torch.ones(100_000)}}).result().step)
+        """,
+        str(tmp_path / "exp"),
+    )
+    assert done.stdout.split() == ["1"], done.stderr
+    assert done.stderr.count("WARNING") == 4, done.stderr
+    assert done.stderr.count("exited with status 3") == 3
+    assert "writing in this process" in done.stderr
+
+
+def test_a_disk_that_stalls_every_writer_is_an_error(tmp_path):
+    """No writer makes progress: a WriterError with the last one's pid and reason, in time, and the process is free again."""
+    done = run_script(
+        """
+        import os, signal, sys, threading, time, torch
+        from safe_ckpt import Checkpointer, CheckpointConfig, Timeouts, WriterConfig
+        from safe_ckpt.core import writer_child
+        from safe_ckpt.errors import WriterError
+        real = writer_child.Child._send
+        def stopped(self, *arguments):
+            os.kill(self.pid, signal.SIGSTOP)
+            real(self, *arguments)
+        writer_child.Child._send = stopped
+        config = CheckpointConfig(timeouts=Timeouts(writer_stall_s=0.3), writer=WriterConfig(max_respawns=1))
+        with Checkpointer(sys.argv[1], config) as ckpt:
+            begun = time.monotonic()
+            try:
+                ckpt.save(1, {"m": {"w": torch.ones(100_000)}}).result()
+            except WriterError as error:
+                print(error.name, error.pid > 0, "no progress" in error.ended, time.monotonic() - begun < 10)
+            writer_child.Child._send = real
+            print(ckpt.save(2, {"m": {"w": torch.ones(100_000)}}).result().step)
+        """,
+        str(tmp_path / "exp"),
+    )
+    assert done.stdout.split() == ["step-00000001", "True", "True", "True", "2"], done.stderr
+    assert issubclass(WriterError, RuntimeError)

@@ -1,0 +1,90 @@
+"""What several tests need: scripts in fresh interpreters, small file systems, damage."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from safe_ckpt.testing import small_disk
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+
+
+def run_script(
+    code: str, *args: str, timeout_s: float = 60.0, flags: tuple[str, ...] = (), stdin: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a fresh interpreter and return what it printed."""
+    command = [sys.executable, *flags]
+    command += ["-", *args] if stdin is not None else ["-c", textwrap.dedent(code), *args]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def start_script(path: Path, *args: str, flags: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """Start a script in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, *flags, str(path), *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def kill_group(process: subprocess.Popen[str], number: signal.Signals = signal.SIGKILL) -> None:
+    """Kill a process and everything it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+    process.wait(timeout=30)
+
+
+def flip_bit(file: Path, offset: int) -> None:
+    """Change one bit of a file; its size stays."""
+    with file.open("r+b") as stream:
+        stream.seek(offset)
+        byte = stream.read(1)[0]
+        stream.seek(offset)
+        stream.write(bytes([byte ^ 1]))
+
+
+def writer_processes() -> list[int]:
+    """The pids of the writer processes that the running test caused, directly or through what it started."""
+    mark = f"PYTEST_CURRENT_TEST={os.environ['PYTEST_CURRENT_TEST']}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if b"safe_ckpt.core.writer_process" not in (entry / "cmdline").read_bytes():
+                    continue
+                if mark in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+    return found
+
+
+def writers_of(pid: int) -> list[int]:
+    """The writer processes that ``pid`` started."""
+    found = []
+    for writer in writer_processes():
+        with contextlib.suppress(OSError):
+            stat = Path(f"/proc/{writer}/stat").read_text()
+            if int(stat[stat.rfind(")") + 2 :].split()[1]) == pid:
+                found.append(writer)
+    return found
+
+
+__all__ = [
+    "flip_bit",
+    "kill_group",
+    "needs_root",
+    "run_script",
+    "small_disk",
+    "start_script",
+    "writer_processes",
+    "writers_of",
+]

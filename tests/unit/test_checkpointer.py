@@ -1,0 +1,682 @@
+"""A Checkpointer without a process group: the whole protocol, a real writer process, a real disk."""
+
+import gc
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from test_layout import EVERYTHING, same
+
+from safe_ckpt import (
+    CheckpointConfig,
+    Checkpointer,
+    PerRank,
+    Retention,
+    RngState,
+    SafeCheckpointError,
+    Timeouts,
+    WriterConfig,
+)
+from safe_ckpt.errors import (
+    ClosedError,
+    DirectoryError,
+    DirectoryInUseError,
+    NotEnoughSpaceError,
+    NoValidCheckpointError,
+    RestoreError,
+    SaveSkippedError,
+    StateError,
+    UnsupportedFormatError,
+)
+from support import flip_bit, needs_root, run_script, small_disk, writer_processes, writers_of
+
+QUICK = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=5, fsync_stall_s=20, peer_stall_s=5, shutdown_s=10)
+
+
+def config(**more):
+    return CheckpointConfig(timeouts=QUICK, **more)
+
+
+def steps(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name != ".safe_ckpt")
+
+
+def trained():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+    model[2].bias = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(3):
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": PerRank(RngState())}
+
+
+def test_a_training_state_is_restored_in_place(tmp_path):
+    """Module, optimizer, scheduler and generators come back bit for bit, into the objects that are given."""
+    state = trained()
+    saved = {name: state[name].state_dict() for name in ("model", "optimizer", "scheduler")}
+    saved = {name: json.loads(json.dumps(v, default=lambda t: t.tolist())) for name, v in saved.items()}
+    with Checkpointer(tmp_path, config()) as ckpt:
+        assert ckpt.resume(state) is None
+        info = ckpt.save(7, state, metrics={"loss": torch.tensor(0.5)}).result(timeout_s=20)
+    expected = torch.rand(3)
+    assert (info.step, info.metrics, info.path) == (7, {"loss": 0.5}, tmp_path / "step-00000007")
+    fresh = trained()
+    for parameter in fresh["model"].parameters():
+        torch.nn.init.constant_(parameter, 9.0)
+    address = fresh["model"][0].weight.data_ptr()
+    with Checkpointer(tmp_path, config()) as ckpt:
+        assert ckpt.resume(fresh).step == 7
+    assert fresh["model"][0].weight.data_ptr() == address
+    found = {name: fresh[name].state_dict() for name in saved}
+    assert {n: json.loads(json.dumps(v, default=lambda t: t.tolist())) for n, v in found.items()} == saved
+    assert torch.rand(3).equal(expected)
+
+
+def test_names_become_files_that_others_read(tmp_path):
+    """Tensors go to safetensors, plain data to JSON, the rest to a .pt that loads with weights_only."""
+    state = {"weights": {"w": torch.ones(2)}, "one": torch.arange(3), "numbers": {"epoch": 3}, "mixed": EVERYTHING,
+             "own": PerRank({"a": torch.ones(1)})}  # fmt: skip
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(1, state).result(timeout_s=20)
+    folder = tmp_path / "step-00000001"
+    assert steps(folder) == [
+        "manifest.json",
+        "mixed.pt",
+        "numbers.json",
+        "one.safetensors",
+        "own.rank00000.safetensors",
+        "weights.safetensors",
+    ]
+    same(EVERYTHING, torch.load(folder / "mixed.pt", weights_only=True))
+    target = {"weights": {"w": torch.zeros(2)}, "one": torch.zeros(3, dtype=torch.int64), "numbers": {"epoch": 0, "x": 1},
+              "mixed": {}, "own": PerRank({})}  # fmt: skip
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.resume(target)
+    assert target["weights"]["w"].equal(torch.ones(2))
+    assert target["one"].equal(torch.arange(3))
+    assert target["numbers"] == {"epoch": 3}
+    assert target["own"].value["a"].equal(torch.ones(1))
+    same({**EVERYTHING}, target["mixed"])
+
+
+def test_values_that_cannot_change_in_place_are_replaced(tmp_path):
+    """A number in the state is replaced in the mapping; a read-only mapping gets an error that says so."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(1, {"epoch": 3}).result(timeout_s=20)
+        state = {"epoch": 0}
+        ckpt.resume(state)
+        assert state == {"epoch": 3}
+
+
+def test_changing_everything_after_save_changes_nothing_on_disk(tmp_path):
+    """The copy is complete when save returns: overwriting all parameters and containers at once never shows up."""
+    state = {"model": torch.nn.Linear(2000, 2000), "list": [1, 2], "extra": {"t": torch.ones(100), "n": [1, (2,)]}}
+    with Checkpointer(tmp_path, config()) as ckpt:
+        for step in range(3):
+            with torch.no_grad():
+                state["model"].weight.fill_(step)
+            handle = ckpt.save(step, state)
+            handle.wait_snapshot(timeout_s=1)
+            with torch.no_grad():
+                state["model"].weight.fill_(-1)
+                state["extra"]["t"].zero_()
+            state["list"].append(step)
+            state["extra"]["n"].clear()
+            handle.result(timeout_s=20)
+            state["list"], state["extra"] = [1, 2], {"t": torch.ones(100), "n": [1, (2,)]}
+            target = {"model": torch.nn.Linear(2000, 2000), "list": [], "extra": {}}
+            ckpt.resume(target)
+            assert (target["model"].weight == step).all()
+            assert target["list"] == [1, 2]
+            same({"t": torch.ones(100), "n": [1, (2,)]}, target["extra"])
+
+
+def test_retention_keeps_what_it_promises(tmp_path):
+    """Last, best and every n-th stay, the rest goes; nothing is left in the hidden folder."""
+    policy = Retention(keep_last=2, keep_best=1, metric="loss", keep_every_steps=4)
+    with Checkpointer(tmp_path, config(retention=policy)) as ckpt:
+        for step, loss in enumerate([5.0, 1.0, 4.0, 3.0, 2.0, 6.0, 7.0, 8.0]):
+            ckpt.save(step, {"x": step}, metrics={"loss": loss})
+        ckpt.wait()
+    assert steps(tmp_path) == [f"step-{step:08d}" for step in (0, 1, 4, 6, 7)]
+    assert steps(tmp_path / ".safe_ckpt" / "trash") == []
+    assert steps(tmp_path / ".safe_ckpt" / "staging") == []
+
+
+def test_at_every_instant_one_checkpoint_is_there(tmp_path):
+    """With keep_last=1 somebody who looks at any moment, after the first commit, finds a committed checkpoint."""
+    stop, gaps, looks = threading.Event(), [], [0]
+
+    def look():
+        while not stop.is_set():
+            looks[0] += 1
+            if not any((path / "manifest.json").exists() for path in tmp_path.glob("step-*")):
+                gaps.append(looks[0])
+
+    with Checkpointer(tmp_path, config(retention=Retention(keep_last=1))) as ckpt:
+        ckpt.save(0, {"w": torch.ones(200_000)}).result(timeout_s=20)
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        for step in range(1, 40):
+            ckpt.save(step, {"w": torch.ones(200_000)})
+        ckpt.wait()
+        stop.set()
+        watcher.join(timeout=20)
+    assert steps(tmp_path) == ["step-00000039"]
+    # glob and exists are two looks: a directory may be renamed between them, but its successor was there before.
+    assert len(gaps) <= looks[0] * 0.01
+    assert looks[0] > 100
+
+
+def test_a_step_saved_again_replaces_the_old_one(tmp_path):
+    """The same step twice: the second content, one directory, and it counts as the newest."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        first = ckpt.save(1, {"x": 1}).result(timeout_s=20)
+        ckpt.save(2, {"x": 2}).result(timeout_s=20)
+        again = ckpt.save(1, {"x": 10}).result(timeout_s=20)
+        assert again.sequence > first.sequence
+        target = {"x": 0}
+        assert ckpt.resume(target).step == 1
+        assert target == {"x": 10}
+    assert steps(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_kept_for_people(tmp_path):
+    """One flipped bit in the newest: the older one is restored, the damaged one lies in quarantine with a reason."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, {"w": {"t": torch.full((1000,), float(step))}, "n": step}).result(timeout_s=20)
+    flip_bit(tmp_path / "step-00000003" / "w.safetensors", 5000)
+    (tmp_path / "step-00000002" / "manifest.json").unlink()
+    target = {"w": {"t": torch.zeros(1000)}}
+    with Checkpointer(tmp_path, config()) as ckpt:
+        assert ckpt.resume(target).step == 1
+        assert ckpt.save(4, {"n": 4}).result(timeout_s=20).sequence > 1
+    assert (target["w"]["t"] == 1).all()
+    assert steps(tmp_path) == ["step-00000001", "step-00000004"]
+    assert steps(tmp_path / ".safe_ckpt/quarantine") == ["step-00000002", "step-00000003"]
+    events = [json.loads(line) for line in (tmp_path / ".safe_ckpt/events.jsonl").read_text().splitlines()]
+    reasons = [event["reason"] for event in events if event["event"] == "quarantined"]
+    assert any("w.safetensors" in reason for reason in reasons)
+
+
+def test_damage_in_what_is_not_restored_counts_too(tmp_path):
+    """A checkpoint is good as a whole: a flip in an item that this resume does not ask for is found as well."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"a": step, "b": {"t": torch.ones(10)}}).result(timeout_s=20)
+    flip_bit(tmp_path / "step-00000002" / "b.safetensors", 4100)
+    target = {"a": 0}
+    with Checkpointer(tmp_path, config()) as ckpt:
+        assert ckpt.resume(target).step == 1
+
+
+def test_when_nothing_is_usable_nothing_is_invented(tmp_path):
+    """All damaged: an error with every reason, nothing moved, nothing started afresh; likewise with quarantine alone."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(1, {"a": 1}).result(timeout_s=20)
+    (tmp_path / "step-00000001" / "a.json").write_text("2")
+    with Checkpointer(tmp_path, config()) as ckpt, pytest.raises(NoValidCheckpointError, match=r"a\.json"):
+        ckpt.resume({"a": 0})
+    assert steps(tmp_path) == ["step-00000001"]
+    (tmp_path / "step-00000001").rename(tmp_path / ".safe_ckpt/quarantine/step-00000001")
+    with Checkpointer(tmp_path, config()) as ckpt, pytest.raises(NoValidCheckpointError, match="in quarantine"):
+        ckpt.resume({"a": 0})
+
+
+@needs_root
+def test_an_unreadable_file_condemns_nothing():
+    """An I/O error while reading is raised as such: the checkpoint stays where it is."""
+    with tempfile.TemporaryDirectory() as folder:
+        _unreadable(Path(folder))
+
+
+def _unreadable(tmp_path):
+    with Checkpointer(tmp_path, config()) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"a": {"t": torch.ones(10)}}).result(timeout_s=20)
+    script = f"""
+        import os, torch
+        from safe_ckpt import Checkpointer
+        os.chmod({str(tmp_path / "step-00000002" / "a.safetensors")!r}, 0)
+        for root, dirs, files in os.walk({str(tmp_path)!r}):
+            os.chown(root, 65534, 65534)
+        os.setuid(65534)
+        try:
+            with Checkpointer({str(tmp_path)!r}) as ckpt:
+                ckpt.resume({{"a": {{"t": torch.zeros(10)}}}})
+        except OSError as error:
+            print(type(error).__name__, error.errno)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False,
+        cwd="/", env={**os.environ, "HOME": "/nonexistent"},
+    )  # fmt: skip
+    assert done.stdout.split() == ["DirectoryError", "13"], done.stdout + done.stderr
+    assert steps(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize(
+    ("call", "key"),
+    [
+        (lambda c: c.save(-1, {"a": 1}), "step"),
+        (lambda c: c.save(1.5, {"a": 1}), "step"),
+        (lambda c: c.save(True, {"a": 1}), "step"),
+        (lambda c: c.save(1, {"a/b": 1}), "state['a/b']"),
+        (lambda c: c.save(1, {".hidden": 1}), "state['.hidden']"),
+        (lambda c: c.save(1, {"manifest": 1}), "state['manifest']"),
+        (lambda c: c.save(1, {"a": 1, "A": 1}), "state"),
+        (lambda c: c.save(1, [1]), "state"),
+        (lambda c: c.save(1, {"a": 1}, metrics={"m": "low"}), "metrics['m']"),
+        (lambda c: c.save(1, {"a": [object()]}), "state['a'][0]"),
+    ],
+)
+def test_bad_saves_are_refused_by_name(tmp_path, call, key):
+    """What cannot be saved raises at save, names the place, writes nothing; the next save works."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        with pytest.raises(StateError) as caught:
+            call(ckpt)
+        assert caught.value.key == key
+        ckpt.save(9, {"a": 1}).result(timeout_s=20)
+    assert steps(tmp_path) == ["step-00000009"]
+
+
+def test_an_exception_of_a_state_dict_is_the_users_own(tmp_path):
+    """What a user's state_dict() raises comes out of save() as it was raised."""
+
+    class Broken:
+        def state_dict(self):
+            raise ZeroDivisionError("mine")
+
+        def load_state_dict(self, state):
+            pass
+
+    with Checkpointer(tmp_path, config()) as ckpt, pytest.raises(ZeroDivisionError, match="mine"):
+        ckpt.save(1, {"a": Broken()})
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"b": 1}, "no such item"),
+        ({"a": PerRank(1)}, "saved not PerRank"),
+        ({"model": torch.nn.Linear(3, 3)}, "size mismatch"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_told_so(tmp_path, state, words):
+    """Restoring something else than was saved is an error that says what there is."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(1, {"a": 1, "model": torch.nn.Linear(2, 2)}).result(timeout_s=20)
+        with pytest.raises(RestoreError, match=words):
+            ckpt.resume(state)
+
+
+def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
+    """The path is named, and nothing is changed."""
+    path = tmp_path / "exp"
+    path.write_text("mine")
+    with pytest.raises(DirectoryError, match=str(path)):
+        Checkpointer(path, config())
+    assert path.read_text() == "mine"
+
+
+@needs_root
+def test_a_read_only_file_system_is_refused(tmp_path):
+    """EROFS, with the path."""
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        with pytest.raises(DirectoryError) as caught:
+            Checkpointer(disk / "exp", config())
+        assert caught.value.errno == 30
+
+
+@needs_root
+def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path):
+    """Too little space: needed and free are named, the earlier checkpoint stays, and a smaller save works afterwards."""
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        with Checkpointer(disk, config(record_events=False)) as ckpt:
+            ckpt.save(1, {"w": {"t": torch.ones(300_000)}}).result(timeout_s=20)
+            handle = ckpt.save(2, {"w": {"t": torch.ones(900_000)}})
+            with pytest.raises(NotEnoughSpaceError) as caught:
+                handle.result(timeout_s=20)
+            assert caught.value.needed_bytes > caught.value.free_bytes > 0
+            assert caught.value.errno == 28
+            ckpt.save(3, {"w": {"t": torch.ones(1000)}}).result(timeout_s=20)
+        assert steps(disk) == ["step-00000001", "step-00000003"]
+        assert steps(disk / ".safe_ckpt/staging") == []
+
+
+@needs_root
+def test_a_disk_that_fills_up_while_writing(tmp_path):
+    """ENOSPC in the middle of a file: the same named error, no staging left, the next save works once there is room."""
+    with small_disk(tmp_path / "disk", "6m") as disk:
+        with Checkpointer(disk, config(writer=WriterConfig(chunk_bytes=4096, flush_every_bytes=4096))) as ckpt:
+            ckpt.save(1, {"w": {"t": torch.ones(100_000)}}).result(timeout_s=20)
+            filler = disk / "filler"
+            real = shutil.disk_usage
+            shutil.disk_usage = lambda path: real("/")  # the preflight must not save us here
+            try:
+                filler.write_bytes(bytes(4 << 20))
+                with pytest.raises(NotEnoughSpaceError):
+                    ckpt.save(2, {"w": {"t": torch.ones(1_000_000)}}).result(timeout_s=20)
+            finally:
+                shutil.disk_usage = real
+            filler.unlink()
+            ckpt.save(3, {"w": {"t": torch.ones(1_000_000)}}).result(timeout_s=20)
+        assert steps(disk) == ["step-00000001", "step-00000003"]
+        assert steps(disk / ".safe_ckpt/staging") == []
+
+
+def test_a_directory_in_use_is_refused_and_named(tmp_path):
+    """Two Checkpointers on one directory, in one process or two: the second is told who has it."""
+    with Checkpointer(tmp_path, config()):
+        with pytest.raises(DirectoryInUseError, match="this process"):
+            Checkpointer(tmp_path, config())
+        code = f"from safe_ckpt import Checkpointer; Checkpointer({str(tmp_path)!r})"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        assert f"in use by process {os.getpid()}" in done.stderr
+    Checkpointer(tmp_path, config()).close()
+
+
+def test_a_newer_format_is_refused_not_ignored(tmp_path):
+    """A checkpoint of a later release must not be passed over in silence in favour of an older one."""
+    from test_manifest import rewrite
+
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(1, {"a": 1}).result(timeout_s=20)
+    rewrite(tmp_path / "step-00000001", lambda data: data.update(format_version=99))
+    with pytest.raises(UnsupportedFormatError, match="upgrade"):
+        Checkpointer(tmp_path, config())
+
+
+def test_the_error_of_a_save_is_told_once(tmp_path):
+    """A failure that nobody asked for is raised by the next save, once; the one after that works."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(0, {"a": 0}).result(timeout_s=20)
+        (tmp_path / ".safe_ckpt/staging").rmdir()
+        (tmp_path / ".safe_ckpt/staging").write_text("in the way")
+        ckpt.save(1, {"a": 1})
+        with pytest.raises(DirectoryError):
+            ckpt.save(2, {"a": 2})
+        (tmp_path / ".safe_ckpt/staging").unlink()
+        ckpt.save(3, {"a": 3}).result(timeout_s=20)
+    assert steps(tmp_path) == ["step-00000000", "step-00000003"]
+
+
+def test_warn_goes_on_until_too_many(tmp_path, caplog):
+    """on_failure="warn": training goes on, with a warning each; after max_consecutive_failures it raises."""
+    with Checkpointer(tmp_path, config(on_failure="warn", max_consecutive_failures=3)) as ckpt:
+        (tmp_path / ".safe_ckpt/staging").rmdir()
+        (tmp_path / ".safe_ckpt/staging").write_text("in the way")
+        for step in range(2):
+            ckpt.save(step, {"a": 1})
+            ckpt.wait()
+        ckpt.save(2, {"a": 1})
+        with pytest.raises(DirectoryError):
+            ckpt.wait()
+    assert sum("training goes on" in record.message for record in caplog.records) == 2
+
+
+def test_close_raises_what_nobody_was_told(tmp_path):
+    """The last save's error does not vanish at the end of the block, and does not mask another exception."""
+    with pytest.raises(DirectoryError), Checkpointer(tmp_path, config()) as ckpt:
+        (tmp_path / ".safe_ckpt/staging").rmdir()
+        (tmp_path / ".safe_ckpt/staging").write_text("in the way")
+        ckpt.save(1, {"a": 1})
+    (tmp_path / ".safe_ckpt/staging").unlink()
+    with pytest.raises(KeyError, match="mine"), Checkpointer(tmp_path, config()) as ckpt:
+        (tmp_path / ".safe_ckpt/staging").rmdir()
+        (tmp_path / ".safe_ckpt/staging").write_text("in the way")
+        ckpt.save(2, {"a": 1})
+        raise KeyError("mine")
+
+
+def test_leaving_the_block_finishes_what_is_in_flight(tmp_path):
+    """A save right before the end is committed, the writer process is gone, and the handle knows."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        handle = ckpt.save(1, {"w": {"t": torch.ones(5_000_000)}})
+        assert len(writers_of(os.getpid())) == 1
+    assert handle.done()
+    assert handle.result().step == 1
+    assert writers_of(os.getpid()) == []
+    with pytest.raises(ClosedError):
+        ckpt.save(2, {"a": 1})
+
+
+def test_busy_can_mean_skip(tmp_path):
+    """on_busy="skip": a save while another is in flight is not started, and its handle says so."""
+    slow = WriterConfig(direct_io="off", chunk_bytes=4096, flush_every_bytes=4096)
+    with Checkpointer(tmp_path, config(on_busy="skip", writer=slow)) as ckpt:
+        first = ckpt.save(1, {"w": {"t": torch.ones(5_000_000)}})
+        second = ckpt.save(2, {"a": 1})
+        with pytest.raises(SaveSkippedError):
+            second.result(timeout_s=1)
+        first.result(timeout_s=50)
+        ckpt.save(3, {"a": 1}).result(timeout_s=20)
+    assert steps(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def test_two_may_be_in_flight(tmp_path):
+    """max_in_flight=2: two snapshots are held and both come out right, in order."""
+    with Checkpointer(tmp_path, config(max_in_flight=2)) as ckpt:
+        handles = [ckpt.save(step, {"w": {"t": torch.full((500_000,), float(step))}}) for step in range(6)]
+        infos = [handle.result(timeout_s=30) for handle in handles]
+        assert [info.sequence for info in infos] == sorted(info.sequence for info in infos)
+        for info in infos:
+            assert (safetensors.torch.load_file(info.path / "w.safetensors")["t"] == info.step).all()
+
+
+def test_files_have_the_permissions_of_the_umask(tmp_path):
+    """Checkpoints are as readable for others as anything else that the user writes."""
+    before = os.umask(0o027)
+    try:
+        with Checkpointer(tmp_path / "x", config()) as ckpt:
+            ckpt.save(1, {"a": 1, "t": torch.ones(1)}).result(timeout_s=20)
+    finally:
+        os.umask(before)
+    for file in (tmp_path / "x/step-00000001").iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o640, file
+
+
+def test_hooks_see_what_happens_and_cannot_hurt(tmp_path):
+    """Events arrive in order; a hook that raises is dropped and the save goes on."""
+    seen = []
+
+    def broken(event):
+        raise RuntimeError("hook")
+
+    with Checkpointer(tmp_path, config(), hooks=[broken, lambda event: seen.append(event.kind)]) as ckpt:
+        ckpt.save(1, {"t": torch.ones(10)}).result(timeout_s=20)
+        ckpt.resume({"t": torch.zeros(10)})
+    assert seen == ["snapshotted", "written", "committed", "resumed"]
+
+
+def test_every_error_is_catchable_as_one(tmp_path):
+    """SafeCheckpointError catches whatever this package raises."""
+    with pytest.raises(SafeCheckpointError):
+        Checkpointer("/dev/null/x", config())
+
+
+@pytest.mark.parametrize("end", ["pass", "ckpt.close()", "raise KeyError('mine')"])
+@pytest.mark.parametrize("here", [False, True])
+def test_a_save_that_moves_bytes_is_not_given_up_at_the_end(tmp_path, end, here):
+    """It takes longer than shutdown_s, in the writer process and in this one: committed, but after an exception given up."""
+    code = f"""
+        import sys, torch
+        from safe_ckpt import Checkpointer, CheckpointConfig, Timeouts, WriterConfig
+        if {here}:
+            sys.executable = None
+        slow = WriterConfig(chunk_bytes=4096, flush_every_bytes=4096, direct_io="off")
+        config = CheckpointConfig(timeouts=Timeouts(shutdown_s=0.3), writer=slow)
+        ckpt = Checkpointer(sys.argv[1], config)
+        ckpt.save(1, {{"m": {{"w": torch.zeros(6_000_000)}}}})
+        {end}
+    """
+    done = run_script(code, str(tmp_path / "exp"))
+    failed = "raise" in end
+    assert done.returncode == int(failed), done.stderr
+    assert steps(tmp_path / "exp") == ([] if failed else ["step-00000001"]), done.stderr
+    if failed:
+        assert "step-00000001 was not saved" in done.stderr
+        assert "KeyError: 'mine'" in done.stderr
+
+
+def test_close_does_not_return_as_if_all_were_well(tmp_path):
+    """The disk hangs in this process at the end: close() comes back, and says that the outcome is not known."""
+    code = """
+        import sys, time, torch
+        from safe_ckpt import Checkpointer, CheckpointConfig, Timeouts
+        from safe_ckpt.core import phases, pipeline
+        pipeline._LAST_WORDS_S = 0.3
+        phases.commit.publish_directory = lambda *_: time.sleep(60)
+        ckpt = Checkpointer(sys.argv[1], CheckpointConfig(timeouts=Timeouts(shutdown_s=0.3)))
+        ckpt.save(1, {"x": 1})
+        begun = time.monotonic()
+        try:
+            ckpt.close()
+        except Exception as error:
+            print(type(error).__name__, error.name, time.monotonic() - begun < 5)
+    """
+    done = run_script(code, str(tmp_path / "exp"))
+    assert done.stdout.split() == ["CommitOutcomeUnknown", "step-00000001", "True"], done.stderr
+
+
+def test_the_deadline_of_a_save_begins_when_its_turn_comes(tmp_path):
+    """A long save in front of it does not use up its time."""
+    slow = WriterConfig(chunk_bytes=4096, flush_every_bytes=4096, direct_io="off")
+    settings = CheckpointConfig(timeouts=replace(QUICK, lengthy_s=4), writer=slow, max_in_flight=3)
+    with Checkpointer(tmp_path, settings) as ckpt:
+        handles = [ckpt.save(step, {"m": {"w": torch.zeros(4_000_000)}}) for step in (1, 2, 3)]
+        assert [handle.result().step for handle in handles] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ({"w": torch.zeros(3)}, "(3,) torch.float32, the checkpoint has (2,)"),
+        ({"w": torch.zeros(2, dtype=torch.float64)}, "torch.float64"),
+        ({"w": torch.zeros(2), "new": torch.zeros(1)}, "nothing for the tensors ['new']"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_an_error(tmp_path, target, words):
+    """A parameter cannot be replaced through its state dict: resume() must not pretend that it was restored."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(1, {"m": {"w": torch.ones(2)}}).result()
+        with pytest.raises(RestoreError) as caught:
+            ckpt.resume({"m": target})
+        assert words in str(caught.value)
+        state = {"m": {"w": None}}
+        ckpt.resume(state)
+        assert state["m"]["w"].tolist() == [1, 1]
+
+
+def test_names_that_stand_for_another_items_file_are_refused(tmp_path):
+    """{"a": PerRank(...), "a.rank00000": ...} would be one file."""
+    with Checkpointer(tmp_path, config()) as ckpt, pytest.raises(StateError, match="rank00000"):
+        ckpt.save(1, {"a": PerRank(1), "a.rank00000": 2})
+
+
+def test_what_python_cannot_write_down_is_refused_by_name(tmp_path):
+    """A number of thousands of digits, a list that holds itself."""
+    loop = []
+    loop.append(loop)
+    with Checkpointer(tmp_path, config()) as ckpt:
+        for value in (10**5000, loop):
+            with pytest.raises(StateError, match="state\\['n'\\]"):
+                ckpt.save(1, {"n": value})
+
+
+@pytest.mark.parametrize("content", ["no json", '{"name": "an app"}'])
+def test_folders_of_others_are_left_alone(tmp_path, content):
+    """A folder with a manifest.json that is not ours is no checkpoint: not quarantined, not an error."""
+    (tmp_path / "app").mkdir(parents=True)
+    (tmp_path / "app/manifest.json").write_text(content)
+    with Checkpointer(tmp_path, config()) as ckpt:
+        assert ckpt.resume({"x": 0}) is None
+        ckpt.save(1, {"x": 1}).result()
+        ckpt.save(2, {"x": 2}).result()
+        flip_bit(tmp_path / "step-00000002/x.json", 0)
+        assert ckpt.resume({"x": 0}).step == 1
+    assert (tmp_path / "app").is_dir()
+
+
+def test_nothing_in_the_working_directory_stands_in_for_the_standard_library(tmp_path):
+    """A queue.py where the job was started does not kill the writer."""
+    (tmp_path / "cwd").mkdir()
+    (tmp_path / "cwd/queue.py").write_text("raise SystemExit(7)")
+    (tmp_path / "train.py").write_text(
+        "from safe_ckpt import Checkpointer\n"
+        "events = []\n"
+        "with Checkpointer('exp', hooks=[events.append]) as ckpt:\n"
+        "    ckpt.save(1, {'x': 1}).result()\n"
+        "print([event.kind for event in events if event.kind == 'respawned'])\n"
+    )
+    command = [sys.executable, str(tmp_path / "train.py")]
+    done = subprocess.run(command, cwd=tmp_path / "cwd", capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_fork_of_the_trainer_does_not_keep_the_writer_alive(tmp_path):
+    """A loader's worker holds a copy of every descriptor: after SIGKILL of the trainer the writer still ends."""
+    code = """
+        import os, sys, time
+        from safe_ckpt import Checkpointer
+        ckpt = Checkpointer(sys.argv[1])
+        ckpt.save(1, {"x": 1}).result()
+        if os.fork() == 0:
+            os.close(1)
+            os.close(2)
+            time.sleep(20)
+            os._exit(0)
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "exp")],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        process.stdout.readline()
+        (writer,) = writers_of(process.pid)
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 10
+        while writer in writer_processes() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        try:
+            assert writer not in writer_processes()
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_one_that_is_forgotten_ends_by_itself(tmp_path):
+    """Out of scope without close(): what was in flight is committed, the writer gone, the directory free."""
+    ckpt = Checkpointer(tmp_path, config())
+    ckpt.save(1, {"m": {"w": torch.zeros(3_000_000)}})
+    pid = ckpt._engine._pipeline.writer.pid
+    del ckpt
+    deadline = time.monotonic() + 20
+    while pid in writer_processes() and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert pid not in writer_processes()
+    assert steps(tmp_path) == ["step-00000001"]
+    with Checkpointer(tmp_path, config()) as again:
+        assert again.resume({}).step == 1

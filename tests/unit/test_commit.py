@@ -1,0 +1,130 @@
+import os
+
+import pytest
+
+from safe_ckpt.core import commit
+
+
+def folder(path, word):
+    path.mkdir()
+    (path / "f").write_text(word)
+    return path
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_directory_replaces_another_of_the_same_name(tmp_path, monkeypatch, can_exchange):
+    """The new one has the name, the old one lies aside, with and without the kernel's exchange."""
+    if not can_exchange:
+        monkeypatch.setattr(commit, "exchange", lambda *_: False)
+    final = folder(tmp_path / "final", "old")
+    commit.publish_directory(folder(tmp_path / "staged", "new"), final, tmp_path / "aside")
+    assert (final / "f").read_text() == "new"
+    assert (tmp_path / "aside" / "f").read_text() == "old"
+    assert not (tmp_path / "staged").exists()
+
+
+def test_exchange_swaps_two_names_or_says_that_it_cannot(tmp_path):
+    """renameat2 either swaps or reports; where a name is missing it raises with both names."""
+    one, other = folder(tmp_path / "one", "1"), folder(tmp_path / "other", "2")
+    if not commit.exchange(one, other):
+        pytest.skip("this kernel or file system has no exchange")
+    assert ((one / "f").read_text(), (other / "f").read_text()) == ("2", "1")
+    with pytest.raises(FileNotFoundError) as caught:
+        commit.exchange(one, tmp_path / "missing")
+    assert caught.value.filename == str(one)
+
+
+def test_links_replace_what_had_the_name(tmp_path):
+    """A hard link and a symbolic link take over an existing name in one step."""
+    (tmp_path / "a").write_text("new")
+    (tmp_path / "last").write_text("old")
+    commit.link_durably(tmp_path / "a", tmp_path / "staged", tmp_path / "last")
+    assert (tmp_path / "last").read_text() == "new"
+    assert os.path.samefile(tmp_path / "a", tmp_path / "last")
+    commit.symlink_durably("a", tmp_path / "staged", tmp_path / "last")
+    assert os.readlink(tmp_path / "last") == "a"
+
+
+def test_made_directories_include_their_parents(tmp_path):
+    """A deep directory is made in one call, and again without complaint."""
+    commit.make_directory(tmp_path / "a/b/c")
+    commit.make_directory(tmp_path / "a/b/c")
+    assert (tmp_path / "a/b/c").is_dir()
+
+
+def test_removing_what_is_gone_is_fine(tmp_path):
+    """Files, links to folders, folders and nothing at all can be removed."""
+    target = folder(tmp_path / "target", "x")
+    (tmp_path / "link").symlink_to(target)
+    commit.remove_tree(tmp_path / "link")
+    assert target.exists()
+    commit.remove_tree(target)
+    commit.remove_tree(target)
+    assert not target.exists()
+
+
+def test_a_failed_replacement_puts_the_old_one_back(tmp_path, monkeypatch):
+    """Without the exchange, the second rename fails: the old directory has its name again, the new one is where it was."""
+    monkeypatch.setattr(commit, "exchange", lambda *_: False)
+    rename = os.rename
+
+    def flaky(source, target):
+        if os.path.basename(source) == "staged":
+            raise OSError(5, "Input/output error", str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", flaky)
+    final, staged = folder(tmp_path / "final", "old"), folder(tmp_path / "staged", "new")
+    with pytest.raises(OSError, match="Input/output"):
+        commit.publish_directory(staged, final, tmp_path / "aside")
+    assert (final / "f").read_text() == "old"
+    assert (staged / "f").read_text() == "new"
+
+
+def test_a_copy_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
+    """Across a mount, onto a full disk: no temporary file stays beside the final name."""
+
+    def cross(source, target):
+        raise OSError(18, "Invalid cross-device link", str(source))
+
+    def full(source, target):
+        target.write_text("half")
+        raise OSError(28, "No space left on device", str(target))
+
+    monkeypatch.setattr(os, "replace", cross)
+    monkeypatch.setattr(commit.shutil, "copyfile", full)
+    (tmp_path / "staged").write_text("new")
+    (tmp_path / "to").mkdir()
+    with pytest.raises(OSError, match="No space"):
+        commit.publish_file(tmp_path / "staged", tmp_path / "to/final")
+    assert os.listdir(tmp_path / "to") == []
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_rename_that_the_disk_does_not_confirm_is_taken_back(tmp_path, monkeypatch, can_exchange, there):
+    """fsync of the parent fails after the new name is there: what had the name has it again, and the new one is in staging."""
+    if not can_exchange:
+        monkeypatch.setattr(commit, "exchange", lambda *_: False)
+    final, staged = tmp_path / "final", folder(tmp_path / "staged", "new")
+    if there:
+        folder(final, "old")
+    real = commit.sync_directory
+
+    def flaky(path):
+        if path == str(tmp_path) and final.exists() and (final / "f").read_text() == "new":
+            raise OSError(5, "Input/output error", path)
+        real(path)
+
+    monkeypatch.setattr(commit, "sync_directory", flaky)
+    with pytest.raises(OSError, match="Input/output"):
+        commit.publish_directory(staged, final, tmp_path / "aside")
+    assert (final / "f").read_text() == "old" if there else not final.exists()
+    assert (staged / "f").read_text() == "new"
+    (tmp_path / "a").write_text("new")
+    (tmp_path / "b").write_text("old")
+    monkeypatch.setattr(commit, "sync_directory", lambda path: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output"):
+        commit.publish_file(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b").read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.endswith(".old")) == []

@@ -1,0 +1,108 @@
+import pytest
+
+from safe_ckpt import CheckpointConfig, Retention, Timeouts, WriterConfig
+from safe_ckpt.config import parse_duration
+from safe_ckpt.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("build", "key"),
+    [
+        (lambda: Timeouts(barrier_s=-1), "barrier_s"),
+        (lambda: Timeouts(lengthy_s=0), "lengthy_s"),
+        (lambda: Timeouts(lengthy_s=float("inf")), "lengthy_s"),
+        (lambda: Timeouts(lengthy_s="60"), "lengthy_s"),
+        (lambda: Timeouts(shutdown_s=True), "shutdown_s"),
+        (lambda: Retention(keep_last=0), "keep_last"),
+        (lambda: Retention(keep_last=1.5), "keep_last"),
+        (lambda: Retention(keep_best=1), "metric"),
+        (lambda: Retention(mode="best"), "mode"),
+        (lambda: WriterConfig(chunk_bytes=1000), "chunk_bytes"),
+        (lambda: WriterConfig(direct_io="on"), "direct_io"),
+        (lambda: CheckpointConfig(max_in_flight=0), "max_in_flight"),
+        (lambda: CheckpointConfig(on_busy="drop"), "on_busy"),
+        (lambda: CheckpointConfig(on_failure="ignore"), "on_failure"),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_refused_at_construction(build, key):
+    """A setting out of range raises when it is made, and names itself."""
+    with pytest.raises(ConfigError) as caught:
+        build()
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "words"),
+    [
+        ("barier_s: 3", "barier_s", "unknown key"),
+        ("timeouts: {barier_s: 3}", "timeouts.barier_s", 'did you mean "barrier_s"'),
+        ("timeouts: {barrier_s: soon}", "timeouts.barrier_s", "expected seconds"),
+        ("timeouts: {barrier_s: -3}", "timeouts.barrier_s", "above 0"),
+        ("retention: {keep_last: 0}", "retention.keep_last", "at least 1"),
+        ("retention: {keep_last: many}", "retention.keep_last", "expected int"),
+        ("retention: 3", "retention", "expected keys"),
+        ("on_busy: drop", "on_busy", "expected one of"),
+        ("- 1", "", "expected keys"),
+        ("a: [", "", "cannot be read as YAML"),
+    ],
+)
+def test_yaml_errors_name_the_file_and_the_path_of_the_key(tmp_path, text, key, words):
+    """A wrong YAML file is refused with the key's path and what is allowed."""
+    file = tmp_path / "ckpt.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        CheckpointConfig.from_yaml(file)
+    assert str(file) in str(caught.value)
+    assert key in caught.value.key
+    assert words in str(caught.value)
+
+
+def test_yaml_is_read_at_top_level_and_under_its_own_key(tmp_path):
+    """The same settings come out of both places, with defaults for the rest."""
+    body = "timeouts:\n  lengthy_s: '01:00:00'\n  barrier_s: 90\nretention:\n  keep_last: 3\n"
+    top, nested = tmp_path / "top.yaml", tmp_path / "nested.yaml"
+    top.write_text(body)
+    nested.write_text("safe_ckpt:\n" + "".join(f"  {line}\n" for line in body.splitlines()) + "other: 1\n")
+    expected = CheckpointConfig(timeouts=Timeouts(lengthy_s=3600, barrier_s=90), retention=Retention(keep_last=3))
+    assert CheckpointConfig.from_yaml(top) == CheckpointConfig.from_yaml(nested) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [(90, 90), (1.5, 1.5), ("90", 90), ("1:30", 90), ("01:00:00", 3600), ("2:00:00.5", 7200.5), (3600, 3600)],
+)
+def test_durations(value, seconds):
+    """Durations are seconds or HH:MM:SS, also as YAML 1.1 hands them over."""
+    assert parse_duration(value, "x") == seconds
+
+
+def test_environment_names_the_file(tmp_path, monkeypatch):
+    """SAFE_CKPT_CONFIG is read; without it the defaults hold."""
+    file = tmp_path / "c.yaml"
+    file.write_text("max_in_flight: 2")
+    monkeypatch.setenv("SAFE_CKPT_CONFIG", str(file))
+    assert CheckpointConfig.from_environment().max_in_flight == 2
+    monkeypatch.delenv("SAFE_CKPT_CONFIG")
+    assert CheckpointConfig.from_environment() == CheckpointConfig()
+
+
+@pytest.mark.parametrize(
+    ("build", "key"),
+    [
+        (lambda: CheckpointConfig(max_in_flight="2"), "max_in_flight"),
+        (lambda: CheckpointConfig(max_in_flight=1.5), "max_in_flight"),
+        (lambda: CheckpointConfig(timeouts={"barrier_s": 5}), "timeouts"),
+        (lambda: CheckpointConfig(lease_s=float("inf")), "lease_s"),
+        (lambda: CheckpointConfig(save_on_signals="SIGTERM"), "save_on_signals"),
+        (lambda: CheckpointConfig(on_busy="sometimes"), "on_busy"),
+        (lambda: WriterConfig(chunk_bytes="8M"), "chunk_bytes"),
+        (lambda: Timeouts(barrier_s="5"), "barrier_s"),
+        (lambda: Timeouts(barrier_s=True), "barrier_s"),
+        (lambda: Retention(mode="least"), "mode"),
+    ],
+)
+def test_wrong_types_are_refused_when_built(build, key):
+    """Also in Python: a ConfigError with the key, not whatever a comparison raises."""
+    with pytest.raises(ConfigError) as caught:
+        build()
+    assert caught.value.key == key

@@ -1,0 +1,80 @@
+import inspect
+import pickle
+
+import pytest
+
+from safe_ckpt import errors
+from safe_ckpt.errors import SafeCheckpointError, from_wire, to_wire
+
+SAMPLES = {
+    "message": "what went wrong",
+    "key": "timeouts.barrier_s",
+    "path": "/runs/exp",
+    "phase": "commit",
+    "seconds": 5.0,
+    "ranks": (1, 2),
+    "missing": (3,),
+    "reason": "gone",
+    "what": "step",
+    "values": {"0": "1", "1": "2"},
+    "name": "step-00000001",
+    "cause": "OSError: no",
+    "rank": 2,
+    "rejected": {"a": "cut off"},
+}
+
+
+def _all() -> list[SafeCheckpointError]:
+    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, SafeCheckpointError)]
+    built = []
+    for kind in kinds:
+        if kind in (SafeCheckpointError, errors.CoordinationError):
+            continue
+        wanted = inspect.signature(kind).parameters
+        built.append(kind(**{key: value for key, value in SAMPLES.items() if key in wanted}))
+    return built
+
+
+@pytest.mark.parametrize("error", _all(), ids=lambda error: type(error).__name__)
+def test_survives_pickling_and_the_wire(error):
+    """An error keeps its class, its fields and its words when it crosses a process or a rank."""
+    for copy in (pickle.loads(pickle.dumps(error)), from_wire(to_wire(error, rank=0, phase="x"))):
+        assert type(copy) is type(error)
+        assert str(copy) == str(error)
+        assert str(copy)
+        assert vars(copy) == vars(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtin"),
+    [
+        ("ConfigError", ValueError),
+        ("StateError", TypeError),
+        ("DirectoryError", OSError),
+        ("NotEnoughSpaceError", OSError),
+        ("RendezvousTimeout", TimeoutError),
+        ("PeerLostError", ConnectionError),
+        ("SaveError", RuntimeError),
+        ("CorruptCheckpointError", ValueError),
+        ("NoValidCheckpointError", FileNotFoundError),
+    ],
+)
+def test_is_the_natural_builtin(kind, builtin):
+    """Code that knows nothing of safe_ckpt catches its errors by the builtin it expects."""
+    assert issubclass(getattr(errors, kind), builtin)
+
+
+def test_foreign_errors_cross_with_their_facts():
+    """An OSError keeps its errno and path on the other ranks; anything else keeps its class name and message."""
+    from_disk = from_wire(to_wire(PermissionError(13, "Permission denied", "/x"), rank=3, phase="prepare"))
+    assert isinstance(from_disk, OSError)
+    assert (from_disk.errno, from_disk.path, from_disk.rank) == (13, "/x", 3)
+    other = from_wire(to_wire(KeyError("loss"), rank=1, phase="save"))
+    assert "KeyError" in str(other)
+    assert "rank 1" in str(other)
+
+
+def test_timeout_names_phase_seconds_and_ranks():
+    """A timeout tells what was waited for, how long, and who did not come."""
+    text = str(errors.RendezvousTimeout(phase="save", seconds=5, missing=(7, 3)))
+    assert text == "save: waited 5.0 s, missing ranks: [3, 7]"

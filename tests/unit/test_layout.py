@@ -1,0 +1,384 @@
+"""Formats: what is written, other tools read, and it comes back exactly."""
+
+import io
+import json
+import shutil
+import subprocess
+import zipfile
+import zlib
+from collections import Counter, OrderedDict
+
+import numpy
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from safe_ckpt.core import layout, snapshot
+from safe_ckpt.core.arena import Arena
+from safe_ckpt.core.manifest import RECORD_NAME, archive_digest, read_manifest
+from safe_ckpt.core.sink import SinkOptions, write_file
+from safe_ckpt.core.verify import verify, verify_if_ours
+from safe_ckpt.errors import CorruptCheckpointError, StateError
+
+OPTIONS = SinkOptions(direct=True, chunk_bytes=1 << 20, flush_every_bytes=64 << 20)
+
+
+class Quiet:
+    def moved(self, count):
+        pass
+
+    def entered(self, phase):
+        pass
+
+
+def bits(tensor):
+    """The bytes of its elements in the order of its shape; strides of dimensions of size one may be anything."""
+    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1)).view(torch.uint8)
+
+
+def write(image, folder, manifest=None):
+    arena = Arena()
+    tasks = snapshot.take([image], arena, str(folder), manifest or {})
+    result = write_file(tasks[0], memoryview(arena.memory), OPTIONS, Quiet())
+    return folder / image.path, result
+
+
+def torch_file(obj, folder, *, strict=True):
+    return write(layout.torch_image("x.pt", obj, strict=strict, key="x"), folder)[0]
+
+
+def same(one, other):
+    """Equal in every respect that a tensor or a container has."""
+    if isinstance(one, torch.Tensor):
+        assert type(one) is type(other)
+        assert one.dtype == other.dtype
+        assert one.shape == other.shape
+        assert one.stride() == other.stride()
+        assert one.requires_grad == other.requires_grad
+        if one.layout is torch.strided:
+            assert bits(one).equal(bits(other))
+        return
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            same(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            same(left, right)
+    else:
+        assert one == other
+
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.complex64, torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+    torch.uint16, torch.uint32, torch.uint64, torch.bool,
+]  # fmt: skip
+
+
+def sample(dtype):
+    raw = torch.randint(0, 2, (3, 4)) if dtype is torch.bool else torch.randint(0, 100, (3, 4))
+    return raw.to(dtype)
+
+
+EVERYTHING = {
+    **{str(dtype): sample(dtype) for dtype in DTYPES},
+    "zero_dim": torch.tensor(3.5),
+    "empty": torch.empty(0, 4),
+    "transposed": torch.arange(12.0).view(3, 4).t(),
+    "strided": torch.arange(20)[::3],
+    "expanded": torch.ones(1, 3).expand(4, 3),
+    "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "offset": torch.arange(10)[4:],
+    "parameter": torch.nn.Parameter(torch.ones(2)),
+    "grad": torch.ones(2, requires_grad=True),
+    "sparse": torch.eye(3).to_sparse(),
+    "nested": {"list": [1, (2, None), {"x": [torch.ones(1)]}], "tuple": (), "ordered": OrderedDict(b=1, a=2)},
+    "counter": Counter("aab"),
+    "set": {1, 2},
+    "text": "ü\ud800\0",
+    "bytes": b"\0\xff",
+    "no_bytes": b"",
+    "bytearray": bytearray(b"xy"),
+    "big": 1 << 200,
+    "negative": -(1 << 64),
+    "float": 0.1,
+    "nan": float("inf"),
+    "complex": 1 + 2j,
+    "dtype": torch.bfloat16,
+    "size": torch.Size([1, 2]),
+    "device": torch.device("cpu"),
+    3: "integer key",
+    (1, "a"): True,
+    None: False,
+}
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_torch_archive_gives_everything_back(tmp_path, mmap, weights_only):
+    """torch.load, mapped or not, restricted or not, returns exactly what was saved: dtypes, strides, containers, keys."""
+    file = torch_file(EVERYTHING, tmp_path)
+    loaded = torch.load(file, mmap=mmap, weights_only=weights_only)
+    same(EVERYTHING, loaded)
+
+
+def test_shared_storage_stays_shared(tmp_path):
+    """Tied and overlapping tensors are stored once and share memory again after loading."""
+    base = torch.arange(1000.0)
+    file = torch_file({"a": base, "b": base, "head": base[:5], "tail": base[3:], "grid": base.view(10, 100)}, tmp_path)
+    assert file.stat().st_size < 2 * base.nbytes
+    loaded = torch.load(file, weights_only=True)
+    loaded["a"][4] = -1
+    assert loaded["b"][4] == loaded["head"][4] == loaded["tail"][1] == loaded["grid"][0, 4] == -1
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_one_storage_viewed_with_two_dtypes(tmp_path, weights_only):
+    """What torch.save refuses, two dtypes over one memory, comes back shared and exact."""
+    floats = torch.arange(8, dtype=torch.float32)
+    obj = {"floats": floats, "bits": floats.view(torch.int32), "part": floats.view(torch.int16)[4:]}
+    loaded = torch.load(torch_file(obj, tmp_path), weights_only=weights_only)
+    same(obj, loaded)
+    loaded["floats"].zero_()
+    assert not loaded["bits"].any()
+    assert not loaded["part"].any()
+
+
+plain = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary()),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.one_of(st.text(), st.integers()), inner, max_size=4),
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plain)
+def test_any_plain_data_round_trips(tmp_path_factory, data):
+    """Whatever nesting of plain values: the archive returns it with the same types."""
+    same(data, torch.load(torch_file(data, tmp_path_factory.mktemp("x")), weights_only=True))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(DTYPES),
+    st.lists(st.integers(0, 5), max_size=4),
+    st.integers(0, 3),
+    st.booleans(),
+)
+def test_any_tensor_round_trips(tmp_path_factory, dtype, shape, skip, transpose):
+    """Any dtype, shape, offset and stride comes back, in an archive and, if it fits, in safetensors."""
+    base = (torch.rand([size + skip for size in shape]) * 2).to(dtype) if shape else torch.tensor(1).to(dtype)
+    tensor = base[tuple(slice(skip, None) for _ in shape)] if shape else base
+    tensor = tensor.transpose(0, -1) if transpose and len(shape) > 1 else tensor
+    folder = tmp_path_factory.mktemp("x")
+    same(tensor, torch.load(torch_file({"t": tensor}, folder), weights_only=True)["t"])
+    if layout.fits_safetensors({"t": tensor}):
+        file, _ = write(layout.safetensors_image("x.safetensors", {"t": tensor}), folder)
+        found = safetensors.torch.load_file(file)["t"]
+        assert found.dtype == dtype
+        assert bits(found).equal(bits(tensor))
+
+
+def test_other_tools_find_the_archive_in_order(tmp_path):
+    """Python's zipfile and Info-ZIP check every CRC of an archive of ours, with records below and above the page size."""
+    obj = {str(size): torch.arange(size, dtype=torch.uint8) for size in (0, 1, 63, 4096, 65535, 65536, 3 << 20)}
+    file = torch_file(obj, tmp_path)
+    with zipfile.ZipFile(file) as archive:
+        assert archive.testzip() is None
+        large = archive.getinfo("archive/data/6")
+        assert json.loads(archive.read(RECORD_NAME))["records"].keys() == set(archive.namelist()) - {RECORD_NAME}
+    with file.open("rb") as stream:
+        stream.seek(large.header_offset + 26)
+        name, extra = (int.from_bytes(stream.read(2), "little") for _ in range(2))
+    assert (large.header_offset + 30 + name + extra) % 4096 == 0
+    if shutil.which("unzip"):
+        done = subprocess.run(["unzip", "-tqq", str(file)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+
+def test_an_archive_larger_than_four_gigabytes(tmp_path):
+    """Sizes and offsets beyond 32 bits: zip64, read back by torch and zipfile (the payload is sparse zeros)."""
+    size = (1 << 32) + 10
+    records, pieces, at = [], [], 0
+    from safe_ckpt.core import zip_format
+
+    for name, length in (("data/0", size), ("data/1", 5)):
+        record = zip_format.place(f"archive/{name}", length, at)
+        pieces.append((record.header_offset, zip_format.local_header(record)))
+        records.append(record)
+        at = record.end
+    crcs = {"archive/data/0": 0xA0E3F60C, "archive/data/1": zlib.crc32(bytes(5))}
+    file = tmp_path / "large.zip"
+    with file.open("wb") as stream:
+        for offset, data in pieces:
+            stream.seek(offset)
+            stream.write(data)
+        for record in records:
+            stream.seek(record.data_offset + record.size)
+            stream.write(zip_format.descriptor(crcs[record.name], record.size))
+        stream.seek(at)
+        stream.write(zip_format.closing(records, crcs, at) + zip_format.COMMENT_PREFIX + b"0" * 32)
+    with zipfile.ZipFile(file) as archive:
+        assert [entry.file_size for entry in archive.infolist()] == [size, 5]
+        assert archive.infolist()[1].header_offset > 1 << 32
+        assert archive.read("archive/data/1") == bytes(5)
+        with archive.open("archive/data/0") as member:
+            assert member.read(10) == bytes(10)
+
+
+def test_every_single_flipped_byte_is_found(tmp_path):
+    """Whichever byte of a single-file checkpoint changes, verification says so: payload, structure, directory, comment."""
+    image = layout.single(layout.torch_image("x.ckpt", {"w": torch.arange(40)}, strict=True, key="x"), "x.ckpt")
+    facts = {"format": "safe_ckpt", "format_version": 1, "name": "x.ckpt", "sequence": 1, "step": 1, "op_id": "a",
+             "world_size": 1, "metrics": {}, "versions": {}, "items": {}, "notes": {}, "created_at": "now"}  # fmt: skip
+    file, result = write(image, tmp_path, facts)
+    good = file.read_bytes()
+    assert len(good) == result.size_bytes
+    assert verify(file, read_manifest(file)) == len(good)
+    missed = []
+    for offset in range(len(good)):
+        file.write_bytes(good[:offset] + bytes([good[offset] ^ 1]) + good[offset + 1 :])
+        try:
+            verify_if_ours(file)
+        except CorruptCheckpointError:
+            continue
+        except Exception as error:
+            missed.append((offset, repr(error)))
+            continue
+        missed.append(offset)
+    assert missed == []
+    for length in range(0, len(good), 7):
+        file.write_bytes(good[:length])
+        assert archive_digest(file) is None
+
+
+def test_safetensors_is_read_by_its_own_library(tmp_path):
+    """Tied names once, with an alias; channels_last kept; the rest as safetensors itself would have it."""
+    tied = torch.randn(4, 4)
+    tensors = {"b": tied, "a": tied, "half": torch.ones(3, dtype=torch.float16), "flag": torch.tensor([True]),
+               "image": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), "none": torch.empty(0)}  # fmt: skip
+    assert layout.fits_safetensors(tensors)
+    file, _ = write(layout.safetensors_image("x.safetensors", tensors), tmp_path)
+    loaded = safetensors.torch.load_file(file)
+    assert set(loaded) == {"b", "half", "flag", "image", "none"}
+    for name in loaded:
+        assert loaded[name].equal(tensors[name])
+    with safetensors.safe_open(file, "pt") as opened:
+        assert json.loads(opened.metadata()[layout.ALIASES_KEY]) == {"a": "b"}
+
+
+@pytest.mark.parametrize(
+    ("data", "fits"),
+    [
+        ({"a": torch.ones(2)}, True),
+        ({}, False),
+        ({"a": torch.ones(2), "b": 1}, False),
+        ({"a": {"b": torch.ones(2)}}, False),
+        ({1: torch.ones(2)}, False),
+        ({"a": torch.ones(2, dtype=torch.complex128)}, False),
+        ({"a": torch.eye(2).to_sparse()}, False),
+        ({"a": torch.arange(9)[::2]}, False),
+        ({"a": torch.ones(1).expand(3)}, False),
+        ({"__metadata__": torch.ones(2)}, False),
+    ],
+)
+def test_safetensors_is_chosen_only_where_it_is_exact(data, fits):
+    """A dict goes to safetensors exactly when that format can hold it without loss."""
+    assert layout.fits_safetensors(data) is fits
+
+
+def test_overlapping_tensors_do_not_go_to_safetensors():
+    """Partly shared memory cannot be expressed there."""
+    base = torch.arange(10)
+    assert not layout.fits_safetensors({"a": base[:6], "b": base[4:]})
+    assert layout.fits_safetensors({"a": base, "b": base})
+
+
+@pytest.mark.parametrize(
+    ("value", "exact"),
+    [
+        ({"a": [1, 2.5, "x", None, True]}, True),
+        ({"a": (1,)}, False),
+        ({1: 2}, False),
+        (float("nan"), False),
+        (1 << 300, True),
+        ("\ud800", True),
+        (b"", False),
+        (numpy.float64(1), False),
+    ],
+)
+def test_json_is_chosen_only_where_it_is_exact(value, exact):
+    """JSON is used only for what it gives back exactly."""
+    assert layout.is_exact_json(value) is exact
+    if exact:
+        image = layout.json_image("x", value)
+        assert json.loads(image.pieces[0][1]) == value
+
+
+class Custom:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("state", "where", "words"),
+    [
+        ({"a": [1, {"b": Custom()}]}, "state['x']['a'][1]['b']", "Custom"),
+        ({"a": lambda: 1}, "state['x']['a']", "function"),
+        ({"a": frozenset([1])}, "state['x']['a']", "save a set"),
+        ({"a": numpy.ones(2)}, "state['x']['a']", "torch.from_numpy"),
+        ({"a": (0, numpy.float32(1))}, "state['x']['a'][1]", ".item()"),
+        ({"a": 1 << 3000}, "state['x']['a']", "as text"),
+        ({"a": torch.empty(2, device="meta")}, "state['x']['a']", "meta"),
+        ({"a": open}, "state['x']['a']", "builtin"),
+        ({"a": (x for x in ())}, "state['x']['a']", "generator"),
+        ({"a": torch.nn.Linear(1, 1)}, "state['x']['a']", "Linear"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_by_name(state, where, words):
+    """An object that weights_only loading would refuse is refused before anything is written, and named."""
+    with pytest.raises(StateError) as caught:
+        layout.torch_image("x.pt", state, strict=True, key="state['x']")
+    assert caught.value.key == where
+    assert words in str(caught.value)
+
+
+def test_a_bottomless_structure_is_refused():
+    """A list nested ten thousand deep is an error, not a crash."""
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(StateError, match="nested too deeply"):
+        layout.torch_image("x.pt", deep, strict=True, key="x")
+
+
+def test_without_strict_anything_that_torch_saves_is_saved(tmp_path):
+    """Lightning's checkpoints may hold arbitrary objects: numpy arrays are copied, classes kept."""
+    array = numpy.arange(3)
+    obj = {"array": array, "custom": Counter(a=1), "set": frozenset([1])}
+    image = layout.torch_image("x.pt", obj, strict=False, key="x")
+    array[0] = 99
+    loaded = torch.load(write(image, tmp_path)[0], weights_only=False)
+    assert loaded["array"].tolist() == [0, 1, 2]
+    assert loaded["set"] == frozenset([1])
+
+
+def test_torch_save_and_ours_load_alike():
+    """The same object through torch.save and through ours is indistinguishable after loading."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(module.parameters())
+    module(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    state = {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    stream.seek(0)
+    same(torch.load(stream, weights_only=True), state)

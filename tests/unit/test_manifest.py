@@ -1,0 +1,128 @@
+import dataclasses
+import json
+
+import pytest
+import xxhash
+
+from safe_ckpt.core.manifest import FileEntry, Manifest, read_manifest
+from safe_ckpt.core.verify import verify
+from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+
+
+def checkpoint(folder, files):
+    entries = []
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+        digest = xxhash.xxh3_128(data).hexdigest()
+        entries.append(FileEntry(path=name, size_bytes=len(data), xxh3_128=digest, rank=0))
+    made = Manifest(
+        name=folder.name, sequence=3, step=7, op_id="x", world_size=1, metrics={"a": 1.0}, files=tuple(entries)
+    )
+    (folder / "manifest.json").write_bytes(made.to_bytes())
+    return made
+
+
+def rewrite(folder, change):
+    """Change the manifest and give it a correct digest again, as somebody who knows the format would."""
+    data = json.loads((folder / "manifest.json").read_bytes())
+    data.pop("digest")
+    change(data)
+    body = json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
+    data["digest"] = xxhash.xxh3_128(body).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(data))
+
+
+def test_a_manifest_comes_back_as_it_was_written(tmp_path):
+    """Reading gives the same facts, and the payload checks out."""
+    made = checkpoint(tmp_path, {"a.bin": b"abc", "sub/b.bin": b""})
+    assert read_manifest(tmp_path) == made
+    assert verify(tmp_path, made) == 3
+
+
+def test_every_byte_of_the_manifest_is_guarded(tmp_path):
+    """Any flipped byte of manifest.json is found, wherever it is, also in the format version."""
+    checkpoint(tmp_path, {"a.bin": b"abc"})
+    file = tmp_path / "manifest.json"
+    good = file.read_bytes()
+    made = read_manifest(tmp_path)
+    for offset in range(len(good)):
+        file.write_bytes(good[:offset] + bytes([good[offset] ^ 1]) + good[offset + 1 :])
+        try:
+            found = read_manifest(tmp_path)
+        except (CorruptCheckpointError, UnsupportedFormatError):
+            continue
+        assert found == made, f"offset {offset}: only a change of white space may pass"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda f: (f / "a.bin").unlink(),
+        lambda f: (f / "a.bin").write_bytes(b""),
+        lambda f: (f / "a.bin").write_bytes(b"ab"),
+        lambda f: (f / "a.bin").write_bytes(b"abd"),
+        lambda f: (f / "a.bin").write_bytes(b"abcd"),
+        lambda f: ((f / "a.bin").unlink(), (f / "a.bin").mkdir()),
+        lambda f: ((f / "a.bin").unlink(), (f / "a.bin").symlink_to("/etc/passwd")),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, damage):
+    """Missing, emptied, cut, changed, longer, replaced by a folder or a link: the file is named."""
+    made = checkpoint(tmp_path, {"a.bin": b"abc", "b.bin": b"x"})
+    damage(tmp_path)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        verify(tmp_path, made)
+    assert caught.value.file == "a.bin"
+
+
+def test_extra_files_do_no_harm(tmp_path):
+    """A file that the manifest does not know, such as .nfs0001, condemns nothing."""
+    made = checkpoint(tmp_path, {"a.bin": b"abc"})
+    (tmp_path / ".nfs0001").write_bytes(b"?")
+    verify(tmp_path, made)
+
+
+@pytest.mark.parametrize("path", ["../outside", "a/../../b", "/etc/passwd", "", "a\0b"])
+def test_a_path_that_leads_out_is_refused(tmp_path, path):
+    """A manifest cannot make a reader look outside its checkpoint."""
+    checkpoint(tmp_path, {"a.bin": b"abc"})
+    rewrite(tmp_path, lambda data: data["files"][0].update(path=path))
+    with pytest.raises(CorruptCheckpointError, match="leads out"):
+        read_manifest(tmp_path)
+
+
+def test_a_newer_format_is_refused_with_the_remedy(tmp_path):
+    """What a later release wrote is not guessed at."""
+    checkpoint(tmp_path, {"a.bin": b"abc"})
+    rewrite(tmp_path, lambda data: data.update(format_version=2))
+    with pytest.raises(UnsupportedFormatError, match="upgrade"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["name", "sequence", "step", "metrics", "files", "items", "world_size"])
+def test_a_missing_or_mistyped_field_is_damage(tmp_path, key):
+    """Every field that is used is checked for."""
+    checkpoint(tmp_path, {"a.bin": b"abc"})
+    rewrite(tmp_path, lambda data: data.pop(key))
+    with pytest.raises(CorruptCheckpointError):
+        read_manifest(tmp_path)
+    rewrite(tmp_path, lambda data: data.update({key: True}))
+    with pytest.raises(CorruptCheckpointError):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": "other"}', "\0\0\0"])
+def test_what_is_not_a_manifest_is_not_taken_for_one(tmp_path, text):
+    """Empty, cut off, foreign: an error, never a guess."""
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises((CorruptCheckpointError, UnsupportedFormatError)):
+        read_manifest(tmp_path)
+
+
+def test_entries_are_values():
+    """Manifests compare by value and cannot be changed after the fact."""
+    entry = FileEntry(path="a", size_bytes=1, xxh3_128="0" * 32, rank=0)
+    assert dataclasses.replace(entry) == entry
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        entry.path = "b"

@@ -1,0 +1,217 @@
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from test_manifest import checkpoint
+
+from safe_ckpt.core import commit
+from safe_ckpt.core.lock import JobLock
+from safe_ckpt.core.root import Root
+from safe_ckpt.errors import DirectoryError, DirectoryInUseError
+
+
+@pytest.fixture
+def root(tmp_path):
+    made = Root(tmp_path / "exp", lease_s=6)
+    made.open()
+    yield made
+    made.close()
+
+
+def test_leftovers_of_a_dead_job_are_swept(tmp_path):
+    """Half-written saves and half-deleted checkpoints are gone after the next start; checkpoints and quarantine stay."""
+    exp = tmp_path / "exp"
+    for left in ("staging/abc/step-1", "trash/def", "quarantine/step-2"):
+        (exp / ".safe_ckpt" / left).mkdir(parents=True)
+    (exp / "step-3").mkdir()
+    root = Root(exp, lease_s=6)
+    root.open()
+    assert not any(root.staging.iterdir())
+    assert not any(root.trash.iterdir())
+    assert [path.name for path in root.quarantined()] == ["step-2"]
+    assert (exp / "step-3").exists()
+    root.close()
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_an_interrupted_replacement_is_finished_or_undone(root, complete):
+    """Killed between "old away" and "new in": a complete new one goes forward, else the old one comes back."""
+    final = root.path / "step-1"
+    final.mkdir()
+    checkpoint(final, {"f": b"old"})
+    staged = root.stage("op") / "step-1"
+    staged.mkdir()
+    checkpoint(staged, {"f": b"new"})
+    if not complete:
+        (staged / "f").write_bytes(b"ne")
+    final.rename(root.aside("op", "step-1"))
+    root.close()
+    again = Root(root.path, lease_s=6)
+    again.open()
+    assert (final / "f").read_bytes() == (b"new" if complete else b"old")
+    assert not any(again.staging.iterdir())
+    assert not any(again.trash.iterdir())
+    again.close()
+
+
+def test_an_unfinished_save_is_never_rolled_forward(root):
+    """A complete but uncommitted save of a new name is not a checkpoint."""
+    staged = root.stage("op") / "step-1"
+    staged.mkdir()
+    checkpoint(staged, {"f": b"new"})
+    root.close()
+    again = Root(root.path, lease_s=6)
+    again.open()
+    assert not (root.path / "step-1").exists()
+    again.close()
+
+
+def test_a_live_job_keeps_others_out(tmp_path):
+    """A second job is refused with host, pid and start of the first; once that is killed, the next one gets in at once."""
+    code = f"""
+        from pathlib import Path
+        from safe_ckpt.core.root import Root
+        root = Root(Path({str(tmp_path / "exp")!r}), lease_s=60)
+        root.open()
+        print("open", flush=True)
+        input()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    second = Root(tmp_path / "exp", lease_s=60)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "open\n"
+        with pytest.raises(DirectoryInUseError) as caught:
+            second.open()
+        assert caught.value.pid == holder.pid
+        assert caught.value.host in str(caught.value)
+        assert caught.value.started_at.startswith("20")
+        holder.kill()
+    begun = time.monotonic()
+    second.open()
+    assert time.monotonic() - begun < 5
+    second.confirm()
+    second.close()
+
+
+def test_one_process_opens_a_directory_once(root):
+    """Two pipelines of one process in one directory would overwrite each other."""
+    with pytest.raises(DirectoryInUseError, match="this process"):
+        Root(root.path, lease_s=6).open()
+
+
+def test_a_lease_of_another_host_is_taken_over_when_it_stands_still(tmp_path):
+    """A requeued job on another machine resumes by itself once the dead holder's record has not changed for the lease."""
+    hidden = tmp_path / "exp/.safe_ckpt"
+    hidden.mkdir(parents=True)
+    (hidden / "lock").write_text("filelock/2\npid=1\nhost=elsewhere\nmode=lease\ntoken=ab\nduration=2.0\nstart=5\n")
+    root = Root(tmp_path / "exp", lease_s=2)
+    begun = time.monotonic()
+    root.open()
+    assert 1.5 < time.monotonic() - begun < 6
+    root.confirm()
+    root.close()
+
+
+def test_a_lost_lease_is_noticed_before_a_commit(root):
+    """When another job has taken over, this one may not rename anything into place any more."""
+    (root.hidden / "lock").unlink()
+    with pytest.raises(DirectoryInUseError, match="took the directory over"):
+        root.confirm()
+
+
+@pytest.mark.parametrize("make", [lambda p: p.write_text("x"), lambda p: p.symlink_to("/dev/null")])
+def test_a_file_in_the_way_is_named(tmp_path, make):
+    """A path that is no directory is refused with its name, and left alone."""
+    path = tmp_path / "exp"
+    make(path)
+    with pytest.raises(DirectoryError) as caught:
+        Root(path, lease_s=6).open()
+    assert str(path) in str(caught.value)
+    assert not path.is_dir()
+
+
+def test_discarding_takes_only_what_is_there(root):
+    """What is deleted is renamed away first; what is gone already is no error."""
+    (root.path / "step-1").mkdir()
+    assert root.discard([root.path / "step-1", root.path / "step-2"]) == [root.path / "step-1"]
+    assert not any(root.trash.iterdir())
+
+
+def test_quarantine_keeps_what_it_is_given(root):
+    """Two damaged checkpoints of one name are both kept."""
+    for word in ("a", "b"):
+        (root.path / "step-1").mkdir()
+        (root.path / "step-1" / "f").write_text(word)
+        root.set_aside(root.path / "step-1")
+    assert sorted((path / "f").read_text() for path in root.quarantined()) == ["a", "b"]
+
+
+def test_the_holder_is_told_to_people(root):
+    """Beside the lock lies a record that a person can read."""
+    record = json.loads((root.hidden / "holder.json").read_text())
+    assert {"host", "pid", "started_at", "token"} == set(record)
+
+
+def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch):
+    """Where the kernel cannot exchange names: killed after each rename, the old or the new is there after a restart."""
+    monkeypatch.setattr(commit, "exchange", lambda *_: False)
+    for stop_after in range(4):
+        exp = tmp_path / f"exp{stop_after}"
+        root = Root(exp, lease_s=6)
+        root.open()
+        final = exp / "step-1"
+        final.mkdir()
+        checkpoint(final, {"f": b"old"})
+        staged = root.stage("op") / "step-1"
+        staged.mkdir()
+        checkpoint(staged, {"f": b"new"})
+        renames = iter(range(stop_after))
+        real = commit.os.rename
+
+        def rename(one, other, renames=renames, real=real):
+            if next(renames, None) is None:
+                raise KeyboardInterrupt
+            real(one, other)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(commit.os, "rename", rename)
+            with contextlib.suppress(KeyboardInterrupt):
+                commit.publish_directory(staged, final, root.aside("op", "step-1"))
+        root.close()
+        again = Root(exp, lease_s=6)
+        again.open()
+        assert (final / "f").read_bytes() in (b"old", b"new")
+        assert (final / "f").read_bytes() == (b"old" if stop_after == 0 else b"new")
+        again.close()
+
+
+def test_what_was_moved_aside_outlives_the_tidying_up(tmp_path):
+    """A replacement that failed half-way: tidying up after it does not delete the only copy, and the next start restores it."""
+    root = Root(tmp_path, lease_s=60)
+    root.open()
+    root.stage("op")
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001/f").touch()
+    os.rename(tmp_path / "step-00000001", root.aside("op", "step-00000001"))
+    root.drop_staging("op")
+    root.close()
+    again = Root(tmp_path, lease_s=60)
+    again.open()
+    again.close()
+    assert (tmp_path / "step-00000001/f").exists()
+
+
+def test_a_record_that_cannot_be_written_gives_the_lock_back(tmp_path, monkeypatch):
+    """A full disk at the moment of taking the lock: a typed error, and the same process can try again."""
+    root = Root(tmp_path, lease_s=60)
+    with monkeypatch.context() as patch:
+        patch.setattr(JobLock, "_write_record", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(DirectoryError, match="No space"):
+            root.open()
+    root.open()
+    root.close()
