@@ -235,24 +235,56 @@ def trial(storage, folder, scenario, fault, at):
     return seen
 
 
+def busy(folder):
+    """Whether a save is at work in ``folder``."""
+    staging = folder / ".safe_ckpt/staging"
+    return staging.is_dir() and any(staging.iterdir())
+
+
+def start(scenario, folder, notes):
+    """A child of its own session that makes the scenario's save and then writes down that it was reported."""
+    notes.unlink(missing_ok=True)
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        scenario.act(folder, lambda: notes.write_text("reported"))
+        os._exit(0)
+    return child
+
+
+def moment(child, folder, condition):
+    """When ``condition(folder)`` held first, on the monotonic clock, or when the child had ended."""
+    while not condition(folder) and not os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        pass
+    return time.monotonic()
+
+
 def random_kills(folder, scenario, count, seed):
-    """SIGKILL of the job at random moments, ``count`` times, the state going on from one trial to the next."""
+    """SIGKILL of the job at random moments, ``count`` times, the state going on from one trial to the next: in turn at any
+    time from the job's start, and at any time from the moment at which its save has begun to write.
+    """
     chance = random.Random(seed)
     notes = folder.parent / "notes"
     fork(lambda: scenario.prepare(folder))
+    began = time.monotonic()
+    child = start(scenario, folder, notes)
+    writing = moment(child, folder, busy)
+    done = moment(child, folder, lambda _: notes.exists())
+    os.waitpid(child, 0)
     for number in range(1, count + 1):
-        notes.unlink(missing_ok=True)
-        child = os.fork()
-        if child == 0:
-            os.setsid()
-            scenario.act(folder, lambda: notes.write_text("reported"))
-            os._exit(0)
-        time.sleep(chance.random() * 0.08)
+        if number % 4 in (1, 2):  # from the old one again, for a kill of either kind
+            shutil.rmtree(folder, ignore_errors=True)
+            fork(lambda: scenario.prepare(folder))
+        child = start(scenario, folder, notes)
+        if number % 2:
+            moment(child, folder, busy)
+            time.sleep(chance.random() * (done - writing))
+        else:
+            time.sleep(chance.random() * 1.2 * (done - began))
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        reported, staging = notes.exists(), folder / ".safe_ckpt/staging"
-        within = staging.is_dir() and any(staging.iterdir())
+        reported, within = notes.exists(), busy(folder)
 
         def find(reported=reported, within=within, number=number):
             found = scenario.find(folder)
@@ -262,9 +294,6 @@ def random_kills(folder, scenario, count, seed):
 
         if fork(find) != 0:
             print(json.dumps({"at": number, "restart": 1, "reported": reported}), flush=True)
-        if number % 2:  # from the old one again
-            shutil.rmtree(folder, ignore_errors=True)
-            fork(lambda: scenario.prepare(folder))
 
 
 def record(storage, folder, scenario):
