@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from typing_extensions import Self
 
 from safe_ckpt.config import CheckpointConfig
@@ -15,6 +16,7 @@ from safe_ckpt.core import items, resume, retention, select
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.operation import Request, SaveHandle
+from safe_ckpt.core.overlap import Deferral
 from safe_ckpt.core.verify import verify
 from safe_ckpt.errors import NoValidCheckpointError, StateError
 
@@ -103,8 +105,29 @@ class Checkpointer:
             error=error,
             view={"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"},
             retain=self._retain,
+            deferral=self._deferral(state) if error is None else None,
         )
         return self._engine.save(request)
+
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Make host memory for snapshots of ``state`` ready in the background, so that the first save is as quick as the rest.
+
+        ``resume`` does this as well, going by what optimizers are expected to hold after their first step. Worth a call of
+        its own where that cannot be known: after the first step. On any rank, at any time.
+
+        Args:
+            state: as it will be given to ``save``.
+        """
+        self._engine.prepare(items.expected_bytes(state, rank=self._engine.rank))
+
+    def _deferral(self, state: Mapping[str, Any]) -> Deferral | None:
+        # A plain loop may do anything to its parameters between two steps, so "auto" is eager here.
+        if self.config.snapshot != "overlapped" or not isinstance(state, Mapping):
+            return None
+        values = [value.value if isinstance(value, items.PerRank) else value for value in state.values()]
+        modules = [value for value in values if isinstance(value, torch.nn.Module)]
+        optimizers = [value for value in values if isinstance(value, torch.optim.Optimizer)]
+        return Deferral(modules, optimizers) or None
 
     def resume(self, state: Mapping[str, Any], *, step: int | None = None) -> CheckpointInfo | None:
         """Restore the newest valid checkpoint into ``state``, in place.
@@ -136,9 +159,11 @@ class Checkpointer:
         if chosen is None and step is not None:
             raise NoValidCheckpointError(path=str(self.directory), message=f"there is no checkpoint of step {step}")
         if chosen is None:
+            self.prepare(state)
             return None
         resume.apply(self._engine, lambda: items.restore(state, chosen.loaded, chosen.info.path))
         self._engine.agree("list", {"directory": self.directory}, decide=lambda _: self._take_stock())
+        self.prepare(state)
         return chosen.info
 
     @property

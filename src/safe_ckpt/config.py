@@ -134,6 +134,9 @@ class CheckpointConfig:
         timeouts: how long anything may take.
         retention: which committed checkpoints to keep.
         writer: how bytes reach the disk.
+        snapshot: ``"eager"``: the state is copied before ``save`` returns. ``"overlapped"``: parameters and optimizer state
+            are copied while training goes on, and the optimizer's next step waits for the copy; nothing else may change them
+            until then. ``"auto"``: overlapped only where everything that changes them is known, as it can be in Lightning.
         max_in_flight: how many snapshots may be held at a time; each takes host memory of the state's size.
         on_busy: what ``save`` does when that many are in flight: ``"wait"`` for the oldest, or ``"skip"`` this one.
         on_failure: ``"raise"`` the error of a failed save, or ``"warn"`` and go on.
@@ -149,6 +152,7 @@ class CheckpointConfig:
     timeouts: Timeouts = field(default_factory=Timeouts)
     retention: Retention = field(default_factory=Retention)
     writer: WriterConfig = field(default_factory=WriterConfig)
+    snapshot: Literal["auto", "eager", "overlapped"] = "auto"
     max_in_flight: int = 1
     on_busy: Literal["wait", "skip"] = "wait"
     on_failure: Literal["raise", "warn"] = "raise"

@@ -2,26 +2,37 @@
 
 An anonymous memory file (``memfd``): it has no name, so nothing is left behind by a killed job, and direct I/O works from it.
 Its pages are allocated before they are written to: where memory is short that is an error, not a SIGBUS, nor a visit of
-the out-of-memory killer.
+the out-of-memory killer. Its first page says how far it is filled, so that writing can begin before copying ends.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import itertools
+import logging
 import mmap
 import os
 import tempfile
+import threading
+from collections.abc import Callable
+
+import torch
 
 from safe_ckpt.core import host_memory
+from safe_ckpt.core.control import write_mark
 from safe_ckpt.errors import NotEnoughSpaceError
 
+logger = logging.getLogger(__name__)
 _ids = itertools.count(1)
 GRANULE = 2 << 20
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; the mmap module does not name it
+_POPULATE_STEP = 64 << 20
 
 
 class Arena:
-    """One growing block of shared memory.
+    """One growing block of shared memory, used by one save at a time.
 
     Attributes:
         id: tells arenas of this process apart.
@@ -33,28 +44,35 @@ class Arena:
         self.size = 0
         self._fd = _anonymous_file()
         self._map: mmap.mmap | None = None
+        self._bytes: torch.Tensor | None = None
+        self._growing = threading.RLock()  # pre-faulting ahead of a save happens on another thread than the save
+        self._unpin: Callable[[], None] | None = None
+        self._closing = False
 
     def reserve(self, size: int) -> None:
-        """Make room for ``size`` bytes; what was in it may be lost. Never shrinks.
+        """Make room for ``size`` bytes, all of it allocated and mapped; what was in it may be lost. Never shrinks.
 
         Raises:
             NotEnoughSpaceError: this machine has not that much memory left.
         """
-        if size <= self.size:
-            return
-        size = -(-size // GRANULE) * GRANULE
-        free = host_memory.available_bytes()
-        if free is not None and size - self.size > free:
-            raise _does_not_fit(size - self.size, free)
-        try:
-            os.posix_fallocate(self._fd, 0, size)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
-                raise
-            raise _does_not_fit(size - self.size, free or 0) from error
-        # The old mapping may still be looked at by tensors; it goes when they do.
-        self._map = mmap.mmap(self._fd, size)
-        self.size = size
+        with self._growing:
+            if size <= self.size:
+                return
+            size = -(-size // GRANULE) * GRANULE
+            free = host_memory.available_bytes()
+            if free is not None and size - self.size > free:
+                raise _does_not_fit(size - self.size, free)
+            self._release_pinned()
+            try:
+                fresh = self._allocate(size)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                    raise
+                raise _does_not_fit(size - self.size, free or 0) from error
+            # The old mapping may still be looked at by tensors; it goes when they do.
+            self._map = fresh
+            self._bytes = torch.frombuffer(fresh, dtype=torch.uint8)
+            self.size = size
 
     @property
     def memory(self) -> mmap.mmap:
@@ -65,17 +83,79 @@ class Arena:
             raise ValueError("the arena was closed")
         return self._map
 
+    @property
+    def bytes(self) -> torch.Tensor:
+        """The mapped memory as a tensor of shape ``(size,)`` and type ``uint8``."""
+        if self._bytes is None:
+            self.reserve(GRANULE)
+        if self._bytes is None:
+            raise ValueError("the arena was closed")
+        return self._bytes
+
+    def mark(self, end: int) -> None:
+        """Say that everything before ``end`` is in place and will not change."""
+        # The lock is for its memory barrier: the bytes must be seen by the writer process before the mark is.
+        with self._growing:
+            write_mark(self.memory, end)
+
+    def pin(self) -> bool:
+        """Register the memory with CUDA, so that copies from a device run beside the computing. Returns whether it is.
+
+        Not run on any machine yet: none with CUDA was at hand.
+        """
+        with self._growing:
+            if self._unpin is None and self._bytes is not None:
+                runtime, address = torch.cuda.cudart(), self._bytes.data_ptr()  # type: ignore[no-untyped-call]
+                failed = int(runtime.cudaHostRegister(address, self.size, 0))
+                if failed:
+                    logger.warning("host memory cannot be pinned (CUDA error %d): snapshots are slower", failed)
+                    return False
+                self._unpin = lambda: runtime.cudaHostUnregister(address)
+            return self._unpin is not None
+
     def fileno(self) -> int:
         """The file descriptor, for the writer process."""
         return self._fd
 
     def close(self) -> None:
         """Free the memory once nobody looks at it any more."""
-        self._map = None
-        self.size = 0
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._closing = True
+        with self._growing:
+            self._release_pinned()
+            self._map = self._bytes = None
+            self.size = 0
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+    def _allocate(self, size: int) -> mmap.mmap:
+        os.ftruncate(self._fd, size)
+        fresh = mmap.mmap(self._fd, size)
+        with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages for shared memory
+            fresh.madvise(mmap.MADV_HUGEPAGE)
+        _populate(fresh, size, lambda: self._closing)
+        os.posix_fallocate(self._fd, 0, size)  # all that an older kernel has; otherwise it only finds that all is there
+        return fresh
+
+    def _release_pinned(self) -> None:
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
+
+
+def _populate(memory: mmap.mmap, size: int, unwanted: Callable[[], bool]) -> None:
+    """Allocate and map all pages now, without the interpreter lock; the first copy would pay for it otherwise."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    for at in range(0, size, _POPULATE_STEP):
+        if unwanted():
+            raise OSError(errno.ECANCELED, "the arena was closed")
+        length = min(_POPULATE_STEP, size - at)
+        if libc.madvise(ctypes.c_void_p(start + at), ctypes.c_size_t(length), _POPULATE_WRITE):
+            number = ctypes.get_errno()
+            if number in (errno.ENOMEM, errno.EFAULT):
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+            return
 
 
 def _anonymous_file() -> int:
@@ -88,7 +168,7 @@ def _anonymous_file() -> int:
 def _does_not_fit(needed: int, free: int) -> NotEnoughSpaceError:
     return NotEnoughSpaceError(
         path="host memory",
-        message="The snapshot does not fit: save less at a time, or give the job more memory.",
+        message="The snapshot does not fit: save less at a time, set max_host_bytes, or give the job more memory.",
         needed_bytes=needed,
         free_bytes=free,
         phase="snapshot",

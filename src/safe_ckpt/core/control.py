@@ -1,4 +1,4 @@
-"""The page that the writer process and its parent share: how far the writing is. Reading it can never block."""
+"""What the writer process and its parent share: how far the writing is, and the copying. Reading it can never block."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import struct
 from dataclasses import dataclass
 
 _LAYOUT = struct.Struct("<QQII")
+_MARK = struct.Struct("<Q")
+FIRST_BYTE = 4096
+"""Where the first file image begins in an arena; before it lies the mark: how far the arena is filled."""
 PHASES = ("idle", "write", "fsync")
 PAGE_BYTES = 4096
 
@@ -65,6 +68,17 @@ class ControlPage:
         # Two threads of the writer may publish at once; a lost beat does no harm, the next one follows.
         self._beats += 1
         _LAYOUT.pack_into(self._map, 0, self._beats, self._moved, self._phase, self._file)
+
+
+def write_mark(memory: mmap.mmap, end: int) -> None:
+    """Everything before ``end`` in this arena is in place."""
+    _MARK.pack_into(memory, 0, end)
+
+
+def read_mark(memory: memoryview) -> int:
+    """How far an arena is filled."""
+    end: int = _MARK.unpack_from(memory)[0]
+    return end
 
 
 def new_page() -> int:

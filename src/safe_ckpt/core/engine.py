@@ -11,6 +11,7 @@ import logging
 import multiprocessing.util
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -19,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core import directory, grant, snapshot
+from safe_ckpt.core import directory, gate, grant, snapshot
 from safe_ckpt.core.arena import Arena
+from safe_ckpt.core.copying import Copy
 from safe_ckpt.core.manifest import Manifest
 from safe_ckpt.core.operation import Operation, Request, SaveHandle
 from safe_ckpt.core.pipeline import Pipeline
@@ -32,6 +34,7 @@ from safe_ckpt.errors import (
     ClosedError,
     ConfigError,
     CoordinationError,
+    NotEnoughSpaceError,
     SafeCheckpointError,
     SaveError,
     SaveSkippedError,
@@ -161,13 +164,37 @@ class Engine:
                 # Nothing is in flight any more, so every rank knows of it and raises here.
                 told = True
                 self.raise_unreported()
-            self._take_snapshot(op)
+            self._lay_out(op)
         finally:
             # Also when this was interrupted: the other ranks wait for what becomes of it here.
             if not told:
                 self._handles.append(handle)
                 self._pipeline.put(op)
+        # Writing begins behind the copying.
+        self._copy(op)
         return handle
+
+    def prepare(self, size_bytes: int) -> None:
+        """Allocate host memory for snapshots of this size, and start the writer, in the background. On any rank, any time.
+
+        Args:
+            size_bytes: what this rank will save, roughly; never shrinks what is there.
+        """
+        if self._closed or size_bytes <= 0:
+            return
+        # Not this engine itself: one that is forgotten meanwhile must end.
+        arenas, writer = list(self._free), self._pipeline.writer
+
+        def work() -> None:
+            writer.start()
+            for arena in arenas:
+                try:
+                    arena.reserve(size_bytes)
+                except (NotEnoughSpaceError, OSError, ValueError) as error:
+                    logger.info("host memory for snapshots could not be made ready: %s", error)
+                    return
+
+        threading.Thread(target=work, name="safe_ckpt-prepare", daemon=True).start()
 
     def watch_signals(self, unwrap: Callable[[Any], Any] = lambda handler: handler) -> None:
         """From now on watch for ``save_on_signals``, if there are any. Every rank calls this, on the main thread.
@@ -312,14 +339,31 @@ class Engine:
             handle.settle()
         # With several in flight some ranks may know already of a failure and others not: it is told at the next agreement.
 
-    def _take_snapshot(self, op: Operation) -> None:
+    def _lay_out(self, op: Operation) -> None:
         op.arena = self._free.pop() if self._free else Arena()
         try:
-            op.tasks = snapshot.take(op.request.images, op.arena, str(op.folder), op.manifest.to_json())
-            op.error = None
+            found = snapshot.lay_out(
+                op.request.images,
+                op.arena,
+                str(op.folder),
+                op.manifest.to_json(),
+                name=op.name,
+                deferral=op.request.deferral,
+            )
+            op.tasks, op.copy, op.error = found.tasks, found.copy, None
         except Exception as error:  # every rank learns of it through the save's own verdict
             op.error = error
-        op.handle.mark_snapshot_taken()
+
+    def _copy(self, op: Operation) -> None:
+        copy = op.copy
+        if copy is not None:
+            if op.request.deferral is not None and copy.deferred:
+                gate.close(copy, self.config.timeouts.barrier_s)
+            copy.run()
+        if copy is not None and copy.deferred:
+            threading.Thread(target=self._finish_copy, args=(op, copy), name="safe_ckpt-copy", daemon=True).start()
+        else:
+            op.handle.mark_snapshot_taken()
         self.emit(
             events.Snapshotted(
                 rank=self.rank,
@@ -329,6 +373,11 @@ class Engine:
                 stall_s=time.monotonic() - op.started,
             )
         )
+
+    @staticmethod
+    def _finish_copy(op: Operation, copy: Copy) -> None:
+        copy.run_deferred()
+        op.handle.mark_snapshot_taken()
 
     def _end(self) -> None:
         if self._preemption is not None:

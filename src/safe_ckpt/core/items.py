@@ -15,12 +15,13 @@ import safetensors.torch
 import torch
 import xxhash
 
-from safe_ckpt.core import layout
+from safe_ckpt.core import layout, overlap
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.manifest import MANIFEST_NAME, FileEntry, Manifest
 from safe_ckpt.errors import CorruptCheckpointError, RestoreError, StateError
 
 _NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}$")
+_SMALL_PARTS = 4 << 20
 _OF_A_RANK = re.compile(r"\.rank\d{5,}$")
 
 
@@ -73,6 +74,28 @@ def plan(state: Mapping[str, Any], *, rank: int) -> list[Item]:
     check_names(state)
     planned = [_plan_item(name, value, rank) for name, value in state.items()]
     return [item for item in planned if item is not None]
+
+
+def expected_bytes(state: Mapping[str, Any], *, rank: int) -> int:
+    """About how much this rank will save of ``state``, optimizers counted as they will be after their first step."""
+    values = [value for value in state.values() if rank == 0 or isinstance(value, PerRank)]
+    total = sum(_expected_bytes(value.value if isinstance(value, PerRank) else value) for value in values)
+    return total and total + min(total // 64, 48 << 20) + _SMALL_PARTS  # headers, and payloads begin at page boundaries
+
+
+def _expected_bytes(value: Any) -> int:
+    if isinstance(value, torch.optim.Optimizer):
+        return overlap.expected_state_bytes(value)
+    if isinstance(value, torch.nn.Module):
+        tensors = {id(tensor): tensor for tensor in (*value.parameters(), *value.buffers())}
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, Mapping):
+        return sum(_expected_bytes(inner) for inner in value.values())
+    if isinstance(value, list | tuple):
+        return sum(_expected_bytes(inner) for inner in value)
+    return 0
 
 
 def check_names(state: Mapping[str, Any]) -> None:

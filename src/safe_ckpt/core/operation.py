@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 from safe_ckpt.core.arena import Arena
 from safe_ckpt.core.commit import Link
+from safe_ckpt.core.copying import Copy
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.manifest import CheckpointInfo, Manifest
+from safe_ckpt.core.overlap import Deferral
 from safe_ckpt.core.root import Root
 from safe_ckpt.core.sink import FileTask
 from safe_ckpt.errors import RendezvousTimeout, SafeCheckpointError, SaveSkippedError
@@ -38,6 +40,7 @@ class Request:
         notes: what the manifest says besides; rank 0's counts.
         view: what else must be equal on all ranks.
         retain: what to delete after the commit.
+        deferral: which tensors may be copied after ``save`` has returned; None for none.
     """
 
     root: Root
@@ -52,6 +55,7 @@ class Request:
     notes: Mapping[str, Any] = field(default_factory=dict)
     view: Mapping[str, str] = field(default_factory=dict)
     retain: Retain | None = None
+    deferral: Deferral | None = None
 
 
 @dataclass(kw_only=True)
@@ -62,7 +66,8 @@ class Operation:
         manifest: what is known of it before a byte is written.
         writers: the ranks that write.
         needed_bytes: what all ranks together will write.
-        tasks: what this rank writes, once the snapshot is taken.
+        tasks: what this rank writes.
+        copy: what fills the arena; the writing follows it.
         error: what went wrong on this rank after the agreement.
         started: when the caller called, on the monotonic clock; its deadline counts from when its turn comes.
     """
@@ -74,6 +79,7 @@ class Operation:
     handle: SaveHandle
     arena: Arena | None = None
     tasks: Sequence[FileTask] = ()
+    copy: Copy | None = None
     error: BaseException | None = None
     started: float = field(default_factory=time.monotonic)
 

@@ -176,6 +176,8 @@ class Phases:
 
     def _look_around(self) -> None:
         self._give_up()
+        if self._op.copy is not None and self._op.copy.error is not None:
+            raise self._op.copy.error
         now = time.monotonic()
         if now > self._deadline:
             cause = f"not done after {self._config.timeouts.lengthy_s:.0f} s (timeouts.lengthy_s)"

@@ -144,12 +144,22 @@ class Pipeline:
         finally:
             if self._session.rank == 0:
                 self._boards.append(board)
-            if op.arena is not None:
-                self._give_back(op.arena)
+            self._free(op)
         self._tell(op, phases.write_s, info, failure)
         if info is not None and self._session.rank == 0:
             self._retain(op, info)
         self._conclude(op, info, failure)
+
+    def _free(self, op: Operation) -> None:
+        if op.copy is not None:
+            op.copy.fail(
+                SaveError(name=op.name, cause="the save was over before the copy was", rank=self._session.rank)
+            )
+            if not op.copy.wait(self._config.timeouts.shutdown_s):
+                logger.error("the memory of %s stays taken: a copy into it does not end", op.name)
+                return
+        if op.arena is not None:
+            self._give_back(op.arena)
 
     def _tell(
         self, op: Operation, write_s: float, info: CheckpointInfo | None, failure: SafeCheckpointError | None

@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import threading
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ import xxhash
 
 from safe_ckpt.core import zip_format
 from safe_ckpt.core.zip_format import PAGE, Record
+
+_NEXT_LOOK_S = 0.0005
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +82,10 @@ class SinkOptions:
     flush_every_bytes: int
 
 
+Ready = Callable[[], int]
+"""How far the arena is filled: everything before this offset is in place."""
+
+
 class Progress(Protocol):
     """Where the writing tells how far it is; a watchdog reads it."""
 
@@ -89,26 +96,37 @@ class Progress(Protocol):
         """A phase began: ``"write"`` or ``"fsync"``."""
 
 
-def write_file(task: FileTask, arena: memoryview, options: SinkOptions, progress: Progress) -> FileResult:
+def write_file(
+    task: FileTask, arena: memoryview, options: SinkOptions, progress: Progress, ready: Ready | None = None
+) -> FileResult:
     """Write one file and make its bytes durable; the directory entry is the caller's to fsync.
+
+    Args:
+        task: what and where.
+        arena: the memory that holds its image, or will.
+        options: how.
+        progress: told of every step; while there is nothing to write yet, of none.
+        ready: tells how far the arena is filled; None when all of it is.
 
     Raises:
         OSError: as the operating system says, with the path.
     """
     try:
-        return _write_file(task, arena, options, progress)
+        return _write_file(task, arena, options, progress, ready)
     except OSError as error:
         if error.errno != errno.EIO:
             raise
     # After a failed fsync the kernel may have dropped the pages and call them clean: a second fsync of the same file
     # would succeed and mean nothing (https://lwn.net/Articles/752063/). So once more from memory, into a new file.
-    return _write_file(task, arena, options, progress)
+    return _write_file(task, arena, options, progress, ready)
 
 
-def _write_file(task: FileTask, arena: memoryview, options: SinkOptions, progress: Progress) -> FileResult:
+def _write_file(
+    task: FileTask, arena: memoryview, options: SinkOptions, progress: Progress, ready: Ready | None
+) -> FileResult:
     progress.entered("write")
     image = arena[task.offset : task.offset + task.length]
-    hasher = _Hasher(task, image, options.chunk_bytes, progress)
+    hasher = _Hasher(task, image, options.chunk_bytes, progress, ready)
     try:
         fd, direct = _create(task.path, options.direct)
         try:
@@ -200,7 +218,10 @@ def _write_all(fd: int, data: memoryview, offset: int, progress: Progress, *, di
 class _Hasher:
     """Hashes an image in file order, fills in the data descriptors, and makes the bytes that follow the image."""
 
-    def __init__(self, task: FileTask, image: memoryview, chunk_bytes: int, progress: Progress) -> None:
+    def __init__(
+        self, task: FileTask, image: memoryview, chunk_bytes: int, progress: Progress, ready: Ready | None
+    ) -> None:
+        self._filled = ready
         self._task = task
         self._image = image
         self._chunk = chunk_bytes
@@ -271,6 +292,7 @@ class _Hasher:
         for at in range(start, end, self._chunk):
             if self._stopped:
                 raise OSError(errno.ECANCELED, "stopped")
+            self._await_bytes(min(at + self._chunk, end))
             piece = self._image[at : min(at + self._chunk, end)]
             for sink in sinks:
                 sink(piece)
@@ -280,6 +302,13 @@ class _Hasher:
                 with self._turn:
                     self._ready = self._hashed
                     self._turn.notify_all()
+
+    def _await_bytes(self, end: int) -> None:
+        while self._filled is not None and self._filled() < self._task.offset + end:
+            if self._stopped:
+                raise OSError(errno.ECANCELED, "stopped")
+            self._progress.moved(0)
+            time.sleep(_NEXT_LOOK_S)
 
     def _finish(self, tail: bytes) -> None:
         self._whole.update(tail)

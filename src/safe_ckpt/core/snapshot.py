@@ -1,47 +1,73 @@
-"""The copy that is taken while training waits: from tensors, wherever they are, into the arena."""
+"""The plan of a snapshot: where in the arena each file lies, what is copied there, and what the writer makes of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from safe_ckpt.core.arena import Arena
+from safe_ckpt.core.control import FIRST_BYTE
+from safe_ckpt.core.copying import Copy
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.manifest import RECORD_NAME
+from safe_ckpt.core.move import Move
+from safe_ckpt.core.overlap import Deferral
 from safe_ckpt.core.sink import FileTask
 from safe_ckpt.core.zip_format import PAGE
 
 
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A snapshot to be taken.
+
+    Attributes:
+        tasks: what to write once it is, file by file.
+        copy: fills the arena.
+    """
+
+    tasks: Sequence[FileTask]
+    copy: Copy
+
+
 def arena_bytes(images: Sequence[Image]) -> int:
     """How much of an arena the images take."""
-    return sum(_rounded(image.length) for image in images)
+    return FIRST_BYTE + sum(_rounded(image.length) for image in images)
 
 
-def take(images: Sequence[Image], arena: Arena, folder: str, manifest: Mapping[str, Any]) -> list[FileTask]:
-    """Copy everything into the arena. When this returns the caller may change whatever it likes.
+def lay_out(
+    images: Sequence[Image],
+    arena: Arena,
+    folder: str,
+    manifest: Mapping[str, Any],
+    *,
+    name: str = "",
+    deferral: Deferral | None = None,
+) -> Snapshot:
+    """Make room for everything and fill in all but the tensors.
 
     Args:
         images: the planned files.
         arena: where to; holds nothing else.
         folder: the staging directory that the files will be written to.
         manifest: goes into files that carry their manifest inside.
-
-    Returns:
-        What to write, for the writer.
+        name: of the checkpoint, for messages.
+        deferral: which tensors may be copied later; None for none.
 
     Raises:
         NotEnoughSpaceError: the machine has not that much memory left.
     """
     arena.reserve(arena_bytes(images))
-    memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
-    tasks, base = [], 0
+    memory = arena.memory
+    tasks: list[FileTask] = []
+    moves: list[Move] = []
+    base = FIRST_BYTE
     for image in images:
         for offset, data in image.pieces:
-            arena.memory[base + offset : base + offset + len(data)] = data
+            memory[base + offset : base + offset + len(data)] = data
         for offset, tensor in image.tensors:
-            _copy(tensor, memory, base + offset)
+            deferred = deferral is not None and deferral.covers(tensor)
+            moves.append(Move(offset=base + offset, tensor=tensor, deferred=deferred))
         single = image.records is not None and image.manifest is not None
         tasks.append(
             FileTask(
@@ -54,18 +80,21 @@ def take(images: Sequence[Image], arena: Arena, folder: str, manifest: Mapping[s
             )
         )
         base += _rounded(image.length)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
-    return tasks
+    witness = deferral.witness() if deferral is not None and any(move.deferred for move in moves) else None
+    return Snapshot(tasks=tasks, copy=Copy(name, arena, moves, base, witness))
 
 
-def _copy(tensor: torch.Tensor, memory: torch.Tensor, offset: int) -> None:
-    size = tensor.numel() * tensor.element_size()
-    target = memory[offset : offset + size]
-    if tensor.dtype is not torch.uint8:
-        target = target.view(tensor.dtype)
-    # The file holds the elements in the order of the logical shape, whatever the strides.
-    target.view(tensor.shape).copy_(tensor)
+def take(images: Sequence[Image], arena: Arena, folder: str, manifest: Mapping[str, Any]) -> list[FileTask]:
+    """Copy everything into the arena at once. When this returns the caller may change whatever it likes.
+
+    Raises:
+        NotEnoughSpaceError: the machine has not that much memory left.
+    """
+    snapshot = lay_out(images, arena, folder, manifest)
+    snapshot.copy.run()
+    if snapshot.copy.error is not None:
+        raise snapshot.copy.error
+    return list(snapshot.tasks)
 
 
 def _rounded(size: int) -> int:

@@ -9,11 +9,14 @@ stalls the save fails, because whatever stalls the process would stall its paren
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
+import threading
 from collections.abc import Callable
 
 from safe_ckpt.config import Timeouts, WriterConfig
+from safe_ckpt.core.control import read_mark
 from safe_ckpt.core.sink import FileResult, SinkOptions, sync_directory, write_file
 from safe_ckpt.core.writer_child import Child, WriteJob, WriterEnded
 from safe_ckpt.errors import WriterError
@@ -35,6 +38,7 @@ class Writer:
         self._timeouts = timeouts
         self._respawned = respawned
         self._child: Child | None = None
+        self._starting = threading.Lock()  # it may be started ahead of a save, on another thread
         self._moves = 0
         self._options = SinkOptions(
             direct=config.direct_io == "auto",
@@ -44,12 +48,13 @@ class Writer:
 
     def start(self) -> None:
         """Start the process ahead of the first job. Where that fails, this process writes by itself, and says so."""
-        if self._child is not None:
-            return
-        try:
-            self._child = Child(self._config.niceness)
-        except OSError as error:
-            logger.warning("the writer process cannot be started (%s): writing in this process", error)
+        with self._starting:
+            if self._child is not None:
+                return
+            try:
+                self._child = Child(self._config.niceness)
+            except OSError as error:
+                logger.warning("the writer process cannot be started (%s): writing in this process", error)
 
     @property
     def pid(self) -> int | None:
@@ -65,21 +70,21 @@ class Writer:
         """Write all files of ``job`` and make them durable.
 
         Args:
-            job: what to write; its arena must have room for the plan behind the files.
+            job: what to write; its arena may still be being filled.
             stop: called ten times a second; raises to give up.
 
         Raises:
             OSError: the file system refused.
             WriterError: the process made no progress, and neither did those that replaced it.
         """
-        plan_offset, plan_length = self._lay_out_plan(job)
+        plan = self._plan(job)
         for spare in range(self._config.max_respawns, -1, -1):
             self.start()
             child = self._child
             if child is None:
                 return self._write_here(job, stop)
             try:
-                return child.run(job, plan_offset, plan_length, self._timeouts, stop)
+                return child.run(job, plan, self._timeouts, stop)
             except WriterEnded as ended:
                 self._drop_child()
                 if ended.stalled and not spare:
@@ -99,18 +104,13 @@ class Writer:
         """End the process. Does not wait for a job."""
         self._drop_child()
 
-    def _lay_out_plan(self, job: WriteJob) -> tuple[int, int]:
+    def _plan(self, job: WriteJob) -> bytes:
         plan = {
             "files": [task.to_json() for task in job.files],
             "directories": list(job.directories),
             "options": dataclasses.asdict(self._options),
         }
-        data = json.dumps(plan).encode()
-        offset = max((task.offset + task.length for task in job.files), default=0)
-        # Growing keeps the bytes: the file is the same, only longer.
-        job.arena.reserve(offset + len(data))
-        job.arena.memory[offset : offset + len(data)] = data
-        return offset, len(data)
+        return json.dumps(plan).encode()
 
     def _write_here(self, job: WriteJob, stop: Callable[[], None]) -> list[FileResult]:
         def move() -> None:
@@ -118,7 +118,8 @@ class Writer:
             stop()
 
         memory = memoryview(job.arena.memory)
-        results = [write_file(task, memory, self._options, _OwnProgress(move)) for task in job.files]
+        ready = functools.partial(read_mark, memory)
+        results = [write_file(task, memory, self._options, _OwnProgress(move), ready) for task in job.files]
         for directory in job.directories:
             sync_directory(directory)
         return results

@@ -98,17 +98,15 @@ class Child:
         """A number that changes as long as it makes progress."""
         return self._page.read().beats
 
-    def run(
-        self, job: WriteJob, plan_offset: int, plan_length: int, timeouts: Timeouts, stop: Callable[[], None]
-    ) -> list[FileResult]:
-        """Let it write a job.
+    def run(self, job: WriteJob, plan: bytes, timeouts: Timeouts, stop: Callable[[], None]) -> list[FileResult]:
+        """Let it write a job, described by ``plan``.
 
         Raises:
             WriterEnded: it ended, or made no progress for too long.
             OSError: the file system refused.
         """
         self._jobs += 1
-        self._send(job, plan_offset, plan_length)
+        self._send(job, plan)
         standing, since = self._page.read(), time.monotonic()
         while True:
             readable, _, _ = select.select([self._socket], [], [], _POLL_S)
@@ -136,23 +134,22 @@ class Child:
             logger.warning("writer process %d cannot be killed: it waits for the disk", self._process.pid)
         os.close(self._log)
 
-    def _send(self, job: WriteJob, plan_offset: int, plan_length: int) -> None:
+    def _send(self, job: WriteJob, plan: bytes) -> None:
         arena = job.arena
-        message = {
-            "job": self._jobs,
-            "arena": arena.id,
-            "arena_bytes": arena.size,
-            "plan_offset": plan_offset,
-            "plan_length": plan_length,
-        }
-        line = json.dumps(message).encode() + b"\n"
-        fds = [] if arena.id in self._arenas else [arena.fileno()]
+        line = json.dumps({"job": self._jobs, "arena": arena.id, "arena_bytes": arena.size}).encode() + b"\n"
+        known = arena.id in self._arenas
+        # The plan may be long, and a socket takes only so much before it blocks: it goes as a file in memory.
+        plan_fd = os.memfd_create("safe_ckpt-plan", os.MFD_CLOEXEC)
         try:
-            sent = socket.send_fds(self._socket, [line], fds)
+            with open(plan_fd, "wb", closefd=False) as file:
+                file.write(plan)
+            sent = socket.send_fds(self._socket, [line], [plan_fd] if known else [plan_fd, arena.fileno()])
         except BlockingIOError as error:
             raise self._ended("does not take jobs") from error
         except OSError as error:
             raise self._ended(self._how_it_ended(job)) from error
+        finally:
+            os.close(plan_fd)
         if sent != len(line):
             raise self._ended("does not take jobs")
         self._arenas.add(arena.id)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
+import functools
 import json
 import mmap
 import os
@@ -21,7 +22,7 @@ import threading
 import time
 from typing import Any
 
-from safe_ckpt.core.control import ControlPage
+from safe_ckpt.core.control import ControlPage, read_mark
 from safe_ckpt.core.sink import FileTask, SinkOptions, sync_directory, write_file
 
 STACK_SIGNAL = signal.SIGUSR2
@@ -71,8 +72,13 @@ def _receive(connection: socket.socket, jobs: queue.SimpleQueue[dict[str, Any]],
         while b"\n" in buffer:
             line, _, buffer = buffer.partition(b"\n")
             job = json.loads(line)
-            if fds:
-                arenas[job["arena"]] = fds.pop(0)
+            plan_fd, *others = fds
+            fds = []
+            with open(plan_fd, "rb") as file:
+                file.seek(0)
+                job["plan"] = json.load(file)
+            if others:
+                arenas[job["arena"]] = others[0]
             jobs.put(job)
 
 
@@ -84,13 +90,13 @@ def _serve(
         if arena not in maps or len(maps[arena]) < job["arena_bytes"]:
             maps[arena] = mmap.mmap(arenas[arena], job["arena_bytes"])
         memory = memoryview(maps[arena])
-        start = job["plan_offset"]
-        plan = json.loads(bytes(memory[start : start + job["plan_length"]]))
+        plan = job["plan"]
+        ready = functools.partial(read_mark, memory)
         options = SinkOptions(**plan["options"])
         results = []
         for index, entry in enumerate(plan["files"]):
             page.begin(index)
-            result = write_file(FileTask.from_json(entry), memory, options, page)
+            result = write_file(FileTask.from_json(entry), memory, options, page, ready)
             results.append([result.path, result.size_bytes, result.xxh3_128])
         for directory in plan["directories"]:
             sync_directory(directory)

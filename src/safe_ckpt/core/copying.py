@@ -1,0 +1,146 @@
+"""Copies tensors into an arena: at once, or what is known not to change yet on a thread of its own.
+
+While it copies it marks how far the arena is filled without a gap, so the writer process follows right behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+
+from safe_ckpt.core.arena import Arena
+from safe_ckpt.core.device_copies import DeviceCopies
+from safe_ckpt.core.move import Move, place
+from safe_ckpt.core.witness import Witness
+from safe_ckpt.errors import SaveError
+
+_PIECE = 16 << 20  # the writer may begin after so many bytes
+_THREADS_FROM = 1 << 20  # below this torch's own copy costs more in dispatch than it gains by its threads
+
+
+class Copy:
+    """The filling of one arena. ``run`` copies what cannot wait, ``run_deferred`` the rest.
+
+    Args:
+        name: of the checkpoint, for messages.
+        arena: filled with everything but the tensors already.
+        moves: in the order of their offsets.
+        end: where the last file image ends.
+        witness: tells of what changed although it should not have; None when nothing is deferred.
+
+    Attributes:
+        error: why the arena is not, and will not be, what was to be saved.
+    """
+
+    def __init__(
+        self, name: str, arena: Arena, moves: Sequence[Move], end: int, witness: Witness | None = None
+    ) -> None:
+        self.error: BaseException | None = None
+        self._name = name
+        self._arena = arena
+        self._now = [move for move in moves if not move.deferred]
+        self._later = [move for move in moves if move.deferred]
+        self._end = end
+        self._witness = witness
+        self._stopped = False
+        self._marked = 0
+        self._over = threading.Event()
+        self._hearing = threading.Lock()
+        self._devices = DeviceCopies(arena)
+        arena.mark(0)
+
+    @property
+    def deferred(self) -> bool:
+        """Whether something is left for ``run_deferred``."""
+        return bool(self._later) and self.error is None
+
+    def run(self) -> None:
+        """Copy what cannot wait, on the caller's thread. What goes wrong is in ``error``."""
+        held = self._later[0].offset if self._later else self._end
+        try:
+            self._devices.begin(self._later)
+            self._copy(self._now, held, threads=True)
+            self._mark(held)
+        except BaseException as error:
+            self.fail(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            if not self.deferred:
+                self._close()
+
+    def run_deferred(self) -> None:
+        """Copy the rest, on any thread."""
+        try:
+            # Not to its very end: the save must not succeed before the witness was heard.
+            self._copy(self._later, self._end - 1, threads=False)
+            self._hear()
+            self._mark(self._end)
+        except BaseException as error:  # it belongs to the thread that saves
+            self.fail(error)
+        finally:
+            self._close()
+
+    def fail(self, error: BaseException) -> None:
+        """Give it up; the first reason counts, and none once it is over."""
+        if self.error is None and not self._over.is_set():
+            self.error = error
+        self._stopped = True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until nothing reads the tensors or fills the arena any more. Returns whether that is so."""
+        return self._over.wait(timeout_s)
+
+    def pass_gate(self, timeout_s: float) -> None:
+        """Return when the tensors may change: at once if their devices see to the order. Called before they change."""
+        if self._devices.order(self._later):
+            self._hear()
+        elif not self._over.wait(timeout_s):
+            cause = f"the copy was not complete after {timeout_s:.0f} s (timeouts.barrier_s) and training went on"
+            self.fail(SaveError(name=self._name, cause=cause, phase="snapshot"))
+
+    def _close(self) -> None:
+        self._over.set()
+        self._now, self._later, self._witness = [], [], None  # let go of the tensors
+
+    def _hear(self) -> None:
+        with self._hearing:  # whoever comes second waits: the step that follows will change what the witness looks at
+            witness, self._witness = self._witness, None
+            changed = witness.changed() if witness is not None else ""
+            if changed:
+                cause = f"{changed} changed while it was copied, outside an optimizer's step. "
+                cause += 'Change it after handle.wait_snapshot(), or use snapshot="eager"'
+                self.fail(SaveError(name=self._name, cause=cause, phase="snapshot"))
+
+    def _copy(self, moves: Sequence[Move], held: int, *, threads: bool) -> None:
+        base = self._arena.bytes.data_ptr()
+        for move in moves:
+            if self._stopped:
+                return
+            if move.tensor.device.type != "cpu":
+                self._devices.copy(move)
+            elif not move.tensor.is_contiguous() or (threads and move.size >= _THREADS_FROM):
+                place(move, self._arena.bytes)
+            else:
+                self._memmove(move, base, held)
+            end = min(move.offset + move.size, held)
+            if end - self._marked >= _PIECE:
+                self._mark(end)
+        self._devices.settle()
+
+    def _memmove(self, move: Move, base: int, held: int) -> None:
+        source, size = move.tensor.data_ptr(), move.size
+        for start in range(0, size, _PIECE):
+            if self._stopped:
+                return
+            length = min(_PIECE, size - start)
+            ctypes.memmove(base + move.offset + start, source + start, length)  # without the interpreter lock
+            if length == _PIECE:
+                self._mark(min(move.offset + start + length, held))
+
+    def _mark(self, end: int) -> None:
+        self._devices.settle()
+        if not self._stopped:
+            self._marked = end
+            self._arena.mark(end)
