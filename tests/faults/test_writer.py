@@ -1,6 +1,7 @@
 """The writer process dies, stops or runs out of memory: before, within and after its work, on either rank."""
 
 import os
+import re
 import resource
 import signal
 import time
@@ -95,12 +96,12 @@ def test_whatever_happens_to_a_writer_the_save_is_committed(tmp_path, matrix, vi
         assert left == 0
         assert respawns, (kind, moment)
         expected = {
-            "SIGKILL": "killed by SIGKILL (the kernel's out-of-memory killer sends this)",
+            "SIGKILL": r"killed by SIGKILL \(the kernel's out-of-memory killer sends this\)",
             "SIGSEGV": "killed by SIGSEGV",
             "SIGSTOP": "made no progress",
-            "out of memory": "exited with status 1",
+            "out of memory": "exited with status 1|killed by SIGSEGV",  # where there is no room left for the stack
         }[kind]
-        assert expected in respawns[0], respawns
+        assert re.search(expected, respawns[0]), respawns
         if moment == "in mid-write":
             assert "own.rank0000" in respawns[0], respawns
             assert "bytes" in respawns[0], respawns

@@ -364,15 +364,7 @@ class Engine:
             threading.Thread(target=self._finish_copy, args=(op, copy), name="safe_ckpt-copy", daemon=True).start()
         else:
             op.handle.mark_snapshot_taken()
-        self.emit(
-            events.Snapshotted(
-                rank=self.rank,
-                name=op.request.path.name,
-                step=op.request.step,
-                size_bytes=sum(image.length for image in op.request.images),
-                stall_s=time.monotonic() - op.started,
-            )
-        )
+        op.stall_s = time.monotonic() - op.started
 
     @staticmethod
     def _finish_copy(op: Operation, copy: Copy) -> None:

@@ -138,6 +138,8 @@ def _is_dense(tensor: object) -> bool:
 
 def _fills_its_extent(tensor: torch.Tensor) -> bool:
     # Dense in memory in some order of dimensions, such as channels_last.
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size != 1 and tensor.numel():

@@ -8,6 +8,7 @@ the whole file in the archive's comment.
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import re
 import sys
@@ -35,7 +36,8 @@ UNREADABLE = (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, Run
 _DIGEST = re.compile(r"^[0-9a-f]{32}$")
 
 
-def _versions() -> dict[str, str]:
+@functools.cache
+def _versions() -> Mapping[str, str]:
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in ("safe-ckpt", "torch"):
         try:

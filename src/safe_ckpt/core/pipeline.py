@@ -165,6 +165,10 @@ class Pipeline:
         self, op: Operation, write_s: float, info: CheckpointInfo | None, failure: SafeCheckpointError | None
     ) -> None:
         rank, step = self._session.rank, op.request.step
+        if op.copy is not None and op.copy.error is None:
+            # Here and not on the caller's thread: hooks write to files.
+            size, stall_s = sum(task.length for task in op.tasks), op.stall_s or time.monotonic() - op.started
+            self._emit(events.Snapshotted(rank=rank, name=op.name, step=step, size_bytes=size, stall_s=stall_s))
         if op.tasks and write_s:
             size = sum(task.length for task in op.tasks)
             self._emit(events.Written(rank=rank, name=op.name, step=step, size_bytes=size, seconds=write_s))

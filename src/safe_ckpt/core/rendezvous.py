@@ -230,7 +230,9 @@ class Session:
             # The others wait for this verdict: they get the cause before this rank unwinds.
             wire = to_wire(error, rank=0, phase=step.kind)
             step.put("/verdict", {"error": wire})
-            self._expect_reads(step.present())
+            # Where a rank was lost the rest may still be on their way here, and should hear who it was.
+            lost = len(error.ranks) if isinstance(error, PeerLostError) else 0
+            self._expect_reads(self.size - 1 - lost if lost else step.present())
             if isinstance(error, Exception) and not isinstance(error, CoordinationError):
                 raise from_wire(wire) from error
             raise
