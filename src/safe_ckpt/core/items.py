@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import io
-import json
 import re
-from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import safetensors.torch
 import torch
-import xxhash
 
-from safe_ckpt.core import layout, overlap
+from safe_ckpt.core import layout, overlap, parsing
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.manifest import MANIFEST_NAME, FileEntry, Manifest
+from safe_ckpt.core.reading import read_whole
 from safe_ckpt.errors import CorruptCheckpointError, RestoreError, StateError
 
 _NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}$")
@@ -180,35 +176,18 @@ def load_file(folder: Path, entry: FileEntry, item: Mapping[str, Any], name: str
     """
     file = folder / entry.path
     try:
-        data = file.read_bytes()
+        found = file.stat().st_size
+        memory, digest = read_whole(file, entry.size_bytes)
     except (FileNotFoundError, IsADirectoryError):
         raise CorruptCheckpointError(path=str(folder), file=entry.path, message="is missing") from None
-    if len(data) != entry.size_bytes or xxhash.xxh3_128(data).hexdigest() != entry.xxh3_128:
-        message = f"its {len(data)} bytes are not the {entry.size_bytes} that were written"
+    if found != entry.size_bytes or digest != entry.xxh3_128:
+        message = f"its {found} bytes are not the {entry.size_bytes} that were written"
         raise CorruptCheckpointError(path=str(folder), file=entry.path, message=message)
     if file.suffix == ".json":
-        return json.loads(data)
-    if file.suffix == ".safetensors":
-        loaded = _load_safetensors(data)
-        return loaded[name] if item["form"] == "tensor" else loaded
-    loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return parsing.parse_json(memory, entry.size_bytes)
+    parse = parsing.parse_safetensors if file.suffix == ".safetensors" else parsing.parse_archive
+    loaded = parse(memory, entry.size_bytes)
     return loaded[name] if item["form"] == "tensor" else loaded
-
-
-def _load_safetensors(data: bytes) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = safetensors.torch.load(data)
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    metadata = header.pop("__metadata__", {})
-    for name, stride in json.loads(metadata.get(layout.STRIDES_KEY, "{}")).items():
-        plain = tensors[name]
-        tensors[name] = torch.empty_strided(plain.shape, stride, dtype=plain.dtype).copy_(plain)
-    for alias, name in json.loads(metadata.get(layout.ALIASES_KEY, "{}")).items():
-        tensors[alias] = tensors[name]
-    if layout.VERSIONS_KEY in metadata:
-        tensors = OrderedDict(tensors)
-        tensors._metadata = OrderedDict(json.loads(metadata[layout.VERSIONS_KEY]))  # type: ignore[attr-defined]
-    return tensors
 
 
 def restore(state: Mapping[str, Any], loaded: Mapping[str, Any], path: Path) -> None:

@@ -25,6 +25,7 @@ from safe_ckpt.core import zip_format
 from safe_ckpt.core.zip_format import PAGE, Record
 
 _NEXT_LOOK_S = 0.0005
+_HASH_BYTES = 1 << 20  # so that it stays in the cache from one hash to the next
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,11 +290,11 @@ class _Hasher:
         return body + zip_format.closing([*records, own], crcs, own.end)
 
     def _absorb(self, start: int, end: int, sinks: Sequence[Callable[[memoryview], None]]) -> None:
-        for at in range(start, end, self._chunk):
+        for at in range(start, end, _HASH_BYTES):
             if self._stopped:
                 raise OSError(errno.ECANCELED, "stopped")
-            self._await_bytes(min(at + self._chunk, end))
-            piece = self._image[at : min(at + self._chunk, end)]
+            self._await_bytes(min(at + _HASH_BYTES, end))
+            piece = self._image[at : min(at + _HASH_BYTES, end)]
             for sink in sinks:
                 sink(piece)
             self._hashed = at + len(piece)

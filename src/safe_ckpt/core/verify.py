@@ -9,13 +9,10 @@ import stat
 import zipfile
 from pathlib import Path
 
-import xxhash
-
 from safe_ckpt.core.manifest import UNREADABLE, FileEntry, Manifest, archive_digest, read_manifest
+from safe_ckpt.core.reading import digest_of
 from safe_ckpt.core.zip_format import COMMENT_BYTES
 from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-
-_CHUNK = 4 << 20
 
 
 def verify(path: Path, manifest: Manifest, only: set[str] | None = None) -> int:
@@ -64,7 +61,7 @@ def verify_entry(path: Path, entry: FileEntry) -> int:
         if status.st_size != entry.size_bytes:
             message = f"has {status.st_size} bytes instead of {entry.size_bytes}"
             raise CorruptCheckpointError(path=str(path), file=entry.path, message=message)
-        digest = hash_file(file, entry.size_bytes)
+        digest = digest_of(file, entry.size_bytes)
     except FileNotFoundError:
         raise CorruptCheckpointError(path=str(path), file=entry.path, message="is missing") from None
     if digest != entry.xxh3_128:
@@ -74,21 +71,6 @@ def verify_entry(path: Path, entry: FileEntry) -> int:
     return entry.size_bytes
 
 
-def hash_file(file: Path, length: int) -> str:
-    """xxh3-128 of the first ``length`` bytes."""
-    digest, left = xxhash.xxh3_128(), length
-    buffer = bytearray(min(_CHUNK, max(length, 1)))
-    view = memoryview(buffer)
-    with file.open("rb", buffering=0) as stream:
-        while left:
-            count = stream.readinto(view[: min(len(buffer), left)])
-            if not count:
-                break
-            digest.update(view[:count])
-            left -= count
-    return digest.hexdigest()
-
-
 def _verify_archive(path: Path) -> int:
     expected = archive_digest(path)
     if expected is None:
@@ -96,7 +78,7 @@ def _verify_archive(path: Path) -> int:
             path=str(path), message="it does not end as safe_ckpt ends a file: cut off, or altered"
         )
     size = path.stat().st_size
-    if hash_file(path, size - COMMENT_BYTES) == expected:
+    if digest_of(path, size - COMMENT_BYTES) == expected:
         return size
     raise CorruptCheckpointError(
         path=str(path), file=_damaged_record(path), message="its bytes are not those that were written"
