@@ -137,6 +137,8 @@ class CheckpointConfig:
         snapshot: ``"eager"``: the state is copied before ``save`` returns. ``"overlapped"``: parameters and optimizer state
             are copied while training goes on, and the optimizer's next step waits for the copy; nothing else may change them
             until then. ``"auto"``: overlapped only where everything that changes them is known, as it can be in Lightning.
+        max_host_bytes: the most host memory that one snapshot may take on a rank, at least 1 MiB; None for as much as the
+            state. A larger state is written straight from its tensors, and ``save`` returns when that is done.
         max_in_flight: how many snapshots may be held at a time; each takes host memory of the state's size.
         on_busy: what ``save`` does when that many are in flight: ``"wait"`` for the oldest, or ``"skip"`` this one.
         on_failure: ``"raise"`` the error of a failed save, or ``"warn"`` and go on.
@@ -153,6 +155,7 @@ class CheckpointConfig:
     retention: Retention = field(default_factory=Retention)
     writer: WriterConfig = field(default_factory=WriterConfig)
     snapshot: Literal["auto", "eager", "overlapped"] = "auto"
+    max_host_bytes: int | None = None
     max_in_flight: int = 1
     on_busy: Literal["wait", "skip"] = "wait"
     on_failure: Literal["raise", "warn"] = "raise"
@@ -164,6 +167,11 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
+        _require(
+            self.max_host_bytes is None or self.max_host_bytes >= 1 << 20,
+            "max_host_bytes",
+            f"expected at least 1048576 (1 MiB), or null for no limit, got {self.max_host_bytes!r}",
+        )
         _require(self.max_in_flight >= 1, "max_in_flight", f"expected at least 1, got {self.max_in_flight!r}")
         _require(self.max_consecutive_failures >= 1, "max_consecutive_failures", "expected at least 1")
         for name in self.save_on_signals:

@@ -180,7 +180,8 @@ class Engine:
         Args:
             size_bytes: what this rank will save, roughly; never shrinks what is there.
         """
-        if self._closed or size_bytes <= 0:
+        limit = self.config.max_host_bytes
+        if self._closed or size_bytes <= 0 or (limit is not None and size_bytes > limit):
             return
         # Not this engine itself: one that is forgotten meanwhile must end.
         arenas, writer = list(self._free), self._pipeline.writer
@@ -340,6 +341,11 @@ class Engine:
         # With several in flight some ranks may know already of a failure and others not: it is told at the next agreement.
 
     def _lay_out(self, op: Operation) -> None:
+        limit = self.config.max_host_bytes
+        if limit is not None and snapshot.arena_bytes(op.request.images) > limit:
+            op.tasks = snapshot.list_tasks(op.request.images, str(op.folder), op.manifest.to_json())
+            op.streamed, op.error = True, None
+            return
         op.arena = self._free.pop() if self._free else Arena()
         try:
             found = snapshot.lay_out(
@@ -360,11 +366,21 @@ class Engine:
             if op.request.deferral is not None and copy.deferred:
                 gate.close(copy, self.config.timeouts.barrier_s)
             copy.run()
-        if copy is not None and copy.deferred:
+        if op.streamed:
+            self._await_stream(op)
+        elif copy is not None and copy.deferred:
             threading.Thread(target=self._finish_copy, args=(op, copy), name="safe_ckpt-copy", daemon=True).start()
         else:
             op.handle.mark_snapshot_taken()
         op.stall_s = time.monotonic() - op.started
+
+    def _await_stream(self, op: Operation) -> None:
+        try:
+            op.handle.wait_snapshot()
+        except BaseException:
+            # The caller goes on, and what is not written yet may change.
+            op.error = SaveError(name=op.name, cause="interrupted", rank=self.rank, phase="snapshot")
+            raise
 
     @staticmethod
     def _finish_copy(op: Operation, copy: Copy) -> None:

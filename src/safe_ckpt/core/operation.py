@@ -68,6 +68,7 @@ class Operation:
         needed_bytes: what all ranks together will write.
         tasks: what this rank writes.
         copy: what fills the arena; the writing follows it.
+        streamed: written straight from the tensors, while the caller waits; there is no arena then.
         error: what went wrong on this rank after the agreement.
         stall_s: how long the call held the caller.
         started: when the caller called, on the monotonic clock; its deadline counts from when its turn comes.
@@ -81,6 +82,7 @@ class Operation:
     arena: Arena | None = None
     tasks: Sequence[FileTask] = ()
     copy: Copy | None = None
+    streamed: bool = False
     error: BaseException | None = None
     stall_s: float = 0.0
     started: float = field(default_factory=time.monotonic)

@@ -16,7 +16,6 @@ from typing import Any
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core import commit
-from safe_ckpt.core.arena import Arena
 from safe_ckpt.core.board import Board
 from safe_ckpt.core.channel import KeyTimeout
 from safe_ckpt.core.directory import await_visible
@@ -158,15 +157,16 @@ class Phases:
 
     def _write(self) -> dict[str, Any]:
         op = self._op
-        begun = time.monotonic()
-        job = WriteJob(
-            name=op.name,
-            rank=self._rank,
-            arena=op.arena or Arena(),
-            files=op.tasks,
-            directories=[str(op.folder)],
-        )
-        results = self._writer.write(job, self._look_around)
+        begun, directories = time.monotonic(), [str(op.folder)]
+        if op.streamed:
+            most = self._config.max_host_bytes or 0
+            results = self._writer.stream(op.tasks, op.request.images, directories, most, self._look_around)
+            op.handle.mark_snapshot_taken()
+        elif op.arena is not None:
+            job = WriteJob(name=op.name, rank=self._rank, arena=op.arena, files=op.tasks, directories=directories)
+            results = self._writer.write(job, self._look_around)
+        else:
+            raise SaveError(name=op.name, cause="there is no snapshot", rank=self._rank, phase="write")
         self.write_s = time.monotonic() - begun
         return {"files": [self._entry(result) for result in results], "items": dict(op.request.items)}
 
@@ -176,8 +176,9 @@ class Phases:
 
     def _look_around(self) -> None:
         self._give_up()
-        if self._op.copy is not None and self._op.copy.error is not None:
-            raise self._op.copy.error
+        error = self._op.error if self._op.copy is None else self._op.copy.error
+        if error is not None:
+            raise error
         now = time.monotonic()
         if now > self._deadline:
             cause = f"not done after {self._config.timeouts.lengthy_s:.0f} s (timeouts.lengthy_s)"

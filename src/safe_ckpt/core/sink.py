@@ -129,7 +129,7 @@ def _write_file(
     image = arena[task.offset : task.offset + task.length]
     hasher = _Hasher(task, image, options.chunk_bytes, progress, ready)
     try:
-        fd, direct = _create(task.path, options.direct)
+        fd, direct = create_file(task.path, options.direct)
         try:
             size = _write_image(fd, image, hasher, options, progress, direct=direct)
             progress.entered("fsync")
@@ -155,7 +155,8 @@ def sync_directory(path: str) -> None:
         os.close(fd)
 
 
-def _create(path: str, direct: bool) -> tuple[int, bool]:
+def create_file(path: str, direct: bool) -> tuple[int, bool]:
+    """Create a new, empty file for writing. Returns its descriptor, and whether it goes past the page cache."""
     # A new inode every time: a writer that was killed in an uninterruptible write may still finish that write later.
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -180,30 +181,36 @@ def _write_image(
     for start in range(0, body, options.chunk_bytes):
         end = min(start + options.chunk_bytes, body)
         hasher.wait_for(end)
-        _write_all(fd, image[start:end], start, progress, direct=direct)
+        write_all(fd, image[start:end], start, progress, direct=direct)
         unflushed += end - start
         if not direct and unflushed >= options.flush_every_bytes:
             os.fdatasync(fd)
             unflushed = 0
     hasher.wait_for(len(image))
     rest = bytes(image[body:]) + hasher.tail
-    _write_rest(fd, rest, body, progress, direct=direct)
+    write_rest(fd, rest, body, progress, direct=direct)
     return body + len(rest)
 
 
-def _write_rest(fd: int, rest: bytes, offset: int, progress: Progress, *, direct: bool) -> None:
+def write_rest(fd: int, rest: bytes, offset: int, progress: Progress, *, direct: bool) -> None:
+    """Write the end of a file, which need not be a whole number of pages."""
     if not rest:
         return
     padded = -(-len(rest) // PAGE) * PAGE if direct else len(rest)
     with mmap.mmap(-1, padded) as scratch:  # page-aligned, as direct I/O needs it
         scratch[: len(rest)] = rest
         with memoryview(scratch) as view:
-            _write_all(fd, view, offset, progress, direct=direct)
+            write_all(fd, view, offset, progress, direct=direct)
     if padded != len(rest):
         os.ftruncate(fd, offset + len(rest))
 
 
-def _write_all(fd: int, data: memoryview, offset: int, progress: Progress, *, direct: bool) -> None:
+def write_all(fd: int, data: memoryview, offset: int, progress: Progress, *, direct: bool) -> None:
+    """Write all of ``data``, however many calls that takes.
+
+    Raises:
+        OSError: as the operating system says, and when a write makes no progress.
+    """
     done = 0
     while done < len(data):
         with data[done:] as rest:
@@ -272,22 +279,14 @@ class _Hasher:
         crcs: dict[str, int] = {}
         hashes: dict[str, str] = {}
         for record in records:
-            digest = _RecordDigest()
+            digest = RecordDigest()
             self._absorb(record.header_offset, record.data_offset, [self._whole.update])
             end = record.data_offset + record.size
             self._absorb(record.data_offset, end, [self._whole.update, digest.update])
             self._image[end : record.end] = zip_format.descriptor(digest.crc, record.size)
             self._absorb(end, record.end, [self._whole.update])
             crcs[record.name], hashes[record.name] = digest.crc, digest.hexdigest()
-        return self._closing(records, crcs, hashes)
-
-    def _closing(self, records: Sequence[Record], crcs: dict[str, int], hashes: Mapping[str, str]) -> bytes:
-        task = self._task
-        manifest = json.dumps({**(task.manifest or {}), "records": dict(hashes)}, separators=(",", ":")).encode()
-        own = zip_format.place(task.manifest_name, len(manifest), len(self._image))
-        crcs[own.name] = zlib.crc32(manifest)
-        body = zip_format.local_header(own) + manifest + zip_format.descriptor(crcs[own.name], own.size)
-        return body + zip_format.closing([*records, own], crcs, own.end)
+        return closing_of(self._task, len(self._image), crcs, hashes)
 
     def _absorb(self, start: int, end: int, sinks: Sequence[Callable[[memoryview], None]]) -> None:
         for at in range(start, end, _HASH_BYTES):
@@ -324,14 +323,27 @@ class _Hasher:
             self._turn.notify_all()
 
 
-class _RecordDigest:
+def closing_of(task: FileTask, length: int, crcs: dict[str, int], hashes: Mapping[str, str]) -> bytes:
+    """What follows the ``length`` bytes of an archive's image: its manifest record and directory, up to the comment."""
+    manifest = json.dumps({**(task.manifest or {}), "records": dict(hashes)}, separators=(",", ":")).encode()
+    own = zip_format.place(task.manifest_name, len(manifest), length)
+    crcs[own.name] = zlib.crc32(manifest)
+    body = zip_format.local_header(own) + manifest + zip_format.descriptor(crcs[own.name], own.size)
+    return body + zip_format.closing([*(task.records or ()), own], crcs, own.end)
+
+
+class RecordDigest:
+    """CRC-32 and xxh3-128 of one record."""
+
     def __init__(self) -> None:
         self.crc = 0
         self._hash = xxhash.xxh3_128()
 
     def update(self, piece: memoryview) -> None:
+        """Take more bytes."""
         self.crc = zlib.crc32(piece, self.crc)
         self._hash.update(piece)
 
     def hexdigest(self) -> str:
+        """The xxh3-128."""
         return self._hash.hexdigest()

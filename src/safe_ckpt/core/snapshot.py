@@ -59,15 +59,25 @@ def lay_out(
     """
     arena.reserve(arena_bytes(images))
     memory = arena.memory
-    tasks: list[FileTask] = []
     moves: list[Move] = []
-    base = FIRST_BYTE
-    for image in images:
+    tasks = list_tasks(images, folder, manifest)
+    for image, task in zip(images, tasks, strict=True):
+        base = task.offset
         for offset, data in image.pieces:
             memory[base + offset : base + offset + len(data)] = data
         for offset, tensor in image.tensors:
             deferred = deferral is not None and deferral.covers(tensor)
             moves.append(Move(offset=base + offset, tensor=tensor, deferred=deferred))
+    end = arena_bytes(images)
+    witness = deferral.witness() if deferral is not None and any(move.deferred for move in moves) else None
+    return Snapshot(tasks=tasks, copy=Copy(name, arena, moves, end, witness))
+
+
+def list_tasks(images: Sequence[Image], folder: str, manifest: Mapping[str, Any]) -> list[FileTask]:
+    """What is to be written, with the places in an arena that would hold it all."""
+    tasks: list[FileTask] = []
+    base = FIRST_BYTE
+    for image in images:
         single = image.records is not None and image.manifest is not None
         tasks.append(
             FileTask(
@@ -80,8 +90,7 @@ def lay_out(
             )
         )
         base += _rounded(image.length)
-    witness = deferral.witness() if deferral is not None and any(move.deferred for move in moves) else None
-    return Snapshot(tasks=tasks, copy=Copy(name, arena, moves, base, witness))
+    return tasks
 
 
 def take(images: Sequence[Image], arena: Arena, folder: str, manifest: Mapping[str, Any]) -> list[FileTask]:

@@ -13,15 +13,19 @@ import functools
 import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from safe_ckpt.config import Timeouts, WriterConfig
 from safe_ckpt.core.control import read_mark
-from safe_ckpt.core.sink import FileResult, SinkOptions, sync_directory, write_file
+from safe_ckpt.core.layout import Image
+from safe_ckpt.core.sink import FileResult, FileTask, SinkOptions, sync_directory, write_file
+from safe_ckpt.core.streaming import stream_file
 from safe_ckpt.core.writer_child import Child, WriteJob, WriterEnded
+from safe_ckpt.core.zip_format import PAGE
 from safe_ckpt.errors import WriterError
 
 logger = logging.getLogger(__name__)
+_STREAM_BYTES = 64 << 20
 
 
 class Writer:
@@ -100,6 +104,28 @@ class Writer:
         logger.warning("the writer process ended %d times; writing in this process", self._config.max_respawns + 1)
         return self._write_here(job, stop)
 
+    def stream(
+        self,
+        files: Sequence[FileTask],
+        images: Sequence[Image],
+        directories: Sequence[str],
+        most_bytes: int,
+        stop: Callable[[], None],
+    ) -> list[FileResult]:
+        """Write ``files`` straight from their ``images``, in this process, with ``most_bytes`` of memory.
+
+        Raises:
+            OSError: the file system refused.
+        """
+        progress = _OwnProgress(self._moving(stop))
+        size = min(most_bytes, _STREAM_BYTES) // PAGE * PAGE
+        results = [
+            stream_file(image, task, size, self._options, progress) for image, task in zip(images, files, strict=True)
+        ]
+        for directory in directories:
+            sync_directory(directory)
+        return results
+
     def close(self) -> None:
         """End the process. Does not wait for a job."""
         self._drop_child()
@@ -113,16 +139,20 @@ class Writer:
         return json.dumps(plan).encode()
 
     def _write_here(self, job: WriteJob, stop: Callable[[], None]) -> list[FileResult]:
+        progress = _OwnProgress(self._moving(stop))
+        memory = memoryview(job.arena.memory)
+        ready = functools.partial(read_mark, memory)
+        results = [write_file(task, memory, self._options, progress, ready) for task in job.files]
+        for directory in job.directories:
+            sync_directory(directory)
+        return results
+
+    def _moving(self, stop: Callable[[], None]) -> Callable[[], None]:
         def move() -> None:
             self._moves += 1
             stop()
 
-        memory = memoryview(job.arena.memory)
-        ready = functools.partial(read_mark, memory)
-        results = [write_file(task, memory, self._options, _OwnProgress(move), ready) for task in job.files]
-        for directory in job.directories:
-            sync_directory(directory)
-        return results
+        return move
 
     def _drop_child(self) -> None:
         child, self._child = self._child, None
