@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core import direct, select
+from safe_ckpt.core import direct, items, select
 from safe_ckpt.core.commit import Link
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.layout import Image
@@ -26,7 +26,7 @@ from safe_ckpt.errors import (
     SafeCheckpointError,
     to_wire,
 )
-from safe_ckpt.lightning import dumping, resuming, stopping
+from safe_ckpt.lightning import dumping, overlapping, resuming, stopping
 from safe_ckpt.lightning.bookkeeping import Intents, Shadow
 from safe_ckpt.lightning.io import SafeCheckpointIO
 from safe_ckpt.lightning.signals import in_signal_handler
@@ -149,7 +149,9 @@ class TrainerSaver:
         self.settle()
         try:
             with self._within():
-                handle = self.engine.save(self._request(intents, weights_only=weights_only))
+                handle = self.engine.save(
+                    self._request(intents, weights_only=weights_only, overlap=self.training and not wait)
+                )
         except BaseException:
             if owner is not None and shadow is not None:
                 shadow.restore(owner)
@@ -275,6 +277,8 @@ class TrainerSaver:
         """The loops are about to run, and Lightning's own signal handlers are in place. Every rank calls this."""
         if not self.training:
             self.training = True
+            state = {"module": self._trainer.lightning_module, "optimizers": list(self._trainer.optimizers)}
+            self.engine.prepare(items.expected_bytes(state, rank=self.rank))
             self.engine.watch_signals(stopping.without_notifier)
 
     def claim_continuation(self) -> bool:
@@ -292,7 +296,7 @@ class TrainerSaver:
         if flight.owner is not None:
             flight.owner.settled(self._trainer, info)
 
-    def _request(self, intents: Intents, *, weights_only: bool | None) -> Request:
+    def _request(self, intents: Intents, *, weights_only: bool | None, overlap: bool) -> Request:
         primary = Path(os.path.abspath((intents.saves or [*intents.links, *intents.removals])[0]))
         root = self._root_of(primary)
         images: list[Image] = []
@@ -322,6 +326,7 @@ class TrainerSaver:
             notes=resuming.notes(root, links=links, doomed=doomed, weights_only=bool(weights_only)),
             view={"names": ", ".join([*intents.saves, *intents.links])},
             retain=lambda _: doomed,
+            deferral=overlapping.deferral(self._trainer, self.config.snapshot) if images and overlap else None,
         )
 
     def _root_of(self, path: Path) -> Root:
