@@ -10,6 +10,7 @@ times at random moments, with the random seed STEP.
 """
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -93,6 +94,63 @@ class Directories:
         return number_of(found) if info else 0
 
 
+class Live:
+    """A module and its optimizer, whose numbers all tell which save they belong to, and which go on after it."""
+
+    def __init__(self, number, size=3000):
+        self.model = torch.nn.Module()
+        self.model.w = torch.nn.Parameter(torch.full((size,), float(number)))
+        self.model.b = torch.nn.Parameter(torch.full((5,), -float(number)))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=0.9)
+        for parameter in self.model.parameters():
+            self.optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter.detach(), float(number))
+        self.state = {"model": self.model, "optimizer": self.optimizer, "epoch": number}
+
+    def step(self):
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer.step()
+
+    def number(self):
+        moments = [state["momentum_buffer"] for state in self.optimizer.state.values()]
+        found = {float(v) for t in (self.model.w, -self.model.b, *moments) for v in t.detach().unique()}
+        if found != {float(self.state["epoch"])}:
+            raise AssertionError(f"a mix: {found} and {self.state['epoch']}")
+        return self.state["epoch"]
+
+
+class Fast:
+    """The ways that do not copy everything first: overlapped with training, and straight from the tensors."""
+
+    old = True
+
+    def __init__(self, size, **settings):
+        self.size, self.config = size, dataclasses.replace(CONFIG, **settings)
+
+    def save(self, folder, number, reported=lambda: None):
+        live = Live(number, self.size)
+        with Checkpointer(folder, self.config) as ckpt:
+            handle = ckpt.save(number, live.state)
+            live.step()
+            handle.result()
+            reported()
+
+    def prepare(self, folder):
+        self.save(folder, 1)
+
+    def act(self, folder, reported):
+        self.save(folder, 2, reported)
+
+    def again(self, folder):
+        self.save(folder, 2)
+
+    def find(self, folder):
+        live = Live(0, self.size)
+        with Checkpointer(folder, self.config) as ckpt:
+            info = ckpt.resume(live.state)
+        return live.number() if info else 0
+
+
 class Files:
     """What the Lightning adapter does: one file with a second name, replacing others by either, and removing the old one."""
 
@@ -153,6 +211,8 @@ SCENARIOS = {
     "directory, next save and retention": Directories(old=True),
     "directory, replaced by an exchange": Directories(old=True, new_step=1),
     "directory, replaced by two renames": Directories(old=True, new_step=1, exchange=False),
+    "directory, overlapped with training": Fast(3000, snapshot="overlapped"),
+    "directory, straight from the tensors": Fast(300_000, max_host_bytes=1 << 20),
     "file, first save": Files(old=False),
     "file, next save, link and removal": Files(old=True),
     "file, replaced": Files(old=True, same_name=True),

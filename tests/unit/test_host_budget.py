@@ -1,0 +1,165 @@
+"""Host memory: made ready ahead of the first save, not larger than the state, and a budget that is kept."""
+
+import threading
+
+import pytest
+import torch
+
+from safe_ckpt import CheckpointConfig, Checkpointer
+from safe_ckpt.core import layout, snapshot
+from safe_ckpt.core.arena import GRANULE, Arena
+from safe_ckpt.core.control import read_mark
+from safe_ckpt.core.reading import digest_of, read_whole
+from safe_ckpt.core.sink import SinkOptions, write_file
+from safe_ckpt.core.streaming import stream_file
+from safe_ckpt.errors import ConfigError
+from support import run_script
+
+OPTIONS = SinkOptions(direct=True, chunk_bytes=1 << 20, flush_every_bytes=64 << 20)
+
+
+class Quiet:
+    def moved(self, count):
+        pass
+
+    def entered(self, phase):
+        pass
+
+
+def mixed():
+    shared = torch.randn(700_000)
+    return {
+        "large": torch.randn(900_001),
+        "turned": torch.randn(300, 500).t(),
+        "slices": [shared[:10], shared[5:]],
+        "small": [torch.tensor(3), torch.empty(0), torch.ones(3, dtype=torch.bool)],
+        "text": ("x", None, 2**70),
+    }
+
+
+IMAGES = {
+    "archive": lambda: layout.torch_image("x.pt", mixed(), strict=True, key="x"),
+    "single file": lambda: layout.single(layout.torch_image("x.pt", mixed(), strict=True, key="x"), "x.pt"),
+    "safetensors": lambda: layout.safetensors_image("x.safetensors", {"a": torch.randn(900_001), "b": torch.ones(3)}),
+    "json": lambda: layout.json_image("x.json", {"a": [1, 2.5, "x"]}),
+}
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+@pytest.mark.parametrize("buffer_bytes", [4096, 1 << 20, 64 << 20])
+def test_straight_from_the_tensors_gives_the_same_bytes(tmp_path, kind, buffer_bytes):
+    """A file that is streamed through a small buffer is, bit for bit, the one that is written from an arena."""
+    image = IMAGES[kind]()
+    arena = Arena()
+    (task,) = snapshot.take([image], arena, str(tmp_path), {"name": "x"})
+    from_arena = write_file(task, memoryview(arena.memory), OPTIONS, Quiet())
+    streamed = stream_file(image, task, buffer_bytes, OPTIONS, Quiet())
+    assert streamed == from_arena
+    assert digest_of(tmp_path / image.path, streamed.size_bytes) == streamed.xxh3_128
+    arena.close()
+
+
+def test_a_state_above_the_budget_is_saved_within_it(tmp_path):
+    """A state of 256 MiB under max_host_bytes of 8 MiB: saved and exact, with hardly more memory than the budget."""
+    done = run_script(
+        """
+        import sys, torch
+        from safe_ckpt import CheckpointConfig, Checkpointer
+
+        def peak():
+            return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) << 10
+
+        config = CheckpointConfig(max_host_bytes=8 << 20)
+        state = {"model": {f"w{i}": torch.full((1 << 22,), float(i)) for i in range(16)}}
+        with Checkpointer(sys.argv[1], config) as ckpt:
+            ckpt.save(1, {"warm": torch.ones(1 << 22)}).result()
+            before = peak()
+            handle = ckpt.save(2, state)
+            grown = peak() - before
+            for tensor in state["model"].values():
+                tensor.zero_()
+            handle.result()
+            ckpt.resume(state)
+        assert all(bool((tensor == i).all()) for i, tensor in enumerate(state["model"].values()))
+        print(grown >> 20)
+        """,
+        str(tmp_path / "exp"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 24
+
+
+def test_a_budget_below_a_mebibyte_is_refused():
+    """Said when the settings are made, with the key and what is allowed."""
+    with pytest.raises(ConfigError, match=r"max_host_bytes.*1048576"):
+        CheckpointConfig(max_host_bytes=1000)
+
+
+def test_memory_is_ready_before_the_first_save(tmp_path):
+    """A resume on a fresh run makes room for the state, with what the optimizer will hold; the first save grows nothing."""
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    with Checkpointer(tmp_path, CheckpointConfig()) as ckpt:
+        (arena,) = ckpt._engine._free
+        assert ckpt.resume(state) is None
+        for thread in threading.enumerate():
+            if thread.name == "safe_ckpt-prepare":
+                thread.join(30)
+        ready = arena.size
+        model(torch.randn(2, 1024)).sum().backward()
+        optimizer.step()
+        ckpt.save(1, state).result(timeout_s=60)
+        size = sum(t.nbytes for t in model.parameters()) * 3
+        assert arena.size == ready
+        assert size <= ready <= size + (64 << 20)
+
+
+def test_memory_that_is_being_made_ready_does_not_stand_in_the_way(tmp_path):
+    """A save right behind, a second preparation, a close: all fine."""
+    for _ in range(5):
+        with Checkpointer(tmp_path, CheckpointConfig()) as ckpt:
+            ckpt.prepare({"w": torch.empty(64 << 20, dtype=torch.uint8)})
+            ckpt.prepare({"w": torch.empty(65 << 20, dtype=torch.uint8)})
+            ckpt.save(1, {"w": torch.ones(5)})
+        with Checkpointer(tmp_path, CheckpointConfig()) as ckpt:
+            ckpt.prepare({"w": torch.empty(64 << 20, dtype=torch.uint8)})
+
+
+def test_an_arena_tells_how_far_it_is_filled():
+    """The mark is zero before the copying and the end after it; a second save of the same arena starts from zero again."""
+    arena = Arena()
+    image = IMAGES["archive"]()
+    for _ in range(2):
+        plan = snapshot.lay_out([image], arena, "x", {})
+        assert read_mark(memoryview(arena.memory)) == 0
+        plan.copy.run()
+        assert read_mark(memoryview(arena.memory)) == snapshot.arena_bytes([image])
+    assert arena.size % GRANULE == 0
+    arena.close()
+
+
+def test_reading_finds_the_end_of_a_shorter_file(tmp_path):
+    """A file that is cut off gives another digest and zeros behind its end, whatever its length."""
+    for length in (0, 1, 4096, 4097, (1 << 20) + 1, (40 << 20) + 5):
+        data = torch.randint(0, 256, (length,), dtype=torch.uint8).numpy().tobytes()
+        file = tmp_path / "x"
+        file.write_bytes(data)
+        memory, digest = read_whole(file, length)
+        assert memory[:length] == data
+        assert digest == digest_of(file, length)
+        if length:
+            file.write_bytes(data[:-1])
+            assert read_whole(file, length)[1] != digest
+            assert digest_of(file, length) != digest
+
+
+def test_reading_without_direct_io_gives_the_same(tmp_path, monkeypatch):
+    """Where a file system refuses to be read past the page cache, it is read through it."""
+    file = tmp_path / "x"
+    data = bytes(range(256)) * (1 << 14)
+    file.write_bytes(data + b"end")
+    expected = read_whole(file, len(data) + 3)
+    monkeypatch.delattr("os.O_DIRECT")
+    memory, digest = read_whole(file, len(data) + 3)
+    assert (memory[: len(data) + 3], digest) == (data + b"end", expected[1])

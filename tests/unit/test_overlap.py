@@ -1,0 +1,358 @@
+"""Overlapped snapshots: what is written is the state at the moment of ``save``, whatever the optimizer does afterwards."""
+
+import copy
+import gc
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from safe_ckpt import CheckpointConfig, Checkpointer
+from safe_ckpt.core import gate
+from safe_ckpt.core.copying import Copy
+from safe_ckpt.core.overlap import Deferral, expected_state_bytes
+from safe_ckpt.errors import SaveError
+
+OVERLAPPED = CheckpointConfig(snapshot="overlapped", record_events=False)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.first = nn.Linear(16, 32)
+        self.frozen = nn.Linear(32, 32).requires_grad_(False)
+        self.last = nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.last(self.frozen(self.first(self.norm(self.embedding(x))).relu()))
+
+
+def loss_of(net):
+    return net(torch.randint(0, 8, (32,))).square().mean()
+
+
+def train(net, optimizer, steps=1):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(net).backward()
+        optimizer.step()
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.equal(other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def states(state):
+    return {name: copy.deepcopy(value.state_dict()) for name, value in state.items()}
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Copies begin only when a step stands at the gate: without a gate they would never begin, or see what comes after."""
+    reached = threading.Event()
+    passing, copying = Copy.pass_gate, Copy.run_deferred
+
+    def pass_gate(self, timeout_s):
+        reached.set()
+        passing(self, timeout_s)
+
+    def run_deferred(self):
+        assert reached.wait(30)
+        copying(self)
+
+    monkeypatch.setattr(Copy, "pass_gate", pass_gate)
+    monkeypatch.setattr(Copy, "run_deferred", run_deferred)
+    return reached
+
+
+def saved(folder, state, go_on):
+    """Save, go on, and return whether what comes back is what was there at the save."""
+    with Checkpointer(folder, OVERLAPPED) as ckpt:
+        expected = states(state)
+        handle = ckpt.save(1, state)
+        go_on()
+        handle.result(timeout_s=60)
+        assert not same(states(state), expected), "nothing has changed: this proves nothing"
+        ckpt.resume(state)
+    return same(states(state), expected)
+
+
+OPTIMIZERS = {
+    "adamw foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "adam for-loop": lambda p: torch.optim.Adam(p, foreach=False, amsgrad=True),
+    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "rmsprop": torch.optim.RMSprop,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_next_step_waits_for_the_copy(tmp_path, late, name):
+    """Fused, foreach and plain: no step changes what is still to be copied; buffers and frozen parameters are right too."""
+    net = Net()
+    optimizer = OPTIMIZERS[name]([p for p in net.parameters() if p.requires_grad])
+    train(net, optimizer)
+    assert saved(tmp_path, {"model": net, "optimizer": optimizer}, lambda: train(net, optimizer, 3))
+
+
+def test_forward_and_backward_do_not_wait(tmp_path, late):
+    """While the copy has not begun, any number of backward passes run: gradients may be accumulated. The step waits."""
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer)
+
+    def go_on():
+        for _ in range(4):
+            loss_of(net).backward()
+        assert not late.is_set()
+        optimizer.step()
+
+    assert saved(tmp_path, {"model": net, "optimizer": optimizer}, go_on)
+
+
+def test_a_closure_is_evaluated_before_the_wait(tmp_path, late):
+    """Optimizers that are given forward and backward as a closure, as Lightning does, wait behind it and not before."""
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    train(net, optimizer)
+    seen = []
+
+    def closure():
+        seen.append(late.is_set())
+        optimizer.zero_grad()
+        loss = loss_of(net)
+        loss.backward()
+        return loss
+
+    assert saved(tmp_path, {"model": net, "optimizer": optimizer}, lambda: optimizer.step(closure))
+    assert seen == [False]
+
+
+def test_an_optimizer_that_nobody_knows_waits_at_its_entry(tmp_path, late):
+    """One that may change parameters before it evaluates its closure waits first; its own parameters are copied at once."""
+
+    class Sam(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.add_(1.0)
+            return super().step(closure)
+
+    net = Net()
+    known = torch.optim.AdamW(net.first.parameters())
+    sam = Sam(net.last.parameters(), lr=0.1)
+    loss_of(net).backward()
+    known.step()
+
+    def go_on():
+        sam.step(lambda: loss_of(net))
+        known.step()
+
+    state = {"model": net, "known": known, "sam": sam}
+    assert saved(tmp_path, state, go_on)
+    assert late.is_set()
+
+
+def test_two_optimizers_that_step_in_turn(tmp_path, late):
+    """Whichever steps first waits for all of the copy."""
+    one, other = Net(), Net()
+    first, second = torch.optim.AdamW(one.parameters()), torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    train(one, first)
+    train(other, second)
+
+    def go_on():
+        train(other, second)
+        train(one, first)
+
+    assert saved(tmp_path, {"g": one, "d": other, "g_opt": first, "d_opt": second}, go_on)
+
+
+def test_averages_and_swaps_are_not_deferred(tmp_path, late):
+    """An averaged copy of the model belongs to no optimizer: it is copied at once, and may be updated before the step."""
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer)
+    average = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    average.update_parameters(net)
+    train(net, optimizer)
+
+    def go_on():
+        average.update_parameters(net)
+        assert not late.is_set()
+        train(net, optimizer)
+
+    assert saved(tmp_path, {"model": net, "average": average, "optimizer": optimizer}, go_on)
+
+
+def test_steps_within_backward(tmp_path, late):
+    """An optimizer per parameter, stepped by a hook while gradients are made: nothing of it is deferred."""
+    net = Net()
+    trained = [p for p in net.parameters() if p.requires_grad]
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in trained}
+
+    def step_now(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(step_now)
+    whole = torch.optim.SGD(trained, lr=0.1)
+    assert not Deferral([net], [whole])
+    assert saved(tmp_path, {"model": net, "whole": whole}, lambda: loss_of(net).backward())
+
+
+def test_gradient_scaler_and_scheduler(tmp_path, late):
+    """Steps that come through a GradScaler or a wrapped method pass the gate as well."""
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scaler = torch.amp.GradScaler("cpu")
+    train(net, optimizer)
+
+    def go_on():
+        optimizer.zero_grad()
+        scaler.scale(loss_of(net)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+
+    assert saved(tmp_path, {"model": net, "optimizer": optimizer, "scheduler": scheduler}, go_on)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_step(tmp_path, late):
+    """``torch.compile`` of the step keeps the gate, also when it was compiled while nothing was being copied."""
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer)
+    step = torch.compile(optimizer.step, backend="eager")
+    loss_of(net).backward()
+    step()
+    assert saved(tmp_path, {"model": net, "optimizer": optimizer}, step)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda net: net.first.weight.data.mul_(2),
+        lambda net: net.first.weight.detach().zero_(),
+        lambda net: net.load_state_dict(Net().state_dict()),
+    ],
+    ids=["through .data", "in place", "load_state_dict"],
+)
+def test_an_edit_past_the_gate_fails_the_save(tmp_path, monkeypatch, edit):
+    """Parameters that are changed by hand while they are copied: the save fails and says which, and nothing is committed."""
+    edited = threading.Event()
+    copying = Copy.run_deferred
+    monkeypatch.setattr(Copy, "run_deferred", lambda self: (edited.wait(30), copying(self)))
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer)
+    with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
+        handle = ckpt.save(1, {"model": net, "optimizer": optimizer})
+        edit(net)
+        edited.set()
+        with pytest.raises(SaveError, match=r"parameter .* changed while it was copied"):
+            handle.result(timeout_s=60)
+        ckpt.save(2, {"model": net, "optimizer": optimizer}).result(timeout_s=60)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir() and path.name != ".safe_ckpt"] == [
+        "step-00000002"
+    ]
+
+
+def test_a_copy_that_never_ends_does_not_hold_training_for_ever(tmp_path, monkeypatch):
+    """After barrier_s the step goes on; the save has failed, since its copy was not complete."""
+    stuck = threading.Event()
+    copying = Copy.run_deferred
+    monkeypatch.setattr(Copy, "run_deferred", lambda self: (stuck.wait(30), copying(self)))
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer)
+    config = CheckpointConfig.from_mapping({"snapshot": "overlapped", "timeouts": {"barrier_s": 0.5}})
+    with Checkpointer(tmp_path, config) as ckpt:
+        handle = ckpt.save(1, {"model": net, "optimizer": optimizer})
+        train(net, optimizer)
+        stuck.set()
+        with pytest.raises(SaveError, match="not complete after"):
+            handle.result(timeout_s=60)
+
+
+def test_what_may_change_in_forward_is_copied_at_once():
+    """Buffers, frozen parameters, a renormed embedding and what is tied to it, counters: none of them is deferred."""
+    net = Net()
+    net.embedding.max_norm = 1.0
+    net.tied = nn.Linear(16, 8, bias=False)
+    net.tied.weight = net.embedding.weight
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
+    train(net, optimizer)
+    found = Deferral([net], [optimizer])
+    assert found.covers(net.first.weight)
+    assert found.covers(optimizer.state[net.first.weight]["exp_avg"])
+    for tensor in (net.embedding.weight, net.tied.weight, net.frozen.weight, net.norm.running_mean):
+        assert not found.covers(tensor)
+    assert not found.covers(optimizer.state[net.first.weight]["step"])
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        torch.optim.LBFGS,
+        lambda p: torch.optim.AdamW(p, capturable=True),
+        type("Mine", (torch.optim.AdamW,), {}),
+    ],
+    ids=["LBFGS", "capturable", "a subclass"],
+)
+def test_optimizers_that_are_not_known_defer_nothing(optimizer):
+    """Several closures, steps captured in a graph, code of the user's: everything is copied at once."""
+    net = Net()
+    assert not Deferral([net], [optimizer(list(net.first.parameters()))])
+
+
+def test_state_dicts_are_copied_at_once(tmp_path):
+    """Without the module and the optimizer themselves nothing is known of who changes what."""
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer)
+    with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
+        handle = ckpt.save(1, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
+        handle.wait_snapshot(timeout_s=0)
+        handle.result(timeout_s=60)
+
+
+def test_the_size_after_the_first_step_is_known_before_it():
+    """Host memory can be made ready before an optimizer has any state."""
+    net = Net()
+    for make in OPTIMIZERS.values():
+        optimizer = make([p for p in net.parameters() if p.requires_grad])
+        before = expected_state_bytes(optimizer)
+        train(net, optimizer)
+        after = sum(v.nbytes for state in optimizer.state.values() for v in state.values() if v.dim())
+        if not isinstance(optimizer, torch.optim.RMSprop):
+            assert before == after
+        assert expected_state_bytes(optimizer) >= after
+
+
+def test_no_tensor_is_kept_alive_by_a_finished_save(tmp_path):
+    """Neither the gate nor a handle holds on to what was saved."""
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer)
+    with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
+        ckpt.save(1, {"model": net, "optimizer": optimizer}).result(timeout_s=60)
+        train(net, optimizer)
+        assert gate._pending == ()
+        gone = []
+        torch.utils.weak.weakref.finalize(net, lambda: gone.append(1))
+        del net, optimizer
+        gc.collect()
+        assert gone
