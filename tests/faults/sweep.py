@@ -373,6 +373,7 @@ def record(storage, folder, scenario):
 def main():
     kit, folder, name, fault, first, step = sys.argv[1:7]
     torch.set_num_threads(1)
+    Live(0).step()  # the first step imports for two seconds: once here, and not in every trial
     storage = FaultyStorage(Path(kit))
     scenario = SCENARIOS[name]
     if fault == "random":
