@@ -74,7 +74,8 @@ class Entry:
 ENTRIES = {
     "safe_ckpt overlapped": Entry("ours", "ours", "Directory", ("overlapped",)),
     "safe_ckpt eager": Entry("ours", "ours", "Directory", ("eager",)),
-    "safe_ckpt Lightning .ckpt": Entry("ours", "ours", "SingleFile"),
+    "safe_ckpt Lightning .ckpt overlapped": Entry("ours", "ours", "SingleFile", ("overlapped",)),
+    "safe_ckpt Lightning .ckpt eager": Entry("ours", "ours", "SingleFile", ("eager",)),
     "torch_checkpointing": Entry("asynchronous peer", "torch_checkpointing_peer", "Manager"),
     "torch_checkpointing prewarmed": Entry("asynchronous peer", "torch_checkpointing_peer", "Prewarmed"),
     "torch_checkpointing direct I/O": Entry("asynchronous peer", "torch_checkpointing_peer", "DirectIO"),

@@ -7,9 +7,10 @@ import torch
 from backends import Way
 
 from safe_ckpt import CheckpointConfig, Checkpointer
-from safe_ckpt.core import layout
+from safe_ckpt.core import items, layout
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.operation import Request, SaveHandle
+from safe_ckpt.core.overlap import Deferral
 
 TIMEOUT_S = 300.0
 
@@ -19,17 +20,15 @@ class Directory(Way):
 
     _handle: SaveHandle
 
-    def __init__(self, snapshot: str) -> None:
-        self._options: dict[str, Any] = {} if snapshot == "eager" else {"snapshot": snapshot}
+    def __init__(self, snapshot: Any) -> None:
+        self._config = CheckpointConfig(snapshot=snapshot)
 
     def open(self) -> None:
-        self._ckpt = Checkpointer(self.folder / "checkpoints", CheckpointConfig(**self._options))
+        self._ckpt = Checkpointer(self.folder / "checkpoints", self._config)
         self._objects = {"model": self.model, "optimizer": self.optimizer}
 
     def prepare(self) -> None:
-        prepare = getattr(self._ckpt, "prepare", None)
-        if prepare is not None:
-            prepare(self._objects)
+        self._ckpt.prepare(self._objects)
 
     def save(self, step: int) -> None:
         self._handle = self._ckpt.save(step, self._objects)
@@ -50,16 +49,30 @@ class SingleFile(Way):
     _handle: SaveHandle
     _path: Path
 
+    def __init__(self, snapshot: Any) -> None:
+        self._config = CheckpointConfig(snapshot=snapshot)
+
     def open(self) -> None:
-        self._engine = Engine(CheckpointConfig())
+        self._engine = Engine(self._config)
         self._root = self._engine.hold(self.folder / "checkpoints")
+
+    def prepare(self) -> None:
+        self._engine.prepare(items.expected_bytes({"model": self.model, "optimizer": self.optimizer}, rank=0))
 
     def save(self, step: int) -> None:
         self._path = self._root.path / f"step={step}.ckpt"
         image = layout.torch_image(self._path.name, self.state(), strict=False, key="checkpoint")
         images = [layout.single(image, self._path.name)]
+        overlapped = self._config.snapshot == "overlapped"
         self._handle = self._engine.save(
-            Request(root=self._root, path=self._path, kind="file", step=step, images=images)
+            Request(
+                root=self._root,
+                path=self._path,
+                kind="file",
+                step=step,
+                images=images,
+                deferral=Deferral([self.model], [self.optimizer]) if overlapped else None,
+            )
         )
 
     def finish(self) -> None:
