@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -40,6 +41,19 @@ def evict(paths: Iterable[Path]) -> None:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
+
+
+def first_touch_seconds(size: int) -> float:
+    """How long the kernel takes to hand out fresh memory: what every page cache and every new buffer pays for.
+
+    Next to nothing on most machines; seconds per GiB on a virtual one that gives what is freed back to its host.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    begun = time.perf_counter()
+    memory = mmap.mmap(-1, size, flags=flags)
+    taken = time.perf_counter() - begun
+    memory.close()
+    return taken
 
 
 def faulted_memory(size: int) -> mmap.mmap:

@@ -78,7 +78,7 @@ class Figures:
         return int(next((run["state_bytes"] for run in runs if "error" not in run), asked_for))
 
     def reference(self, column: str, mode: str) -> Spread | None:
-        """``memcpy_s`` or ``direct_write_s``."""
+        """``memcpy_s``, ``first_touch_s`` or ``direct_write_s``."""
         runs = [run for run in self.results["references"] if run["mode"] == mode and "error" not in run]
         values = [seconds for run in runs for seconds in run[column]]
         return Spread.of(values) if values else None

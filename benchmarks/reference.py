@@ -1,5 +1,7 @@
 """What no way to save can beat: a warm copy of the state in memory, and a write of as many bytes past the page cache.
 
+Besides, what fresh memory of that size costs; the ways that write through the page cache pay for that.
+
 python benchmarks/reference.py --mebibytes 128
 """
 
@@ -10,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from disk import faulted_memory, rounded_to_pages, sync_file, write_direct
+from disk import faulted_memory, first_touch_seconds, rounded_to_pages, sync_file, write_direct
 from training import Training, copy_seconds
 
 
@@ -37,6 +39,7 @@ def main() -> None:
     options = parser.parse_args()
     training = Training(options.mebibytes, 0 if options.calibrate else 8)
     copies = copy_seconds(list(training.tensors()), times=options.times + 1)[1:]
+    fresh = [first_touch_seconds(training.state_bytes) for _ in range(options.times)]
     options.folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=options.folder.resolve()))
     try:
@@ -49,6 +52,7 @@ def main() -> None:
                 "state_bytes": training.state_bytes,
                 "batch": training.batch,
                 "memcpy_s": copies,
+                "first_touch_s": fresh,
                 "direct_write_s": writes,
             }
         )
