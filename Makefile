@@ -24,8 +24,9 @@ lint: .venv/ready  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv/ready  ## what a save costs, as ratios measured in one run
-	$(BIN)/python benchmarks/save.py
+bench: .venv/ready  ## what a save costs, against every peer that installs; BENCH=--quick to see that it works
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[bench]'
+	$(BIN)/python benchmarks/bench.py $(BENCH)
 
 examples: .venv/ready  ## run every example, twice where it resumes
 	rm -rf runs/examples

@@ -1,0 +1,128 @@
+"""From raw runs to medians with their spread, and ratios between them. Pure."""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import backends
+
+GIB = 1 << 30
+Results = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median and the extremes around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Spread":
+        ordered = sorted(values)
+        return cls(statistics.median(ordered), ordered[0], ordered[-1])
+
+
+def _each(column: str) -> Callable[[Results], list[float]]:
+    return lambda run: [save[column] for save in run["saves"]]
+
+
+COLUMNS: dict[str, Callable[[Results], list[float]]] = {
+    "call": _each("call_s"),
+    "gate": _each("gate_s"),
+    "stolen": _each("stolen_s"),
+    "lost": _each("lost_s"),
+    "durable": _each("durable_s"),
+    "call + gate": lambda run: [save["call_s"] + save["gate_s"] for save in run["saves"]],
+    "first call + gate": lambda run: [run["first"]["call_s"] + run["first"]["gate_s"]],
+}
+
+
+class Figures:
+    """What one invocation of the benchmark measured.
+
+    Args:
+        results: as they are in the JSON file.
+    """
+
+    def __init__(self, results: Results) -> None:
+        self.results = results
+        self.loops = [run for run in results["loops"] if "error" not in run]
+        self.modes = [mode for mode in ("quiet", "loaded") if any(run["mode"] == mode for run in self.loops)]
+        self.ways = [way for way in backends.ENTRIES if any(run["way"] == way for run in self.loops)]
+
+    def errors(self) -> dict[str, str]:
+        """The first error of every way that failed."""
+        found: dict[str, str] = {}
+        for run in self.results["loops"]:
+            if "error" in run:
+                found.setdefault(run["way"], run["error"])
+        return found
+
+    def seconds(self, way: str, mode: str, column: str) -> Spread | None:
+        """Over all saves of all rounds."""
+        values = [s for run in self.loops if (run["way"], run["mode"]) == (way, mode) for s in COLUMNS[column](run)]
+        return Spread.of(values) if values else None
+
+    def per_gib(self, way: str, mode: str, column: str) -> Spread | None:
+        found = self.seconds(way, mode, column)
+        scale = GIB / self.state_bytes
+        return found and Spread(found.median * scale, found.low * scale, found.high * scale)
+
+    @property
+    def state_bytes(self) -> int:
+        runs = [*self.loops, *self.results["references"]]
+        asked_for = self.results["settings"]["mebibytes"] << 20
+        return int(next((run["state_bytes"] for run in runs if "error" not in run), asked_for))
+
+    def reference(self, column: str, mode: str) -> Spread | None:
+        """``memcpy_s``, ``first_touch_s`` or ``direct_write_s``."""
+        runs = [run for run in self.results["references"] if run["mode"] == mode and "error" not in run]
+        values = [seconds for run in runs for seconds in run[column]]
+        return Spread.of(values) if values else None
+
+    def best_peer(self, column: str, mode: str, kinds: Iterable[str], without: str = "") -> tuple[str, float] | None:
+        """The peer with the lowest median, and that median."""
+        found = []
+        for way in self.ways:
+            spread = self.seconds(way, mode, column)
+            if backends.ENTRIES[way].kind in kinds and spread and not (without and way.endswith(without)):
+                found.append((spread.median, way))
+        return (min(found)[1], min(found)[0]) if found else None
+
+    def ratio(self, way: str, mode: str, column: str, base: float | None) -> float | None:
+        """Of medians. None without a base; noise can make what was stolen negative, and then there is no ratio."""
+        spread = self.seconds(way, mode, column)
+        return spread.median / base if spread and base is not None and base > 0 else None
+
+    def memory(self, way: str, column: str) -> int | None:
+        """The most over all rounds."""
+        return max((int(run["memory"][column]) for run in self.loops if run["way"] == way), default=None)
+
+
+ASYNCHRONOUS = ("asynchronous peer",)
+PEERS = ("asynchronous peer", "synchronous peer")
+
+
+def ratios(figures: Figures, way: str, mode: str) -> dict[str, float | None]:
+    """The columns of the table that compare."""
+
+    def best(column: str, kinds: Iterable[str]) -> float | None:
+        peer = figures.best_peer(column, mode, kinds)
+        return peer[1] if peer else None
+
+    def of(spread: Spread | None) -> float | None:
+        return spread.median if spread else None
+
+    direct, memcpy = of(figures.reference("direct_write_s", mode)), of(figures.reference("memcpy_s", mode))
+    return {
+        "lost x best async peer": figures.ratio(way, mode, "lost", best("lost", ASYNCHRONOUS)),
+        "first call + gate x best peer": figures.ratio(
+            way, mode, "first call + gate", best("first call + gate", PEERS)
+        ),
+        "durable x O_DIRECT": figures.ratio(way, mode, "durable", direct),
+        "durable x best async peer": figures.ratio(way, mode, "durable", best("durable", ASYNCHRONOUS)),
+        "call x memcpy": figures.ratio(way, mode, "call", memcpy),
+    }

@@ -1,0 +1,48 @@
+"""What importing safe_ckpt adds to ``import torch``, in fresh interpreters that take turns.
+
+``import safe_ckpt`` loads next to nothing until a name is used, so the first use of ``Checkpointer`` is counted too.
+
+python benchmarks/imports.py
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+
+PLAIN = "import time; a = time.perf_counter(); import torch; print(time.perf_counter() - a)"
+OURS = (
+    "import time; a = time.perf_counter(); import torch; b = time.perf_counter(); import safe_ckpt; "
+    "c = time.perf_counter(); safe_ckpt.Checkpointer; d = time.perf_counter(); print(d - a, c - b, d - b)"
+)
+
+
+def timed(program: str) -> list[float]:
+    command = [sys.executable, "-c", program]
+    return [float(x) for x in subprocess.run(command, capture_output=True, check=True, text=True).stdout.split()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    timed(OURS)  # byte code and page cache
+    runs = [(*timed(PLAIN), *timed(OURS)) for _ in range(options.rounds)]
+    plain, both, bare, used = (list(column) for column in zip(*runs, strict=True))
+    print(
+        json.dumps(
+            {
+                "torch_s": plain,
+                "torch_and_safe_ckpt_s": both,
+                "import_safe_ckpt_s": bare,
+                "import_and_first_use_s": used,
+                "difference_of_medians_s": statistics.median(both) - statistics.median(plain),
+                "added_s": statistics.median(used),  # the difference has the noise of two imports of torch
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""safe_ckpt: through ``Checkpointer``, and the single file that the Lightning callback writes."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from backends import Way
+
+from safe_ckpt import CheckpointConfig, Checkpointer
+from safe_ckpt.core import items, layout
+from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.operation import Request, SaveHandle
+from safe_ckpt.core.overlap import Deferral
+
+TIMEOUT_S = 300.0
+
+
+class Directory(Way):
+    """Every checkpoint is kept, as with the peers: deleting is in nobody's figures."""
+
+    _handle: SaveHandle
+
+    def __init__(self, snapshot: Any) -> None:
+        self._config = CheckpointConfig(snapshot=snapshot)
+
+    def open(self) -> None:
+        self._ckpt = Checkpointer(self.folder / "checkpoints", self._config)
+        self._objects = {"model": self.model, "optimizer": self.optimizer}
+
+    def prepare(self) -> None:
+        self._ckpt.prepare(self._objects)
+
+    def save(self, step: int) -> None:
+        self._handle = self._ckpt.save(step, self._objects)
+
+    def finish(self) -> None:
+        self._handle.result(timeout_s=TIMEOUT_S)
+
+    def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._ckpt.resume({"model": model, "optimizer": optimizer})
+
+    def close(self) -> None:
+        self._ckpt.close()
+
+
+class SingleFile(Way):
+    """What ``SafeCheckpointCallback`` asks of the engine, without a Trainer around it."""
+
+    _handle: SaveHandle
+    _path: Path
+
+    def __init__(self, snapshot: Any) -> None:
+        self._config = CheckpointConfig(snapshot=snapshot)
+
+    def open(self) -> None:
+        self._engine = Engine(self._config)
+        self._root = self._engine.hold(self.folder / "checkpoints")
+
+    def prepare(self) -> None:
+        self._engine.prepare(items.expected_bytes({"model": self.model, "optimizer": self.optimizer}, rank=0))
+
+    def save(self, step: int) -> None:
+        self._path = self._root.path / f"step={step}.ckpt"
+        image = layout.torch_image(self._path.name, self.state(), strict=False, key="checkpoint")
+        images = [layout.single(image, self._path.name)]
+        overlapped = self._config.snapshot == "overlapped"
+        self._handle = self._engine.save(
+            Request(
+                root=self._root,
+                path=self._path,
+                kind="file",
+                step=step,
+                images=images,
+                deferral=Deferral([self.model], [self.optimizer]) if overlapped else None,
+            )
+        )
+
+    def finish(self) -> None:
+        self._handle.result(timeout_s=TIMEOUT_S)
+
+    def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        state = torch.load(self._path, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    def close(self) -> None:
+        self._engine.close()

@@ -1,0 +1,124 @@
+"""A training loop that is the same every time: an MLP with AdamW, of a given size of parameters and Adam state."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+FORWARD_X_COPY = 6.0  # with every core busy the copy takes a multiple of its time alone
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step, in seconds; the gate is what passed before the optimizer began to change anything."""
+
+    total_s: float
+    gate_s: float
+
+
+class Training:
+    """Deterministic; runs on one thread, so that the other cores are free or busy as the benchmark wants it.
+
+    Args:
+        mebibytes: size of parameters and Adam state together, about.
+        batch: rows per step; 0 chooses it so that forward and backward last clearly longer than a copy of the state.
+    """
+
+    def __init__(self, mebibytes: int, batch: int = 0) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        parameters = mebibytes * (1 << 20) // 12
+        self._width = max((w for w in (256, 512, 1024, 2048) if parameters // (w * w) >= 8), default=256)
+        layers = max(1, round(parameters / (self._width * (self._width + 1))))
+        blocks = [(torch.nn.Linear(self._width, self._width), torch.nn.Tanh()) for _ in range(layers)]
+        self.model = torch.nn.Sequential(*(part for block in blocks for part in block))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self._rows(batch or 8)
+        self._begun = self._updating = 0.0
+        self.step()  # makes Adam's state
+        self.batch = batch or self._calibrate()
+
+    def step(self, gate: Callable[[], None] | None = None) -> Step:
+        begun = time.perf_counter()
+        self.forward_backward()
+        # Moved to the end of the optimizer's hooks, so that whatever else waits in a hook has waited when it runs.
+        hook = self.optimizer.register_step_pre_hook(self._mark)
+        gated = time.perf_counter()
+        if gate is not None:
+            gate()
+        self.optimizer.step()
+        hook.remove()
+        return Step(time.perf_counter() - begun, self._updating - gated)
+
+    def forward_backward(self) -> None:
+        # Gradients keep their memory: fresh pages in every step would only add noise.
+        self.optimizer.zero_grad(set_to_none=False)
+        torch.nn.functional.mse_loss(self.model(self._inputs), self._targets).backward()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield from (parameter.data for parameter in self.model.parameters())
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def digest(self) -> dict[str, Any]:
+        """All of the state, a hash of its bits in place of every tensor.
+
+        Not a clone: that much fresh memory in the allocator's heap makes all later steps slower or faster.
+        """
+        return _digest({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
+
+    def scramble(self) -> None:
+        """Leave nothing from which a load that loads nothing could look right."""
+        with torch.no_grad():
+            for tensor in self.tensors():
+                tensor.fill_(7)
+        for group in self.optimizer.param_groups:
+            group["lr"] = 7.0
+
+    def _mark(self, *_: Any) -> None:
+        self._updating = time.perf_counter()
+
+    def _rows(self, batch: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self._inputs = torch.randn(batch, self._width, generator=generator)
+        self._targets = torch.randn(batch, self._width, generator=generator)
+
+    def _calibrate(self) -> int:
+        copy_s = min(copy_seconds(list(self.tensors()), times=3))
+        batch = 8
+        while True:
+            self._rows(batch)
+            self.forward_backward()
+            begun = time.perf_counter()
+            self.forward_backward()
+            if time.perf_counter() - begun >= FORWARD_X_COPY * copy_s:
+                return batch
+            batch += batch // 2
+
+
+def copy_seconds(tensors: list[torch.Tensor], *, times: int) -> list[float]:
+    """How long a copy of the tensors to memory in use takes, on as many threads as torch has."""
+    targets = [tensor.clone() for tensor in tensors]
+    taken = []
+    with torch.no_grad():
+        for _ in range(times):
+            begun = time.perf_counter()
+            torch._foreach_copy_(targets, tensors)
+            taken.append(time.perf_counter() - begun)
+    return taken
+
+
+def _digest(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        bits = value.detach().contiguous().reshape(-1).view(torch.uint8)  # not by value: 0.0 is equal to -0.0
+        return str(value.dtype), tuple(value.shape), xxhash.xxh3_128(bits.numpy()).hexdigest()
+    if isinstance(value, dict):
+        return {key: _digest(item) for key, item in value.items()}
+    return [_digest(item) for item in value] if isinstance(value, list | tuple) else value
