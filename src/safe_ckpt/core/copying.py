@@ -60,7 +60,7 @@ class Copy:
         held = self._later[0].offset if self._later else self._end
         try:
             self._devices.begin(self._later)
-            self._copy(self._now, held, threads=True)
+            self._copy(self._now, held, aside=False)
             self._mark(held)
         except BaseException as error:
             self.fail(error)
@@ -74,7 +74,7 @@ class Copy:
         """Copy the rest, on any thread."""
         try:
             # Not to its very end: the save must not succeed before the witness was heard.
-            self._copy(self._later, self._end - 1, threads=False)
+            self._copy(self._later, self._end - 1, aside=True)
             self._hear()
             self._mark(self._end)
         except BaseException as error:  # it belongs to the thread that saves
@@ -113,19 +113,24 @@ class Copy:
                 cause += 'Change it after handle.wait_snapshot(), or use snapshot="eager"'
                 self.fail(SaveError(name=self._name, cause=cause, phase="snapshot"))
 
-    def _copy(self, moves: Sequence[Move], held: int, *, threads: bool) -> None:
+    def _copy(self, moves: Sequence[Move], held: int, *, aside: bool) -> None:
+        """Copy, up to ``held`` as far as marks go. ``aside``: while training goes on, on one core and with the writer behind.
+
+        While the caller waits it is the other way round: torch's threads help, and the writer does not take their memory
+        bandwidth yet.
+        """
         base = self._arena.bytes.data_ptr()
         for move in moves:
             if self._stopped:
                 return
             if move.tensor.device.type != "cpu":
                 self._devices.copy(move)
-            elif not move.tensor.is_contiguous() or (threads and move.size >= _THREADS_FROM):
+            elif not move.tensor.is_contiguous() or (not aside and move.size >= _THREADS_FROM):
                 place(move, self._arena.bytes)
             else:
-                self._memmove(move, base, held)
+                self._memmove(move, base, held if aside else 0)
             end = min(move.offset + move.size, held)
-            if end - self._marked >= _PIECE:
+            if aside and end - self._marked >= _PIECE:
                 self._mark(end)
         self._devices.settle()
 
@@ -136,7 +141,7 @@ class Copy:
                 return
             length = min(_PIECE, size - start)
             ctypes.memmove(base + move.offset + start, source + start, length)  # without the interpreter lock
-            if length == _PIECE:
+            if held and length == _PIECE:
                 self._mark(min(move.offset + start + length, held))
 
     def _mark(self, end: int) -> None:

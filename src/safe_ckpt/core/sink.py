@@ -1,7 +1,7 @@
 """From memory to a durable file: large aligned writes, hashed on the way, then fsync.
 
-Used by the writer process, and by the parent when it has to write itself. Standard library and xxhash only. The hashing runs
-one step ahead of the writing, on a thread of its own, because both release the interpreter lock.
+Used by the writer process, and by the parent when it has to write itself. Standard library, xxhash and isal only. The
+hashing runs one step ahead of the writing, on a thread of its own, because both release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import mmap
 import os
 import threading
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from typing import Any, Protocol
 import xxhash
 
 from safe_ckpt.core import zip_format
+from safe_ckpt.core.checksum import crc32
 from safe_ckpt.core.zip_format import PAGE, Record
 
 _NEXT_LOOK_S = 0.0005
@@ -327,7 +327,7 @@ def closing_of(task: FileTask, length: int, crcs: dict[str, int], hashes: Mappin
     """What follows the ``length`` bytes of an archive's image: its manifest record and directory, up to the comment."""
     manifest = json.dumps({**(task.manifest or {}), "records": dict(hashes)}, separators=(",", ":")).encode()
     own = zip_format.place(task.manifest_name, len(manifest), length)
-    crcs[own.name] = zlib.crc32(manifest)
+    crcs[own.name] = crc32(manifest)
     body = zip_format.local_header(own) + manifest + zip_format.descriptor(crcs[own.name], own.size)
     return body + zip_format.closing([*(task.records or ()), own], crcs, own.end)
 
@@ -341,7 +341,7 @@ class RecordDigest:
 
     def update(self, piece: memoryview) -> None:
         """Take more bytes."""
-        self.crc = zlib.crc32(piece, self.crc)
+        self.crc = crc32(piece, self.crc)
         self._hash.update(piece)
 
     def hexdigest(self) -> str:

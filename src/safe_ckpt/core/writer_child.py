@@ -63,7 +63,8 @@ class Child:
         ours, theirs = socket.socketpair()
         page_fd = new_page()
         self._log = os.memfd_create("safe_ckpt-log", os.MFD_CLOEXEC)
-        roots = [str(Path(module.__file__).parent.parent) for module in (safe_ckpt, xxhash) if module.__file__]
+        used = [safe_ckpt, xxhash, *([sys.modules["isal"]] if "isal" in sys.modules else [])]
+        roots = list(dict.fromkeys(str(Path(module.__file__).parent.parent) for module in used if module.__file__))
         boot = _BOOT.format(path=roots, sock=theirs.fileno(), page=page_fd, nice=niceness, parent=os.getpid())
         with theirs:
             try:
