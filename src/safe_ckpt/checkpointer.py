@@ -105,7 +105,7 @@ class Checkpointer:
             error=error,
             view={"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"},
             retain=self._retain,
-            deferral=self._deferral(state) if error is None else None,
+            deferral=self._deferral(state) if planned else None,
         )
         return self._engine.save(request)
 

@@ -36,7 +36,7 @@ class Copy:
     def __init__(
         self, name: str, arena: Arena, moves: Sequence[Move], end: int, witness: Witness | None = None
     ) -> None:
-        self.error: BaseException | None = None
+        self.error: Exception | None = None
         self._name = name
         self._arena = arena
         self._now = [move for move in moves if not move.deferred]
@@ -44,6 +44,7 @@ class Copy:
         self._end = end
         self._witness = witness
         self._stopped = False
+        self._handed_over = False
         self._marked = 0
         self._over = threading.Event()
         self._hearing = threading.Lock()
@@ -62,13 +63,24 @@ class Copy:
             self._devices.begin(self._later)
             self._copy(self._now, held, aside=False)
             self._mark(held)
-        except BaseException as error:
+        except Exception as error:
             self.fail(error)
-            if not isinstance(error, Exception):
-                raise
+        except BaseException:
+            self.fail(SaveError(name=self._name, cause="interrupted", phase="snapshot"))
+            raise
         finally:
             if not self.deferred:
                 self._close()
+
+    def hand_over(self) -> None:
+        """From now on a thread that calls ``run_deferred`` sees to the end of it."""
+        self._handed_over = True
+
+    def abandon(self) -> None:
+        """The caller was interrupted and copies no more."""
+        self.fail(SaveError(name=self._name, cause="interrupted", phase="snapshot"))
+        if not self._handed_over:
+            self._close()
 
     def run_deferred(self) -> None:
         """Copy the rest, on any thread."""
@@ -77,12 +89,12 @@ class Copy:
             self._copy(self._later, self._end - 1, aside=True)
             self._hear()
             self._mark(self._end)
-        except BaseException as error:  # it belongs to the thread that saves
+        except Exception as error:  # it belongs to the thread that saves
             self.fail(error)
         finally:
             self._close()
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: Exception) -> None:
         """Give it up; the first reason counts, and none once it is over."""
         if self.error is None and not self._over.is_set():
             self.error = error

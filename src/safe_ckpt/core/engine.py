@@ -157,21 +157,14 @@ class Engine:
             started=started,
         )
         op.error = SaveError(name=op.name, cause="interrupted", rank=self.rank, phase="snapshot")
-        told = False
         try:
-            self._await_room()
-            if self.config.max_in_flight == 1 and self._unreported() is not None:
-                # Nothing is in flight any more, so every rank knows of it and raises here.
-                told = True
-                self.raise_unreported()
-            self._lay_out(op)
-        finally:
-            # Also when this was interrupted: the other ranks wait for what becomes of it here.
-            if not told:
-                self._handles.append(handle)
-                self._pipeline.put(op)
-        # Writing begins behind the copying.
-        self._copy(op)
+            self._start(op)
+            # Writing begins behind the copying.
+            self._copy(op)
+        except BaseException:
+            if op.copy is not None:
+                op.copy.abandon()
+            raise
         return handle
 
     def prepare(self, size_bytes: int) -> None:
@@ -340,6 +333,21 @@ class Engine:
             handle.settle()
         # With several in flight some ranks may know already of a failure and others not: it is told at the next agreement.
 
+    def _start(self, op: Operation) -> None:
+        told = False
+        try:
+            self._await_room()
+            if self.config.max_in_flight == 1 and self._unreported() is not None:
+                # Nothing is in flight any more, so every rank knows of it and raises here.
+                told = True
+                self.raise_unreported()
+            self._lay_out(op)
+        finally:
+            # Also when this was interrupted: the other ranks wait for what becomes of it here.
+            if not told:
+                self._handles.append(op.handle)
+                self._pipeline.put(op)
+
     def _lay_out(self, op: Operation) -> None:
         limit = self.config.max_host_bytes
         if limit is not None and snapshot.arena_bytes(op.request.images) > limit:
@@ -369,6 +377,7 @@ class Engine:
         if op.streamed:
             self._await_stream(op)
         elif copy is not None and copy.deferred:
+            copy.hand_over()
             threading.Thread(target=self._finish_copy, args=(op, copy), name="safe_ckpt-copy", daemon=True).start()
         else:
             op.handle.mark_snapshot_taken()
