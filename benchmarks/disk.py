@@ -46,7 +46,7 @@ def evict(paths: Iterable[Path]) -> None:
 def first_touch_seconds(size: int) -> float:
     """How long the kernel takes to hand out fresh memory: what every page cache and every new buffer pays for.
 
-    Next to nothing on most machines; seconds per GiB on a virtual one that gives what is freed back to its host.
+    On a virtual machine it can be seconds per GiB, and differ from one minute to the next.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     begun = time.perf_counter()
