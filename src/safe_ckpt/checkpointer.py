@@ -69,6 +69,9 @@ class Checkpointer:
     def save(self, step: int, state: Mapping[str, Any], *, metrics: Mapping[str, Any] | None = None) -> SaveHandle:
         """Take a snapshot and write it in the background. When this returns, the state may change.
 
+        With ``snapshot="overlapped"`` parameters and optimizer state may change in an optimizer's step only, until
+        ``handle.wait_snapshot()`` has returned.
+
         Args:
             step: the training step; names the directory. Saving a step again replaces it.
             state: names to Statefuls (modules, optimizers, ...), state dicts, tensors or JSON-able data. What differs

@@ -136,7 +136,7 @@ class CheckpointConfig:
         writer: how bytes reach the disk.
         snapshot: ``"eager"``: the state is copied before ``save`` returns. ``"overlapped"``: parameters and optimizer state
             are copied while training goes on, and the optimizer's next step waits for the copy; nothing else may change them
-            until then. ``"auto"``: overlapped only where everything that changes them is known, as it can be in Lightning.
+            until then. ``"auto"``: eager, as long as nothing proves that overlapping is safe.
         max_host_bytes: the most host memory that one snapshot may take on a rank, at least 1 MiB; None for as much as the
             state. A larger state is written straight from its tensors, and ``save`` returns when that is done.
         max_in_flight: how many snapshots may be held at a time; each takes host memory of the state's size.

@@ -12,6 +12,7 @@ from safe_ckpt.core.control import read_mark
 from safe_ckpt.core.reading import digest_of, read_whole
 from safe_ckpt.core.sink import SinkOptions, write_file
 from safe_ckpt.core.streaming import stream_file
+from safe_ckpt.core.writer import Writer
 from safe_ckpt.errors import ConfigError
 from support import run_script
 
@@ -134,7 +135,7 @@ def test_an_arena_tells_how_far_it_is_filled():
         plan = snapshot.lay_out([image], arena, "x", {})
         assert read_mark(memoryview(arena.memory)) == 0
         plan.copy.run()
-        assert read_mark(memoryview(arena.memory)) == snapshot.arena_bytes([image])
+        assert read_mark(memoryview(arena.memory)) == plan.tasks[0].offset + image.length
     assert arena.size % GRANULE == 0
     arena.close()
 
@@ -163,3 +164,63 @@ def test_reading_without_direct_io_gives_the_same(tmp_path, monkeypatch):
     monkeypatch.delattr("os.O_DIRECT")
     memory, digest = read_whole(file, len(data) + 3)
     assert (memory[: len(data) + 3], digest) == (data + b"end", expected[1])
+
+
+def test_what_has_no_size_yet_is_no_matter(tmp_path):
+    """Lazy modules: nothing is made ready, and nothing is raised."""
+    model = torch.nn.Sequential(torch.nn.LazyLinear(4))
+    with Checkpointer(tmp_path, CheckpointConfig()) as ckpt:
+        assert ckpt.resume({"model": model}) is None
+
+
+def test_a_preparation_never_grows_an_arena_that_is_in_use(tmp_path, monkeypatch):
+    """A save that comes while memory is still being made ready waits for that; it does not share the arena with it."""
+    growing, go_on = threading.Event(), threading.Event()
+    reserve = Arena.reserve
+
+    def slow(self, size):
+        if threading.current_thread().name == "safe_ckpt-prepare":
+            growing.set()
+            go_on.wait(30)
+        reserve(self, size)
+
+    monkeypatch.setattr(Arena, "reserve", slow)
+    with Checkpointer(tmp_path, CheckpointConfig()) as ckpt:
+        ckpt.prepare({"w": torch.empty(8 << 20, dtype=torch.uint8)})
+        assert growing.wait(30)
+        threading.Timer(0.2, go_on.set).start()
+        ckpt.save(1, {"w": torch.ones(5)}).result(timeout_s=60)
+        assert go_on.is_set()
+
+
+def test_loaded_memory_is_not_shared_with_forked_processes(tmp_path):
+    """An optimizer keeps the tensors that were loaded: what a forked process does to its own must not reach this one."""
+    done = run_script(
+        """
+        import os, sys, torch
+        from safe_ckpt import Checkpointer
+        weight = torch.nn.Parameter(torch.ones(1 << 16))
+        optimizer = torch.optim.Adam([weight])
+        weight.sum().backward()
+        optimizer.step()
+        with Checkpointer(sys.argv[1]) as ckpt:
+            ckpt.save(1, {"optimizer": optimizer}).result()
+            ckpt.resume({"optimizer": optimizer})
+        before = optimizer.state[weight]["exp_avg"].clone()
+        if (child := os.fork()) == 0:
+            optimizer.state[weight]["exp_avg"].fill_(123)
+            os._exit(0)
+        os.waitpid(child, 0)
+        print(bool(optimizer.state[weight]["exp_avg"].equal(before)))
+        """,
+        str(tmp_path / "exp"),
+    )
+    assert done.stdout.strip() == "True", done.stderr
+
+
+def test_a_closed_writer_stays_closed(tmp_path):
+    """A process that is started beside a close would stay until the end of the program."""
+    writer = Writer(CheckpointConfig().writer, CheckpointConfig().timeouts, lambda *_: None)
+    writer.close()
+    writer.start()
+    assert writer.pid is None

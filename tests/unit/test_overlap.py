@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+import time
 
 import pytest
 import torch
@@ -268,6 +269,68 @@ def test_an_edit_past_the_gate_fails_the_save(tmp_path, monkeypatch, edit):
     assert [path.name for path in tmp_path.iterdir() if path.is_dir() and path.name != ".safe_ckpt"] == [
         "step-00000002"
     ]
+
+
+def test_an_edit_of_the_last_file_fails_the_save_too(tmp_path):
+    """The file that is written last does not end on a page, and is complete before the edit is noticed: not committed."""
+    net = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(1 << 11, 1 << 11, bias=False))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for number in range(5):
+        with Checkpointer(tmp_path / str(number), OVERLAPPED) as ckpt:
+            expected = states({"model": net})
+            handle = ckpt.save(1, {"optimizer": optimizer, "model": net})
+            with torch.no_grad():
+                for _ in range(50):
+                    for parameter in net.parameters():
+                        parameter.add_(1.0)
+            with pytest.raises(SaveError, match="changed while it was copied"):
+                handle.result(timeout_s=60)
+            assert expected
+
+
+def test_a_save_that_fails_at_once_holds_no_step(tmp_path, monkeypatch):
+    """The save is given up while its copy is about to begin: the next step does not wait for a copy that never comes."""
+    running = Copy.run
+
+    def run(self):
+        left = running(self)
+        self.fail(SaveError(name="x", cause="elsewhere"))
+        return left
+
+    monkeypatch.setattr(Copy, "run", run)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer)
+    with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
+        handle = ckpt.save(1, {"model": net, "optimizer": optimizer})
+        began = time.monotonic()
+        train(net, optimizer)
+        assert time.monotonic() - began < 20  # barrier_s is 300
+        with pytest.raises(SaveError):
+            handle.result(timeout_s=60)
+
+
+def test_without_threads_to_be_had_the_copy_is_made_at_once(tmp_path, monkeypatch):
+    """The limit of threads is reached: no overlap, and nothing else."""
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer)
+    with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
+        ckpt.save(1, {"model": net, "optimizer": optimizer}).result(timeout_s=60)
+        starting = threading.Thread.start
+
+        def start(self):
+            if self.name == "safe_ckpt-copy":
+                raise RuntimeError("can't start new thread")
+            starting(self)
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+        expected = states({"model": net, "optimizer": optimizer})
+        handle = ckpt.save(2, {"model": net, "optimizer": optimizer})
+        train(net, optimizer)
+        handle.result(timeout_s=60)
+        ckpt.resume({"model": net, "optimizer": optimizer})
+        assert same(states({"model": net, "optimizer": optimizer}), expected)
 
 
 def test_a_copy_that_never_ends_does_not_hold_training_for_ever(tmp_path, monkeypatch):

@@ -101,6 +101,13 @@ def test_an_archive_with_code_in_it_is_refused(archive):
         parsing.parse_archive(memory, len(buffer.getvalue()))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_nested_tensors_go_torchs_own_way():
+    """They claim to be strided and have no sizes."""
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert torch_image("x.pt", {"n": nested}, strict=False, key="x").tensors
+
+
 def test_safetensors_lie_in_memory_and_are_apart():
     """Tensors, strides and aliases come back; to change one changes no other."""
     one = torch.arange(12.0).view(3, 4)

@@ -47,6 +47,7 @@ class Arena:
         self._bytes: torch.Tensor | None = None
         self._growing = threading.RLock()  # pre-faulting ahead of a save happens on another thread than the save
         self._unpin: Callable[[], None] | None = None
+        self._unpinnable = False
         self._closing = False
 
     def reserve(self, size: int) -> None:
@@ -104,10 +105,11 @@ class Arena:
         Not run on any machine yet: none with CUDA was at hand.
         """
         with self._growing:
-            if self._unpin is None and self._bytes is not None:
+            if self._unpin is None and self._bytes is not None and not self._unpinnable:
                 runtime, address = torch.cuda.cudart(), self._bytes.data_ptr()  # type: ignore[no-untyped-call]
                 failed = int(runtime.cudaHostRegister(address, self.size, 0))
                 if failed:
+                    self._unpinnable = True
                     logger.warning("host memory cannot be pinned (CUDA error %d): snapshots are slower", failed)
                     return False
                 self._unpin = lambda: runtime.cudaHostUnregister(address)

@@ -59,6 +59,9 @@ class ControlPage:
         self._phase = PHASES.index(phase)
         self._publish()
 
+    def waiting(self) -> None:
+        """No progress, and nothing to tell."""
+
     def read(self) -> Standing:
         """The parent's look at it."""
         beats, moved, phase, file_index = _LAYOUT.unpack_from(self._map)

@@ -26,7 +26,7 @@ class Copy:
         name: of the checkpoint, for messages.
         arena: filled with everything but the tensors already.
         moves: in the order of their offsets.
-        end: where the last file image ends.
+        end: where the last file image ends, to the byte.
         witness: tells of what changed although it should not have; None when nothing is deferred.
 
     Attributes:
@@ -43,6 +43,7 @@ class Copy:
         self._later = [move for move in moves if move.deferred]
         self._end = end
         self._witness = witness
+        self._memory = arena.bytes  # held: it must stay mapped under the copying
         self._stopped = False
         self._handed_over = False
         self._marked = 0
@@ -51,26 +52,27 @@ class Copy:
         self._devices = DeviceCopies(arena)
         arena.mark(0)
 
-    @property
-    def deferred(self) -> bool:
-        """Whether something is left for ``run_deferred``."""
-        return bool(self._later) and self.error is None
+    def run(self) -> bool:
+        """Copy what cannot wait, on the caller's thread. What goes wrong is in ``error``.
 
-    def run(self) -> None:
-        """Copy what cannot wait, on the caller's thread. What goes wrong is in ``error``."""
-        held = self._later[0].offset if self._later else self._end
+        Returns:
+            Whether the rest is left for ``run_deferred``, which must be called then.
+        """
+        left, held = False, self._later[0].offset if self._later else self._end
         try:
             self._devices.begin(self._later)
             self._copy(self._now, held, aside=False)
             self._mark(held)
+            left = bool(self._later) and self.error is None
         except Exception as error:
             self.fail(error)
         except BaseException:
             self.fail(SaveError(name=self._name, cause="interrupted", phase="snapshot"))
             raise
         finally:
-            if not self.deferred:
+            if not left:
                 self._close()
+        return left
 
     def hand_over(self) -> None:
         """From now on a thread that calls ``run_deferred`` sees to the end of it."""
@@ -115,6 +117,7 @@ class Copy:
     def _close(self) -> None:
         self._over.set()
         self._now, self._later, self._witness = [], [], None  # let go of the tensors
+        self._devices.forget()
 
     def _hear(self) -> None:
         with self._hearing:  # whoever comes second waits: the step that follows will change what the witness looks at
@@ -131,14 +134,14 @@ class Copy:
         While the caller waits it is the other way round: torch's threads help, and the writer does not take their memory
         bandwidth yet.
         """
-        base = self._arena.bytes.data_ptr()
+        base = self._memory.data_ptr()
         for move in moves:
             if self._stopped:
                 return
             if move.tensor.device.type != "cpu":
                 self._devices.copy(move)
             elif not move.tensor.is_contiguous() or (not aside and move.size >= _THREADS_FROM):
-                place(move, self._arena.bytes)
+                place(move, self._memory)
             else:
                 self._memmove(move, base, held if aside else 0)
             end = min(move.offset + move.size, held)

@@ -56,6 +56,11 @@ class DeviceCopies:
             torch.cuda.current_stream(device).synchronize()
         self._loose.clear()
 
+    def forget(self) -> None:
+        """All copies are over: let go of the tensors."""
+        self._done.clear()
+        self._loose.clear()
+
     def order(self, moves: Sequence[Move]) -> bool:
         """Let what is queued from now on wait for the copies, on the devices. Returns whether that covers all of ``moves``."""
         if not moves or any(move not in self._done for move in moves):

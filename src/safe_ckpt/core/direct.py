@@ -21,6 +21,9 @@ class _Unwatched:
     def entered(self, phase: str) -> None:
         del phase
 
+    def waiting(self) -> None:
+        """Nothing."""
+
 
 def save_archive(
     obj: Any,

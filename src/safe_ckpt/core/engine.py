@@ -76,6 +76,7 @@ class Engine:
         self._handles: list[SaveHandle] = []
         self._closed = False
         self._preemption: Preemption | None = None
+        self._preparing: threading.Thread | None = None
         try:
             digest = hashlib.sha256(repr(config).encode()).hexdigest()[:16]
             self.agree("open", {"settings": digest})
@@ -177,6 +178,8 @@ class Engine:
         if self._closed or size_bytes <= 0 or (limit is not None and size_bytes > limit):
             return
         # Not this engine itself: one that is forgotten meanwhile must end.
+        if self._preparing is not None and self._preparing.is_alive():
+            return
         arenas, writer = list(self._free), self._pipeline.writer
 
         def work() -> None:
@@ -188,7 +191,8 @@ class Engine:
                     logger.info("host memory for snapshots could not be made ready: %s", error)
                     return
 
-        threading.Thread(target=work, name="safe_ckpt-prepare", daemon=True).start()
+        self._preparing = threading.Thread(target=work, name="safe_ckpt-prepare", daemon=True)
+        self._preparing.start()
 
     def watch_signals(self, unwrap: Callable[[Any], Any] = lambda handler: handler) -> None:
         """From now on watch for ``save_on_signals``, if there are any. Every rank calls this, on the main thread.
@@ -354,7 +358,7 @@ class Engine:
             op.tasks = snapshot.list_tasks(op.request.images, str(op.folder), op.manifest.to_json())
             op.streamed, op.error = True, None
             return
-        op.arena = self._free.pop() if self._free else Arena()
+        op.arena = self._take_arena()
         try:
             found = snapshot.lay_out(
                 op.request.images,
@@ -368,17 +372,27 @@ class Engine:
         except Exception as error:  # every rank learns of it through the save's own verdict
             op.error = error
 
+    def _take_arena(self) -> Arena:
+        if self._preparing is not None:
+            # It makes ready what is needed here; an arena must not grow under a copy.
+            self._preparing.join(self.config.timeouts.barrier_s)
+            if self._preparing.is_alive():
+                return Arena()
+        return self._free.pop() if self._free else Arena()
+
     def _copy(self, op: Operation) -> None:
         copy = op.copy
-        if copy is not None:
-            if op.request.deferral is not None and copy.deferred:
-                gate.close(copy, self.config.timeouts.barrier_s)
-            copy.run()
+        if copy is not None and op.request.deferral is not None:
+            gate.close(copy, self.config.timeouts.barrier_s)
         if op.streamed:
             self._await_stream(op)
-        elif copy is not None and copy.deferred:
+        elif copy is not None and copy.run():
             copy.hand_over()
-            threading.Thread(target=self._finish_copy, args=(op, copy), name="safe_ckpt-copy", daemon=True).start()
+            aside = threading.Thread(target=self._finish_copy, args=(op, copy), name="safe_ckpt-copy", daemon=True)
+            try:
+                aside.start()
+            except RuntimeError:  # no more threads to be had: then at once
+                self._finish_copy(op, copy)
         else:
             op.handle.mark_snapshot_taken()
         op.stall_s = time.monotonic() - op.started

@@ -75,7 +75,10 @@ def plan(state: Mapping[str, Any], *, rank: int) -> list[Item]:
 def expected_bytes(state: Mapping[str, Any], *, rank: int) -> int:
     """About how much this rank will save of ``state``, optimizers counted as they will be after their first step."""
     values = [value for value in state.values() if rank == 0 or isinstance(value, PerRank)]
-    total = sum(_expected_bytes(value.value if isinstance(value, PerRank) else value) for value in values)
+    try:
+        total = sum(_expected_bytes(value.value if isinstance(value, PerRank) else value) for value in values)
+    except Exception:  # an estimate; parameters may have no size yet, and ``save`` says what is wrong
+        return 0
     return total and total + min(total // 64, 48 << 20) + _SMALL_PARTS  # headers, and payloads begin at page boundaries
 
 

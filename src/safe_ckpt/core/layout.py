@@ -128,6 +128,7 @@ def _is_dense(tensor: object) -> bool:
     if (
         tensor.layout is not torch.strided
         or tensor.is_meta
+        or tensor.is_nested
         or tensor.is_quantized
         or tensor.is_conj()
         or tensor.is_neg()

@@ -165,10 +165,20 @@ class Phases:
         elif op.arena is not None:
             job = WriteJob(name=op.name, rank=self._rank, arena=op.arena, files=op.tasks, directories=directories)
             results = self._writer.write(job, self._look_around)
+            self._hear_of_copy(op)
         else:
             raise SaveError(name=op.name, cause="there is no snapshot", rank=self._rank, phase="write")
         self.write_s = time.monotonic() - begun
         return {"files": [self._entry(result) for result in results], "items": dict(op.request.items)}
+
+    def _hear_of_copy(self, op: Operation) -> None:
+        """The bytes are written; whether they are what they should be is known when the copy is over."""
+        limit_s = self._config.timeouts.barrier_s
+        if op.copy is not None and not op.copy.wait(limit_s):
+            cause = f"the copy did not end within {limit_s:.0f} s (timeouts.barrier_s)"
+            raise SaveError(name=op.name, cause=cause, rank=self._rank, phase="snapshot")
+        if op.copy is not None and op.copy.error is not None:
+            raise op.copy.error
 
     def _entry(self, result: FileResult) -> dict[str, Any]:
         path = Path(result.path).relative_to(self._op.folder).as_posix()

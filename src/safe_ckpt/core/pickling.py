@@ -171,7 +171,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    odd = tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor._backward_hooks
+    odd = tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor._backward_hooks
     if odd or tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):
         return False
     return not getattr(tensor, "__dict__", None)

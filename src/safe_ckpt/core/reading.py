@@ -31,7 +31,9 @@ def read_whole(file: Path, length: int) -> tuple[mmap.mmap, str]:
     Raises:
         OSError: it could not be read. A file that is shorter gives another digest, not an error.
     """
-    memory = mmap.mmap(-1, max(1, -(-length // PAGE)) * PAGE)
+    # Private: what is loaded may stay in use, as an optimizer's state does, and a forked process must not share it.
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, max(1, -(-length // PAGE)) * PAGE, flags=private)
     with contextlib.suppress(OSError, AttributeError):  # fewer faults on first touch; a courtesy of the kernel
         memory.madvise(mmap.MADV_HUGEPAGE)
     digest = xxhash.xxh3_128()

@@ -96,6 +96,9 @@ class Progress(Protocol):
     def entered(self, phase: str) -> None:
         """A phase began: ``"write"`` or ``"fsync"``."""
 
+    def waiting(self) -> None:
+        """There is nothing to write yet; called again and again. Raises to give up."""
+
 
 def write_file(
     task: FileTask, arena: memoryview, options: SinkOptions, progress: Progress, ready: Ready | None = None
@@ -304,10 +307,14 @@ class _Hasher:
                     self._turn.notify_all()
 
     def _await_bytes(self, end: int) -> None:
-        while self._filled is not None and self._filled() < self._task.offset + end:
+        seen = -1
+        while self._filled is not None and (now := self._filled()) < self._task.offset + end:
             if self._stopped:
                 raise OSError(errno.ECANCELED, "stopped")
-            self._progress.moved(0)
+            if now != seen:  # a copy that goes on is progress, one that hangs is not
+                seen = now
+                self._progress.moved(0)
+            self._progress.waiting()
             time.sleep(_NEXT_LOOK_S)
 
     def _finish(self, tail: bytes) -> None:

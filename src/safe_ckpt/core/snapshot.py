@@ -68,7 +68,7 @@ def lay_out(
         for offset, tensor in image.tensors:
             deferred = deferral is not None and deferral.covers(tensor)
             moves.append(Move(offset=base + offset, tensor=tensor, deferred=deferred))
-    end = arena_bytes(images)
+    end = max((task.offset + task.length for task in tasks), default=FIRST_BYTE)
     witness = deferral.witness() if deferral is not None and any(move.deferred for move in moves) else None
     return Snapshot(tasks=tasks, copy=Copy(name, arena, moves, end, witness))
 

@@ -43,6 +43,7 @@ class Writer:
         self._respawned = respawned
         self._child: Child | None = None
         self._starting = threading.Lock()  # it may be started ahead of a save, on another thread
+        self._closed = False
         self._moves = 0
         self._options = SinkOptions(
             direct=config.direct_io == "auto",
@@ -53,7 +54,7 @@ class Writer:
     def start(self) -> None:
         """Start the process ahead of the first job. Where that fails, this process writes by itself, and says so."""
         with self._starting:
-            if self._child is not None:
+            if self._child is not None or self._closed:
                 return
             try:
                 self._child = Child(self._config.niceness)
@@ -117,7 +118,7 @@ class Writer:
         Raises:
             OSError: the file system refused.
         """
-        progress = _OwnProgress(self._moving(stop))
+        progress = _OwnProgress(self._moving(stop), stop)
         size = min(most_bytes, _STREAM_BYTES) // PAGE * PAGE
         results = [
             stream_file(image, task, size, self._options, progress) for image, task in zip(images, files, strict=True)
@@ -127,7 +128,9 @@ class Writer:
         return results
 
     def close(self) -> None:
-        """End the process. Does not wait for a job."""
+        """End the process, for good. Does not wait for a job."""
+        with self._starting:
+            self._closed = True
         self._drop_child()
 
     def _plan(self, job: WriteJob) -> bytes:
@@ -139,7 +142,7 @@ class Writer:
         return json.dumps(plan).encode()
 
     def _write_here(self, job: WriteJob, stop: Callable[[], None]) -> list[FileResult]:
-        progress = _OwnProgress(self._moving(stop))
+        progress = _OwnProgress(self._moving(stop), stop)
         memory = memoryview(job.arena.memory)
         ready = functools.partial(read_mark, memory)
         results = [write_file(task, memory, self._options, progress, ready) for task in job.files]
@@ -161,8 +164,9 @@ class Writer:
 
 
 class _OwnProgress:
-    def __init__(self, move: Callable[[], None]) -> None:
+    def __init__(self, move: Callable[[], None], stop: Callable[[], None]) -> None:
         self._move = move
+        self._stop = stop
 
     def moved(self, count: int) -> None:
         del count
@@ -171,3 +175,6 @@ class _OwnProgress:
     def entered(self, phase: str) -> None:
         del phase
         self._move()
+
+    def waiting(self) -> None:
+        self._stop()
