@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, RngState, Timeouts, WriterConfig
 from safe_ckpt.core import resume
+from safe_ckpt.core.copying import Copy
 from safe_ckpt.errors import (
     CommitOutcomeUnknown,
     DesyncError,
@@ -24,6 +25,7 @@ from safe_ckpt.errors import (
     PeerLostError,
     RendezvousTimeout,
     RestoreError,
+    SaveError,
     StateError,
 )
 from safe_ckpt.testing import spawn_ranks, values
@@ -403,3 +405,30 @@ def test_nobody_gives_up_while_another_rank_moves_bytes(tmp_path):
     for step, seconds in values(spawn_ranks(_close_at_once, 2, tmp_path)):
         assert step == 1
         assert seconds > 0.6
+
+
+def _interrupt_the_copy(rank, folder):
+    copying = Copy._copy
+
+    def interrupted(self, *args, **kwargs):
+        Copy._copy = copying
+        raise KeyboardInterrupt
+
+    with Checkpointer(folder, CONFIG) as ckpt:
+        if rank == 1:
+            Copy._copy = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                ckpt.save(1, {"own": PerRank(torch.ones(5))})
+            with pytest.raises(SaveError, match="interrupted"):
+                ckpt.wait()
+        else:
+            began = time.monotonic()
+            with pytest.raises(SaveError, match="interrupted"):
+                ckpt.save(1, {"own": PerRank(torch.ones(5))}).result(timeout_s=40)
+            assert time.monotonic() - began < 15
+        return ckpt.save(2, {"own": PerRank(torch.ones(5))}).result(timeout_s=40).step
+
+
+def test_ctrl_c_while_one_rank_copies_ends_the_save_on_all(tmp_path):
+    """The rank that is interrupted sees its KeyboardInterrupt, the others a named error within seconds; the next save works."""
+    assert values(spawn_ranks(_interrupt_the_copy, 2, tmp_path)) == [2, 2]
