@@ -17,6 +17,19 @@ from safe_ckpt.testing import small_disk
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
 
 
+class Quiet:
+    """Takes what a sink tells of its progress."""
+
+    def moved(self, count):
+        pass
+
+    def entered(self, phase):
+        pass
+
+    def waiting(self):
+        pass
+
+
 def run_script(
     code: str, *args: str, timeout_s: float = 60.0, flags: tuple[str, ...] = (), stdin: str | None = None
 ) -> subprocess.CompletedProcess[str]:

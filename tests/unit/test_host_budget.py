@@ -14,17 +14,9 @@ from safe_ckpt.core.sink import SinkOptions, write_file
 from safe_ckpt.core.streaming import stream_file
 from safe_ckpt.core.writer import Writer
 from safe_ckpt.errors import ConfigError
-from support import run_script
+from support import Quiet, run_script
 
 OPTIONS = SinkOptions(direct=True, chunk_bytes=1 << 20, flush_every_bytes=64 << 20)
-
-
-class Quiet:
-    def moved(self, count):
-        pass
-
-    def entered(self, phase):
-        pass
 
 
 def mixed():

@@ -21,16 +21,9 @@ from safe_ckpt.core.manifest import RECORD_NAME, archive_digest, read_manifest
 from safe_ckpt.core.sink import SinkOptions, write_file
 from safe_ckpt.core.verify import verify, verify_if_ours
 from safe_ckpt.errors import CorruptCheckpointError, StateError
+from support import Quiet
 
 OPTIONS = SinkOptions(direct=True, chunk_bytes=1 << 20, flush_every_bytes=64 << 20)
-
-
-class Quiet:
-    def moved(self, count):
-        pass
-
-    def entered(self, phase):
-        pass
 
 
 def bits(tensor):

@@ -12,14 +12,7 @@ from safe_ckpt.core.arena import Arena
 from safe_ckpt.core.layout import safetensors_image, torch_image
 from safe_ckpt.core.reading import read_whole
 from safe_ckpt.core.sink import SinkOptions, write_file
-
-
-class Quiet:
-    def moved(self, count):
-        pass
-
-    def entered(self, phase):
-        pass
+from support import Quiet
 
 
 def zoo():

@@ -115,14 +115,21 @@ def write_file(
     Raises:
         OSError: as the operating system says, with the path.
     """
+    return once_more_after_eio(lambda: _write_file(task, arena, options, progress, ready))
+
+
+def once_more_after_eio(write: Callable[[], FileResult]) -> FileResult:
+    """Call ``write``, which writes a whole new file, and once more if the disk reports an I/O error.
+
+    After a failed fsync the kernel may have dropped the pages and call them clean: a second fsync of the same file would
+    succeed and mean nothing (https://lwn.net/Articles/752063/). So once more from memory, into a new file.
+    """
     try:
-        return _write_file(task, arena, options, progress, ready)
+        return write()
     except OSError as error:
         if error.errno != errno.EIO:
             raise
-    # After a failed fsync the kernel may have dropped the pages and call them clean: a second fsync of the same file
-    # would succeed and mean nothing (https://lwn.net/Articles/752063/). So once more from memory, into a new file.
-    return _write_file(task, arena, options, progress, ready)
+    return write()
 
 
 def _write_file(

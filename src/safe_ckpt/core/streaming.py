@@ -25,6 +25,7 @@ from safe_ckpt.core.sink import (
     SinkOptions,
     closing_of,
     create_file,
+    once_more_after_eio,
     write_all,
     write_rest,
 )
@@ -48,12 +49,7 @@ def stream_file(
     Raises:
         OSError: as the operating system says, with the path.
     """
-    try:
-        return _stream_file(image, task, buffer_bytes, options, progress)
-    except OSError as error:
-        if error.errno != errno.EIO:
-            raise
-    return _stream_file(image, task, buffer_bytes, options, progress)  # as in ``sink.write_file``
+    return once_more_after_eio(lambda: _stream_file(image, task, buffer_bytes, options, progress))
 
 
 def _stream_file(
