@@ -11,7 +11,6 @@ import logging
 import multiprocessing.util
 import os
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -20,9 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core import directory, gate, grant, snapshot
-from safe_ckpt.core.arena import Arena
-from safe_ckpt.core.copying import Copy
+from safe_ckpt.core import directory, grant
 from safe_ckpt.core.manifest import Manifest
 from safe_ckpt.core.operation import Operation, Request, SaveHandle
 from safe_ckpt.core.pipeline import Pipeline
@@ -30,11 +27,11 @@ from safe_ckpt.core.preemption import Preemption
 from safe_ckpt.core.ranks import group_timeout_s
 from safe_ckpt.core.rendezvous import Session, open_session, raise_first
 from safe_ckpt.core.root import Root
+from safe_ckpt.core.taking import Taker
 from safe_ckpt.errors import (
     ClosedError,
     ConfigError,
     CoordinationError,
-    NotEnoughSpaceError,
     SafeCheckpointError,
     SaveError,
     SaveSkippedError,
@@ -71,12 +68,11 @@ class Engine:
         self.rank = self.session.rank
         self._pid = os.getpid()
         self._roots: list[Root] = []
-        self._free: list[Arena] = [Arena() for _ in range(config.max_in_flight)]
-        self._pipeline = Pipeline(self.session, config, self.emit, self._free.append)
+        self._taker = Taker(config, self.rank)
+        self._pipeline = Pipeline(self.session, config, self.emit, self._taker.give_back)
         self._handles: list[SaveHandle] = []
         self._closed = False
         self._preemption: Preemption | None = None
-        self._preparing: threading.Thread | None = None
         try:
             digest = hashlib.sha256(repr(config).encode()).hexdigest()[:16]
             self.agree("open", {"settings": digest})
@@ -161,7 +157,7 @@ class Engine:
         try:
             self._start(op)
             # Writing begins behind the copying.
-            self._copy(op)
+            self._taker.copy(op)
         except BaseException:
             if op.copy is not None:
                 op.copy.abandon()
@@ -174,25 +170,8 @@ class Engine:
         Args:
             size_bytes: what this rank will save, roughly; never shrinks what is there.
         """
-        limit = self.config.max_host_bytes
-        if self._closed or size_bytes <= 0 or (limit is not None and size_bytes > limit):
-            return
-        # Not this engine itself: one that is forgotten meanwhile must end.
-        if self._preparing is not None and self._preparing.is_alive():
-            return
-        arenas, writer = list(self._free), self._pipeline.writer
-
-        def work() -> None:
-            writer.start()
-            for arena in arenas:
-                try:
-                    arena.reserve(size_bytes)
-                except (NotEnoughSpaceError, OSError, ValueError) as error:
-                    logger.info("host memory for snapshots could not be made ready: %s", error)
-                    return
-
-        self._preparing = threading.Thread(target=work, name="safe_ckpt-prepare", daemon=True)
-        self._preparing.start()
+        if not self._closed:
+            self._taker.prepare(size_bytes, self._pipeline.writer)
 
     def watch_signals(self, unwrap: Callable[[Any], Any] = lambda handler: handler) -> None:
         """From now on watch for ``save_on_signals``, if there are any. Every rank calls this, on the main thread.
@@ -345,76 +324,17 @@ class Engine:
                 # Nothing is in flight any more, so every rank knows of it and raises here.
                 told = True
                 self.raise_unreported()
-            self._lay_out(op)
+            self._taker.lay_out(op)
         finally:
             # Also when this was interrupted: the other ranks wait for what becomes of it here.
             if not told:
                 self._handles.append(op.handle)
                 self._pipeline.put(op)
 
-    def _lay_out(self, op: Operation) -> None:
-        limit = self.config.max_host_bytes
-        if limit is not None and snapshot.arena_bytes(op.request.images) > limit:
-            op.tasks = snapshot.list_tasks(op.request.images, str(op.folder), op.manifest.to_json())
-            op.streamed, op.error = True, None
-            return
-        op.arena = self._take_arena()
-        try:
-            found = snapshot.lay_out(
-                op.request.images,
-                op.arena,
-                str(op.folder),
-                op.manifest.to_json(),
-                name=op.name,
-                deferral=op.request.deferral,
-            )
-            op.tasks, op.copy, op.error = found.tasks, found.copy, None
-        except Exception as error:  # every rank learns of it through the save's own verdict
-            op.error = error
-
-    def _take_arena(self) -> Arena:
-        if self._preparing is not None:
-            # It makes ready what is needed here; an arena must not grow under a copy.
-            self._preparing.join(self.config.timeouts.barrier_s)
-            if self._preparing.is_alive():
-                return Arena()
-        return self._free.pop() if self._free else Arena()
-
-    def _copy(self, op: Operation) -> None:
-        copy = op.copy
-        if copy is not None and op.request.deferral is not None:
-            gate.close(copy, self.config.timeouts.barrier_s)
-        if op.streamed:
-            self._await_stream(op)
-        elif copy is not None and copy.run():
-            copy.hand_over()
-            aside = threading.Thread(target=self._finish_copy, args=(op, copy), name="safe_ckpt-copy", daemon=True)
-            try:
-                aside.start()
-            except RuntimeError:  # no more threads to be had: then at once
-                self._finish_copy(op, copy)
-        else:
-            op.handle.mark_snapshot_taken()
-        op.stall_s = time.monotonic() - op.started
-
-    def _await_stream(self, op: Operation) -> None:
-        try:
-            op.handle.wait_snapshot()
-        except BaseException:
-            # The caller goes on, and what is not written yet may change.
-            op.error = SaveError(name=op.name, cause="interrupted", rank=self.rank, phase="snapshot")
-            raise
-
-    @staticmethod
-    def _finish_copy(op: Operation, copy: Copy) -> None:
-        copy.run_deferred()
-        op.handle.mark_snapshot_taken()
-
     def _end(self) -> None:
         if self._preemption is not None:
             self._preemption.close()
-        for arena in self._free:
-            arena.close()
+        self._taker.close()
         if self.rank == 0:
             for root in self._roots:
                 root.close()

@@ -1,0 +1,123 @@
+"""Takes snapshots: owns the memory they lie in, makes it ready ahead, and sees to it that each copy comes to its end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core import gate, snapshot
+from safe_ckpt.core.arena import Arena
+from safe_ckpt.core.copying import Copy
+from safe_ckpt.core.operation import Operation
+from safe_ckpt.core.writer import Writer
+from safe_ckpt.errors import NotEnoughSpaceError, SaveError
+
+logger = logging.getLogger(__name__)
+
+
+class Taker:
+    """The snapshots of one rank. Called on the thread that drives training, but for ``give_back``.
+
+    Args:
+        config: settings.
+        rank: this rank, for messages.
+    """
+
+    def __init__(self, config: CheckpointConfig, rank: int) -> None:
+        self._config = config
+        self._rank = rank
+        self._free = [Arena() for _ in range(config.max_in_flight)]
+        self._preparing: threading.Thread | None = None
+
+    def prepare(self, size_bytes: int, writer: Writer) -> None:
+        """Allocate memory for snapshots of this size, and start the writer, in the background."""
+        limit = self._config.max_host_bytes
+        if size_bytes <= 0 or (limit is not None and size_bytes > limit):
+            return
+        if self._preparing is not None and self._preparing.is_alive():
+            return
+        arenas = list(self._free)
+
+        def work() -> None:
+            writer.start()
+            for arena in arenas:
+                try:
+                    arena.reserve(size_bytes)
+                except (NotEnoughSpaceError, OSError, ValueError) as error:
+                    logger.info("host memory for snapshots could not be made ready: %s", error)
+                    return
+
+        self._preparing = threading.Thread(target=work, name="safe_ckpt-prepare", daemon=True)
+        self._preparing.start()
+
+    def lay_out(self, op: Operation) -> None:
+        """Plan the copy of ``op``. What goes wrong is in ``op.error``: every rank learns of it through the save's verdict."""
+        request = op.request
+        limit = self._config.max_host_bytes
+        if limit is not None and snapshot.arena_bytes(request.images) > limit:
+            op.tasks = snapshot.list_tasks(request.images, str(op.folder), op.manifest.to_json())
+            op.streamed, op.error = True, None
+            return
+        op.arena = self._take_arena()
+        try:
+            found = snapshot.lay_out(
+                request.images,
+                op.arena,
+                str(op.folder),
+                op.manifest.to_json(),
+                name=op.name,
+                deferral=request.deferral,
+            )
+            op.tasks, op.copy, op.error = found.tasks, found.copy, None
+        except Exception as error:  # as the docstring says
+            op.error = error
+
+    def copy(self, op: Operation) -> None:
+        """Copy what cannot wait; the rest on a thread, behind the gate. Without an arena wait until all is written."""
+        copy = op.copy
+        if copy is not None and op.request.deferral is not None:
+            gate.close(copy, self._config.timeouts.barrier_s)
+        if op.streamed:
+            self._await_stream(op)
+        elif copy is not None and copy.run():
+            copy.hand_over()
+            aside = threading.Thread(target=_finish, args=(op, copy), name="safe_ckpt-copy", daemon=True)
+            try:
+                aside.start()
+            except RuntimeError:  # no more threads to be had: then at once
+                _finish(op, copy)
+        else:
+            op.handle.mark_snapshot_taken()
+        op.stall_s = time.monotonic() - op.started
+
+    def give_back(self, arena: Arena) -> None:
+        """The save that used it is over. Called on the background thread."""
+        self._free.append(arena)
+
+    def close(self) -> None:
+        """Free the memory."""
+        for arena in self._free:
+            arena.close()
+
+    def _take_arena(self) -> Arena:
+        if self._preparing is not None:
+            # It makes ready what is needed here; an arena must not grow under a copy.
+            self._preparing.join(self._config.timeouts.barrier_s)
+            if self._preparing.is_alive():
+                return Arena()
+        return self._free.pop() if self._free else Arena()
+
+    def _await_stream(self, op: Operation) -> None:
+        try:
+            op.handle.wait_snapshot()
+        except BaseException:
+            # The caller goes on, and what is not written yet may change.
+            op.error = SaveError(name=op.name, cause="interrupted", rank=self._rank, phase="snapshot")
+            raise
+
+
+def _finish(op: Operation, copy: Copy) -> None:
+    copy.run_deferred()
+    op.handle.mark_snapshot_taken()
