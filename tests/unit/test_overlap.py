@@ -271,21 +271,21 @@ def test_an_edit_past_the_gate_fails_the_save(tmp_path, monkeypatch, edit):
     ]
 
 
-def test_an_edit_of_the_last_file_fails_the_save_too(tmp_path):
-    """The file that is written last does not end on a page, and is complete before the edit is noticed: not committed."""
+def test_an_edit_of_the_last_file_fails_the_save_too(tmp_path, monkeypatch):
+    """The file that is written last does not end on a page: it must not be complete before the witness was heard."""
+    edited = threading.Event()
+    copying = Copy.run_deferred
+    monkeypatch.setattr(Copy, "run_deferred", lambda self: (edited.wait(30), copying(self)))
     net = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(1 << 11, 1 << 11, bias=False))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for number in range(5):
-        with Checkpointer(tmp_path / str(number), OVERLAPPED) as ckpt:
-            expected = states({"model": net})
-            handle = ckpt.save(1, {"optimizer": optimizer, "model": net})
-            with torch.no_grad():
-                for _ in range(50):
-                    for parameter in net.parameters():
-                        parameter.add_(1.0)
-            with pytest.raises(SaveError, match="changed while it was copied"):
-                handle.result(timeout_s=60)
-            assert expected
+    with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
+        handle = ckpt.save(1, {"optimizer": optimizer, "model": net})
+        with torch.no_grad():
+            net[0].weight.add_(1.0)
+        edited.set()
+        with pytest.raises(SaveError, match="changed while it was copied"):
+            handle.result(timeout_s=60)
+    assert not (tmp_path / "step-00000001").exists()
 
 
 def test_a_save_that_fails_at_once_holds_no_step(tmp_path, monkeypatch):

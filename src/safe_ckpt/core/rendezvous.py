@@ -63,17 +63,17 @@ def open_session(group: ProcessGroup | None, timeouts: Timeouts) -> Session:
     session = Session(facts, timeouts)
     with _open_lock:
         _open.append(session)
+    # After the engines (priority 100), which finish what is in flight, and also where atexit does not run: atexit's own hooks
+    # would come first, and rank 0's store would be gone under a running save. Here and not at import: a process that
+    # multiprocessing forks forgets what was arranged before.
+    session.at_exit = multiprocessing.util.Finalize(None, _close_at_exit, (weakref.ref(session),), exitpriority=50)
     return session
 
 
-def _close_sessions() -> None:
-    for session in _open:
+def _close_at_exit(weak: weakref.ref[Session]) -> None:
+    session = weak()
+    if session is not None:
         session.close()
-
-
-# After the engines (priority 100), which finish what is in flight, and also where atexit does not run: atexit's own hooks
-# would come first, and rank 0's store would be gone under a running save.
-multiprocessing.util.Finalize(None, _close_sessions, exitpriority=50)
 
 
 def raise_first(answers: Mapping[int, Any]) -> None:
@@ -91,6 +91,7 @@ class Session:
         size: number of ranks.
         reads: on rank 0, how many readings of verdicts are still to be expected, key by key.
         movers: numbers of this rank that change as long as bytes move; the other ranks hear of their sum.
+        at_exit: closes it when the process ends; cancelled by ``close``.
     """
 
     def __init__(self, group: ranks.Group, timeouts: Timeouts) -> None:
@@ -99,6 +100,7 @@ class Session:
         self.users = 1
         self.reads: dict[str, int] = {}
         self.movers: list[Callable[[], int]] = []
+        self.at_exit: multiprocessing.util.Finalize | None = None
         self._shutdown_s = timeouts.shutdown_s
         self._name = group.name
         # Only weakly: the default store holds the port that a later process group may want to bind.
@@ -210,6 +212,8 @@ class Session:
         if self._closed:
             return
         self._closed = True
+        if self.at_exit is not None:
+            self.at_exit.cancel()
         if self in _open:
             _open.remove(self)
         if self.rank == 0 and self.size > 1:
