@@ -1,6 +1,9 @@
 # Every target makes the virtual environment itself when it is missing.
 PYTHON ?= python3
 BIN := .venv/bin
+# Two gloo processes: with this type and cpu=True in the script; --cpu would start them without a process group of their own.
+ACCELERATE := $(BIN)/python -m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 \
+  --mixed_precision no --dynamo_backend no --main_process_port 0
 
 .PHONY: demo test faults lint bench examples clean
 
@@ -35,7 +38,10 @@ examples: .venv/ready  ## run every example, twice where it resumes
 	EPOCHS=2 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/plain_torch.py runs/examples/ranks
 	EPOCHS=2 $(BIN)/python examples/lightning_digits.py runs/examples/lightning
 	EPOCHS=4 DEVICES=2 $(BIN)/python examples/lightning_digits.py runs/examples/lightning
+	EPOCHS=2 $(ACCELERATE) examples/accelerate_digits.py runs/examples/accelerate
+	EPOCHS=4 $(ACCELERATE) examples/accelerate_digits.py runs/examples/accelerate
 	$(BIN)/safe-ckpt list runs/examples/plain
+	$(BIN)/safe-ckpt list runs/examples/accelerate/checkpoints
 	$(BIN)/safe-ckpt verify runs/examples/plain/step-00000004 runs/examples/lightning/last.ckpt
 
 clean:

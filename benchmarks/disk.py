@@ -58,21 +58,27 @@ def first_touch_seconds(size: int) -> float:
 
 def faulted_memory(size: int) -> mmap.mmap:
     """Page-aligned memory that has been written to, with bytes that no storage can shrink to nothing."""
-    memory = mmap.mmap(-1, size)
+    # Private: shared memory is what the memory rows count.
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     noise = os.urandom(min(size, CHUNK))
     for at in range(0, size, len(noise)):
         memory[at : min(at + len(noise), size)] = noise[: min(len(noise), size - at)]
     return memory
 
 
-def write_direct(path: Path, memory: mmap.mmap) -> None:
-    """Write memory, a multiple of 4096 bytes, past the page cache in large pieces, then fsync."""
+def write_direct(path: Path, memory: mmap.mmap, size: int | None = None) -> None:
+    """Write ``size`` bytes, a multiple of 4096, past the page cache in large pieces, then fsync.
+
+    They are those of ``memory``, again and again where that is smaller.
+    """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o644)
+    whole = len(memory) if size is None else size
     try:
         with memoryview(memory) as view:
             at = 0
-            while at < len(memory):
-                with view[at : at + CHUNK] as piece:
+            while at < whole:
+                start = at % len(memory)
+                with view[start : min(start + CHUNK, start + whole - at)] as piece:
                     at += os.pwrite(fd, piece, at)
         os.fsync(fd)
     finally:

@@ -35,6 +35,7 @@ COLUMNS: dict[str, Callable[[Results], list[float]]] = {
     "stolen": _each("stolen_s"),
     "lost": _each("lost_s"),
     "durable": _each("durable_s"),
+    "durable x O_DIRECT": lambda run: [save["durable_s"] / save["direct_s"] for save in run["saves"]],
     "call + gate": lambda run: [save["call_s"] + save["gate_s"] for save in run["saves"]],
     "first call + gate": lambda run: [run["first"]["call_s"] + run["first"]["gate_s"]],
 }
@@ -116,13 +117,14 @@ def ratios(figures: Figures, way: str, mode: str) -> dict[str, float | None]:
     def of(spread: Spread | None) -> float | None:
         return spread.median if spread else None
 
-    direct, memcpy = of(figures.reference("direct_write_s", mode)), of(figures.reference("memcpy_s", mode))
+    memcpy = of(figures.reference("memcpy_s", mode))
     return {
         "lost x best async peer": figures.ratio(way, mode, "lost", best("lost", ASYNCHRONOUS)),
         "first call + gate x best peer": figures.ratio(
             way, mode, "first call + gate", best("first call + gate", PEERS)
         ),
-        "durable x O_DIRECT": figures.ratio(way, mode, "durable", direct),
+        # Each save against raw writes right before and after it.
+        "durable x O_DIRECT": of(figures.seconds(way, mode, "durable x O_DIRECT")),
         "durable x best async peer": figures.ratio(way, mode, "durable", best("durable", ASYNCHRONOUS)),
         "call x memcpy": figures.ratio(way, mode, "call", memcpy),
     }

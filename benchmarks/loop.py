@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import backends
+from disk import faulted_memory, rounded_to_pages, write_direct
 from memory import Watermarks
 from training import Step, Training
 
 SETTLE_S = 6.0  # a peer that starts a process of its own has it running by then, as in any real run
 UNDISTURBED = 4
+BUFFER = 64 << 20
 
 
 @dataclass
@@ -35,6 +37,7 @@ class Save:
     call_s: float
     durable_s: float
     steps: list[Step]
+    direct_s: float = 0.0
 
     def to_json(self, undisturbed_s: float) -> dict[str, Any]:
         gate_s = sum(step.gate_s for step in self.steps)
@@ -45,6 +48,7 @@ class Save:
             "stolen_s": stolen_s,
             "lost_s": self.call_s + gate_s + stolen_s,
             "durable_s": self.durable_s,
+            "direct_s": self.direct_s,
             "steps_s": [step.total_s for step in self.steps],
         }
 
@@ -75,9 +79,19 @@ class Loop:
         self.backend = backend
         self.marks = Watermarks()
         self.undisturbed: list[list[float]] = []
+        self.direct: list[float] = []
+        self._buffer = faulted_memory(BUFFER)
 
     def go_undisturbed(self) -> None:
         self.undisturbed.append([self.training.step(self.backend.gate).total_s for _ in range(UNDISTURBED)])
+
+    def write_direct(self, folder: Path) -> None:
+        """What the disk itself takes for as many bytes just now: on a virtual one that changes from minute to minute."""
+        path = folder / "direct.bin"
+        begun = time.perf_counter()
+        write_direct(path, self._buffer, rounded_to_pages(self.training.state_bytes))
+        self.direct.append(time.perf_counter() - begun)
+        path.unlink()
 
     def undisturbed_s(self, number: int) -> float:
         """The median step right before and right after a save: what else the machine does changes with time."""
@@ -115,11 +129,14 @@ def measure(way: str, mebibytes: int, batch: int, saves: int, folder: Path) -> d
     backend.setup(training.model, training.optimizer, folder)
     prepared = loop.prepare()
     loop.go_undisturbed()
+    loop.write_direct(folder)
     done = []
     for number in range(saves + 1):
         expected = training.digest() if number == saves else None
         done.append(loop.save(number))
         loop.go_undisturbed()
+        loop.write_direct(folder)
+        done[-1].direct_s = statistics.mean(loop.direct[-2:])
     memory = loop.marks.to_json()
     training.scramble()
     backend.load(training.model, training.optimizer)

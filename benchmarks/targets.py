@@ -82,13 +82,11 @@ def _training(figures: Figures, mode: str) -> list[Target]:
 
 
 def _durable(figures: Figures) -> list[Target]:
-    direct = figures.reference("direct_write_s", "quiet")
-    base = direct.median if direct else None
     peer = figures.best_peer("durable", "quiet", ASYNCHRONOUS)
     found = []
     for way in (OVERLAPPED, EAGER):
         found += [
-            Target(f"{way}: durable x O_DIRECT", figures.ratio(way, "quiet", "durable", base), 1.25),
+            _against_the_disk(figures, way, 1.25),
             Target(
                 f"{way}: durable x best async peer",
                 figures.ratio(way, "quiet", "durable", peer and peer[1]),
@@ -96,8 +94,13 @@ def _durable(figures: Figures) -> list[Target]:
                 note=peer[0] if peer else "",
             ),
         ]
-    found += [Target(f"{way}: durable x O_DIRECT", figures.ratio(way, "quiet", "durable", base), 1.4) for way in SINGLE]
-    return found
+    return [*found, *(_against_the_disk(figures, way, 1.4) for way in SINGLE)]
+
+
+def _against_the_disk(figures: Figures, way: str, limit: float) -> Target:
+    spread = figures.seconds(way, "quiet", "durable x O_DIRECT")
+    note = f"{spread.low:.2f} to {spread.high:.2f}" if spread else ""
+    return Target(f"{way}: durable x O_DIRECT", spread.median if spread else None, limit, note=note)
 
 
 def _memory(figures: Figures) -> list[Target]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -66,17 +67,35 @@ def flip_bit(file: Path, offset: int) -> None:
         stream.write(bytes([byte ^ 1]))
 
 
-def writer_processes() -> list[int]:
-    """The pids of the writer processes that the running test caused, directly or through what it started."""
+def processes_of_this_test() -> list[int]:
+    """The pids of all processes that the running test caused, directly or through what it started."""
     mark = f"PYTEST_CURRENT_TEST={os.environ['PYTEST_CURRENT_TEST']}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                if b"safe_ckpt.core.writer_process" not in (entry / "cmdline").read_bytes():
-                    continue
                 if mark in (entry / "environ").read_bytes():
                     found.append(int(entry.name))
+    return found
+
+
+def kill_all() -> None:
+    """SIGKILL to every process that the running test caused: launchers start their ranks in sessions of their own."""
+    deadline = time.monotonic() + 30
+    while (found := processes_of_this_test()) and time.monotonic() < deadline:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.001)
+
+
+def writer_processes() -> list[int]:
+    """The pids of the writer processes that the running test caused, directly or through what it started."""
+    found = []
+    for pid in processes_of_this_test():
+        with contextlib.suppress(OSError):
+            if b"safe_ckpt.core.writer_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
     return found
 
 
@@ -93,8 +112,10 @@ def writers_of(pid: int) -> list[int]:
 
 __all__ = [
     "flip_bit",
+    "kill_all",
     "kill_group",
     "needs_root",
+    "processes_of_this_test",
     "run_script",
     "small_disk",
     "start_script",

@@ -12,13 +12,14 @@ import torch
 from typing_extensions import Self
 
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core import items, resume, retention, select
+from safe_ckpt.core import items, resume, select
 from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.ledger import Ledger
 from safe_ckpt.core.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.operation import Request, SaveHandle
 from safe_ckpt.core.overlap import Deferral
 from safe_ckpt.core.verify import verify
-from safe_ckpt.errors import NoValidCheckpointError, StateError
+from safe_ckpt.errors import NoValidCheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -59,7 +60,7 @@ class Checkpointer:
         self._engine = Engine(self.config, group=group, hooks=hooks)
         try:
             self._root = self._engine.hold(self.directory)
-            self._committed: list[CheckpointInfo] = []
+            self._ledger = Ledger(self.config.retention)
             self._engine.agree("list", {"directory": self.directory}, decide=lambda _: self._take_stock())
             self._engine.watch_signals()
         except BaseException:
@@ -92,8 +93,8 @@ class Checkpointer:
         planned: list[items.Item] = []
         numbers: dict[str, float] = {}
         try:
-            _check_step(step)
-            numbers = _checked_metrics(metrics or {})
+            items.check_step(step)
+            numbers = items.checked_metrics(metrics or {})
             planned = items.plan(state, rank=self._engine.rank)
         except Exception as problem:  # whatever a state_dict() raises: the other ranks must learn of it
             error = problem
@@ -107,7 +108,7 @@ class Checkpointer:
             items={item.name: item.to_json() for item in planned},
             error=error,
             view={"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"},
-            retain=self._retain,
+            retain=self._ledger.retain,
             deferral=self._deferral(state) if planned else None,
         )
         return self._engine.save(request)
@@ -235,27 +236,5 @@ class Checkpointer:
 
     def _take_stock(self) -> None:
         candidates = select.list_directories(self.directory)
-        self._committed = [info for info in (candidate.info for candidate in candidates) if info is not None]
-        self._root.start_after(max((info.sequence for info in self._committed), default=0))
-
-    def _retain(self, new: CheckpointInfo) -> list[Path]:
-        known = [info for info in self._committed if info.path != new.path and info.path.exists()]
-        self._committed = [*known, new]
-        doomed = retention.to_delete(self._committed, self.config.retention)
-        self._committed = [info for info in self._committed if info not in doomed]
-        return [info.path for info in doomed]
-
-
-def _check_step(step: object) -> None:
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise StateError(key="step", message=f"expected a whole number from 0 up, got {step!r}")
-
-
-def _checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {}
-    for name, value in metrics.items():
-        try:
-            numbers[str(name)] = float(value)
-        except (TypeError, ValueError) as error:
-            raise StateError(key=f"metrics[{name!r}]", message=f"expected a number, got {value!r}") from error
-    return numbers
+        self._ledger = Ledger(self.config.retention, candidates)
+        self._root.start_after(select.newest_sequence(candidates))

@@ -22,6 +22,8 @@ import time
 import traceback
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parent.parent))  # started as a script
+
 import torch
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, SafeCheckpointError, Timeouts, WriterConfig
@@ -105,6 +107,12 @@ class Live:
         for parameter in self.model.parameters():
             self.optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter.detach(), float(number))
         self.state = {"model": self.model, "optimizer": self.optimizer, "epoch": number}
+
+    def state_dict(self):
+        return {"epoch": self.state["epoch"]}
+
+    def load_state_dict(self, state):
+        self.state["epoch"] = state["epoch"]
 
     def step(self):
         for parameter in self.model.parameters():
@@ -206,6 +214,47 @@ class Files:
             engine.close()
 
 
+class Accelerated:
+    """Through ``accelerator.save_state`` and ``load_state``, with a limit of one."""
+
+    old = True
+
+    def warm(self):
+        import accelerate_runs  # noqa: F401 - once here, and not in every trial
+
+    @contextlib.contextmanager
+    def registered(self, folder, number):
+        from accelerate_runs import forget, make
+        from safe_ckpt.accelerate import register
+
+        forget()
+        live, accelerator = Live(number), make(folder, limit=1)
+        accelerator.prepare(live.model, live.optimizer)
+        accelerator.register_for_checkpointing(live)
+        with register(accelerator, dataclasses.replace(CONFIG, retention=Retention())) as handle:
+            yield live, accelerator, handle
+
+    def save(self, folder, number, reported=lambda: None):
+        with self.registered(folder, number) as (_, accelerator, handle):
+            accelerator.save_state()
+            handle.wait()
+            reported()
+
+    def prepare(self, folder):
+        self.save(folder, 1)
+
+    def act(self, folder, reported):
+        self.save(folder, 2, reported)
+
+    def again(self, folder):
+        self.save(folder, 2)
+
+    def find(self, folder):
+        with self.registered(folder, 0) as (live, accelerator, _):
+            accelerator.load_state()
+        return live.number()
+
+
 SCENARIOS = {
     "directory, first save": Directories(old=False, new_step=1),
     "directory, next save and retention": Directories(old=True),
@@ -213,6 +262,7 @@ SCENARIOS = {
     "directory, replaced by two renames": Directories(old=True, new_step=1, exchange=False),
     "directory, overlapped with training": Fast(3000, snapshot="overlapped"),
     "directory, straight from the tensors": Fast(300_000, max_host_bytes=1 << 20),
+    "accelerator.save_state, next save and limit": Accelerated(),
     "file, first save": Files(old=False),
     "file, next save, link and removal": Files(old=True),
     "file, replaced": Files(old=True, same_name=True),
@@ -376,6 +426,7 @@ def main():
     Live(0).step()  # the first step imports for two seconds: once here, and not in every trial
     storage = FaultyStorage(Path(kit))
     scenario = SCENARIOS[name]
+    getattr(scenario, "warm", lambda: None)()
     if fault == "random":
         random_kills(Path(folder), scenario, int(first), int(step))
         return

@@ -100,20 +100,25 @@ class Engine:
         """One agreed step under ``barrier_s``. See ``Session.agree``."""
         return self.session.agree(kind, view, timeout_s=self.config.timeouts.barrier_s, **options)
 
-    def hold(self, path: Path) -> Root:
+    def hold(self, path: Path, *, hidden: Path | None = None) -> Root:
         """Take a directory: create it, lock it, clean up after an earlier job. Every rank calls this.
+
+        Args:
+            path: the directory.
+            hidden: where the hidden folder lies; None for in it.
 
         Raises:
             DirectoryError: on every rank, naming path and rank.
             DirectoryInUseError: a live job holds it.
             DirectoryNotSharedError: some ranks do not see it.
         """
-        root = Root(path, lease_s=self.config.lease_s)
+        root = Root(path, lease_s=self.config.lease_s, hidden=hidden)
+        seen_from = root.hidden.parent
 
         def take(_: object) -> str:
             root.open()
             try:
-                return directory.leave_token(path)
+                return directory.leave_token(seen_from)
             except OSError:
                 root.close()
                 raise
@@ -122,7 +127,7 @@ class Engine:
         patience_s = self.config.timeouts.barrier_s + 2 * self.config.lease_s
         token = self.session.agree("hold", {"directory": path}, timeout_s=patience_s, decide=take)
         self._roots.append(root)
-        directory.await_shared(self.session, path, token, self.config.timeouts.barrier_s)
+        directory.await_shared(self.session, seen_from, token, self.config.timeouts.barrier_s)
         if self.rank == 0 and self.config.record_events:
             self.emit.add(events.JsonlHook(root.hidden / "events.jsonl"))
         return root
@@ -229,9 +234,13 @@ class Engine:
         Raises:
             SafeCheckpointError: the error of a save that nobody was told of yet, the same on every rank.
         """
+        self.settle()
+        self.raise_unreported()
+
+    def settle(self) -> None:
+        """Wait until everything in flight is over, whatever came of it."""
         for handle in list(self._handles):
             handle.settle()
-        self.raise_unreported()
 
     def raise_unreported(self) -> None:
         """Raise the first error of a finished save that nobody was told of yet."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from safe_ckpt.core.manifest import Manifest
 from safe_ckpt.core.operation import Request, SaveHandle
-from safe_ckpt.errors import from_wire, to_wire
+from safe_ckpt.errors import DesyncError, from_wire, to_wire
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,7 @@ def answer(request: Request, unreported: SaveHandle | None, rank: int) -> dict[s
         "bytes": sum(image.total_bytes for image in request.images),
         "writes": bool(request.images),
         "error": error,
+        "same": dict(request.same),
         "earlier": earlier,
     }
 
@@ -55,11 +56,16 @@ def decide(request: Request, answers: Mapping[int, Any], *, busy: bool) -> dict[
 
     Raises:
         SafeCheckpointError: the first rank's that cannot save.
+        DesyncError: the ranks differ in what must be the same.
     """
     ranks = sorted(answers)
     for rank in ranks:
         if answers[rank]["error"]:
             raise from_wire(answers[rank]["error"])
+    for what in dict.fromkeys(key for rank in ranks for key in answers[rank]["same"]):
+        values = {str(rank): str(answers[rank]["same"].get(what)) for rank in ranks}
+        if len(set(values.values())) > 1:
+            raise DesyncError(what=what, values=values)
     for rank in ranks:
         if answers[rank]["earlier"]:
             return {"earlier": answers[rank]["earlier"]}

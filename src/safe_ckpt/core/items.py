@@ -72,6 +72,31 @@ def plan(state: Mapping[str, Any], *, rank: int) -> list[Item]:
     return [item for item in planned if item is not None]
 
 
+def check_step(step: object) -> None:
+    """Refuse what is no training step.
+
+    Raises:
+        StateError: naming it.
+    """
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise StateError(key="step", message=f"expected a whole number from 0 up, got {step!r}")
+
+
+def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as numbers.
+
+    Raises:
+        StateError: one is none; names it.
+    """
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError) as error:
+            raise StateError(key=f"metrics[{name!r}]", message=f"expected a number, got {value!r}") from error
+    return numbers
+
+
 def expected_bytes(state: Mapping[str, Any], *, rank: int) -> int:
     """About how much this rank will save of ``state``, optimizers counted as they will be after their first step."""
     values = [value for value in state.values() if rank == 0 or isinstance(value, PerRank)]

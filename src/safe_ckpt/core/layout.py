@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,26 @@ VERSIONS_KEY = "safe_ckpt.versions"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lazy:
+    """A tensor that is fetched when its turn comes to be written, and let go again.
+
+    Attributes:
+        dtype: its type.
+        shape: its shape.
+        fetch: returns it; called on the background thread, so it may take part in no collective.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    fetch: Callable[[], torch.Tensor]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
 class Image:
     """One file, planned.
 
@@ -60,6 +80,7 @@ class Image:
         length: bytes of the image; a zip archive gets its manifest and directory appended by the sink.
         pieces: offset -> bytes that are known now.
         tensors: offset -> tensor whose bytes go there, in its own order of elements if it is contiguous.
+        lazies: offset -> tensor that is fetched for it; such an image can only be streamed.
         records: the members of a zip archive; None for a plain file.
     """
 
@@ -67,6 +88,7 @@ class Image:
     length: int
     pieces: Sequence[tuple[int, bytes]]
     tensors: Sequence[tuple[int, torch.Tensor]] = ()
+    lazies: Sequence[tuple[int, Lazy]] = ()
     records: tuple[Record, ...] | None = None
     manifest: Mapping[str, Any] | None = field(default=None)
 
@@ -160,7 +182,6 @@ def safetensors_image(path: str, tensors: Mapping[str, torch.Tensor]) -> Image:
             if first.setdefault(home, name) != name:
                 aliases[name] = first[home]
     kept = sorted((name for name in tensors if name not in aliases), key=lambda n: (-tensors[n].element_size(), n))
-    header: dict[str, Any] = {}
     metadata = {"format": "pt"}
     strides = {name: list(tensors[name].stride()) for name in kept if not tensors[name].is_contiguous()}
     if aliases:
@@ -169,20 +190,35 @@ def safetensors_image(path: str, tensors: Mapping[str, torch.Tensor]) -> Image:
         metadata[STRIDES_KEY] = json.dumps(strides)
     if versions := _module_versions(tensors):
         metadata[VERSIONS_KEY] = json.dumps(versions)
-    header["__metadata__"] = metadata
-    at, placed = 0, []
-    for name in kept:
-        tensor = tensors[name].detach()
-        size = tensor.numel() * tensor.element_size()
-        dtype = SAFETENSORS_DTYPES[tensor.dtype]
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, at + size]}
-        if size:
-            placed.append((at, tensor))
+    described = {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in kept}
+    head, places, length = _safetensors_head(described, metadata)
+    placed = [(places[name], tensors[name].detach()) for name in kept if tensors[name].numel()]
+    return Image(path=path, length=length, pieces=[(0, head)], tensors=placed)
+
+
+def lazy_safetensors_image(path: str, tensors: Mapping[str, Lazy]) -> Image:
+    """A safetensors file whose tensors are fetched one at a time while it is written. Each is stored under its name."""
+    described = {name: (lazy.dtype, lazy.shape) for name, lazy in tensors.items()}
+    head, places, length = _safetensors_head(described, {"format": "pt"})
+    placed = [(places[name], lazy) for name, lazy in tensors.items() if lazy.size_bytes]
+    return Image(path=path, length=length, pieces=[(0, head)], lazies=placed)
+
+
+def _safetensors_head(
+    described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int], int]:
+    """The bytes before the first tensor, where each tensor goes, and the length of the file."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    at, begins = 0, {}
+    for name, (dtype, shape) in described.items():
+        size = math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+        begins[name] = at
         at += size
     text = json.dumps(header).encode()
     start = -(-(8 + len(text)) // PAGE) * PAGE  # the format allows blanks behind the header
     head = (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
-    return Image(path=path, length=start + at, pieces=[(0, head)], tensors=[(start + a, t) for a, t in placed])
+    return head, {name: start + begin for name, begin in begins.items()}, start + at
 
 
 def torch_image(path: str, obj: object, *, strict: bool, key: str) -> Image:
@@ -226,9 +262,11 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 __all__ = [
     "RECORD_NAME",
     "Image",
+    "Lazy",
     "fits_safetensors",
     "is_exact_json",
     "json_image",
+    "lazy_safetensors_image",
     "safetensors_image",
     "torch_image",
 ]

@@ -39,8 +39,12 @@ class Request:
         links: further names of a single file.
         notes: what the manifest says besides; rank 0's counts.
         view: what else must be equal on all ranks.
+        same: the same, but known only where planning went well: compared when no rank has an ``error``.
         retain: what to delete after the commit.
         deferral: which tensors may be copied after ``save`` has returned; None for none.
+        begun: a folder from ``extras.open_folder`` that already holds files of the checkpoint; None for none.
+        carry: which files in a directory of this name, of those that no save of ours wrote, go along to the new one.
+        streamed: write straight from the tensors, while the caller waits; the only way for an image with lazy ones.
     """
 
     root: Root
@@ -54,8 +58,12 @@ class Request:
     links: Sequence[Link] = ()
     notes: Mapping[str, Any] = field(default_factory=dict)
     view: Mapping[str, str] = field(default_factory=dict)
+    same: Mapping[str, str] = field(default_factory=dict)
     retain: Retain | None = None
     deferral: Deferral | None = None
+    begun: Path | None = None
+    carry: Callable[[str], bool] | None = None
+    streamed: bool = False
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core import commit
+from safe_ckpt.core import commit, extras
 from safe_ckpt.core.board import Board
 from safe_ckpt.core.channel import KeyTimeout
 from safe_ckpt.core.directory import await_visible
@@ -145,7 +145,10 @@ class Phases:
             )
         op.request.root.stage(op.op_id)
         if op.request.kind == "directory":
-            op.staged.mkdir()
+            if op.request.begun is not None:
+                extras.enter(op.request.begun, op.staged)
+            else:
+                op.staged.mkdir()
             sync_directory(str(op.staged.parent))
 
     def _await_folder(self) -> None:
@@ -159,7 +162,7 @@ class Phases:
         op = self._op
         begun, directories = time.monotonic(), [str(op.folder)]
         if op.streamed:
-            most = self._config.max_host_bytes or 0
+            most = self._config.max_host_bytes
             results = self._writer.stream(op.tasks, op.request.images, directories, most, self._look_around)
             op.handle.mark_snapshot_taken()
         elif op.arena is not None:
@@ -206,6 +209,10 @@ class Phases:
         request.root.confirm()
         if request.kind == "file":
             return self._commit_file(entries)
+        if request.begun is not None:
+            entries = (*entries, *extras.adopt(self._op.staged, {entry.path for entry in entries}))
+        if request.carry is not None:
+            extras.carry(request.path, self._op.staged, request.carry)
         manifest = dataclasses.replace(self._op.manifest, files=entries, items=_merge_items(reports))
         commit.write_durably(self._op.staged / MANIFEST_NAME, manifest.to_bytes())
         aside = request.root.aside(self._op.op_id, request.path.name)

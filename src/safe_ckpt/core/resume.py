@@ -99,6 +99,18 @@ def choose(
     return None
 
 
+def check(engine: Engine, path: Path, load: Load) -> None:
+    """Let every rank verify one checkpoint of which only the path is known. Every rank calls this.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, on every rank.
+        SafeCheckpointError: it could not be read, on every rank.
+    """
+    _, verdict = _try(engine, path, load)
+    if verdict is not None:
+        raise CorruptCheckpointError(path=str(path), message=verdict)
+
+
 def apply(engine: Engine, action: Callable[[], None]) -> None:
     """Do ``action`` on every rank and raise on all if it fails on one. Every rank calls this.
 

@@ -1,8 +1,8 @@
 """A directory that a job holds: its hidden folder, its lock, what to clean up at the start, and how things leave it.
 
-``.safe_ckpt/`` lies in it, on the same file system, and holds ``staging`` (saves under way), ``trash`` (on the way out; a
-half-deleted checkpoint can never be picked), ``quarantine`` (damaged, kept for people to look at), the lock and
-``events.jsonl``. Used on rank 0 only.
+``.safe_ckpt/`` lies in it, or beside it where a framework lists what is in it; always on the same file system. It holds
+``staging`` (saves under way), ``trash`` (on the way out; a half-deleted checkpoint can never be picked), ``quarantine``
+(damaged, kept for people to look at), the lock and ``events.jsonl``. Used on rank 0 only.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class Root:
     Args:
         path: the directory; created when missing.
         lease_s: see ``CheckpointConfig``.
+        hidden: the hidden folder, if it is not to lie in ``path``.
     """
 
-    def __init__(self, path: Path, *, lease_s: float) -> None:
+    def __init__(self, path: Path, *, lease_s: float, hidden: Path | None = None) -> None:
         self.path = path
-        self.hidden = path / HIDDEN
+        self.hidden = hidden or path / HIDDEN
         self.staging = self.hidden / "staging"
         self.trash = self.hidden / "trash"
         self.quarantine = self.hidden / "quarantine"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo, Manifest, rea
 from safe_ckpt.core.root import HIDDEN
 from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 
+StepOf = Callable[[str], "int | None"]
 _STOCK_FILES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".distcp")
 
 
@@ -44,18 +45,37 @@ class Candidate:
         return CheckpointInfo.of(self.manifest, self.path, size)
 
 
-def list_directories(root: Path) -> list[Candidate]:
-    """The directory checkpoints below ``root``, in no order. A folder with neither our name nor our manifest is not one.
+def list_directories(
+    root: Path, step_of: StepOf | None = None, problem_of_stock: Callable[[Path], str] | None = None
+) -> list[Candidate]:
+    """The directory checkpoints below ``root``, in no order. A folder with neither such a name nor our manifest is not one.
+
+    Args:
+        root: where to look.
+        step_of: the number in a name that a checkpoint would have; None for the names that ``step_name`` gives.
+        problem_of_stock: why a directory of such a name, without a manifest, cannot be used; "" if another tool may have
+            written it. None when only ours count.
 
     Raises:
         OSError: the directory could not be listed.
         UnsupportedFormatError: one is of a newer format version.
     """
-    folders = (path for path in _entries(root) if path.is_dir() and not path.is_symlink())
-    found = [_look(path) for path in folders if (path / MANIFEST_NAME).exists() or _is_step_name(path.name)]
-    ours = [c for c in found if c.manifest is not None or (c.damaged and _is_step_name(c.path.name))]
-    others = [c for c in found if c.foreign and _is_step_name(c.path.name)]
-    return ours + [replace(c, problem="its manifest was not written by safe_ckpt") for c in others]
+    number_of = step_of or _step_of
+    found = []
+    for path in _entries(root):
+        number = number_of(path.name)
+        described = (path / MANIFEST_NAME).exists()
+        if path.is_symlink() or not path.is_dir() or (number is None and not described):
+            continue
+        if not described and problem_of_stock is not None:
+            found.append(Candidate(path=path, foreign=True, step=number or 0, problem=problem_of_stock(path)))
+            continue
+        candidate = _look(path)
+        if candidate.foreign:
+            candidate = replace(candidate, problem="its manifest was not written by safe_ckpt")
+        if candidate.manifest is not None or number is not None:
+            found.append(candidate)
+    return found
 
 
 def list_files(root: Path, suffix: str) -> list[Candidate]:
@@ -123,8 +143,9 @@ def _entries(root: Path) -> list[Path]:
     return [path for path in sorted(root.iterdir()) if path.name != HIDDEN]
 
 
-def _is_step_name(name: str) -> bool:
-    return name.startswith("step-") and name[5:].isdigit() and len(name) >= len(step_name(0))
+def _step_of(name: str) -> int | None:
+    fits = name.startswith("step-") and name[5:].isdigit() and len(name) >= len(step_name(0))
+    return int(name[5:]) if fits else None
 
 
 def _look(path: Path) -> Candidate:

@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from safe_ckpt.core import zip_format
-from safe_ckpt.core.layout import Image
+from safe_ckpt.core.layout import Image, Lazy
 from safe_ckpt.core.sink import (
     FileResult,
     FileTask,
@@ -140,18 +140,31 @@ class _Content:
             yield memoryview(bytes(end - at))
 
     def __post_init__(self) -> None:
-        parts: list[tuple[int, int, bytes | torch.Tensor]] = [(at, len(data), data) for at, data in self.image.pieces]
+        parts: list[tuple[int, int, bytes | torch.Tensor | Lazy]] = [
+            (at, len(data), data) for at, data in self.image.pieces
+        ]
         parts += [(at, tensor.numel() * tensor.element_size(), tensor) for at, tensor in self.image.tensors]
+        parts += [(at, lazy.size_bytes, lazy) for at, lazy in self.image.lazies]
         self._parts = sorted(parts, key=lambda part: part[0])
         self._next = 0
 
 
-def _slices(source: bytes | torch.Tensor) -> Iterator[memoryview]:
-    if not isinstance(source, torch.Tensor):
+def _slices(source: bytes | torch.Tensor | Lazy) -> Iterator[memoryview]:
+    if isinstance(source, bytes):
         yield memoryview(source)
         return
+    if isinstance(source, Lazy):
+        source = _fetched(source)
     # One that is not contiguous is brought into order as a whole: the buffer plus the largest of these is the memory taken.
     flat = source.detach().contiguous().view(-1).view(torch.uint8)
     for at in range(0, flat.numel(), _PIECE):
         piece = flat[at : at + _PIECE].cpu()
         yield memoryview((ctypes.c_ubyte * piece.numel()).from_address(piece.data_ptr())).cast("B")
+
+
+def _fetched(lazy: Lazy) -> torch.Tensor:
+    tensor = lazy.fetch()
+    if tensor.is_meta or tuple(tensor.shape) != lazy.shape or tensor.dtype != lazy.dtype:
+        found = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        raise ValueError(f"a tensor was announced as {lazy.shape} {lazy.dtype} and is {found}")
+    return tensor

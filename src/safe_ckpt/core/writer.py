@@ -110,16 +110,16 @@ class Writer:
         files: Sequence[FileTask],
         images: Sequence[Image],
         directories: Sequence[str],
-        most_bytes: int,
+        most_bytes: int | None,
         stop: Callable[[], None],
     ) -> list[FileResult]:
-        """Write ``files`` straight from their ``images``, in this process, with ``most_bytes`` of memory.
+        """Write ``files`` straight from their ``images``, in this process, with at most ``most_bytes`` of memory.
 
         Raises:
             OSError: the file system refused.
         """
         progress = _OwnProgress(self._moving(stop), stop)
-        size = min(most_bytes, _STREAM_BYTES) // PAGE * PAGE
+        size = min(most_bytes or _STREAM_BYTES, _STREAM_BYTES) // PAGE * PAGE
         results = [
             stream_file(image, task, size, self._options, progress) for image, task in zip(images, files, strict=True)
         ]

@@ -1,0 +1,307 @@
+"""``register``: an Accelerator whose ``save_state``, ``load_state`` and ``end_training`` are safe, and the handle on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Self
+
+from safe_ckpt.accelerate import loading, offloaded, saving, support
+from safe_ckpt.accelerate.loaders import Loaders
+from safe_ckpt.accelerate.places import Places
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core import items
+from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.operation import SaveHandle
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+_REPLACED = ("save_state", "load_state", "end_training", "prepare_data_loader")
+
+
+def register(accelerator: Any, config: CheckpointConfig | None = None) -> Handle:
+    """Make an Accelerator's checkpoints safe and asynchronous. Every rank calls this, before or after ``prepare()``.
+
+    ``save_state``, ``load_state`` and ``end_training`` of this one object are replaced until ``handle.remove()``::
+
+        accelerator = Accelerator(project_config=ProjectConfiguration("runs/exp", automatic_checkpoint_naming=True))
+        register(accelerator)
+        ...
+        accelerator.save_state(metrics={"loss": loss})  # returns when the snapshot is taken
+        accelerator.load_state()                        # the newest valid checkpoint
+
+    Args:
+        accelerator: an ``accelerate.Accelerator``.
+        config: settings, equal on all ranks; None reads the file that ``SAFE_CKPT_CONFIG`` names, or takes the defaults.
+
+    Returns:
+        The handle, to wait for what is in flight and to take it all back.
+
+    Raises:
+        ConfigError: a setting is not allowed, or the Accelerator's kind of training is not covered.
+        DirectoryError: the directory of the checkpoints cannot be used.
+        DirectoryInUseError: a live job holds it.
+        DesyncError: the ranks were given different settings.
+        RendezvousTimeout: some ranks did not call this.
+    """
+    support.check(accelerator)
+    return Handle(accelerator, CheckpointConfig.from_environment() if config is None else config)
+
+
+@dataclass(frozen=True)
+class SafeCheckpointPlugin:
+    """``register`` as an object that can be passed around.
+
+    Attributes:
+        config: see ``register``.
+    """
+
+    config: CheckpointConfig | None = None
+
+    def register(self, accelerator: Any) -> Handle:
+        """See ``safe_ckpt.accelerate.register``."""
+        return register(accelerator, self.config)
+
+
+class Handle:
+    """What ``register`` returns. As a context manager it finishes what is in flight and takes the registration back.
+
+    Every method is called on every rank, on the thread that trains.
+    """
+
+    def __init__(self, accelerator: Any, config: CheckpointConfig) -> None:
+        self.config = config
+        self._accelerator = accelerator
+        self._engine = Engine(config)
+        self._flights: list[tuple[SaveHandle, int | None]] = []
+        try:
+            self._places = Places(self._engine, accelerator, support.retention(accelerator, config))
+            if (folder := self._places.automatic()) is not None:
+                self._places.hold(folder)
+        except BaseException:
+            self._engine.close(quiet=True)
+            raise
+        self._loaders = Loaders()
+        for loader in accelerator._dataloaders:
+            self._loaders.watch(loader)
+        self._before = {name: vars(accelerator).get(name) for name in _REPLACED}
+        self._prepare_data_loader: Callable[..., Any] = accelerator.prepare_data_loader
+        self._load_state: Callable[..., None] = accelerator.load_state
+        self._end_training: Callable[[], None] = accelerator.end_training
+        accelerator.save_state = self.save_state
+        accelerator.load_state = self.load_state
+        accelerator.end_training = self.end_training
+        accelerator.prepare_data_loader = self.prepare_data_loader
+        accelerator._safe_ckpt = self
+        self.prepare()
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        step: int | None = None,
+        async_save: bool = True,
+    ) -> Path:
+        """Stands in for ``Accelerator.save_state``. When this returns, the state may change; nothing is on disk yet.
+
+        The checkpoint appears under its name when all of it is durable; before that the directory is not there.
+
+        Args:
+            output_dir: as for Accelerate; ignored with ``automatic_checkpoint_naming``. One that is there already is
+                replaced if it is a checkpoint of ours; files that others keep in it go along.
+            safe_serialization: safetensors for the models, or pickle.
+            metrics: numbers for ``Retention(keep_best=...)``.
+            step: the training step, for the manifest and the trackers; None for Accelerate's own count of saves.
+            async_save: False waits until it is durable.
+
+        Returns:
+            Where it will be.
+
+        Raises:
+            StateError: something cannot be saved; names it, on every rank. Nothing was started.
+            DirectoryError: ``output_dir`` is there and is not a checkpoint of ours.
+            DesyncError: the ranks differ in path, or in what one file holds for all of them.
+            RendezvousTimeout: some ranks did not call this; names them.
+            SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started. With
+                ``async_save=False`` also that of this one.
+        """
+        self._tell_trackers()
+        options = saving.Options(
+            safe_serialization=safe_serialization, metrics=metrics or {}, step=step, overlap=self._overlaps
+        )
+        path, handle = saving.save(self._engine, self._places, self._loaders, self._accelerator, output_dir, options)
+        self._flights.append((handle, step))
+        if not async_save:
+            handle.result()
+            self._tell_trackers()
+        return path
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Stands in for ``Accelerator.load_state``: what is restored was verified, and is the same on every rank.
+
+        Args:
+            input_dir: the checkpoint; None for the newest valid one. A checkpoint that stock Accelerate wrote is taken as
+                it is, with a warning; without a path only when there is no valid one of ours.
+            load_kwargs: as for Accelerate.
+            load_model_func_kwargs: as for Accelerate.
+
+        Raises:
+            NoValidCheckpointError: there is none, or none is usable; says why not, one by one.
+            CorruptCheckpointError: the one that ``input_dir`` names is damaged.
+            ConfigError: neither ``input_dir`` nor automatic naming says where to look.
+            SafeCheckpointError: it does not fit what is restored; the same on every rank.
+        """
+        self._settle_for_load()
+
+        def restore(path: Path) -> None:
+            self._load_state(str(path), load_kwargs, **load_model_func_kwargs)
+
+        loading.load(self._engine, self._places, self._loaders, self._accelerator, input_dir, restore)
+        self.prepare()
+
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """Stands in for ``Accelerator.prepare_data_loader``, which ``prepare`` calls: the same, and the loader is watched."""
+        loader = self._prepare_data_loader(*args, **kwargs)
+        self._loaders.watch(loader)
+        return loader
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+    ) -> Path:
+        """Write a model's weights alone, also of one that is offloaded to host memory or disk. Returns when it is durable.
+
+        Every parameter and persistent buffer is fetched when its turn comes and let go again, so that this takes no more
+        memory than the largest of them and a buffer of 64 MiB. Tied ones are stored once. The directory is replaced as a
+        whole: shards of an earlier save are gone, other files in it stay.
+
+        Args:
+            model: wrapped or not; offloaded by ``cpu_offload``, ``disk_offload``, ``dispatch_model``, or not at all. It must
+                not change meanwhile.
+            save_directory: gets ``model.safetensors``, or shards and an index, as ``from_pretrained`` and
+                ``load_checkpoint_in_model`` read them.
+            max_shard_size: bytes, or text such as ``"5GB"``.
+
+        Returns:
+            The directory.
+
+        Raises:
+            StateError: a tensor is on the meta device and nobody knows its values, or does not fit safetensors; names it.
+            SafeCheckpointError: it could not be written; the same on every rank.
+        """
+        self._tell_trackers()
+        plain = offloaded.unwrapped(model)
+        return saving.save_model(self._engine, self._places, plain, save_directory, max_shard_size).result().path
+
+    def end_training(self) -> None:
+        """Stands in for ``Accelerator.end_training``: finishes what is in flight first, for that ends the process group.
+
+        Raises:
+            SafeCheckpointError: a save failed and nobody was told yet. Training is ended all the same.
+        """
+        try:
+            self._finish()
+        finally:
+            self._end_training()
+
+    def wait(self) -> None:
+        """Wait until everything in flight is committed.
+
+        Raises:
+            SafeCheckpointError: a save failed and nobody was told yet; the same on every rank.
+        """
+        try:
+            self._engine.wait()
+        finally:
+            self._tell_trackers()
+
+    def prepare(self) -> None:
+        """Make host memory for snapshots of what ``prepare()`` was given ready, in the background.
+
+        Called by ``register`` and after ``load_state``. Worth a call of its own when ``prepare()`` came after ``register``.
+        """
+        state = {"models": self._accelerator._models, "optimizers": saving.plain_optimizers(self._accelerator)}
+        self._engine.prepare(items.expected_bytes(state, rank=self._engine.rank))
+
+    def remove(self) -> None:
+        """Finish what is in flight and leave the Accelerator as it was. Again: nothing happens.
+
+        Raises:
+            SafeCheckpointError: a save failed and nobody was told yet. The Accelerator is as it was all the same.
+        """
+        try:
+            self._finish()
+        finally:
+            self._restore()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.remove()
+            return
+        self._engine.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
+        self._restore()
+
+    @property
+    def _overlaps(self) -> bool:
+        return self.config.snapshot == "overlapped"
+
+    def _settle_for_load(self) -> None:
+        # A save that failed is no reason not to go back to the one before it; its error stays to be raised.
+        self._engine.settle()
+        self._tell_trackers()
+
+    def _finish(self) -> None:
+        try:
+            self._engine.settle()
+            self._tell_trackers()
+        finally:
+            self._engine.close()
+
+    def _tell_trackers(self) -> None:
+        """Tell the trackers what was committed since the last call: here, for they belong to the thread that trains."""
+        while self._flights and self._flights[0][0].done():
+            handle, step = self._flights.pop(0)
+            info = handle.outcome
+            if info is None or not self._accelerator.is_main_process:
+                continue
+            values: dict[str, Any] = {"checkpoint/size_bytes": info.size_bytes, "checkpoint/sequence": info.sequence}
+            values.update({f"checkpoint/{name}": value for name, value in info.metrics.items()})
+            try:
+                self._accelerator.log(values, step=step)
+            except Exception:  # a tracker that fails must not make a committed save look like a failed one
+                logger.warning("a tracker could not be told of %s", info.path, exc_info=True)
+
+    def _restore(self) -> None:
+        accelerator = self._accelerator
+        if vars(accelerator).pop("_safe_ckpt", None) is None:
+            return
+        self._loaders.forget()
+        for name, before in self._before.items():
+            if vars(accelerator).get(name) != getattr(self, name):
+                logger.warning("accelerator.%s was replaced by something else after register and stays so", name)
+            elif before is None:
+                delattr(accelerator, name)
+            else:
+                setattr(accelerator, name, before)

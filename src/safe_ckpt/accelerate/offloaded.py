@@ -1,0 +1,153 @@
+"""The tensors of a model that may be offloaded, each to be fetched when its turn comes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from accelerate.utils import OffloadedWeightsLoader
+
+from safe_ckpt.core.layout import SAFETENSORS_DTYPES, Lazy
+from safe_ckpt.errors import StateError
+
+Fetch = Callable[[], torch.Tensor]
+
+
+def tensors(model: torch.nn.Module) -> dict[str, Lazy]:
+    """Every parameter and persistent buffer under its name, module by module; tied ones under the first.
+
+    Raises:
+        StateError: one is on the meta device and no hook knows where it was offloaded to, or it does not fit safetensors.
+    """
+    found: dict[str, Lazy] = {}
+    seen: set[object] = set()
+    homes = _homes(model)
+    tied = _tied_names(model)
+    for name, tensor in _named(model):
+        held, fetch = (tensor, functools.partial(_detached, tensor)) if not tensor.is_meta else _offloaded(homes, name)
+        if fetch is None:
+            message = (
+                "is on the meta device, and no hook of Accelerate knows where its values are: load the model first"
+            )
+            raise StateError(key=name, message=message)
+        identity = _identity(tensor, held, fetch if name in tied else None)
+        if seen & identity:
+            continue
+        seen |= identity
+        if tensor.dtype not in SAFETENSORS_DTYPES or tensor.layout is not torch.strided:
+            raise StateError(key=name, message=f"a {tensor.dtype} {tensor.layout} tensor does not fit safetensors")
+        found[name] = Lazy(dtype=tensor.dtype, shape=tuple(tensor.shape), fetch=fetch)
+    return found
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Without ``torch.compile`` and data parallelism. Accelerate's own ``unwrap_model`` imports 60 MiB of compiler first."""
+    inner = getattr(model, "_orig_mod", model)
+    if isinstance(inner, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+        return unwrapped(inner.module)
+    return inner
+
+
+def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    # Not state_dict(): offloaded parameters are in there too, but hooks of the user's may make copies of the others.
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield dot + name, parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield dot + name, buffer
+
+
+@dataclass(frozen=True)
+class _Home:
+    """Where a hook keeps values: under ``prefix`` and the name, in host memory or on disk."""
+
+    prefix: str
+    values: Mapping[str, torch.Tensor]
+    names: frozenset[str]
+
+    def held(self, name: str) -> torch.Tensor | None:
+        """The tensor itself where it lies in host memory."""
+        memory = self.values if isinstance(self.values, dict) else getattr(self.values, "state_dict", None)
+        found = memory.get(self.prefix + name) if isinstance(memory, dict) else None
+        return found if isinstance(found, torch.Tensor) else None
+
+
+def _homes(model: torch.nn.Module) -> dict[str, _Home]:
+    """Prefix of a module's names to where the hook on it finds their values."""
+    found = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for hook in _hooks(module):
+            values, prefix = getattr(hook, "weights_map", None), ""
+            if not getattr(hook, "offload", False) or values is None:
+                continue
+            while hasattr(values, "dataset") and hasattr(values, "prefix"):  # accelerate.utils.offload.PrefixedDataset
+                prefix, values = values.prefix + prefix, values.dataset
+            found[f"{module_name}." if module_name else ""] = _Home(prefix, values, frozenset(values))
+    return found
+
+
+def _hooks(module: torch.nn.Module) -> list[Any]:
+    hook = getattr(module, "_hf_hook", None)
+    return list(getattr(hook, "hooks", [hook])) if hook is not None else []
+
+
+def _tied_names(model: torch.nn.Module) -> set[str]:
+    """Names of offloaded parameters that Accelerate found tied when it dispatched the model."""
+    found = set()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for hook in _hooks(module):
+            found |= {f"{prefix}.{n}" if prefix else n for n in getattr(hook, "tied_params_names", ())}
+    return found
+
+
+def _offloaded(homes: Mapping[str, _Home], name: str) -> tuple[torch.Tensor | None, Fetch | None]:
+    for prefix in sorted(homes, key=len, reverse=True):  # a hook may stand for all modules below it
+        home, local = homes[prefix], name[len(prefix) :]
+        if name.startswith(prefix) and home.prefix + local in home.names:
+            return home.held(local), functools.partial(_look_up, home.values, home.prefix + local)
+    return None, None
+
+
+def _look_up(values: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    mapped = _mapped(values, name)
+    return values[name].detach() if mapped is None else mapped
+
+
+def _mapped(values: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | None:
+    """A tensor over the file that it was offloaded to, where there is one: Accelerate's own reading takes its size twice."""
+    if not isinstance(values, OffloadedWeightsLoader) or name in values.state_dict or values.save_folder is None:
+        return None
+    facts = values.index[name]
+    kind = getattr(torch, facts["dtype"], None) if facts.get("safetensors_file") is None else None
+    shape = tuple(facts["shape"])
+    if not isinstance(kind, torch.dtype) or not math.prod(shape):
+        return None
+    file = np.memmap(f"{values.save_folder}/{name}.dat", dtype=np.uint8, mode="c")  # private: never written to the file
+    return torch.from_numpy(file).view(kind).view(shape)
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach()
+
+
+def _identity(tensor: torch.Tensor, held: torch.Tensor | None, tied: Fetch | None) -> set[object]:
+    """What two names of one tensor have in common."""
+    found: set[object] = {id(tensor)}
+    if held is not None and held.numel():
+        view = (held.storage_offset(), held.dtype, tuple(held.shape), held.stride())
+        found.add((str(held.device), held.untyped_storage().data_ptr(), view))
+    if tied is not None and tensor.numel():
+        # On disk each name has a file of its own, and after a forward the modules no longer share the parameter either.
+        values = tied()
+        flat: Any = values.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+        found.add((values.dtype, tuple(values.shape), xxhash.xxh3_128(flat).hexdigest()))
+    return found

@@ -1,0 +1,136 @@
+"""``save_state``: from an Accelerator to a request of the core."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safe_ckpt.accelerate import capture, offloaded
+from safe_ckpt.accelerate.loaders import KEY, Loaders
+from safe_ckpt.accelerate.places import ADAPTER, Places, Target
+from safe_ckpt.core import items, weights
+from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.layout import Image
+from safe_ckpt.core.operation import Request, SaveHandle
+from safe_ckpt.core.overlap import Deferral
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to save. See ``Handle.save_state``."""
+
+    safe_serialization: bool
+    metrics: Mapping[str, Any]
+    step: int | None
+    overlap: bool
+
+
+def save(
+    engine: Engine,
+    places: Places,
+    loaders: Loaders,
+    accelerator: Any,
+    output_dir: str | os.PathLike[str] | None,
+    options: Options,
+) -> tuple[Path, SaveHandle]:
+    """Take a snapshot and have it written. Every rank calls this. Returns where it will be, and the handle.
+
+    Raises:
+        SafeCheckpointError: see ``Handle.save_state``.
+    """
+    hooks = accelerator._save_model_state_pre_hook
+    target = places.target(output_dir, hooks=bool(hooks))
+    try:
+        handle = engine.save(_request(accelerator, loaders, target, options))
+    except BaseException:
+        if target.begun is not None and engine.rank == 0:
+            target.place.root.drop_staging(target.key)
+        raise
+    accelerator.project_configuration.iteration = target.number + 1
+    return target.path, handle
+
+
+def save_model(
+    engine: Engine, places: Places, model: torch.nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str
+) -> SaveHandle:
+    """Write the weights alone, in Hugging Face's layout. Every rank calls this; rank 0 reads and writes.
+
+    Raises:
+        SafeCheckpointError: see ``Handle.save_model``.
+    """
+    path = Path(os.path.abspath(directory))
+    place = places.hold(path.parent)
+    planned: list[Image] = []
+    error: Exception | None = None
+    try:
+        most_bytes = weights.parse_size(max_shard_size, "max_shard_size")
+        planned = weights.images(offloaded.tensors(model), most_bytes)
+    except Exception as problem:  # the other ranks must learn of it
+        error = problem
+    return engine.save(
+        Request(
+            root=place.root,
+            path=path,
+            kind="directory",
+            step=0,
+            images=planned if engine.rank == 0 else [],
+            error=error,
+            notes={"adapter": "weights"},
+            view={"max_shard_size": str(max_shard_size)},
+            carry=lambda name: not weights.is_weight_file(name),
+            streamed=True,
+        )
+    )
+
+
+def plain_optimizers(accelerator: Any) -> list[Any]:
+    """The optimizers without Accelerate's wrapper."""
+    return [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
+
+
+def _request(accelerator: Any, loaders: Loaders, target: Target, options: Options) -> Request:
+    step = target.number if options.step is None else options.step
+    planned: list[Image] = []
+    metrics: dict[str, float] = {}
+    view: dict[str, str] = {}
+    error: Exception | None = None
+    try:
+        items.check_step(step)
+        metrics = items.checked_metrics(options.metrics)
+        states = [accelerator.get_state_dict(model, unwrap=False) for model in accelerator._models]
+        if target.begun is not None:
+            for hook in list(accelerator._save_model_state_pre_hook.values()):
+                hook(accelerator._models, states, str(target.begun))
+        planned = capture.images(
+            accelerator,
+            states,
+            safe_serialization=options.safe_serialization,
+            besides={KEY: loaders.states(accelerator._dataloaders)},
+        )
+        view = capture.view(accelerator)
+    except Exception as problem:  # whatever a hook or a state_dict() raises: the other ranks must learn of it
+        error = problem
+    deferral = None
+    if options.overlap and planned:
+        deferral = Deferral(accelerator._models, plain_optimizers(accelerator)) or None
+    return Request(
+        root=target.place.root,
+        path=target.path,
+        kind="directory",
+        step=step if isinstance(step, int) else -1,
+        metrics=metrics,
+        images=planned,
+        error=error,
+        notes={"adapter": ADAPTER, "iteration": target.number},
+        same=view,
+        retain=target.place.ledger.retain,
+        deferral=deferral,
+        begun=target.begun,
+        carry=lambda _: True,
+    )

@@ -1,0 +1,213 @@
+"""``handle.save_model``: the weights alone, offloaded or not, one tensor at a time."""
+
+import json
+import os
+import warnings
+
+import pytest
+import safetensors.torch
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model, init_empty_weights, load_checkpoint_in_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accelerate_runs import CONFIG, fresh, make
+from safe_ckpt.accelerate import register
+from safe_ckpt.core import weights
+from safe_ckpt.core.layout import Lazy
+from safe_ckpt.core.manifest import read_manifest
+from safe_ckpt.core.verify import verify
+from safe_ckpt.errors import ConfigError, StateError
+from support import run_script
+
+
+class Model(torch.nn.Module):
+    """With parameters at its root, a tied weight, buffers of both kinds, and a module within a module."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = torch.nn.Parameter(torch.randn(3))
+        self.register_buffer("mean", torch.randn(4))
+        self.register_buffer("scratch", torch.randn(4), persistent=False)
+        self.embed = torch.nn.Embedding(10, 4)
+        self.body = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        self.head = torch.nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(self.body(self.embed(x) * self.scale[0] + self.mean))
+
+
+@pytest.fixture
+def handle():
+    with fresh(), register(make(None), CONFIG) as made:
+        yield made
+
+
+def loaded(folder):
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found.update(safetensors.torch.load_file(file))
+    return found
+
+
+def on_cpu(model, folder):
+    return cpu_offload(model)
+
+
+def on_disk(model, folder):
+    disk_offload(model, folder / "offloaded")
+    return model
+
+
+def partly(model, folder):
+    places = {"scale": "cpu", "mean": "cpu", "embed": "disk", "body": "disk", "head": "disk"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the root's own parameters are named, and warned of
+        return dispatch_model(model, places, main_device="cpu", offload_dir=folder / "offloaded", force_hooks=True)
+
+
+@pytest.mark.parametrize("offload", [lambda model, _: model, on_cpu, on_disk, partly])
+@pytest.mark.parametrize("used", [False, True])
+def test_every_tensor_is_there_once(tmp_path, handle, offload, used):
+    """Root-level parameters too, which upstream drops; tied ones once; before and after a forward; the model is as it was."""
+    expected = {name: tensor.clone() for name, tensor in Model().state_dict().items()}
+    model = offload(Model(), tmp_path).eval()
+    before = model(torch.tensor([1, 2])) if used else None
+    path = handle.save_model(model, tmp_path / "weights")
+    found = loaded(path)
+    tied = {"embed.weight", "head.weight"}
+    once = offload is not on_disk  # which writes every name to a file of its own and forgets what was tied
+    assert len(tied & set(found)) == (1 if once else 2)
+    for name in set(found) | (set(expected) - tied):
+        assert found[name].equal(expected[name]), name
+    assert "scratch" not in found
+    verify(path, read_manifest(path))
+    if used:
+        assert model(torch.tensor([1, 2])).equal(before)
+
+
+def test_stock_tools_load_it(tmp_path, handle):
+    """Accelerate's own loader reads one file and shards alike, into a model of which only the shapes exist."""
+    expected = Model().state_dict()
+    for number, limit in enumerate(("10GB", 100, "150B")):
+        path = handle.save_model(on_cpu(Model(), tmp_path), tmp_path / f"weights{number}", max_shard_size=limit)
+        with init_empty_weights():
+            model = Model()
+        model.tie_weights = lambda model=model: setattr(model.head, "weight", model.embed.weight)
+        load_checkpoint_in_model(model, path, device_map={"": "cpu"})
+        model.tie_weights()
+        for name, tensor in expected.items():
+            assert model.state_dict()[name].equal(tensor), (limit, name)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {file.name for file in path.glob("*.safetensors")}
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in loaded(path).values())
+
+
+def test_shards_of_an_earlier_save_are_gone(tmp_path, handle):
+    """Of ours and of other tools; what else lies in the directory stays; at no moment is the directory half of each."""
+    target = tmp_path / "weights"
+    target.mkdir()
+    (target / "config.json").write_text("{}")
+    for name in ("model-00001-of-00009.safetensors", "model.safetensors.index.json", "pytorch_model.bin"):
+        (target / name).write_text("stale")
+    handle.save_model(Model(), target, max_shard_size=100)
+    assert len(list(target.glob("*.safetensors"))) == 4
+    handle.save_model(Model(), target)
+    assert sorted(p.name for p in target.iterdir()) == ["config.json", "manifest.json", "model.safetensors"]
+
+
+def test_a_tensor_without_values_is_an_error_that_names_it(tmp_path, handle):
+    """Upstream warns and leaves it out."""
+    with init_empty_weights():
+        model = Model()
+    with pytest.raises(StateError, match=r"scale.*meta"):
+        handle.save_model(model, tmp_path / "weights")
+    offloaded = on_cpu(Model(), tmp_path)
+    offloaded.body[0].register_parameter("late", torch.nn.Parameter(torch.empty(2, device="meta")))
+    with pytest.raises(StateError, match=r"body\.0\.late.*meta"):
+        handle.save_model(offloaded, tmp_path / "weights")
+    with pytest.raises(ConfigError, match=r"max_shard_size.*5GB"):
+        handle.save_model(Model(), tmp_path / "weights", max_shard_size="big")
+    assert not (tmp_path / "weights").exists()
+
+
+def test_no_more_memory_than_the_largest_tensor(tmp_path):
+    """Twelve tensors of 32 MiB on disk are written with the buffer of 64 MiB and one of them in memory, not all."""
+    code = """
+        import sys; sys.path[:0] = sys.argv[2:]
+        import resource, threading, torch
+        from pathlib import Path
+        from accelerate import disk_offload
+        from accelerate_runs import CONFIG, make
+        from safe_ckpt.accelerate import register
+        model = torch.nn.Sequential(*(torch.nn.Linear(4096, 2048, bias=False) for _ in range(12)))
+        disk_offload(model, sys.argv[1] + "/offloaded", execution_device="cpu")
+        def anonymous():
+            fields = dict(l.split(":") for l in open("/proc/self/status") if l.startswith("Rss"))
+            return sum(int(fields[f].split()[0]) << 10 for f in ("RssAnon", "RssShmem"))
+        with register(make(None), CONFIG) as handle:
+            before, most, over = anonymous(), 0, threading.Event()
+            def watch():
+                global most
+                while not over.wait(0.002):
+                    most = max(most, anonymous())
+            watcher = threading.Thread(target=watch); watcher.start()
+            handle.save_model(model, sys.argv[1] + "/weights", max_shard_size="100MB")
+            over.set(); watcher.join()
+        print("PEAK", (most - before) >> 20)
+    """
+    import sys
+
+    done = run_script(code, str(tmp_path), *sys.path, timeout_s=100)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) <= 64 + 32 + 16
+    assert len(list((tmp_path / "weights").glob("*.safetensors"))) == 6
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(1, 100))
+def test_shards_hold_every_tensor_once_and_keep_to_the_limit(sizes, limit):
+    """For any sizes: in order, none lost, none twice, no shard above the limit unless a single tensor is."""
+    lazies = {f"t{i}": Lazy(dtype=torch.uint8, shape=(size,), fetch=lambda: None) for i, size in enumerate(sizes)}
+    images = weights.images(lazies, limit)
+    shards = [image for image in images if image.path.endswith(".safetensors")]
+    stored = [lazy for image in shards for _, lazy in image.lazies]
+    assert stored == [lazy for lazy in lazies.values() if lazy.size_bytes]
+    for image in shards:
+        held = [lazy.size_bytes for _, lazy in image.lazies]
+        assert sum(held) <= limit or len(held) == 1
+    assert (len(shards) > 1) == (len(images) > len(shards))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("2GiB", 2 << 30), ("100B", 100), (7, 7)]
+)
+def test_sizes_are_read_as_people_write_them(text, expected):
+    """Decimal and binary units."""
+    assert weights.parse_size(text, "size") == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "5 bananas", 0, -5, 1.5, True, None])
+def test_what_is_no_size_is_refused(text):
+    """With the key's name."""
+    with pytest.raises(ConfigError, match="size"):
+        weights.parse_size(text, "size")
+
+
+def test_the_directory_is_replaced_in_one_step(tmp_path, handle, monkeypatch):
+    """When the writing fails the old weights are all there still."""
+    path = handle.save_model(Model(), tmp_path / "weights")
+    before = {name: (path / name).read_bytes() for name in os.listdir(path)}
+
+    class Broken(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(4))
+
+    model = cpu_offload(Broken())
+    model._hf_hook.hooks[-1].weights_map.dataset["w"] = torch.ones(5)
+    with pytest.raises(Exception, match=r"announced as \(4,\)"):
+        handle.save_model(model, path)
+    assert {name: (path / name).read_bytes() for name in os.listdir(path)} == before
