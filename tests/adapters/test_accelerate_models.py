@@ -105,6 +105,21 @@ def test_stock_tools_load_it(tmp_path, handle):
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in loaded(path).values())
 
 
+def test_weights_beside_the_checkpoints(tmp_path):
+    """In the project's directory, where Accelerate's own naming is at work: neither is in the other's way."""
+    with fresh():
+        accelerator = make(tmp_path, limit=1)
+        with register(accelerator, CONFIG) as handle:
+            accelerator.prepare(Model())
+            for _ in range(2):
+                accelerator.save_state()
+                handle.save_model(accelerator._models[0], tmp_path / "weights")
+            accelerator.load_state()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".safe_ckpt", "checkpoints", "weights"]
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_1"]
+    assert {p.name for p in (tmp_path / "weights").iterdir()} == {"manifest.json", "model.safetensors"}
+
+
 def test_shards_of_an_earlier_save_are_gone(tmp_path, handle):
     """Of ours and of other tools; what else lies in the directory stays; at no moment is the directory half of each."""
     target = tmp_path / "weights"

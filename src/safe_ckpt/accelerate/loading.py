@@ -15,7 +15,7 @@ from safe_ckpt.accelerate.places import Places, candidates, next_number
 from safe_ckpt.core import resume
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.manifest import MANIFEST_NAME, read_manifest
-from safe_ckpt.core.verify import verify
+from safe_ckpt.core.verify import verify_share
 from safe_ckpt.errors import NoValidCheckpointError
 
 logger = logging.getLogger(__name__)
@@ -80,12 +80,8 @@ def _expect(path: Path) -> None:
 
 
 def _verify_share(engine: Engine, path: Path) -> None:
-    """Verify this rank's share of the files: they are the same for all, and reading them all on each would take as long."""
-    if not (path / MANIFEST_NAME).exists():
-        return
-    manifest = read_manifest(path)
-    by_size = sorted(manifest.files, key=lambda entry: (-entry.size_bytes, entry.path))
-    verify(path, manifest, only={entry.path for entry in by_size[engine.rank :: engine.session.size]})
+    if (path / MANIFEST_NAME).exists():
+        verify_share(path, read_manifest(path), engine.rank, engine.session.size)
 
 
 def _loader_states(path: Path, rank: int) -> list[Any]:

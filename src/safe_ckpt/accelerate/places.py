@@ -85,13 +85,19 @@ class Places:
             DirectoryInUseError: a live job holds it.
         """
         if folder not in self._held:
-            # In the folder that Accelerate lists nothing but checkpoints may lie: it takes whatever sorts last.
-            hidden = folder.parent / HIDDEN if folder == self.automatic() else folder / HIDDEN
-            place = Place(root=self._engine.hold(folder, hidden=hidden), ledger=Ledger(self._retention))
+            place = Place(root=self._engine.hold(folder, hidden=self._hidden(folder)), ledger=Ledger(self._retention))
             self._held[folder] = place
             self._engine.agree("list", {"directory": folder}, decide=lambda _: self._take_stock(place))
         self._last = folder
         return self._held[folder]
+
+    def _hidden(self, folder: Path) -> Path:
+        # In the folder that Accelerate lists nothing but checkpoints may lie: it takes whatever sorts last.
+        automatic = self.automatic()
+        if automatic is None or folder not in (automatic, automatic.parent):
+            return folder / HIDDEN
+        beside = automatic.parent / HIDDEN
+        return beside if folder == automatic else beside / "project"  # weights beside the checkpoints: another lock
 
     def for_load(self) -> Place:
         """Where ``load_state()`` without a path looks.

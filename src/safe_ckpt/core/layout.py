@@ -172,8 +172,16 @@ def _fills_its_extent(tensor: torch.Tensor) -> bool:
     return True
 
 
-def safetensors_image(path: str, tensors: Mapping[str, torch.Tensor]) -> Image:
-    """A safetensors file. Tensors that are one and the same memory are stored once, the other names as aliases."""
+def safetensors_image(
+    path: str, tensors: Mapping[str, torch.Tensor], besides: Mapping[str, str] | None = None
+) -> Image:
+    """A safetensors file. Tensors that are one and the same memory are stored once, the other names as aliases.
+
+    Args:
+        path: relative to the checkpoint.
+        tensors: as ``fits_safetensors`` wants them.
+        besides: further entries of the file's metadata.
+    """
     aliases: dict[str, str] = {}
     first: dict[tuple[str, int], str] = {}
     for name, tensor in tensors.items():
@@ -182,7 +190,7 @@ def safetensors_image(path: str, tensors: Mapping[str, torch.Tensor]) -> Image:
             if first.setdefault(home, name) != name:
                 aliases[name] = first[home]
     kept = sorted((name for name in tensors if name not in aliases), key=lambda n: (-tensors[n].element_size(), n))
-    metadata = {"format": "pt"}
+    metadata = {"format": "pt", **(besides or {})}
     strides = {name: list(tensors[name].stride()) for name in kept if not tensors[name].is_contiguous()}
     if aliases:
         metadata[ALIASES_KEY] = json.dumps(aliases)

@@ -33,6 +33,17 @@ def verify(path: Path, manifest: Manifest, only: set[str] | None = None) -> int:
     return sum(verify_entry(path, entry) for entry in chosen)
 
 
+def verify_share(path: Path, manifest: Manifest, rank: int, size: int) -> None:
+    """Verify this rank's share of a directory's files: they are the same for all, and each needs reading once.
+
+    Raises:
+        CorruptCheckpointError: they differ; names the file.
+        OSError: they could not be read; that condemns nothing.
+    """
+    by_size = sorted(manifest.files, key=lambda entry: (-entry.size_bytes, entry.path))
+    verify(path, manifest, only={entry.path for entry in by_size[rank::size]})
+
+
 def verify_if_ours(path: Path) -> bool:
     """Verify a single file if it carries our manifest. Returns whether it did.
 

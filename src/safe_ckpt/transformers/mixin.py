@@ -1,0 +1,117 @@
+"""``SafeCheckpointMixin``: a Trainer whose checkpoints are atomic, verified and written in the background."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.errors import ConfigError
+from safe_ckpt.transformers.saver import TrainerSaver
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object
+
+
+class SafeCheckpointMixin(_Base):
+    """A Trainer with safe checkpoints. Put it before ``Trainer``, or before a subclass of it.
+
+    ::
+
+        class SafeTrainer(SafeCheckpointMixin, Trainer):
+            checkpoint_config = CheckpointConfig()
+
+        trainer = SafeTrainer(model, args, train_dataset=data)
+        trainer.train(resume_from_checkpoint=True)
+
+    ``checkpoint-<step>/`` has the files that the Trainer itself would write, plus a manifest; a stock Trainer resumes from it.
+    ``save_total_limit`` lets an old one go only after the new one is committed, and never the best or the newest.
+    ``resume_from_checkpoint=True`` takes the newest valid one, a path is verified first. Callbacks' ``on_save`` comes when the
+    snapshot is taken; the directory appears a moment later.
+
+    Attributes:
+        checkpoint_config: settings, equal on all processes; None reads the file that ``SAFE_CKPT_CONFIG`` names, or takes the
+            defaults. ``retention`` is the Trainer's own: rules in here are refused.
+    """
+
+    checkpoint_config: CheckpointConfig | None = None
+    _safe_saver: TrainerSaver | None = None
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """See ``Trainer.train``. When it returns, everything that was saved is committed.
+
+        Raises:
+            ConfigError: a setting is not allowed, or the kind of training is not covered.
+            NoValidCheckpointError: ``resume_from_checkpoint=True`` and there is no usable checkpoint.
+            CorruptCheckpointError: the one at the given path is damaged.
+            SafeCheckpointError: a save failed and nobody was told yet.
+        """
+        config = CheckpointConfig.from_environment() if self.checkpoint_config is None else self.checkpoint_config
+        _check(self, config)
+        with TrainerSaver(config) as saver:
+            self._safe_saver = saver
+            try:
+                found: str | None = None
+                if resume_from_checkpoint is True:
+                    found = str(saver.newest(Path(os.path.abspath(self.args.output_dir or "."))))
+                elif resume_from_checkpoint:
+                    found = os.path.abspath(resume_from_checkpoint)
+                    saver.verify(Path(found))
+                return super().train(found, *args, **kwargs)
+            finally:
+                self._safe_saver = None
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        saver = self._safe_saver
+        if saver is None:  # not within train(): nothing is held
+            super()._save_checkpoint(model, trial)
+            return
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        run = Path(os.path.abspath(self._get_output_dir(trial=trial)))
+        best = self.state.best_global_step
+        if best and self.args.save_strategy in ("steps", "epoch", "best"):
+            folder = run / f"{PREFIX_CHECKPOINT_DIR}-{best}"
+            if best == self.state.global_step or folder.exists():
+                self.state.best_model_checkpoint = str(folder)
+        path = saver.save(self, run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if self.args.push_to_hub:
+            saver.wait()
+            self._push_from_checkpoint(str(path))
+
+    def _load_best_model(self) -> None:
+        if self._safe_saver is not None and self.state.best_model_checkpoint is not None:
+            self._safe_saver.wait()
+            self._safe_saver.verify(Path(self.state.best_model_checkpoint))
+        super()._load_best_model()
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self._safe_saver is not None:
+            self._safe_saver.wait()
+        # With a limit of 1 it deletes here all but the best, the newest included: that one is to stay.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            self.args.save_total_limit = limit
+
+
+def _check(trainer: Any, config: CheckpointConfig) -> None:
+    for name in ("is_deepspeed_enabled", "is_fsdp_enabled", "is_fsdp_xla_enabled"):
+        if getattr(trainer, name, False):
+            message = (
+                "is not covered yet: it writes its checkpoints itself. Use the Trainer without SafeCheckpointMixin"
+            )
+            raise ConfigError(key=f"Trainer.{name}", message=message)
+    if trainer.args.save_on_each_node:
+        message = "is not supported: safe_ckpt commits one checkpoint that all processes see"
+        raise ConfigError(key="TrainingArguments.save_on_each_node", message=message)
+    rules = config.retention
+    if rules.keep_last is not None or rules.keep_best is not None or rules.keep_every_steps is not None:
+        message = "the Trainer has its own: use save_total_limit and load_best_model_at_end"
+        raise ConfigError(key="retention", message=message)

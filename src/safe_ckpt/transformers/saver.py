@@ -1,0 +1,204 @@
+"""What stands behind one ``train()``: the pipeline, the directories it holds, and what is in flight."""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from typing_extensions import Self
+
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core import extras, resume, select
+from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo, read_manifest
+from safe_ckpt.core.operation import Request
+from safe_ckpt.core.root import Root
+from safe_ckpt.core.select import Candidate
+from safe_ckpt.core.verify import verify_share
+from safe_ckpt.errors import NoValidCheckpointError
+from safe_ckpt.transformers import rotation
+from safe_ckpt.transformers.capturing import catching
+
+logger = logging.getLogger(__name__)
+ADAPTER = "transformers"
+STATE_FILE = "trainer_state.json"
+_NAME = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
+
+
+class TrainerSaver:
+    """Saves for one Trainer. Every method is called on every process, on the thread that trains.
+
+    Args:
+        config: settings.
+    """
+
+    def __init__(self, config: CheckpointConfig) -> None:
+        self._engine = Engine(config)
+        self._held: dict[Path, tuple[Root, list[CheckpointInfo]]] = {}
+
+    def newest(self, folder: Path) -> Path:
+        """The newest valid checkpoint in ``folder``, verified and agreed.
+
+        Raises:
+            NoValidCheckpointError: there is none.
+        """
+        root, _ = self._hold(folder)
+        chosen = resume.choose(self._engine, root, lambda: candidates(folder), self._verify)
+        if chosen is None:
+            raise NoValidCheckpointError(path=str(folder), message="there is no checkpoint to resume from")
+        self._warn_if_stock(chosen.info.path)
+        return chosen.info.path
+
+    def verify(self, path: Path) -> None:
+        """Verify the checkpoint at ``path``; one that a stock Trainer wrote is taken as it is.
+
+        Raises:
+            CorruptCheckpointError: it is damaged.
+        """
+        if path.is_dir():
+            resume.check(self._engine, path, self._verify)
+            self._warn_if_stock(path)
+
+    def save(self, trainer: Any, path: Path) -> Path:
+        """Take a snapshot of what the Trainer would write and have it written. Returns where it will be.
+
+        Raises:
+            SafeCheckpointError: it could not be started, or an earlier one failed; the same on every process.
+        """
+        root, committed = self._hold(path.parent)
+        key = self._engine.agree("save", {"path": path}, decide=lambda _: uuid.uuid4().hex)
+        begun = extras.open_folder(self._engine.session, root, key, self._engine.config.timeouts.barrier_s)
+        try:
+            self._engine.save(self._request(trainer, path, root, begun, committed))
+        except BaseException:
+            if self._engine.rank == 0:
+                root.drop_staging(key)
+            raise
+        return path
+
+    def wait(self) -> None:
+        """Wait until everything in flight is committed.
+
+        Raises:
+            SafeCheckpointError: a save failed and nobody was told yet.
+        """
+        self._engine.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        within_s = None if error is None else self._engine.config.timeouts.shutdown_s
+        self._engine.close(quiet=error is not None, within_s=within_s)
+
+    def _request(self, trainer: Any, path: Path, root: Root, begun: Path, committed: list[CheckpointInfo]) -> Request:
+        error: Exception | None = None
+        images = []
+        best = trainer.state.best_model_checkpoint
+        limit = trainer.args.save_total_limit
+        try:
+            with catching(begun) as caught:
+                _write(trainer, str(begun))
+            images = caught.images
+        except Exception as problem:  # whatever the Trainer or a callback raises: the others must learn of it
+            error = problem
+
+        def retain(new: CheckpointInfo) -> list[Path]:
+            known = [info for info in committed if info.path != new.path and info.path.exists()]
+            doomed = rotation.to_delete([*known, new], limit, Path(best) if best else None)
+            committed[:] = [info for info in (*known, new) if info not in doomed]
+            return [info.path for info in doomed]
+
+        return Request(
+            root=root,
+            path=path,
+            kind="directory",
+            step=int(trainer.state.global_step),
+            metrics=_metrics(trainer),
+            images=images,
+            error=error,
+            notes={"adapter": ADAPTER},
+            retain=retain,
+            begun=begun,
+            carry=lambda _: True,
+        )
+
+    def _hold(self, folder: Path) -> tuple[Root, list[CheckpointInfo]]:
+        if folder not in self._held:
+            root = self._engine.hold(folder)
+            committed: list[CheckpointInfo] = []
+            self._held[folder] = (root, committed)
+
+            def take_stock(_: Mapping[int, Any]) -> None:
+                found = candidates(folder)
+                root.start_after(select.newest_sequence(found))
+                committed.extend(info for info in (candidate.info for candidate in found) if info is not None)
+
+            self._engine.agree("list", {"directory": folder}, decide=take_stock)
+        return self._held[folder]
+
+    def _verify(self, path: Path) -> None:
+        if (path / MANIFEST_NAME).exists():
+            verify_share(path, read_manifest(path), self._engine.rank, self._engine.session.size)
+
+    def _warn_if_stock(self, path: Path) -> None:
+        if self._engine.rank == 0 and not (path / MANIFEST_NAME).exists():
+            logger.warning("%s was not written by safe_ckpt: it is loaded without verification", path)
+
+
+def candidates(folder: Path) -> list[Candidate]:
+    """Everything in ``folder`` that may be a checkpoint of a Trainer, stock ones included."""
+    found = select.list_directories(folder, _number_of, _problem_of_stock)
+    ours = [c for c in found if c.manifest is None or c.manifest.notes.get("adapter") == ADAPTER]
+    return [c for c in ours if _number_of(c.path.name) is not None]  # a copy that somebody keeps is not one
+
+
+def _number_of(name: str) -> int | None:
+    found = _NAME.match(name)
+    return int(found.group(1)) if found else None
+
+
+def _problem_of_stock(path: Path) -> str:
+    # The Trainer writes its state last: without it the save was interrupted.
+    if not (path / STATE_FILE).exists():
+        return f"it has no manifest, and without {STATE_FILE} it is not complete either"
+    cut_off = [file.name for file in path.glob("*.pt*") if not zipfile.is_zipfile(file)]
+    return f"it has no manifest, and {cut_off[0]} was not written to its end" if cut_off else ""
+
+
+def _write(trainer: Any, folder: str) -> None:
+    """What ``Trainer._save_checkpoint`` writes, in its order."""
+    trainer.save_model(folder, _internal_call=True)
+    if not trainer.args.save_only_model:
+        trainer._save_optimizer_and_scheduler(folder)
+        trainer._save_scaler(folder)
+        trainer._save_rng_state(folder)
+    if not trainer.args.should_save:
+        return
+    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(callback, ExportableState):
+            states = trainer.state.stateful_callbacks
+            name, state = type(callback).__name__, callback.state()
+            if isinstance(states[name], list):
+                states[name].append(state)
+            else:
+                states[name] = state
+    trainer.state.save_to_json(f"{folder}/{STATE_FILE}")
+
+
+def _metrics(trainer: Any) -> dict[str, float]:
+    """What was evaluated at this step, for people who look into the manifest."""
+    latest: Mapping[str, Any] = next((row for row in reversed(trainer.state.log_history) if "eval_loss" in row), {})
+    if latest.get("step") != trainer.state.global_step:
+        return {}
+    return {key: float(value) for key, value in latest.items() if isinstance(value, int | float)}

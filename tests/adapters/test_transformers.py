@@ -1,0 +1,323 @@
+"""``SafeCheckpointMixin``: a tiny randomly initialised model, trained by a real Trainer."""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from safe_ckpt import CheckpointConfig, Retention, Timeouts
+from safe_ckpt.core.manifest import CheckpointInfo, read_manifest
+from safe_ckpt.core.verify import verify
+from safe_ckpt.errors import ConfigError, CorruptCheckpointError, NotEnoughSpaceError, NoValidCheckpointError
+from safe_ckpt.transformers import SafeCheckpointMixin, rotation
+from support import flip_bit, kill_all, needs_root, small_disk, writer_processes
+
+CONFIG = CheckpointConfig(
+    timeouts=Timeouts(lengthy_s=60, barrier_s=30, writer_stall_s=5, fsync_stall_s=10, peer_stall_s=3, shutdown_s=10)
+)
+
+
+class SafeTrainer(SafeCheckpointMixin, Trainer):
+    checkpoint_config = CONFIG
+
+
+def model(hidden=16):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32, hidden_size=hidden, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+            max_position_embeddings=32, tie_word_embeddings=True, attention_dropout=0.1,
+        )
+    )  # fmt: skip
+
+
+def data(count=24):
+    rows = torch.randint(0, 32, (count, 8), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def trainer(folder, kind=SafeTrainer, *, hidden=16, callbacks=(), **more):
+    settings = {
+        "output_dir": str(folder), "max_steps": 6, "per_device_train_batch_size": 4, "save_steps": 2, "use_cpu": True,
+        "save_strategy": "steps", "report_to": [], "disable_tqdm": True, "logging_steps": 100, "learning_rate": 1e-2,
+        **more,
+    }  # fmt: skip
+    return kind(
+        model=model(hidden), args=TrainingArguments(**settings), train_dataset=data(), eval_dataset=data(4),
+        callbacks=list(callbacks),
+    )  # fmt: skip
+
+
+def fingerprint(made):
+    digest = hashlib.sha256()
+    for tensor in made.model.state_dict().values():
+        digest.update(tensor.detach().numpy().tobytes())
+    for state in made.optimizer.optimizer.state.values():
+        for tensor in state.values():
+            digest.update(tensor.numpy().tobytes())
+    digest.update(torch.get_rng_state().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).glob("checkpoint-*"))
+
+
+class Stop(TrainerCallback):
+    def __init__(self, at):
+        self.at = at
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == self.at:
+            raise KeyboardInterrupt
+
+
+def test_the_files_are_those_that_the_trainer_writes(tmp_path):
+    """Name by name, with equal tensors; and a stock Trainer resumes from ours to the same end, and ours from a stock one's."""
+    stock = trainer(tmp_path / "stock", Trainer)
+    stock.train()
+    ours = trainer(tmp_path / "ours")
+    ours.train()
+    assert fingerprint(ours) == fingerprint(stock)
+    assert names(tmp_path / "ours") == names(tmp_path / "stock") == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    for name in names(tmp_path / "ours"):
+        there = {p.name for p in (tmp_path / "stock" / name).iterdir()}
+        assert {p.name for p in (tmp_path / "ours" / name).iterdir()} == there | {"manifest.json"}
+        verify(tmp_path / "ours" / name, read_manifest(tmp_path / "ours" / name))
+    for kind, folder in ((Trainer, "ours"), (SafeTrainer, "stock")):
+        again = trainer(tmp_path / folder, kind)
+        again.train(resume_from_checkpoint=str(tmp_path / folder / "checkpoint-4"))
+        assert fingerprint(again) == fingerprint(stock), (kind, folder)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "ours/checkpoint-6")
+    assert all(a.equal(b) for a, b in zip(loaded.state_dict().values(), ours.model.state_dict().values(), strict=True))
+    assert writer_processes() == []
+
+
+def test_a_run_that_was_stopped_goes_on_exactly(tmp_path):
+    """In the middle of an epoch and between two saves: resume_from_checkpoint=True ends as an uninterrupted run."""
+    straight = trainer(tmp_path / "straight", max_steps=10)
+    straight.train()
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path / "broken", max_steps=10, callbacks=[Stop(5)]).train()
+    resumed = trainer(tmp_path / "broken", max_steps=10)
+    resumed.train(resume_from_checkpoint=True)
+    assert fingerprint(resumed) == fingerprint(straight)
+    assert names(tmp_path / "broken") == names(tmp_path / "straight")
+
+
+def test_what_is_damaged_or_half_is_passed_over(tmp_path, caplog):
+    """A damaged newest one, an empty one and half a stock one: the one before is taken; a path to a damaged one is an error."""
+    trainer(tmp_path).train()
+    flip_bit(tmp_path / "checkpoint-6/optimizer.pt", 200)
+    (tmp_path / "checkpoint-7").mkdir()
+    (tmp_path / "checkpoint-8").mkdir()
+    (tmp_path / "checkpoint-8/model.safetensors").write_bytes(b"half")
+    shutil.copytree(tmp_path / "checkpoint-6", tmp_path / "copy")
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args, state, control, **_):
+            seen.append(state.global_step)
+
+    trainer(tmp_path, callbacks=[Look()]).train(resume_from_checkpoint=True)
+    assert seen == [4]
+    assert [p.name for p in (tmp_path / ".safe_ckpt/quarantine").iterdir()] == ["checkpoint-6"]
+    with pytest.raises(CorruptCheckpointError, match="optimizer"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "copy"))
+    with pytest.raises(NoValidCheckpointError, match="no checkpoint"):
+        trainer(tmp_path / "fresh").train(resume_from_checkpoint=True)
+
+
+def test_rotation_keeps_the_best_and_the_newest(tmp_path):
+    """With a limit of 1 and a best one that is not the newest both stay, at every moment and at the end; the best is loaded."""
+
+    class Scored(SafeTrainer):
+        def evaluate(self, *args, **kwargs):
+            score = {2: 3.0, 4: 1.0}.get(self.state.global_step, 2.0)
+            return {"eval_loss": score}
+
+        def log_evaluation(self):
+            pass
+
+    made = trainer(
+        tmp_path, Scored, max_steps=8, save_total_limit=1, eval_strategy="steps", eval_steps=2,
+        load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=False,
+    )  # fmt: skip
+    made.train()
+    assert names(tmp_path) == ["checkpoint-4", "checkpoint-8"]
+    assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
+    state = json.loads((tmp_path / "checkpoint-8/trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(tmp_path / "checkpoint-4")
+    state = json.loads((tmp_path / "checkpoint-4/trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(tmp_path / "checkpoint-4")
+    best = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-4").state_dict()
+    assert all(a.equal(b) for a, b in zip(best.values(), made.model.state_dict().values(), strict=True))
+
+
+@needs_root
+def test_a_full_disk_loses_nothing(tmp_path):
+    """The error ends the training with its name; with a limit of 1 the checkpoint before is whole and is resumed from."""
+
+    class Fill(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 3:
+                made._safe_saver.wait()
+                (Path(args.output_dir) / "filler").write_bytes(
+                    b"x" * (os.statvfs(args.output_dir).f_bavail * 4096 - 50_000)
+                )
+
+    with small_disk(tmp_path / "disk", 8 << 20) as disk:
+        made = trainer(disk, hidden=128, callbacks=[Fill()], save_total_limit=1)
+        with pytest.raises(NotEnoughSpaceError):
+            made.train()
+        assert names(disk) == ["checkpoint-2"]
+        (disk / "filler").unlink()
+        again = trainer(disk, hidden=128, save_total_limit=1)
+        again.train(resume_from_checkpoint=True)
+        assert names(disk) == ["checkpoint-6"]
+        straight = trainer(tmp_path / "straight", hidden=128)
+        straight.train()
+        assert fingerprint(again) == fingerprint(straight)
+
+
+def test_methods_that_users_override_are_honoured(tmp_path):
+    """A Trainer that writes more in save_model: all of it is in the checkpoint, listed and verified."""
+
+    class Mine(SafeTrainer):
+        def save_model(self, output_dir=None, _internal_call=False):
+            super().save_model(output_dir, _internal_call)
+            torch.save({"mine": torch.ones(3)}, os.path.join(output_dir, "mine.pt"))
+            (Path(output_dir) / "notes.txt").write_text("mine")
+
+    trainer(tmp_path, Mine).train()
+    path = tmp_path / "checkpoint-2"
+    assert {"mine.pt", "notes.txt"} <= {entry.path for entry in read_manifest(path).files}
+    assert torch.load(path / "mine.pt")["mine"].tolist() == [1, 1, 1]
+    verify(path, read_manifest(path))
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    """Retention beside the Trainer's own rules, and what is not covered: an error with the remedy, before training."""
+
+    class Ruled(SafeTrainer):
+        checkpoint_config = CheckpointConfig(retention=Retention(keep_last=1))
+
+    with pytest.raises(ConfigError, match="save_total_limit"):
+        trainer(tmp_path, Ruled).train()
+    with pytest.raises(ConfigError, match="save_on_each_node"):
+        trainer(tmp_path, save_on_each_node=True).train()
+    assert names(tmp_path) == []
+
+
+def test_outside_of_train_the_trainer_is_itself(tmp_path):
+    """save_model and the parts that are replaced meanwhile work as ever."""
+    save = torch.save
+    made = trainer(tmp_path)
+    made.train()
+    made.save_model(tmp_path / "final")
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "final").config.hidden_size == 16
+    assert torch.save is save
+
+
+KILLED = """
+    import sys; sys.path[:0] = sys.argv[2:]
+    import warnings; warnings.filterwarnings("ignore")
+    import os, torch; torch.set_num_threads(1)
+    from transformers.utils import logging; logging.set_verbosity_error()
+    from test_transformers import TrainerCallback, fingerprint, trainer
+    from safe_ckpt.errors import NoValidCheckpointError
+    class Say(TrainerCallback):
+        def on_save(self, args, state, control, **_):
+            os.write(1, f"SAVED {state.global_step}\\n".encode())
+    def make():
+        return trainer(sys.argv[1], max_steps=30, save_steps=1, save_total_limit=2, hidden=64, callbacks=[Say()])
+    made = make()
+    try:
+        made.train(resume_from_checkpoint=True)
+    except NoValidCheckpointError:
+        made = make()
+        made.train()
+    os.write(1, f"END {fingerprint(made)}\\n".encode())
+"""
+
+
+@pytest.mark.timeout(200)
+def test_it_survives_kills_bit_for_bit(tmp_path):
+    """A save at every step, three SIGKILLs: the end is that of an uninterrupted run."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(KILLED))
+
+    def start(folder):
+        command = [sys.executable, str(script), str(tmp_path / folder), *sys.path]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def end(folder):
+        output, _ = start(folder).communicate(timeout=100)
+        return [line for line in output.splitlines() if line.startswith("END")] or output
+
+    expected = end("straight")
+    for count in (3, 5, 2):
+        process, saves = start("broken"), count
+        for line in process.stdout:
+            saves -= line.startswith("SAVED")
+            if not saves:
+                break
+        kill_all()
+        process.wait()
+        process.stdout.close()
+    assert end("broken") == expected
+    assert len(expected) == 1
+    assert names(tmp_path / "broken") == ["checkpoint-29", "checkpoint-30"]
+
+
+@given(st.lists(st.integers(0, 1000), unique=True, max_size=12), st.integers(-1, 6), st.integers(-1, 11))
+def test_rotation_is_that_of_the_trainer(sequences, limit, best):
+    """For any history: never the newest, never the best, no more than the limit otherwise, the oldest first."""
+    infos = [
+        CheckpointInfo(
+            path=Path(f"/run/checkpoint-{n}"), name="", step=n, sequence=n, metrics={}, created_at="", world_size=1,
+            size_bytes=0,
+        )
+        for n in sequences
+    ]  # fmt: skip
+    chosen = infos[best].path if 0 <= best < len(infos) else None
+    doomed = rotation.to_delete(infos, limit, chosen)
+    left = sorted((i for i in infos if i not in doomed), key=lambda i: i.sequence)
+    assert chosen not in [info.path for info in doomed]
+    if infos:
+        assert left[-1].sequence == max(sequences)
+    if limit < 1:
+        assert not doomed
+    else:
+        assert len(left) <= max(limit, 2)
+        assert len(left) >= min(limit, len(infos))
+    plain = [info for info in left if info.path != chosen]
+    assert all(gone.sequence < min(p.sequence for p in plain) for gone in doomed) if plain else True
+
+
+def test_the_private_parts_that_the_mixin_stands_in_for():
+    """Names and arguments, as this release has them."""
+    import inspect
+
+    assert list(inspect.signature(Trainer._save_checkpoint).parameters) == ["self", "model", "trial"]
+    for name in ("_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"):
+        assert list(inspect.signature(getattr(Trainer, name)).parameters) == ["self", "output_dir"], name
+    assert list(inspect.signature(Trainer._load_best_model).parameters) == ["self"]
+    assert "resume_from_checkpoint" in inspect.signature(Trainer.train).parameters
+    source = inspect.getsource(Trainer._save_checkpoint)
+    for part in ("store_flos", "save_model", "best_model_checkpoint", "ExportableState", "save_to_json"):
+        assert part in source, part
+    with contextlib.suppress(ImportError):
+        logging.getLogger("transformers").setLevel(logging.ERROR)
