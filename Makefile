@@ -40,6 +40,8 @@ examples: .venv/ready  ## run every example, twice where it resumes
 	EPOCHS=4 DEVICES=2 $(BIN)/python examples/lightning_digits.py runs/examples/lightning
 	EPOCHS=2 $(ACCELERATE) examples/accelerate_digits.py runs/examples/accelerate
 	EPOCHS=4 $(ACCELERATE) examples/accelerate_digits.py runs/examples/accelerate
+	STEPS=20 $(BIN)/python examples/transformers_tiny.py runs/examples/transformers
+	STEPS=40 $(BIN)/python examples/transformers_tiny.py runs/examples/transformers
 	$(BIN)/safe-ckpt list runs/examples/plain
 	$(BIN)/safe-ckpt list runs/examples/accelerate/checkpoints
 	$(BIN)/safe-ckpt verify runs/examples/plain/step-00000004 runs/examples/lightning/last.ckpt
