@@ -1,11 +1,12 @@
 """Every file of a checkpoint damaged in every way: found at the resume, by all ranks together, and set aside."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
-import torch
+from entries import ENTRIES, entered
 
-from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Timeouts
+from safe_ckpt import CheckpointConfig, Timeouts
 from safe_ckpt.testing import spawn_ranks, values
 from support import flip_bit
 
@@ -21,58 +22,44 @@ DAMAGES = {
 }
 
 
-def state(rank, step):
-    return {
-        "model": {"w": torch.full((1000,), float(step))},
-        "optimizer": {"note": (step, None), "t": torch.full((500,), step)},
-        "own": PerRank({"t": torch.full((300,), float(100 * step + rank))}),
-        "epoch": step,
-    }
-
-
-def blank():
-    model = {"w": torch.zeros(1000)}
-    return {"model": model, "optimizer": None, "own": PerRank({"t": torch.zeros(300)}), "epoch": 0}
-
-
-def damage_all(rank, folder):
+def damage_all(rank, folder, name):
     found = []
-    with Checkpointer(folder, CONFIG) as ckpt:
-        ckpt.save(1, state(rank, 1)).result(timeout_s=30)
-        names = sorted(path.name for path in (folder / "step-00000001").iterdir())
-        for name in names:
+    with entered(name, folder, CONFIG, rank=rank) as entry:
+        entry.save(1).result(timeout_s=30)
+        files = sorted(path.name for path in entry.path(1).iterdir())
+        for file in files:
             for kind, harm in DAMAGES.items():
-                ckpt.save(2, state(rank, 2)).result(timeout_s=30)
-                ckpt._engine.agree(
-                    "harm", {}, decide=lambda _, name=name, harm=harm: harm(folder / "step-00000002" / name)
+                entry.save(2).result(timeout_s=30)
+                path = Path(
+                    entry.engine.agree("harm", {}, decide=lambda _, file=file, harm=harm: do(harm, entry, file))
                 )
-                target = blank()
-                info = ckpt.resume(target)
-                exact = (
-                    float(target["model"]["w"][0]) == info.step
-                    and target["optimizer"]["note"] == (info.step, None)
-                    and float(target["own"].value["t"][0]) == 100 * info.step + rank
-                    and target["epoch"] == info.step
-                )
+                number = entry.load()
                 aside = len(list((folder / ".safe_ckpt/quarantine").iterdir()))
-                found.append((name, kind, info.step, exact, aside, (folder / "step-00000002").exists()))
-                ckpt._engine.agree("looked", {})
-        ckpt.save(2, state(rank, 2)).result(timeout_s=30)
-        ckpt._engine.agree("extra", {}, decide=lambda _: (folder / "step-00000002/.nfs0001").touch())
-        extra = ckpt.resume(blank()).step
+                found.append((file, kind, number, aside, path.exists()))
+                entry.engine.agree("looked", {})
+        entry.save(2).result(timeout_s=30)
+        entry.engine.agree("extra", {}, decide=lambda _: (entry.path(2) / ".nfs0001").touch())
+        extra = entry.load()
     return found, extra
 
 
+def do(harm, entry, file):
+    path = entry.path(2)
+    harm(path / file)
+    return str(path)
+
+
 @pytest.mark.timeout(300)
-def test_every_damage_to_every_file_moves_all_ranks_to_the_same_older_one(tmp_path, matrix):
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_damage_to_every_file_moves_all_ranks_to_the_same_older_one(tmp_path, matrix, name):
     """Each file of a two-rank checkpoint, the manifest included, in each way; an extra file only is no damage."""
-    (first, extra), (second, _) = values(spawn_ranks(damage_all, 2, tmp_path, timeout_s=280))
+    (first, extra), (second, _) = values(spawn_ranks(damage_all, 2, tmp_path, name, timeout_s=280))
     assert [row[:3] for row in first] == [row[:3] for row in second]
-    assert len({name for name, *_ in first}) == 6
+    assert len({file for file, *_ in first}) == 6
     outcomes = Counter()
-    for number, (name, kind, step, exact, aside, there) in enumerate(first, start=1):
-        assert (step, exact, there) == (1, True, False), (name, kind)
-        assert aside == number, (name, kind)
+    for number, (file, kind, found, aside, there) in enumerate(first, start=1):
+        assert (found, there) == (1, False), (file, kind)
+        assert aside == number, (file, kind)
         outcomes["the same older one on both ranks, the bad one in quarantine"] += 1
     assert extra == 2
-    matrix("bit flipped, truncated, grown, emptied, deleted", "each file and the manifest, 2 ranks", outcomes)
+    matrix("bit flipped, truncated, grown, emptied, deleted", f"each file and the manifest, 2 ranks; {name}", outcomes)

@@ -7,12 +7,13 @@ import time
 from collections import Counter
 
 import pytest
-import torch
+from entries import ENTRIES, entered
 from kit import THOROUGH
 
-from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Timeouts
+from safe_ckpt import CheckpointConfig, Timeouts
 from safe_ckpt.core import commit, snapshot
 from safe_ckpt.core.board import Board
+from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.phases import Phases
 from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, SafeCheckpointError, SaveError
 from safe_ckpt.testing import spawn_ranks
@@ -23,7 +24,7 @@ SIZE = 4
 LATE_S = 4.0
 # Where to strike: the object, its method, and whether before or after it has run.
 PHASES = {
-    "agree": (Checkpointer, "save", "before"),
+    "agree": (Engine, "save", "before"),
     "snapshot": (snapshot, "lay_out", "before"),
     "prepare": (Phases, "_prepare", "before"),
     "write": (Phases, "_write", "before"),
@@ -37,7 +38,9 @@ OF_RANK_0 = ["agree", "snapshot", "prepare", "write", "commit", "after the renam
 OF_OTHERS = ["agree", "snapshot", "write", "report", "verdict"]
 CASES = [(0, phase, action) for phase in OF_RANK_0 for action in ("SIGKILL", "SIGSTOP", "late")]
 CASES += [(2, phase, action) for phase in OF_OTHERS for action in ("SIGKILL", "SIGSTOP", "late")]
-SOME = [case for number, case in enumerate(CASES) if number % 3 == number // 3 % 3]
+ALL = [(name, *case) for name in ENTRIES for case in CASES]
+SOME = [("Checkpointer", *case) for number, case in enumerate(CASES) if number % 3 == number // 3 % 3]
+SOME += [("accelerator.save_state", *case) for number, case in enumerate(CASES) if number % 7 == 4]
 
 
 def strike(action):
@@ -64,22 +67,22 @@ def arm(phase, action):
     setattr(owner, name, struck)
 
 
-def lose(rank, folder, victim, phase, action):
+def lose(rank, folder, name, victim, phase, action):
     (folder / f"pid{rank}").write_text(str(os.getpid()))
-    ckpt = Checkpointer(folder / "exp", CONFIG)
-    ckpt.save(1, {"own": PerRank({"t": torch.ones(1000)})}).result(timeout_s=20)
+    entry = ENTRIES[name](folder / "exp", CONFIG, rank=rank)
+    entry.save(1).result(timeout_s=20)
     if rank == victim:
         arm(phase, action)
     begun, said = time.monotonic(), None
     try:
-        said = ckpt.save(2, {"own": PerRank({"t": torch.ones(1000)})}).result(timeout_s=30).step
+        said = entry.save(2).result(timeout_s=30).step
     except SafeCheckpointError as error:
         said = error
     seconds = time.monotonic() - begun
     if rank != victim:
         release(folder, rank, victim, stopped=action == "SIGSTOP")
     with contextlib.suppress(SafeCheckpointError):  # told above
-        ckpt.close()
+        entry.close()
     return said, seconds
 
 
@@ -94,19 +97,19 @@ def release(folder, rank, victim, *, stopped):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("victim", "phase", "action"), CASES if THOROUGH else SOME)
-def test_the_others_learn_of_it_in_time(tmp_path, matrix, victim, phase, action):
+@pytest.mark.parametrize(("name", "victim", "phase", "action"), ALL if THOROUGH else SOME)
+def test_the_others_learn_of_it_in_time(tmp_path, matrix, name, victim, phase, action):
     """The others get a named error well before the deadline, or the save is committed when the rank was only late, or had done
     its part; after a rename nobody guesses: CommitOutcomeUnknown, and the resume finds it.
     """
-    outcomes = spawn_ranks(lose, SIZE, tmp_path, victim, phase, action, timeout_s=60)
+    outcomes = spawn_ranks(lose, SIZE, tmp_path, name, victim, phase, action, timeout_s=60)
     others = [outcome for outcome in outcomes if outcome.rank != victim]
     assert all(outcome.error is None and outcome.value for outcome in others), others
     said = [outcome.value[0] for outcome in others]
     for outcome in others:
         assert outcome.value[1] < TIMES.lengthy_s - 2, outcome
-    with Checkpointer(tmp_path / "exp", CONFIG) as ckpt:
-        found = ckpt.resume({}).step
+    with entered(name, tmp_path / "exp", CONFIG) as entry:
+        found = entry.load()
     assert os.listdir(tmp_path / "exp/.safe_ckpt/staging") == []
     done_its_part = phase in {"verdict", "after the verdict"}
     if phase == "after the verdict" and action != "late":
@@ -123,4 +126,4 @@ def test_the_others_learn_of_it_in_time(tmp_path, matrix, victim, phase, action)
             assert all(isinstance(error, CommitOutcomeUnknown) for error in said), said
         assert all(str(victim) in str(error) for error in said), said
     what = "committed" if said == [2] * 3 else "/".join(sorted({type(error).__name__ for error in said}))
-    matrix(f"rank {victim} {action}", "in each phase, 4 ranks", Counter({what: 1}))
+    matrix(f"rank {victim} {action}", f"in each phase, 4 ranks; {name}", Counter({what: 1}))

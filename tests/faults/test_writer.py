@@ -8,10 +8,10 @@ import time
 from collections import Counter
 
 import pytest
-import torch
 import torch.distributed as dist
+from entries import ENTRIES, entered
 
-from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Timeouts, WriterConfig
+from safe_ckpt import CheckpointConfig, Timeouts, WriterConfig
 from safe_ckpt.core.phases import Phases
 from safe_ckpt.errors import WriterError
 from safe_ckpt.testing import spawn_ranks, values
@@ -31,9 +31,9 @@ def harm(writer, kind):
         os.kill(pid, getattr(signal, kind))
 
 
-def one_save(ckpt, step, kind, moment, mine):
+def one_save(entry, step, kind, moment, mine):
     """Save, with something done to this rank's writer if it is ``mine``. Returns how long save() and the step after took."""
-    writer = ckpt._engine._pipeline.writer
+    writer = entry.engine._pipeline.writer
     writer.start()
     if mine and moment == "idle":
         harm(writer, kind)
@@ -48,7 +48,7 @@ def one_save(ckpt, step, kind, moment, mine):
 
         Phases._write = write
     begun = time.monotonic()
-    handle = ckpt.save(step, {"own": PerRank({"t": torch.full((500_000,), float(step))}), "step": step})
+    handle = entry.save(step)
     call_s = time.monotonic() - begun
     if mine and moment == "in mid-write":
         child = writer._child
@@ -60,7 +60,7 @@ def one_save(ckpt, step, kind, moment, mine):
     return call_s
 
 
-def go_through(rank, folder, victim):
+def go_through(rank, folder, name, victim):
     found = {}
     config = CheckpointConfig(timeouts=TIMES, writer=SLOW)
     step = 0
@@ -68,27 +68,25 @@ def go_through(rank, folder, victim):
         for moment in MOMENTS:
             events = []
             step += 1
-            with Checkpointer(folder, config, hooks=[events.append]) as ckpt:
-                call_s = one_save(ckpt, step, kind, moment, rank == victim)
+            with entered(name, folder, config, rank=rank, size=500_000) as entry:
+                entry.engine.emit.add(events.append)
+                call_s = one_save(entry, step, kind, moment, rank == victim)
+                exact = entry.load() == step
                 step += 1
-                ckpt.save(step, {"own": PerRank({"t": torch.zeros(10)}), "step": step}).result(timeout_s=50)
+                entry.save(step).result(timeout_s=50)
                 dist.barrier()
             respawns = [event.ended for event in events if event.kind == "respawned"]
-            state = {"own": PerRank({"t": torch.zeros(500_000)}), "step": 0}
-            with Checkpointer(folder, config) as ckpt:
-                ckpt.resume(state, step=step - 1)
-            exact = bool((state["own"].value["t"] == step - 1).all())
             found[kind, moment] = (exact, call_s, respawns, len(writers_of(os.getpid())))
     return found
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("victim", [0, 1])
-def test_whatever_happens_to_a_writer_the_save_is_committed(tmp_path, matrix, victim):
+@pytest.mark.parametrize(("name", "victim"), [("Checkpointer", 0), ("Checkpointer", 1), ("accelerator.save_state", 0)])
+def test_whatever_happens_to_a_writer_the_save_is_committed(tmp_path, matrix, name, victim):
     """Killed, stopped, crashed or out of memory; idle, writing, or done: replaced, the same snapshot written again, the
     training thread not held, and the reason told: pid, signal or status, file and bytes.
     """
-    found = values(spawn_ranks(go_through, 2, tmp_path, victim, timeout_s=280))
+    found = values(spawn_ranks(go_through, 2, tmp_path, name, victim, timeout_s=280))
     outcomes = Counter()
     for (kind, moment), (exact, call_s, respawns, left) in found[victim].items():
         assert exact, (kind, moment)
@@ -103,11 +101,11 @@ def test_whatever_happens_to_a_writer_the_save_is_committed(tmp_path, matrix, vi
         }[kind]
         assert re.search(expected, respawns[0]), respawns
         if moment == "in mid-write":
-            assert "own.rank0000" in respawns[0], respawns
+            assert re.search(ENTRIES[name].large_files, respawns[0]), respawns
             assert "bytes" in respawns[0], respawns
         outcomes["committed after a respawn"] += 1
     assert all(not respawns for _, _, respawns, _ in found[1 - victim].values())
-    matrix("writer killed, stopped, crashed, out of memory", f"idle, writing, done; rank {victim}", outcomes)
+    matrix("writer killed, stopped, crashed, out of memory", f"idle, writing, done; rank {victim}; {name}", outcomes)
 
 
 def test_a_writer_that_dies_again_and_again_is_done_without(tmp_path):

@@ -65,7 +65,7 @@ class _Watched:
         self._base.__iter__ = self._begin
 
     def state(self) -> dict[str, Any]:
-        return {"begun": self._begun, "ready": self._is_ready()}
+        return {"begun": self._begun, **self._now()}
 
     def resume(self, state: Mapping[str, Any] | None, random_states: Mapping[str, Any]) -> None:
         place = getattr(self._base, "next_iter_state", None)
@@ -74,6 +74,9 @@ class _Watched:
         if place.get("_iterator_finished") or place.get("_num_yielded") == 0:
             # A continued iterator that has nothing left is started twice, and draws twice.
             self._base.next_iter_state = None
+            generator = self._generator()
+            if state is not None and generator is not None and state["generator"] is not None:
+                generator.set_state(state["generator"])
             if state is not None and state["ready"]:
                 self._base.state_dict()  # starts it, as it was
                 capture.restore_random_states(random_states)
