@@ -68,7 +68,7 @@ def forget():
 class Training:
     """Dropout, numpy and Python randomness in the step; two models, two optimizers, a scheduler, an object of the user's."""
 
-    def __init__(self, accelerator, width=4, number=0):
+    def __init__(self, accelerator, width=4, number=0, data=None, **loading):
         seed(number)
         self.accelerator = accelerator
         # With several ranks each has running averages of its own, and rank 0's are saved.
@@ -80,7 +80,8 @@ class Training:
         optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.1)
         other = torch.optim.SGD(self.side.parameters(), lr=0.1, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.9)
-        loader = DataLoader(TensorDataset(torch.arange(24.0).repeat(4, 1).T), batch_size=4, shuffle=True)
+        data = TensorDataset(torch.arange(24.0).repeat(4, 1).T) if data is None else data
+        loader = DataLoader(data, batch_size=4, shuffle=True, **loading)
         prepared = accelerator.prepare(self.net, self.side, optimizer, other, scheduler, loader)
         self.model, self.head, self.optimizer, self.other, self.scheduler, self.loader = prepared
         self.counter = Counter()

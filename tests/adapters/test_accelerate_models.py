@@ -17,7 +17,7 @@ from safe_ckpt.core import weights
 from safe_ckpt.core.layout import Lazy
 from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.core.verify import verify
-from safe_ckpt.errors import ConfigError, StateError
+from safe_ckpt.errors import ConfigError, DirectoryError, StateError
 from support import run_script
 
 
@@ -78,7 +78,7 @@ def test_every_tensor_is_there_once(tmp_path, handle, offload, used):
     path = handle.save_model(model, tmp_path / "weights")
     found = loaded(path)
     tied = {"embed.weight", "head.weight"}
-    once = offload is not on_disk  # which writes every name to a file of its own and forgets what was tied
+    once = offload not in (on_disk, partly)  # there every name has a file of its own, and the tie cannot be seen
     assert len(tied & set(found)) == (1 if once else 2)
     for name in set(found) | (set(expected) - tied):
         assert found[name].equal(expected[name]), name
@@ -118,6 +118,45 @@ def test_weights_beside_the_checkpoints(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [".safe_ckpt", "checkpoints", "weights"]
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_1"]
     assert {p.name for p in (tmp_path / "weights").iterdir()} == {"manifest.json", "model.safetensors"}
+
+
+def test_equal_values_are_not_one_tensor(tmp_path, handle):
+    """Two ties of zeros, offloaded to disk: each is there."""
+
+    class Zeros(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name in "abcd":
+                setattr(self, name, torch.nn.Linear(2, 2))
+                torch.nn.init.zeros_(getattr(self, name).bias)
+            self.b.bias, self.d.bias = self.a.bias, self.c.bias
+
+        def forward(self, x):
+            return self.d(self.c(self.b(self.a(x))))
+
+    model = dispatch_model(
+        Zeros(), dict.fromkeys("abcd", "disk"), main_device="cpu", offload_dir=tmp_path / "off", force_hooks=True
+    )
+    for name in ("before", "after"):
+        found = loaded(handle.save_model(model, tmp_path / name))
+        assert {"a.bias", "b.bias"} & set(found)
+        assert {"c.bias", "d.bias"} & set(found)
+        model(torch.ones(1, 2))
+
+
+def test_where_checkpoints_are_kept_no_weights_are_put(tmp_path):
+    """The directory would be replaced as a whole: the project's own, a parent of checkpoints, a checkpoint are refused."""
+    with fresh(), register(make(tmp_path / "project"), CONFIG) as made, register(make(None), CONFIG) as other:
+        made._accelerator.prepare(Model())
+        path = made._accelerator.save_state(async_save=False)
+        before = sorted(p.name for p in path.iterdir())
+        for target in (tmp_path / "project", path):
+            with pytest.raises(DirectoryError, match="another name"):
+                made.save_model(Model(), target)
+        with pytest.raises(DirectoryError, match="another name"):
+            other.save_state(made.save_model(Model(), tmp_path / "weights"))
+        made._accelerator.save_state(async_save=False)
+    assert sorted(p.name for p in path.iterdir()) == before
 
 
 def test_shards_of_an_earlier_save_are_gone(tmp_path, handle):

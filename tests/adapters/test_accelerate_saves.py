@@ -6,9 +6,13 @@ import json
 import logging
 import os
 import pickle
+import random
+import shutil
+import sys
 import threading
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from accelerate import Accelerator
@@ -29,7 +33,7 @@ from safe_ckpt.errors import (
     NoValidCheckpointError,
     StateError,
 )
-from support import flip_bit, needs_root, small_disk, writer_processes
+from support import flip_bit, needs_root, run_script, small_disk, writer_processes
 
 
 @pytest.fixture(autouse=True)
@@ -97,15 +101,27 @@ def test_what_was_saved_is_what_is_loaded(tmp_path, safe):
         assert accelerator.save_state().name == "checkpoint_2"
 
 
+class Drawing(torch.utils.data.Dataset):
+    """Draws from every generator while a batch is fetched."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        noise = torch.rand(1) + random.random() + numpy.random.rand()
+        return (torch.full((4,), float(index)) + noise.float(),)
+
+
 @pytest.mark.parametrize("seedable", [False, True])
 @pytest.mark.parametrize("at", [1, 3, 5, 6, 8, 12])
-def test_a_resume_in_mid_epoch_is_exact(tmp_path, seedable, at):
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_resume_in_mid_epoch_is_exact(tmp_path, seedable, at, plain):
     """From any step, also in the first epoch and at the end of one: the same batches, random numbers and bits."""
     config = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=seedable)
 
     def run(folder, *, stops):
         with registered(folder, dataloader_config=config) as (accelerator, _):
-            training = Training(accelerator)
+            training = Training(accelerator, data=None if plain else Drawing())
             if not stops:
                 training.scramble()
                 with contextlib.suppress(NoValidCheckpointError):
@@ -119,7 +135,8 @@ def test_a_resume_in_mid_epoch_is_exact(tmp_path, seedable, at):
 
             with contextlib.suppress(KeyboardInterrupt):
                 for epoch in range(training.counter.count // 6, 3):
-                    training.loader.set_epoch(epoch)
+                    if plain:
+                        training.loader.set_epoch(epoch)
                     training.epoch(after)
             found = training.counter.count, training.fingerprint()
         forget()
@@ -285,6 +302,50 @@ def test_a_path_of_ones_own(tmp_path):
             accelerator.save_state(tmp_path / "file")
 
 
+def test_jobs_may_keep_their_checkpoints_side_by_side(tmp_path):
+    """A path of one's own is held by itself: another live job saves beside it; retention never reaches what others wrote."""
+    config = CheckpointConfig(timeouts=CONFIG.timeouts, retention=Retention(keep_last=1))
+    with registered(None, config) as (accelerator, handle):
+        Training(accelerator)
+        accelerator.save_state(tmp_path / "job_a", async_save=False)
+        shutil.copytree(tmp_path / "job_a", tmp_path / "kept")
+        code = """
+            import sys; sys.path[:0] = sys.argv[2:]
+            from accelerate_runs import CONFIG, Training, make
+            from safe_ckpt.accelerate import register
+            accelerator = make(None)
+            with register(accelerator, CONFIG):
+                Training(accelerator)
+                accelerator.save_state(sys.argv[1] + "/job_b")
+        """
+        done = run_script(code, str(tmp_path), *sys.path)
+        assert done.returncode == 0, done.stderr
+        for number in range(4):
+            last = accelerator.save_state(tmp_path / f"step_{number}")
+        handle.wait()
+        assert [p.name for p in sorted(tmp_path.iterdir())] == [".safe_ckpt", "job_b", "kept", "step_3"]
+        accelerator.load_state()
+        assert len(list((tmp_path / ".safe_ckpt/names").iterdir())) <= 2
+        assert last.name == "step_3"
+    with registered(None, config) as (accelerator, handle), pytest.raises(DirectoryError, match="another name"):
+        Training(accelerator)
+        handle.save_model(accelerator._models[0], tmp_path / "step_3")
+
+
+def test_a_save_that_is_skipped_leaves_nothing(tmp_path):
+    """With on_busy="skip" neither a number is used up nor a folder of the hooks left; an export waits its turn."""
+    config = CheckpointConfig(timeouts=CONFIG.timeouts, on_busy="skip", max_in_flight=1)
+    with registered(tmp_path, config) as (accelerator, handle):
+        accelerator.register_save_state_pre_hook(lambda *args: (Path(args[2]) / "more").write_text("more"))
+        training = Training(accelerator, width=200_000)
+        training.epoch()
+        for _ in range(4):
+            accelerator.save_state()
+        handle.save_model(training.model, tmp_path / "weights")
+        assert accelerator.save_iteration == len(checkpoints(tmp_path)) < 4
+        assert names(tmp_path / ".safe_ckpt/staging") == []
+
+
 def test_the_hidden_folder_is_not_where_accelerate_lists(tmp_path):
     """A stock load_state takes whatever sorts last in ``checkpoints``: nothing but checkpoints is ever in there."""
     seen = set()
@@ -441,9 +502,26 @@ def test_settings_are_checked_at_registration(tmp_path, monkeypatch):
     accelerator.project_configuration.project_dir = None
     with pytest.raises(ConfigError, match="project_dir"):
         register(accelerator)
-    other = make(tmp_path)
-    with pytest.raises(TypeError), register(other):
-        other.save_state(metric=1)
+
+
+def test_arguments_for_deepspeed_are_named_and_ignored(tmp_path, caplog):
+    """As Accelerate ignores them without DeepSpeed; a misspelt one does not go unseen."""
+    with registered(tmp_path) as (accelerator, _):
+        Training(accelerator)
+        with caplog.at_level(logging.WARNING):
+            accelerator.save_state(metric=1)
+        assert "ignores metric" in caplog.text
+
+
+def test_after_the_end_one_may_register_again(tmp_path):
+    """end_training closes the handle; the Accelerator is not lost for it."""
+    accelerator = make(tmp_path)
+    register(accelerator, CONFIG)
+    Training(accelerator)
+    accelerator.end_training()
+    with register(accelerator, CONFIG):
+        accelerator.save_state()
+    assert checkpoints(tmp_path) == ["checkpoint_0"]
 
 
 def test_what_does_not_fit_is_named(tmp_path):

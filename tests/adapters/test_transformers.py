@@ -133,7 +133,7 @@ def test_what_is_damaged_or_half_is_passed_over(tmp_path, caplog):
 
     trainer(tmp_path, callbacks=[Look()]).train(resume_from_checkpoint=True)
     assert seen == [4]
-    assert [p.name for p in (tmp_path / ".safe_ckpt/quarantine").iterdir()] == ["checkpoint-6"]
+    assert [p.name for p in (tmp_path / "_safe_ckpt/quarantine").iterdir()] == ["checkpoint-6"]
     with pytest.raises(CorruptCheckpointError, match="optimizer"):
         trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "copy"))
     with pytest.raises(NoValidCheckpointError, match="no checkpoint"):
@@ -145,11 +145,7 @@ def test_rotation_keeps_the_best_and_the_newest(tmp_path):
 
     class Scored(SafeTrainer):
         def evaluate(self, *args, **kwargs):
-            score = {2: 3.0, 4: 1.0}.get(self.state.global_step, 2.0)
-            return {"eval_loss": score}
-
-        def log_evaluation(self):
-            pass
+            return {"eval_loss": {2: 3.0, 4: 1.0}.get(self.state.global_step, 2.0)}
 
     made = trainer(
         tmp_path, Scored, max_steps=8, save_total_limit=1, eval_strategy="steps", eval_steps=2,

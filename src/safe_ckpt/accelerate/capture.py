@@ -78,7 +78,14 @@ def view(accelerator: Any) -> dict[str, str]:
         if isinstance(loader, DataLoaderDispatcher)  # only the main process reads data
     }
     states = shared_states(accelerator)
-    return {name: _fingerprint(state) for name, state in states.items() if name not in dispatched}
+    return {name: _fingerprint(_place(state)) for name, state in states.items() if name not in dispatched}
+
+
+def _place(state: Any) -> Any:
+    # Of a loader: how far it is. Seeds of workers differ between ranks, and each rank gets its own back (``loaders.py``).
+    keys = ("_num_yielded", "_sampler_iter_yielded", "_steps_since_snapshot", "_iterator_finished")
+    of_a_loader = isinstance(state, Mapping) and "_iterator_finished" in state
+    return {key: state.get(key) for key in keys} if of_a_loader else state
 
 
 def samplers(accelerator: Any) -> list[tuple[int, Any]]:
@@ -91,15 +98,15 @@ def samplers(accelerator: Any) -> list[tuple[int, Any]]:
     return found
 
 
-def random_states(step: int) -> dict[str, Any]:
-    """The state of every random generator of this process, under Accelerate's keys."""
+def random_states(step: int, *, devices: bool = True) -> dict[str, Any]:
+    """The state of every random generator of this process, under Accelerate's keys; of the host's alone if not ``devices``."""
     states = {
         "step": step,
         "random_state": random.getstate(),
         "numpy_random_seed": np.random.get_state(),  # noqa: NPY002 - the global one is what Accelerate saves
         "torch_manual_seed": torch.get_rng_state(),
     }
-    for device in _DEVICES:
+    for device in _DEVICES if devices else ():
         available = getattr(utils, f"is_{device}_available", None)
         if available is not None and available():
             states[f"torch_{device}_manual_seed"] = getattr(torch, device).get_rng_state_all()

@@ -52,6 +52,9 @@ def register(accelerator: Any, config: CheckpointConfig | None = None) -> Handle
         DesyncError: the ranks were given different settings.
         RendezvousTimeout: some ranks did not call this.
     """
+    earlier = getattr(accelerator, "_safe_ckpt", None)
+    if earlier is not None and earlier.closed:
+        earlier.remove()
     support.check(accelerator)
     return Handle(accelerator, CheckpointConfig.from_environment() if config is None else config)
 
@@ -82,10 +85,10 @@ class Handle:
         self._accelerator = accelerator
         self._engine = Engine(config)
         self._flights: list[tuple[SaveHandle, int | None]] = []
+        self._closed = False
         try:
             self._places = Places(self._engine, accelerator, support.retention(accelerator, config))
-            if (folder := self._places.automatic()) is not None:
-                self._places.hold(folder)
+            self._places.hold_automatic()
         except BaseException:
             self._engine.close(quiet=True)
             raise
@@ -111,6 +114,7 @@ class Handle:
         metrics: Mapping[str, Any] | None = None,
         step: int | None = None,
         async_save: bool = True,
+        **save_model_func_kwargs: Any,
     ) -> Path:
         """Stands in for ``Accelerator.save_state``. When this returns, the state may change; nothing is on disk yet.
 
@@ -123,6 +127,7 @@ class Handle:
             metrics: numbers for ``Retention(keep_best=...)``.
             step: the training step, for the manifest and the trackers; None for Accelerate's own count of saves.
             async_save: False waits until it is durable.
+            save_model_func_kwargs: as for Accelerate, which uses them for DeepSpeed only; ignored, with a warning.
 
         Returns:
             Where it will be.
@@ -136,6 +141,8 @@ class Handle:
                 ``async_save=False`` also that of this one.
         """
         self._tell_trackers()
+        if save_model_func_kwargs:
+            logger.warning("save_state ignores %s: only DeepSpeed has them", ", ".join(save_model_func_kwargs))
         options = saving.Options(
             safe_serialization=safe_serialization, metrics=metrics or {}, step=step, overlap=self._overlaps
         )
@@ -264,6 +271,11 @@ class Handle:
         self._restore()
 
     @property
+    def closed(self) -> bool:
+        """Whether ``end_training`` or ``remove`` was called."""
+        return self._closed
+
+    @property
     def _overlaps(self) -> bool:
         return self.config.snapshot == "overlapped"
 
@@ -277,6 +289,7 @@ class Handle:
             self._engine.settle()
             self._tell_trackers()
         finally:
+            self._closed = True
             self._engine.close()
 
     def _tell_trackers(self) -> None:
@@ -289,7 +302,7 @@ class Handle:
             values: dict[str, Any] = {"checkpoint/size_bytes": info.size_bytes, "checkpoint/sequence": info.sequence}
             values.update({f"checkpoint/{name}": value for name, value in info.metrics.items()})
             try:
-                self._accelerator.log(values, step=step)
+                self._accelerator.log(values, step=info.step if step is None else step)
             except Exception:  # a tracker that fails must not make a committed save look like a failed one
                 logger.warning("a tracker could not be told of %s", info.path, exc_info=True)
 

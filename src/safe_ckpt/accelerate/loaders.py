@@ -1,13 +1,15 @@
 """The place in the data: what a stateful loader needs besides its own state to go on in the middle of an epoch, bit for bit.
 
-Accelerate saves how many batches a ``StatefulDataLoader`` has given. Which ones those were, and what comes next, also depends
-on the random generators at the moment the epoch began; and starting an iterator draws from them, after Accelerate has put them
-back. So the generators' state at each beginning is saved too, and when a loader is continued it begins from that state, gives
-its first batch, and then the generators get the state that they had when the checkpoint was taken.
+Accelerate saves, for all ranks together, how many batches a ``StatefulDataLoader`` has given. Which ones come next also depends
+on the random generators: when the epoch began, and when the batch was fetched that Accelerate has always ready ahead. Starting
+an iterator again draws from them as well, after Accelerate has put them back. So every rank keeps its own state, what the
+generators were at those two moments, and the number of the epoch. A loader that is continued begins with the first, fetches its
+first batch with the second, and then the generators are put to what they were when the checkpoint was taken.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +28,7 @@ class Loaders:
         self._watched: dict[int, _Watched] = {}
 
     def watch(self, loader: Any) -> None:
-        """From now on remember with which generators an epoch of ``loader`` begins."""
+        """From now on remember what is needed to continue ``loader``."""
         if getattr(loader, "use_stateful_dataloader", False) and id(loader.base_dataloader) not in self._watched:
             self._watched[id(loader.base_dataloader)] = _Watched(loader)
 
@@ -37,12 +39,13 @@ class Loaders:
 
     def resume(self, loaders: Sequence[Any], states: Sequence[Mapping[str, Any] | None]) -> None:
         """Accelerate has restored everything: let loaders in mid-epoch go on exactly, all others begin as new ones do."""
-        random_states = capture.random_states(0)
+        now = capture.random_states(0)
         for index, loader in enumerate(loaders):
             self.watch(loader)
             watched = self._of(loader)
+            state = states[index] if index < len(states) else None
             if watched is not None:
-                watched.resume(states[index] if index < len(states) else None, random_states)
+                watched.resume(state or {}, now)
 
     def forget(self) -> None:
         """Leave the loaders as they were."""
@@ -56,32 +59,43 @@ class Loaders:
 
 class _Watched:
     def __init__(self, loader: Any) -> None:
+        self.ahead: Mapping[str, Any] | None = None
         self._loader = loader
         self._base = loader.base_dataloader
         self._iterate: Callable[[], Iterator[Any]] = self._base.__iter__
-        self._begun: dict[str, Any] | None = None
-        self._pending: tuple[Mapping[str, Any] | None, Mapping[str, Any]] | None = None
+        self._begun: Mapping[str, Any] | None = None
+        self._pending: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
         # Accelerate asks the loader within by attribute, so one of the instance is found.
         self._base.__iter__ = self._begin
 
     def state(self) -> dict[str, Any]:
-        return {"begun": self._begun, **self._now()}
+        return {
+            "begun": self._begun,
+            "ahead": self.ahead,
+            "place": self._loader.state_dict(),
+            "iteration": getattr(self._loader, "iteration", None),
+            "within": self._is_within(),
+            **self._now(),
+        }
 
-    def resume(self, state: Mapping[str, Any] | None, random_states: Mapping[str, Any]) -> None:
+    def resume(self, state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        if state:
+            self._base.load_state_dict(state["place"])
         place = getattr(self._base, "next_iter_state", None)
         if not isinstance(place, Mapping):
             return
-        if place.get("_iterator_finished") or place.get("_num_yielded") == 0:
-            # A continued iterator that has nothing left is started twice, and draws twice.
-            self._base.next_iter_state = None
-            generator = self._generator()
-            if state is not None and generator is not None and state["generator"] is not None:
-                generator.set_state(state["generator"])
-            if state is not None and state["ready"]:
-                self._base.state_dict()  # starts it, as it was
-                capture.restore_random_states(random_states)
+        over = bool(place.get("_iterator_finished"))
+        if state.get("iteration") is not None:
+            self._loader.iteration = state["iteration"] + (over and state["within"])
+        if not over and place.get("_num_yielded") != 0:
+            self._pending = (state, now)
             return
-        self._pending = (state["begun"] if state is not None else None, random_states)
+        # A continued iterator that has nothing left is started twice, and draws twice.
+        self._base.next_iter_state = None
+        self._set_generator(state.get("generator"))
+        if state.get("ready"):
+            self._base.state_dict()  # starts it, as it was
+            capture.restore_random_states(now)
 
     def forget(self) -> None:
         vars(self._base).pop("__iter__", None)
@@ -90,21 +104,22 @@ class _Watched:
         pending, self._pending = self._pending, None
         if pending is None:
             self._begun = self._now()
-            return self._iterate()
-        begun, random_states = pending
-        generator = self._generator()
-        if begun is None:
-            return _Continued(self._iterate(), random_states)
-        self._begun = dict(begun)
+            return _Fetching(self._iterate(), self)
+        state, now = pending
+        begun = state.get("begun")
+        if begun is None:  # not watched then, or written by a stock Accelerator
+            return _Fetching(self._iterate(), self, then=now)
+        self._begun = begun
         torch.set_rng_state(begun["torch"])
-        if generator is not None and begun["generator"] is not None:
-            generator.set_state(begun["generator"])
+        self._set_generator(begun["generator"])
         own = self._base.generator
         if begun["ready"]:
             # It had been started before the epoch began: what starting draws must not come from the generators now.
             self._base.generator = torch.Generator()
         try:
-            return _Continued(self._iterate(), random_states)
+            iterator = self._iterate()
+            _draw_order(iterator)
+            return _Fetching(iterator, self, first=state.get("ahead"), then=now)
         finally:
             self._base.generator = own
 
@@ -117,6 +132,16 @@ class _Watched:
         """Whether the loader's next iterator is there already: asking a new loader for its state starts one."""
         return bool(getattr(self._base, "_initial_iter_for_state_dict", False))
 
+    def _is_within(self) -> bool:
+        """Whether somebody is iterating: after an epoch's last batch its number goes up only when the loop is left."""
+        active = getattr(getattr(self._loader, "gradient_state", None), "dataloader_references", ())
+        return any(loader is self._loader for loader in active)
+
+    def _set_generator(self, state: torch.Tensor | None) -> None:
+        generator = self._generator()
+        if generator is not None and state is not None:
+            generator.set_state(state)
+
     def _generator(self) -> torch.Generator | None:
         sampler: Any = getattr(self._loader, "batch_sampler", None)
         while hasattr(sampler, "batch_sampler"):
@@ -125,19 +150,45 @@ class _Watched:
         return found if isinstance(found, torch.Generator) else None
 
 
-class _Continued:
-    """Puts the generators back when the first batch has been fetched: at that point they were when it was saved."""
+def _draw_order(iterator: Any) -> None:
+    """Let the sampler draw the order now: torchdata skips what was given only when the next batch is fetched."""
+    skipping = getattr(iterator, "_sampler_iter", None)
+    if isinstance(skipping, itertools.islice):
+        iterator._sampler_iter = itertools.chain(list(itertools.islice(skipping, 1)), skipping)
 
-    def __init__(self, iterator: Iterator[Any], random_states: Mapping[str, Any]) -> None:
+
+class _Fetching:
+    """Remembers with which generators each batch is fetched.
+
+    Args:
+        iterator: gives the batches.
+        watched: is told.
+        first: what the generators are to be when the first batch is fetched; None to leave them.
+        then: what they are to be after it.
+    """
+
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        watched: _Watched,
+        first: Mapping[str, Any] | None = None,
+        then: Mapping[str, Any] | None = None,
+    ) -> None:
         self._iterator = iterator
-        self._random_states: Mapping[str, Any] | None = random_states
+        self._watched = watched
+        self._first = first
+        self._then = then
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        batch = next(self._iterator)
-        if self._random_states is not None:
-            capture.restore_random_states(self._random_states)
-            self._random_states = None
-        return batch
+        if self._first is not None:
+            capture.restore_random_states(self._first)
+        self._watched.ahead = capture.random_states(0, devices=False)
+        try:
+            return next(self._iterator)
+        finally:
+            if self._then is not None:
+                capture.restore_random_states(self._then)
+            self._first = self._then = None

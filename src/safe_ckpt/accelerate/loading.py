@@ -11,7 +11,7 @@ from typing import Any
 from accelerate import utils
 
 from safe_ckpt.accelerate.loaders import KEY, Loaders
-from safe_ckpt.accelerate.places import Places, candidates, next_number
+from safe_ckpt.accelerate.places import Places, next_number
 from safe_ckpt.core import resume
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.manifest import MANIFEST_NAME, read_manifest
@@ -64,13 +64,13 @@ def load(
 
 
 def _newest(engine: Engine, places: Places) -> Path:
-    folder = places.for_load().root.path
+    place = places.for_load()
     chosen = resume.choose(
-        engine, places.for_load().root, lambda: candidates(folder), lambda found: _verify_share(engine, found)
+        engine, place.root, lambda: places.candidates(place), lambda found: _verify_share(engine, found)
     )
     if chosen is None:
         message = "there is no checkpoint: save one first, or do not load on a fresh run"
-        raise NoValidCheckpointError(path=str(folder), message=message)
+        raise NoValidCheckpointError(path=str(place.root.path), message=message)
     return chosen.info.path
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from accelerate.utils import OffloadedWeightsLoader
 
 from safe_ckpt.core.layout import SAFETENSORS_DTYPES, Lazy
@@ -22,13 +21,14 @@ Fetch = Callable[[], torch.Tensor]
 def tensors(model: torch.nn.Module) -> dict[str, Lazy]:
     """Every parameter and persistent buffer under its name, module by module; tied ones under the first.
 
+    Where a tie can no longer be seen, as between two files of weights that were offloaded to disk, each name gets its values.
+
     Raises:
         StateError: one is on the meta device and no hook knows where it was offloaded to, or it does not fit safetensors.
     """
     found: dict[str, Lazy] = {}
     seen: set[object] = set()
     homes = _homes(model)
-    tied = _tied_names(model)
     for name, tensor in _named(model):
         held, fetch = (tensor, functools.partial(_detached, tensor)) if not tensor.is_meta else _offloaded(homes, name)
         if fetch is None:
@@ -36,7 +36,7 @@ def tensors(model: torch.nn.Module) -> dict[str, Lazy]:
                 "is on the meta device, and no hook of Accelerate knows where its values are: load the model first"
             )
             raise StateError(key=name, message=message)
-        identity = _identity(tensor, held, fetch if name in tied else None)
+        identity = _identity(tensor, held)
         if seen & identity:
             continue
         seen |= identity
@@ -100,15 +100,6 @@ def _hooks(module: torch.nn.Module) -> list[Any]:
     return list(getattr(hook, "hooks", [hook])) if hook is not None else []
 
 
-def _tied_names(model: torch.nn.Module) -> set[str]:
-    """Names of offloaded parameters that Accelerate found tied when it dispatched the model."""
-    found = set()
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for hook in _hooks(module):
-            found |= {f"{prefix}.{n}" if prefix else n for n in getattr(hook, "tied_params_names", ())}
-    return found
-
-
 def _offloaded(homes: Mapping[str, _Home], name: str) -> tuple[torch.Tensor | None, Fetch | None]:
     for prefix in sorted(homes, key=len, reverse=True):  # a hook may stand for all modules below it
         home, local = homes[prefix], name[len(prefix) :]
@@ -139,15 +130,10 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def _identity(tensor: torch.Tensor, held: torch.Tensor | None, tied: Fetch | None) -> set[object]:
-    """What two names of one tensor have in common."""
+def _identity(tensor: torch.Tensor, held: torch.Tensor | None) -> set[object]:
+    """What two names of one tensor have in common. Equal values are not enough: zeros are equal to zeros."""
     found: set[object] = {id(tensor)}
     if held is not None and held.numel():
         view = (held.storage_offset(), held.dtype, tuple(held.shape), held.stride())
         found.add((str(held.device), held.untyped_storage().data_ptr(), view))
-    if tied is not None and tensor.numel():
-        # On disk each name has a file of its own, and after a forward the modules no longer share the parameter either.
-        values = tied()
-        flat: Any = values.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-        found.add((values.dtype, tuple(values.shape), xxhash.xxh3_128(flat).hexdigest()))
     return found

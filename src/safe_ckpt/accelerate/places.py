@@ -17,13 +17,15 @@ from safe_ckpt.config import Retention
 from safe_ckpt.core import extras, select
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.ledger import Ledger
-from safe_ckpt.core.manifest import MANIFEST_NAME
+from safe_ckpt.core.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.root import HIDDEN, Root
 from safe_ckpt.core.select import Candidate
-from safe_ckpt.errors import ConfigError, DirectoryError
+from safe_ckpt.errors import ConfigError, DirectoryError, SafeCheckpointError
 
 ADAPTER = "accelerate"
+WEIGHTS = "weights"
 FOLDER = "checkpoints"
+_NAMES = "names"
 _NAME = re.compile(r"^checkpoint_(\d+)$")
 
 
@@ -57,6 +59,9 @@ class Target:
 class Places:
     """The directories of one Accelerator, each taken at its first use. Every method is called on every rank.
 
+    With automatic naming that is the folder ``checkpoints``. A path of the user's is held by itself, for other jobs may keep
+    theirs beside it, and only as long as it is the last one.
+
     Args:
         engine: where the ranks meet.
         accelerator: whose project they belong to.
@@ -67,8 +72,11 @@ class Places:
         self._engine = engine
         self._accelerator = accelerator
         self._retention = retention
-        self._held: dict[Path, Place] = {}
+        self._automatic: Place | None = None
+        self._named: dict[Path, Place] = {}
+        self._ledgers: dict[Path, Ledger] = {}
         self._last: Path | None = None
+        self._sequence = 0
 
     def automatic(self) -> Path | None:
         """Where checkpoints go that Accelerate names itself; None when it does not."""
@@ -77,27 +85,27 @@ class Places:
             return None
         return Path(os.path.abspath(self._accelerator.project_dir)) / FOLDER
 
-    def hold(self, folder: Path) -> Place:
-        """Take a directory.
+    def hold_automatic(self) -> Place | None:
+        """Take the folder of automatic naming, if there is one.
 
         Raises:
             DirectoryError: it cannot be used.
             DirectoryInUseError: a live job holds it.
         """
-        if folder not in self._held:
-            place = Place(root=self._engine.hold(folder, hidden=self._hidden(folder)), ledger=Ledger(self._retention))
-            self._held[folder] = place
-            self._engine.agree("list", {"directory": folder}, decide=lambda _: self._take_stock(place))
-        self._last = folder
-        return self._held[folder]
-
-    def _hidden(self, folder: Path) -> Path:
+        folder = self.automatic()
+        if folder is None or self._automatic is not None:
+            return self._automatic
         # In the folder that Accelerate lists nothing but checkpoints may lie: it takes whatever sorts last.
-        automatic = self.automatic()
-        if automatic is None or folder not in (automatic, automatic.parent):
-            return folder / HIDDEN
-        beside = automatic.parent / HIDDEN
-        return beside if folder == automatic else beside / "project"  # weights beside the checkpoints: another lock
+        root = self._engine.hold(folder, hidden=folder.parent / HIDDEN)
+        place = self._automatic = Place(root=root, ledger=Ledger(self._retention))
+
+        def take_stock(_: object) -> None:
+            found = candidates(folder)
+            place.ledger = Ledger(self._retention, found)
+            root.start_after(select.newest_sequence(found))
+
+        self._engine.agree("list", {"directory": folder}, decide=take_stock)
+        return place
 
     def for_load(self) -> Place:
         """Where ``load_state()`` without a path looks.
@@ -105,13 +113,31 @@ class Places:
         Raises:
             ConfigError: that cannot be told.
         """
-        folder = self.automatic() or self._last
-        if folder is None:
+        place = self.hold_automatic()
+        if place is not None:
+            return place
+        if self._last is None:
             message = (
                 "no input_dir was given and nothing was saved yet: give it, or use automatic_checkpoint_naming=True"
             )
             raise ConfigError(key="load_state: input_dir", message=message)
-        return self.hold(folder)
+        return self._hold_named(self._last)
+
+    def candidates(self, place: Place) -> list[Candidate]:
+        """What ``load_state()`` may take: with names of the user's only what this process saved. On rank 0."""
+        if place is self._automatic:
+            return candidates(place.root.path)
+        known = {info.path for info in place.ledger.committed}
+        return [found for found in candidates(place.root.path) if found.path in known]
+
+    def for_weights(self, path: Path) -> Place:
+        """Take a directory for weights alone.
+
+        Raises:
+            DirectoryError: it is, or holds, checkpoints.
+        """
+        self._engine.agree("weights", {"path": path}, decide=lambda _: _refuse(path, WEIGHTS))
+        return self._hold_named(path)
 
     def target(self, output_dir: str | os.PathLike[str] | None, *, hooks: bool) -> Target:
         """Agree on where a save goes.
@@ -125,36 +151,44 @@ class Places:
             DirectoryError: the path exists and is not a checkpoint of ours.
             DesyncError: the ranks gave different paths.
         """
-        folder, name = self.automatic(), ""
-        if folder is None:
-            if output_dir is None:
-                message = "give it, or use ProjectConfiguration(automatic_checkpoint_naming=True)"
-                raise ConfigError(key="save_state: output_dir", message=message)
-            path = Path(os.path.abspath(output_dir))
-            folder, name = path.parent, path.name
-        place = self.hold(folder)
+        place = self.hold_automatic()
+        own = None if place is not None else _named(output_dir)
         iteration = self._accelerator.project_configuration.iteration
 
         def decide(answers: Mapping[int, Any]) -> dict[str, Any]:
-            number = iteration if name else max(iteration, next_number(folder))
-            if name:
-                _refuse_what_is_not_ours(folder / name)
-            chosen = name or f"checkpoint_{number}"
-            return {"name": chosen, "number": number, "hooks": any(answers.values()), "key": uuid.uuid4().hex}
+            if own is not None:
+                _refuse(own, ADAPTER)
+            number = iteration if place is None else max(iteration, next_number(place.root.path))
+            return {"number": number, "hooks": any(answers.values()), "key": uuid.uuid4().hex}
 
-        view = {"directory": folder, "name": name or "automatic"}
-        agreed = self._engine.agree("name of the checkpoint", view, answer=hooks, decide=decide)
+        agreed = self._engine.agree("name", {"path": own or "automatic"}, answer=hooks, decide=decide)
+        if place is not None:
+            path = place.root.path / f"checkpoint_{agreed['number']}"
+        else:
+            path = self._last = _named(output_dir)
+            place = self._hold_named(path)
         begun = None
         if agreed["hooks"]:
             timeout_s = self._engine.config.timeouts.barrier_s
             begun = extras.open_folder(self._engine.session, place.root, agreed["key"], timeout_s)
-        path = folder / agreed["name"]
         return Target(place=place, path=path, number=agreed["number"], begun=begun, key=agreed["key"])
 
-    def _take_stock(self, place: Place) -> None:
-        found = candidates(place.root.path)
-        place.ledger = Ledger(self._retention, found)
-        place.root.start_after(select.newest_sequence(found))
+    def _hold_named(self, path: Path) -> Place:
+        if path not in self._named:
+            if len(self._named) > 1:
+                # Nothing of theirs may be in flight when they are let go.
+                self._engine.settle()
+                for earlier in list(self._named):
+                    self._sequence = max(self._sequence, self._named[earlier].root.last_sequence)
+                    self._engine.let_go(self._named.pop(earlier).root)
+            hidden = path.parent / HIDDEN / _NAMES / path.name
+            root = self._engine.hold(path.parent, hidden=hidden, recorded=False)
+            ledger = self._ledgers.setdefault(path.parent, Ledger(self._retention))
+            self._named[path] = Place(root=root, ledger=ledger)
+        place = self._named[path]
+        self._sequence = max(self._sequence, *(held.root.last_sequence for held in self._named.values()))
+        place.root.start_after(max(self._sequence, _sequence_of(path) if self._engine.rank == 0 else 0))
+        return place
 
 
 def candidates(folder: Path) -> list[Candidate]:
@@ -172,6 +206,13 @@ def next_number(folder: Path) -> int:
     return max((number for number in numbers if number is not None), default=-1) + 1
 
 
+def _named(output_dir: str | os.PathLike[str] | None) -> Path:
+    if output_dir is None:
+        message = "give it, or use ProjectConfiguration(automatic_checkpoint_naming=True)"
+        raise ConfigError(key="save_state: output_dir", message=message)
+    return Path(os.path.abspath(output_dir))
+
+
 def _number_of(name: str) -> int | None:
     found = _NAME.match(name)
     return int(found.group(1)) if found else None
@@ -185,9 +226,30 @@ def _problem_of_stock(path: Path) -> str:
     return "" if zipfile.is_zipfile(last) else f"it has no manifest, and {last.name} was not written to its end"
 
 
-def _refuse_what_is_not_ours(path: Path) -> None:
-    if not os.path.lexists(path) or (path / MANIFEST_NAME).exists():
+def _sequence_of(path: Path) -> int:
+    try:
+        return read_manifest(path).sequence
+    except (OSError, SafeCheckpointError):
+        return 0
+
+
+def _refuse(path: Path, adapter: str) -> None:
+    """What stands at ``path`` is replaced as a whole: only something of the same kind, or a directory of files for weights."""
+    if not os.path.lexists(path):
         return
-    if path.is_symlink() or not path.is_dir() or any(path.iterdir()):
-        message = "it exists and safe_ckpt did not write it, so it is not replaced: give another name, or move it away"
-        raise DirectoryError(path=str(path), message=message, rank=0)
+    remedy = "so it is not replaced: give another name, or move it away"
+    if path.is_symlink() or not path.is_dir():
+        raise DirectoryError(path=str(path), message=f"it is not a directory, {remedy}", rank=0)
+    if (path / HIDDEN).exists():
+        raise DirectoryError(path=str(path), message=f"checkpoints are kept in it, {remedy}", rank=0)
+    if (path / MANIFEST_NAME).exists():
+        try:
+            found = read_manifest(path).notes.get("adapter")
+        except SafeCheckpointError as error:
+            raise DirectoryError(path=str(path), message=f"{error}; {remedy}", rank=0) from None
+        if found != adapter:
+            raise DirectoryError(path=str(path), message=f"it is no {adapter} directory of safe_ckpt, {remedy}", rank=0)
+    elif adapter == ADAPTER and any(path.iterdir()):
+        raise DirectoryError(path=str(path), message=f"it exists and safe_ckpt did not write it, {remedy}", rank=0)
+    elif _problem_of_stock(path) == "":
+        raise DirectoryError(path=str(path), message=f"it is a checkpoint of an Accelerator, {remedy}", rank=0)

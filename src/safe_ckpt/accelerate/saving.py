@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.accelerate import capture, offloaded
 from safe_ckpt.accelerate.loaders import KEY, Loaders
-from safe_ckpt.accelerate.places import ADAPTER, Places, Target
+from safe_ckpt.accelerate.places import ADAPTER, WEIGHTS, Places, Target
 from safe_ckpt.core import items, weights
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.layout import Image
@@ -52,7 +52,8 @@ def save(
         if target.begun is not None and engine.rank == 0:
             target.place.root.drop_staging(target.key)
         raise
-    accelerator.project_configuration.iteration = target.number + 1
+    if not handle.skipped:
+        accelerator.project_configuration.iteration = target.number + 1
     return target.path, handle
 
 
@@ -65,12 +66,13 @@ def save_model(
         SafeCheckpointError: see ``Handle.save_model``.
     """
     path = Path(os.path.abspath(directory))
-    place = places.hold(path.parent)
+    place = places.for_weights(path)
     planned: list[Image] = []
     error: Exception | None = None
     try:
         most_bytes = weights.parse_size(max_shard_size, "max_shard_size")
-        planned = weights.images(offloaded.tensors(model), most_bytes)
+        if engine.rank == 0:
+            planned = weights.images(offloaded.tensors(model), most_bytes)
     except Exception as problem:  # the other ranks must learn of it
         error = problem
     return engine.save(
@@ -79,11 +81,12 @@ def save_model(
             path=path,
             kind="directory",
             step=0,
-            images=planned if engine.rank == 0 else [],
+            images=planned,
             error=error,
-            notes={"adapter": "weights"},
+            notes={"adapter": WEIGHTS},
             view={"max_shard_size": str(max_shard_size)},
             carry=lambda name: not weights.is_weight_file(name),
+            patient=True,
             streamed=True,
         )
     )

@@ -100,12 +100,13 @@ class Engine:
         """One agreed step under ``barrier_s``. See ``Session.agree``."""
         return self.session.agree(kind, view, timeout_s=self.config.timeouts.barrier_s, **options)
 
-    def hold(self, path: Path, *, hidden: Path | None = None) -> Root:
+    def hold(self, path: Path, *, hidden: Path | None = None, recorded: bool = True) -> Root:
         """Take a directory: create it, lock it, clean up after an earlier job. Every rank calls this.
 
         Args:
             path: the directory.
             hidden: where the hidden folder lies; None for in it.
+            recorded: whether events go to a file there, as ``record_events`` has it.
 
         Raises:
             DirectoryError: on every rank, naming path and rank.
@@ -128,9 +129,17 @@ class Engine:
         token = self.session.agree("hold", {"directory": path}, timeout_s=patience_s, decide=take)
         self._roots.append(root)
         directory.await_shared(self.session, seen_from, token, self.config.timeouts.barrier_s)
-        if self.rank == 0 and self.config.record_events:
+        if self.rank == 0 and self.config.record_events and recorded:
             self.emit.add(events.JsonlHook(root.hidden / "events.jsonl"))
         return root
+
+    def let_go(self, root: Root) -> None:
+        """Give a directory back before the end. Nothing that is in flight may belong to it; on any rank."""
+        if root in self._roots:
+            self._roots.remove(root)
+            if self.rank == 0:
+                root.close()
+                root.tidy()
 
     def save(self, request: Request) -> SaveHandle:
         """Save. Returns when the copy is taken; every rank calls this.
@@ -144,6 +153,8 @@ class Engine:
         started = time.monotonic()
         granted = self._agree_save(request)
         if granted.manifest is None:
+            if request.begun is not None and self.rank == 0:
+                request.root.drop_staging(request.begun.parent.name)
             return _skipped(request.path.name)
         manifest = Manifest.from_json(dict(granted.manifest), str(request.path))
         # Its own deadline once its turn comes, plus what follows the verdict: deleting what retention lets go.
@@ -293,7 +304,7 @@ class Engine:
         if isinstance(request.error, StateError):
             request.error.rank = self.rank
         unreported = self._unreported()
-        busy = self.config.on_busy == "skip" and self.in_flight >= self.config.max_in_flight
+        busy = self.config.on_busy == "skip" and not request.patient and self.in_flight >= self.config.max_in_flight
         try:
             decision = self.agree(
                 "save",

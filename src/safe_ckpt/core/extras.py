@@ -68,9 +68,9 @@ def adopt(staged: Path, written: Collection[str]) -> list[FileEntry]:
     """
     entries = []
     for name in _files_below(staged):
-        if name in written:
-            continue
         file = staged / name
+        if name in written or file.is_symlink():  # what a link leads to is not ours
+            continue
         size = _sync(file)
         entries.append(FileEntry(path=name, size_bytes=size, xxh3_128=digest_of(file, size), rank=0))
     _sync_folders(staged)

@@ -23,6 +23,11 @@ class Ledger:
         self._policy = policy
         self._committed = [info for info in (candidate.info for candidate in found) if info is not None]
 
+    @property
+    def committed(self) -> list[CheckpointInfo]:
+        """What there is."""
+        return list(self._committed)
+
     def retain(self, new: CheckpointInfo) -> list[Path]:
         """``new`` was committed. Returns what is to be deleted now. Called on the background thread."""
         known = [info for info in self._committed if info.path != new.path and info.path.exists()]

@@ -44,6 +44,7 @@ class Request:
         deferral: which tensors may be copied after ``save`` has returned; None for none.
         begun: a folder from ``extras.open_folder`` that already holds files of the checkpoint; None for none.
         carry: which files in a directory of this name, of those that no save of ours wrote, go along to the new one.
+        patient: wait for saves that are in flight, also where ``on_busy`` says to skip.
         streamed: write straight from the tensors, while the caller waits; the only way for an image with lazy ones.
     """
 
@@ -63,6 +64,7 @@ class Request:
     deferral: Deferral | None = None
     begun: Path | None = None
     carry: Callable[[str], bool] | None = None
+    patient: bool = False
     streamed: bool = False
 
 
@@ -175,6 +177,11 @@ class SaveHandle:
     def outcome(self) -> CheckpointInfo | None:
         """What was committed; None while it is not over, and when it failed. For the engine and adapters."""
         return self._info
+
+    @property
+    def skipped(self) -> bool:
+        """Whether it was never started, because another one was in flight. For adapters."""
+        return isinstance(self._error, SaveSkippedError)
 
     @property
     def failed(self) -> bool:

@@ -99,6 +99,8 @@ class Phases:
             self._board.conclude({"error": to_wire(ours, rank=0, phase="save")})
             if not isinstance(ours, CommitOutcomeUnknown):
                 op.request.root.drop_staging(op.op_id)
+                if op.request.begun is not None:
+                    op.request.root.drop_staging(op.request.begun.parent.name)
             raise ours from error
         self._board.conclude({"ok": info.to_json()})
         return info

@@ -68,6 +68,17 @@ class Root:
         """Give the directory back."""
         self._lock.release()
 
+    def tidy(self) -> None:
+        """Remove the hidden folder if there is nothing in it that anybody could want. After ``close``."""
+        if not self.hidden.is_dir() or any(any(f.iterdir()) for f in (self.staging, self.trash, self.quarantine)):
+            return
+        self._delete(self.hidden)
+
+    @property
+    def last_sequence(self) -> int:
+        """The last place in the order of commits that was given out."""
+        return self._sequence
+
     def start_after(self, sequence: int) -> None:
         """Everything saved from now on is newer than ``sequence``."""
         self._sequence = max(self._sequence, sequence)

@@ -29,6 +29,7 @@ from safe_ckpt.transformers.capturing import catching
 
 logger = logging.getLogger(__name__)
 ADAPTER = "transformers"
+HIDDEN = "_safe_ckpt"
 STATE_FILE = "trainer_state.json"
 _NAME = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 
@@ -63,7 +64,8 @@ class TrainerSaver:
         Raises:
             CorruptCheckpointError: it is damaged.
         """
-        if path.is_dir():
+        there: bool = self._engine.agree("checkpoint", {"path": path}, decide=lambda _: path.is_dir())
+        if there:  # else the Trainer says what it misses
             resume.check(self._engine, path, self._verify)
             self._warn_if_stock(path)
 
@@ -135,7 +137,8 @@ class TrainerSaver:
 
     def _hold(self, folder: Path) -> tuple[Root, list[CheckpointInfo]]:
         if folder not in self._held:
-            root = self._engine.hold(folder)
+            # What begins with an underscore is not pushed to the hub.
+            root = self._engine.hold(folder, hidden=folder / HIDDEN)
             committed: list[CheckpointInfo] = []
             self._held[folder] = (root, committed)
 
