@@ -76,6 +76,8 @@ ENTRIES = {
     "safe_ckpt eager": Entry("ours", "ours", "Directory", ("eager",)),
     "safe_ckpt Lightning .ckpt overlapped": Entry("ours", "ours", "SingleFile", ("overlapped",)),
     "safe_ckpt Lightning .ckpt eager": Entry("ours", "ours", "SingleFile", ("eager",)),
+    "safe_ckpt accelerator.save_state overlapped": Entry("ours", "ours", "Accelerated", ("overlapped",)),
+    "safe_ckpt accelerator.save_state eager": Entry("ours", "ours", "Accelerated", ("eager",)),
     "torch_checkpointing": Entry("asynchronous peer", "torch_checkpointing_peer", "Manager"),
     "torch_checkpointing prewarmed": Entry("asynchronous peer", "torch_checkpointing_peer", "Prewarmed"),
     "torch_checkpointing direct I/O": Entry("asynchronous peer", "torch_checkpointing_peer", "DirectIO"),

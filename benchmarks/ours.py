@@ -1,4 +1,4 @@
-"""safe_ckpt: through ``Checkpointer``, and the single file that the Lightning callback writes."""
+"""safe_ckpt: through ``Checkpointer``, through Accelerate, and the single file that the Lightning callback writes."""
 
 from pathlib import Path
 from typing import Any
@@ -85,3 +85,37 @@ class SingleFile(Way):
 
     def close(self) -> None:
         self._engine.close()
+
+
+class Accelerated(Way):
+    """``accelerator.save_state`` of a registered Accelerator."""
+
+    def __init__(self, snapshot: Any) -> None:
+        self._config = CheckpointConfig(snapshot=snapshot)
+
+    def open(self) -> None:
+        from accelerate import Accelerator
+        from accelerate.utils import ProjectConfiguration
+
+        from safe_ckpt.accelerate import register
+
+        project = ProjectConfiguration(str(self.folder), automatic_checkpoint_naming=True)
+        self._accelerator = Accelerator(cpu=True, project_config=project)
+        self._accelerator.prepare(self.model, self.optimizer)
+        self._handle = register(self._accelerator, self._config)
+
+    def prepare(self) -> None:
+        self._handle.prepare()
+
+    def save(self, step: int) -> None:
+        self._accelerator.save_state(step=step)
+
+    def finish(self) -> None:
+        self._handle.wait()
+
+    def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        del model, optimizer  # the Accelerator has them
+        self._accelerator.load_state()
+
+    def close(self) -> None:
+        self._handle.remove()

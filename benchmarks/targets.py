@@ -6,7 +6,12 @@ from figures import ASYNCHRONOUS, PEERS, Figures
 
 MIB = 1 << 20
 OVERLAPPED, EAGER = "safe_ckpt overlapped", "safe_ckpt eager"
-SINGLE = ("safe_ckpt Lightning .ckpt overlapped", "safe_ckpt Lightning .ckpt eager")
+ADAPTERS = (
+    "safe_ckpt Lightning .ckpt overlapped",
+    "safe_ckpt Lightning .ckpt eager",
+    "safe_ckpt accelerator.save_state overlapped",
+    "safe_ckpt accelerator.save_state eager",
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ def _durable(figures: Figures) -> list[Target]:
                 note=peer[0] if peer else "",
             ),
         ]
-    return [*found, *(_against_the_disk(figures, way, 1.4) for way in SINGLE)]
+    return [*found, *(_against_the_disk(figures, way, 1.4) for way in ADAPTERS)]
 
 
 def _against_the_disk(figures: Figures, way: str, limit: float) -> Target:
