@@ -36,7 +36,7 @@ class LightningAsync(_OneFile):
     """The plugin as a Trainer would call it; it clones on the caller's thread."""
 
     def open(self) -> None:
-        from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO  # noqa: TID251 - a peer here
+        from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
         self._io = AsyncCheckpointIO(TorchCheckpointIO())
 
