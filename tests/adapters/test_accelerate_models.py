@@ -150,7 +150,7 @@ def test_where_checkpoints_are_kept_no_weights_are_put(tmp_path):
         made._accelerator.prepare(Model())
         path = made._accelerator.save_state(async_save=False)
         before = sorted(p.name for p in path.iterdir())
-        for target in (tmp_path / "project", path):
+        for target in (tmp_path, tmp_path / "project", path):
             with pytest.raises(DirectoryError, match="another name"):
                 made.save_model(Model(), target)
         with pytest.raises(DirectoryError, match="another name"):

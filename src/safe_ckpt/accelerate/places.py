@@ -240,7 +240,7 @@ def _refuse(path: Path, adapter: str) -> None:
     remedy = "so it is not replaced: give another name, or move it away"
     if path.is_symlink() or not path.is_dir():
         raise DirectoryError(path=str(path), message=f"it is not a directory, {remedy}", rank=0)
-    if (path / HIDDEN).exists():
+    if any(HIDDEN in below for _, below, _ in os.walk(path)):
         raise DirectoryError(path=str(path), message=f"checkpoints are kept in it, {remedy}", rank=0)
     if (path / MANIFEST_NAME).exists():
         try:
