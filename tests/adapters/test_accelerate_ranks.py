@@ -102,7 +102,7 @@ def test_it_survives_kills_bit_for_bit(tmp_path, size):
     random generators, scheduler and the place in the data.
     """
     kills = 30 if THOROUGH else 5 - size
-    width, epochs = 3000, 8 if size == 2 or not THOROUGH else 16
+    width, epochs = 3000, 100 if THOROUGH else 8
     reference = run(tmp_path, TRAIN, tmp_path / "reference", width, epochs, size=size)
     seed = int.from_bytes(os.urandom(2))
     chance = random.Random(seed)
