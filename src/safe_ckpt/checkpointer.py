@@ -12,7 +12,7 @@ import torch
 from typing_extensions import Self
 
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core import items, resume, select
+from safe_ckpt.core import items, resume, retention, select
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.ledger import Ledger
 from safe_ckpt.core.manifest import CheckpointInfo, read_manifest
@@ -60,7 +60,7 @@ class Checkpointer:
         self._engine = Engine(self.config, group=group, hooks=hooks)
         try:
             self._root = self._engine.hold(self.directory)
-            self._ledger = Ledger(self.config.retention)
+            self._ledger = Ledger()
             self._engine.agree("list", {"directory": self.directory}, decide=lambda _: self._take_stock())
             self._engine.watch_signals()
         except BaseException:
@@ -108,7 +108,7 @@ class Checkpointer:
             items={item.name: item.to_json() for item in planned},
             error=error,
             view={"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"},
-            retain=self._ledger.retain,
+            retain=lambda new: self._ledger.retain(new, retention.chooser(self.config.retention)),
             deferral=self._deferral(state) if planned else None,
         )
         return self._engine.save(request)
@@ -236,5 +236,5 @@ class Checkpointer:
 
     def _take_stock(self) -> None:
         candidates = select.list_directories(self.directory)
-        self._ledger = Ledger(self.config.retention, candidates)
+        self._ledger = Ledger(candidates)
         self._root.start_after(select.newest_sequence(candidates))

@@ -127,10 +127,24 @@ class Live:
         return self.state["epoch"]
 
 
-class Fast:
-    """The ways that do not copy everything first: overlapped with training, and straight from the tensors."""
+class Numbered:
+    """A scenario told by how it makes its numbered saves: the first is there already, the second is at stake."""
 
     old = True
+
+    def prepare(self, folder):
+        if self.old:
+            self.save(folder, 1)
+
+    def act(self, folder, reported):
+        self.save(folder, 2, reported)
+
+    def again(self, folder):
+        self.save(folder, 2)
+
+
+class Fast(Numbered):
+    """The ways that do not copy everything first: overlapped with training, and straight from the tensors."""
 
     def __init__(self, size, **settings):
         self.size, self.config = size, dataclasses.replace(CONFIG, **settings)
@@ -143,15 +157,6 @@ class Fast:
             handle.result()
             reported()
 
-    def prepare(self, folder):
-        self.save(folder, 1)
-
-    def act(self, folder, reported):
-        self.save(folder, 2, reported)
-
-    def again(self, folder):
-        self.save(folder, 2)
-
     def find(self, folder):
         live = Live(0, self.size)
         with Checkpointer(folder, self.config) as ckpt:
@@ -159,7 +164,7 @@ class Fast:
         return live.number() if info else 0
 
 
-class Files:
+class Files(Numbered):
     """What the Lightning adapter does: one file with a second name, replacing others by either, and removing the old one."""
 
     def __init__(self, *, old, same_name=False):
@@ -189,16 +194,6 @@ class Files:
         finally:
             engine.close()
 
-    def prepare(self, folder):
-        if self.old:
-            self.save(folder, 1)
-
-    def act(self, folder, reported):
-        self.save(folder, 2, reported)
-
-    def again(self, folder):
-        self.save(folder, 2)
-
     def find(self, folder):
         engine = Engine(CONFIG)
         try:
@@ -214,10 +209,8 @@ class Files:
             engine.close()
 
 
-class Accelerated:
+class Accelerated(Numbered):
     """Through ``accelerator.save_state`` and ``load_state``, with a limit of one."""
-
-    old = True
 
     def warm(self):
         import accelerate_runs  # noqa: F401 - once here, and not in every trial
@@ -239,15 +232,6 @@ class Accelerated:
             accelerator.save_state()
             handle.wait()
             reported()
-
-    def prepare(self, folder):
-        self.save(folder, 1)
-
-    def act(self, folder, reported):
-        self.save(folder, 2, reported)
-
-    def again(self, folder):
-        self.save(folder, 2)
 
     def find(self, folder):
         with self.registered(folder, 0) as (live, accelerator, _):

@@ -23,6 +23,7 @@ _DEVICES = ("xpu", "mlu", "sdaa", "musa", "hpu", "neuron", "cuda")
 def images(
     accelerator: Any,
     weights: Sequence[Mapping[str, Any]],
+    shared: Mapping[str, Any],
     *,
     safe_serialization: bool,
     besides: Mapping[str, Any] | None = None,
@@ -34,6 +35,7 @@ def images(
     Args:
         accelerator: whose state.
         weights: the state dicts of the models.
+        shared: what ``shared_states`` returned.
         safe_serialization: safetensors for the models, or pickle.
         besides: further entries for this rank's random states.
 
@@ -51,7 +53,7 @@ def images(
             for i, s in _each(accelerator._schedulers)
         ),
         *(_archive(f"{numbered(utils.SAMPLER_NAME, i)}.bin", s) for i, s in samplers(accelerator)),
-        *(_archive(name, state) for name, state in shared_states(accelerator).items()),
+        *(_archive(name, state) for name, state in shared.items()),
         *(_archive(f"custom_checkpoint_{i}.pkl", o.state_dict()) for i, o in _each(accelerator._custom_objects)),
     ]
     rank = accelerator.process_index
@@ -70,15 +72,14 @@ def shared_states(accelerator: Any) -> dict[str, Any]:
     return found
 
 
-def view(accelerator: Any) -> dict[str, str]:
+def view(accelerator: Any, shared: Mapping[str, Any]) -> dict[str, str]:
     """What must be equal on all ranks, because one file stands for all of them: name to fingerprint."""
     dispatched = {
         f"{numbered('dl_state_dict', i)}.bin"
         for i, loader in _each(accelerator._dataloaders)
         if isinstance(loader, DataLoaderDispatcher)  # only the main process reads data
     }
-    states = shared_states(accelerator)
-    return {name: _fingerprint(_place(state)) for name, state in states.items() if name not in dispatched}
+    return {name: _fingerprint(_place(state)) for name, state in shared.items() if name not in dispatched}
 
 
 def _place(state: Any) -> Any:

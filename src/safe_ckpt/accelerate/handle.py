@@ -173,7 +173,7 @@ class Handle:
             ConfigError: neither ``input_dir`` nor automatic naming says where to look.
             SafeCheckpointError: it does not fit what is restored; the same on every rank.
         """
-        self._settle_for_load()
+        self._land()  # one that failed is no reason not to go back to the one before it; its error stays to be raised
 
         def restore(path: Path) -> None:
             self._load_state(str(path), load_kwargs, **load_model_func_kwargs)
@@ -279,15 +279,13 @@ class Handle:
     def _overlaps(self) -> bool:
         return self.config.snapshot == "overlapped"
 
-    def _settle_for_load(self) -> None:
-        # A save that failed is no reason not to go back to the one before it; its error stays to be raised.
+    def _land(self) -> None:
         self._engine.settle()
         self._tell_trackers()
 
     def _finish(self) -> None:
         try:
-            self._engine.settle()
-            self._tell_trackers()
+            self._land()
         finally:
             self._closed = True
             self._engine.close()

@@ -80,8 +80,7 @@ def _expect(path: Path) -> None:
 
 
 def _verify_share(engine: Engine, path: Path) -> None:
-    if (path / MANIFEST_NAME).exists():
-        verify_share(path, read_manifest(path), engine.rank, engine.session.size)
+    verify_share(path, engine.rank, engine.session.size)
 
 
 def _loader_states(path: Path, rank: int) -> list[Any]:

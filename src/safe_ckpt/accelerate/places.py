@@ -14,10 +14,10 @@ from typing import Any
 from accelerate import utils
 
 from safe_ckpt.config import Retention
-from safe_ckpt.core import extras, select
+from safe_ckpt.core import extras, retention, select
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.ledger import Ledger
-from safe_ckpt.core.manifest import MANIFEST_NAME, read_manifest
+from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo, read_manifest
 from safe_ckpt.core.root import HIDDEN, Root
 from safe_ckpt.core.select import Candidate
 from safe_ckpt.errors import ConfigError, DirectoryError, SafeCheckpointError
@@ -65,18 +65,22 @@ class Places:
     Args:
         engine: where the ranks meet.
         accelerator: whose project they belong to.
-        retention: what to keep.
+        policy: what to keep.
     """
 
-    def __init__(self, engine: Engine, accelerator: Any, retention: Retention) -> None:
+    def __init__(self, engine: Engine, accelerator: Any, policy: Retention) -> None:
         self._engine = engine
         self._accelerator = accelerator
-        self._retention = retention
+        self._policy = policy
         self._automatic: Place | None = None
         self._named: dict[Path, Place] = {}
         self._ledgers: dict[Path, Ledger] = {}
         self._last: Path | None = None
         self._sequence = 0
+
+    def retain(self, place: Place, new: CheckpointInfo) -> list[Path]:
+        """``new`` was committed in ``place``. Returns what is to be deleted now. Called on the background thread."""
+        return place.ledger.retain(new, retention.chooser(self._policy))
 
     def automatic(self) -> Path | None:
         """Where checkpoints go that Accelerate names itself; None when it does not."""
@@ -97,11 +101,11 @@ class Places:
             return self._automatic
         # In the folder that Accelerate lists nothing but checkpoints may lie: it takes whatever sorts last.
         root = self._engine.hold(folder, hidden=folder.parent / HIDDEN)
-        place = self._automatic = Place(root=root, ledger=Ledger(self._retention))
+        place = self._automatic = Place(root=root, ledger=Ledger())
 
         def take_stock(_: object) -> None:
             found = candidates(folder)
-            place.ledger = Ledger(self._retention, found)
+            place.ledger = Ledger(found)
             root.start_after(select.newest_sequence(found))
 
         self._engine.agree("list", {"directory": folder}, decide=take_stock)
@@ -183,7 +187,7 @@ class Places:
                     self._engine.let_go(self._named.pop(earlier).root)
             hidden = path.parent / HIDDEN / _NAMES / path.name
             root = self._engine.hold(path.parent, hidden=hidden, recorded=False)
-            ledger = self._ledgers.setdefault(path.parent, Ledger(self._retention))
+            ledger = self._ledgers.setdefault(path.parent, Ledger())
             self._named[path] = Place(root=root, ledger=ledger)
         place = self._named[path]
         self._sequence = max(self._sequence, *(held.root.last_sequence for held in self._named.values()))

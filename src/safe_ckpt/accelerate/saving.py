@@ -47,7 +47,7 @@ def save(
     hooks = accelerator._save_model_state_pre_hook
     target = places.target(output_dir, hooks=bool(hooks))
     try:
-        handle = engine.save(_request(accelerator, loaders, target, options))
+        handle = engine.save(_request(places, accelerator, loaders, target, options))
     except BaseException:
         if target.begun is not None and engine.rank == 0:
             target.place.root.drop_staging(target.key)
@@ -97,7 +97,7 @@ def plain_optimizers(accelerator: Any) -> list[Any]:
     return [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
 
 
-def _request(accelerator: Any, loaders: Loaders, target: Target, options: Options) -> Request:
+def _request(places: Places, accelerator: Any, loaders: Loaders, target: Target, options: Options) -> Request:
     step = target.number if options.step is None else options.step
     planned: list[Image] = []
     metrics: dict[str, float] = {}
@@ -110,13 +110,15 @@ def _request(accelerator: Any, loaders: Loaders, target: Target, options: Option
         if target.begun is not None:
             for hook in list(accelerator._save_model_state_pre_hook.values()):
                 hook(accelerator._models, states, str(target.begun))
+        shared = capture.shared_states(accelerator)
+        view = capture.view(accelerator, shared)
         planned = capture.images(
             accelerator,
             states,
+            shared,
             safe_serialization=options.safe_serialization,
             besides={KEY: loaders.states(accelerator._dataloaders)},
         )
-        view = capture.view(accelerator)
     except Exception as problem:  # whatever a hook or a state_dict() raises: the other ranks must learn of it
         error = problem
     deferral = None
@@ -132,7 +134,7 @@ def _request(accelerator: Any, loaders: Loaders, target: Target, options: Option
         error=error,
         notes={"adapter": ADAPTER, "iteration": target.number},
         same=view,
-        retain=target.place.ledger.retain,
+        retain=lambda new: places.retain(target.place, new),
         deferral=deferral,
         begun=target.begun,
         carry=lambda _: True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from safe_ckpt.config import Retention
 from safe_ckpt.core.manifest import CheckpointInfo
@@ -25,6 +25,11 @@ def to_delete(infos: Sequence[CheckpointInfo], policy: Retention) -> list[Checkp
     if policy.keep_every_steps is not None:
         kept |= {info.sequence for info in by_age if info.step % policy.keep_every_steps == 0}
     return [info for info in by_age if info.sequence not in kept]
+
+
+def chooser(policy: Retention) -> Callable[[Sequence[CheckpointInfo]], list[CheckpointInfo]]:
+    """``to_delete`` for one policy."""
+    return lambda infos: to_delete(infos, policy)
 
 
 def best(infos: Sequence[CheckpointInfo], policy: Retention) -> list[CheckpointInfo]:

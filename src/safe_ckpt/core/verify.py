@@ -9,7 +9,7 @@ import stat
 import zipfile
 from pathlib import Path
 
-from safe_ckpt.core.manifest import UNREADABLE, FileEntry, Manifest, archive_digest, read_manifest
+from safe_ckpt.core.manifest import MANIFEST_NAME, UNREADABLE, FileEntry, Manifest, archive_digest, read_manifest
 from safe_ckpt.core.reading import digest_of
 from safe_ckpt.core.zip_format import COMMENT_BYTES
 from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
@@ -33,13 +33,18 @@ def verify(path: Path, manifest: Manifest, only: set[str] | None = None) -> int:
     return sum(verify_entry(path, entry) for entry in chosen)
 
 
-def verify_share(path: Path, manifest: Manifest, rank: int, size: int) -> None:
+def verify_share(path: Path, rank: int, size: int) -> None:
     """Verify this rank's share of a directory's files: they are the same for all, and each needs reading once.
+
+    Nothing of a directory without a manifest can be verified: another tool wrote it.
 
     Raises:
         CorruptCheckpointError: they differ; names the file.
         OSError: they could not be read; that condemns nothing.
     """
+    if not (path / MANIFEST_NAME).exists():
+        return
+    manifest = read_manifest(path)
     by_size = sorted(manifest.files, key=lambda entry: (-entry.size_bytes, entry.path))
     verify(path, manifest, only={entry.path for entry in by_size[rank::size]})
 

@@ -6,7 +6,7 @@ import logging
 import re
 import uuid
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +18,8 @@ from typing_extensions import Self
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core import extras, resume, select
 from safe_ckpt.core.engine import Engine
-from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo, read_manifest
+from safe_ckpt.core.ledger import Ledger
+from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo
 from safe_ckpt.core.operation import Request
 from safe_ckpt.core.root import Root
 from safe_ckpt.core.select import Candidate
@@ -43,7 +44,7 @@ class TrainerSaver:
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._engine = Engine(config)
-        self._held: dict[Path, tuple[Root, list[CheckpointInfo]]] = {}
+        self._held: dict[Path, tuple[Root, Ledger]] = {}
 
     def newest(self, folder: Path) -> Path:
         """The newest valid checkpoint in ``folder``, verified and agreed.
@@ -75,11 +76,11 @@ class TrainerSaver:
         Raises:
             SafeCheckpointError: it could not be started, or an earlier one failed; the same on every process.
         """
-        root, committed = self._hold(path.parent)
+        root, ledger = self._hold(path.parent)
         key = self._engine.agree("save", {"path": path}, decide=lambda _: uuid.uuid4().hex)
         begun = extras.open_folder(self._engine.session, root, key, self._engine.config.timeouts.barrier_s)
         try:
-            self._engine.save(self._request(trainer, path, root, begun, committed))
+            self._engine.save(self._request(trainer, path, root, begun, ledger))
         except BaseException:
             if self._engine.rank == 0:
                 root.drop_staging(key)
@@ -103,7 +104,7 @@ class TrainerSaver:
         within_s = None if error is None else self._engine.config.timeouts.shutdown_s
         self._engine.close(quiet=error is not None, within_s=within_s)
 
-    def _request(self, trainer: Any, path: Path, root: Root, begun: Path, committed: list[CheckpointInfo]) -> Request:
+    def _request(self, trainer: Any, path: Path, root: Root, begun: Path, ledger: Ledger) -> Request:
         error: Exception | None = None
         images = []
         best = trainer.state.best_model_checkpoint
@@ -115,11 +116,8 @@ class TrainerSaver:
         except Exception as problem:  # whatever the Trainer or a callback raises: the others must learn of it
             error = problem
 
-        def retain(new: CheckpointInfo) -> list[Path]:
-            known = [info for info in committed if info.path != new.path and info.path.exists()]
-            doomed = rotation.to_delete([*known, new], limit, Path(best) if best else None)
-            committed[:] = [info for info in (*known, new) if info not in doomed]
-            return [info.path for info in doomed]
+        def choose(infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+            return rotation.to_delete(infos, limit, Path(best) if best else None)
 
         return Request(
             root=root,
@@ -130,29 +128,27 @@ class TrainerSaver:
             images=images,
             error=error,
             notes={"adapter": ADAPTER},
-            retain=retain,
+            retain=lambda new: ledger.retain(new, choose),
             begun=begun,
             carry=lambda _: True,
         )
 
-    def _hold(self, folder: Path) -> tuple[Root, list[CheckpointInfo]]:
+    def _hold(self, folder: Path) -> tuple[Root, Ledger]:
         if folder not in self._held:
             # What begins with an underscore is not pushed to the hub.
             root = self._engine.hold(folder, hidden=folder / HIDDEN)
-            committed: list[CheckpointInfo] = []
-            self._held[folder] = (root, committed)
+            self._held[folder] = (root, Ledger())
 
-            def take_stock(_: Mapping[int, Any]) -> None:
+            def take_stock(_: object) -> None:
                 found = candidates(folder)
                 root.start_after(select.newest_sequence(found))
-                committed.extend(info for info in (candidate.info for candidate in found) if info is not None)
+                self._held[folder] = (root, Ledger(found))
 
             self._engine.agree("list", {"directory": folder}, decide=take_stock)
         return self._held[folder]
 
     def _verify(self, path: Path) -> None:
-        if (path / MANIFEST_NAME).exists():
-            verify_share(path, read_manifest(path), self._engine.rank, self._engine.session.size)
+        verify_share(path, self._engine.rank, self._engine.session.size)
 
     def _warn_if_stock(self, path: Path) -> None:
         if self._engine.rank == 0 and not (path / MANIFEST_NAME).exists():
