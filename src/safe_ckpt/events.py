@@ -121,6 +121,21 @@ class Resumed(Event):
     rejected: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class TimeoutsRaised(Event):
+    """Collectives of ``groups`` (each with what it was before) may take ``seconds`` from now on."""
+
+    groups: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeoutsRestored(Event):
+    """The timeouts of ``groups`` are what they were before."""
+
+    groups: tuple[str, ...]
+
+
 class Hook(Protocol):
     """Anything that wants to know."""
 

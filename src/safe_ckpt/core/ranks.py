@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+from safe_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
     # torch exports its stores at run time, but not to type checkers.
@@ -57,17 +60,79 @@ def group_of(group: ProcessGroup | None) -> Group:
     )
 
 
+Backend = Any
+"""One backend of a process group, such as ProcessGroupGloo; torch exports no type for it."""
+
+
+def backend_timeouts(group: ProcessGroup | None) -> list[tuple[Backend, float]]:
+    """The backends of a group, each once, with the timeout of their collectives in seconds; none without a process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    pg: Any = group if group is not None else dist.group.WORLD
+    found: dict[int, tuple[Backend, float]] = {}
+    for device in ("cpu", "cuda"):
+        # torch has no public getter; tests/multirank/test_lengthy.py pins this one.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            backend = pg._get_backend(torch.device(device))
+            timeout_s = backend.options._timeout.total_seconds()
+            if not any(_same_backend(backend, known) for known, _ in found.values()):
+                found[len(found)] = (backend, timeout_s)
+    return list(found.values())
+
+
+def _same_backend(one: Backend, other: Backend) -> bool:
+    return one is other or bool(one == other)
+
+
+def set_backend_timeout(backend: Backend, seconds: float) -> None:
+    """From now on a collective that is started on ``backend`` may take so long."""
+    backend._set_default_timeout(timedelta(seconds=seconds))
+
+
 def group_timeout_s(group: ProcessGroup | None) -> float | None:
     """The shortest timeout of the group's own collectives; None without a process group, or where it cannot be read."""
+    return min((timeout_s for _, timeout_s in backend_timeouts(group)), default=None)
+
+
+def world_rank() -> int:
+    """This process's rank in WORLD, 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def process_groups(groups: object) -> list[ProcessGroup]:
+    """The process groups that ``groups`` stands for, each once: a mesh for all of its own and WORLD, None for WORLD.
+
+    Raises:
+        ConfigError: one is neither a group that this process belongs to nor a mesh.
+    """
     if not (dist.is_available() and dist.is_initialized()):
-        return None
-    pg: Any = group if group is not None else dist.group.WORLD
-    found = []
-    for device in ("cpu", "cuda"):
-        # torch has no public getter; tests/multirank/test_rendezvous.py pins this one.
-        with contextlib.suppress(AttributeError, RuntimeError):
-            found.append(pg._get_backend(torch.device(device)).options._timeout.total_seconds())
-    return min(found, default=None)
+        return []
+    asked = list(groups) if isinstance(groups, list | tuple | set) else [groups]
+    found: list[ProcessGroup] = []
+    for one in asked:
+        if one is None:
+            found.append(_world())
+        elif isinstance(one, dist.ProcessGroup):
+            found.append(one)
+        elif hasattr(one, "get_all_groups"):
+            # A mesh has groups of its own, which WORLD's timeout does not reach.
+            found += [_world(), *one.get_all_groups()]
+        else:
+            message = f"expected a process group that this rank is in, a DeviceMesh or None, got {one!r}"
+            raise ConfigError(key="groups", message=message)
+    return list({group.group_name: group for group in found}.values())
+
+
+def meeting_groups(groups: Sequence[ProcessGroup]) -> list[ProcessGroup | None]:
+    """In which of ``groups`` their ranks meet: in WORLD alone where it is among them."""
+    if not groups or any(group.group_name == _world().group_name for group in groups):
+        return [None]
+    return list(groups)
+
+
+def _world() -> ProcessGroup:
+    world: ProcessGroup = dist.distributed_c10d._get_default_group()
+    return world
 
 
 def local_store() -> Store:

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.core import meeting, ranks
@@ -39,14 +40,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Decide = Callable[[Mapping[int, Any]], Any]
-"""Runs on rank 0 with every rank's answer; what it returns (JSON-able) or raises is what every rank gets."""
+"""Runs on rank 0 with every rank's answer; what it returns (JSON-able, or ``Shares``) or raises is what every rank gets."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A verdict of which every rank gets its own part: what all of them together are told may be too much for each to read.
+
+    Attributes:
+        by_rank: JSON-able data for each rank.
+    """
+
+    by_rank: Mapping[int, Any]
+
 
 _open: list[Session] = []
 _open_lock = threading.Lock()
 
 
-def open_session(group: ProcessGroup | None, timeouts: Timeouts) -> Session:
+def open_session(group: ProcessGroup | None, timeouts: Timeouts, *, observe: bool = True) -> Session:
     """Join the session of this process group, making it on first use. Every rank calls this; release it when done.
+
+    Args:
+        group: the ranks; None means WORLD.
+        timeouts: of a session that is made here.
+        observe: whether they hold from now on in one that is there already, too.
 
     Raises:
         RendezvousTimeout: some ranks did not come within ``barrier_s``; names them.
@@ -58,7 +76,8 @@ def open_session(group: ProcessGroup | None, timeouts: Timeouts) -> Session:
         for session in _open:
             if session.serves(facts):
                 session.users += 1
-                session.observe(timeouts)
+                if observe:
+                    session.observe(timeouts)
                 return session
     session = Session(facts, timeouts)
     with _open_lock:
@@ -147,7 +166,7 @@ class Session:
             decide: runs on rank 0. Without it the result is None.
 
         Returns:
-            What ``decide`` returned, on every rank.
+            What ``decide`` returned, on every rank; of ``Shares`` this rank's own.
 
         Raises:
             DesyncError: the ranks' views differ.
@@ -229,7 +248,12 @@ class Session:
             answers = {0: {"answer": answer}, **step.answers(mine)}
             _refuse_differences(mine, answers)
             result = decide({rank: given["answer"] for rank, given in answers.items()}) if decide else None
-            step.put("/verdict", {"ok": result})
+            if isinstance(result, Shares):
+                shares, result = result.by_rank, result.by_rank.get(0)
+                step.hand_out(shares)
+                step.put("/verdict", {"shared": True})
+            else:
+                step.put("/verdict", {"ok": result})
         except BaseException as error:
             # The others wait for this verdict: they get the cause before this rank unwinds.
             wire = to_wire(error, rank=0, phase=step.kind)
@@ -257,10 +281,11 @@ class Session:
             verdict = step.get("/verdict", patience=2)
         except KeyTimeout:
             raise RendezvousTimeout(phase=f"{step.kind}: verdict", seconds=2 * step.timeout_s, missing=(0,)) from None
+        share = step.take_share() if verdict.get("shared") else None
         self._calls.acknowledge("log/read", phase=step.kind)
         if "error" in verdict:
             raise from_wire(verdict["error"])
-        return verdict["ok"]
+        return share if verdict.get("shared") else verdict["ok"]
 
     def _expect_reads(self, count: int) -> None:
         self.reads["log/read"] = self.reads.get("log/read", 0) + count
@@ -293,4 +318,4 @@ def _refuse_differences(mine: Mapping[str, str], answers: Mapping[int, Any]) -> 
             raise DesyncError(what=name, values=values)
 
 
-__all__ = ["Decide", "PeerLostError", "Session", "open_session", "raise_first"]
+__all__ = ["Decide", "PeerLostError", "Session", "Shares", "open_session", "raise_first"]

@@ -65,6 +65,26 @@ class Step:
         values = self._channel.call(lambda store: store.multi_get(keys), phase=self.kind)
         return {rank: json.loads(value) for rank, value in zip(self._others, values, strict=True)}
 
+    def hand_out(self, shares: Mapping[int, Any]) -> None:
+        """Rank 0: leave a verdict of its own for every rank; each takes its share and drops it."""
+        keys = [self._share(rank) for rank in self._others]
+        if keys:
+            values = [json.dumps(shares.get(rank)) for rank in self._others]
+            self._channel.call(lambda store: store.multi_set(keys, values), phase=self.kind)
+
+    def take_share(self) -> Any:
+        """Another rank: its share; there is one when the verdict says so."""
+
+        def take(store: Store) -> bytes:
+            found = bytes(store.get(self._share(self._rank)))
+            store.delete_key(self._share(self._rank))
+            return found
+
+        return json.loads(self._channel.call(take, phase=self.kind))
+
+    def _share(self, rank: int) -> str:
+        return f"{self._prefix}/share/{rank}"
+
     def present(self) -> int:
         """How many ranks have answered."""
         return sum(self._has(f"{self._prefix}/{rank}") for rank in self._others)

@@ -1,0 +1,113 @@
+"""The signals of one streamed gather: when the next round begins, and why there will be none.
+
+A round begins when every rank has said that it is there; the writing rank says so when it has room. So a rank that left, or
+whose storage is slow, is waited for here, in the store, and no collective is entered that somebody will not join. Used on the
+thread that gathers; issues no collectives.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING
+
+from safe_ckpt.core.channel import KeyTimeout
+from safe_ckpt.core.ranks import Store
+from safe_ckpt.errors import PeerLostError, RendezvousTimeout, from_wire, to_wire
+
+if TYPE_CHECKING:
+    from safe_ckpt.core.rendezvous import Session
+
+_LOOK_S = 0.25
+
+
+class Flow:
+    """One rank's side of it.
+
+    Args:
+        session: where the ranks meet.
+        op_id: unique to this gather.
+        timeout_s: how long the writing rank may take between two rounds.
+        late_s: how long the others may take, who have nothing to do meanwhile.
+    """
+
+    def __init__(self, session: Session, op_id: str, *, timeout_s: float, late_s: float) -> None:
+        self._session = session
+        self._channel = session.channel("gather")
+        self._prefix = f"gather/{op_id}"
+        self._timeout_s = timeout_s
+        self._late_s = late_s
+        self._next = 0
+        self._looked = time.monotonic()
+        self._needed = [0] if session.rank else list(range(1, session.size))
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank."""
+        return self._session.size == 1
+
+    def enter(self, phase: str) -> None:
+        """Wait until every rank is here for the next round.
+
+        Raises:
+            SafeCheckpointError: what made another rank leave.
+            RendezvousTimeout: some ranks did not come; names them.
+            PeerLostError: a rank died or stopped.
+        """
+        number, rank, size = self._next, self._session.rank, self._session.size
+
+        def arrive(store: Store) -> None:
+            store.set(f"{self._prefix}/at/{rank}", str(number + 1))
+            if store.add(f"{self._prefix}/count/{number}", 1) == size:
+                store.set(self._go(number), "{}")
+
+        self._channel.call(arrive, phase=phase)
+        self._next = number + 1
+        wait_s = self._late_s if rank == 0 else self._timeout_s + self._late_s
+        try:
+            value = self._channel.get(self._go(number), phase=phase, wait_s=wait_s, check=self._check_peers)
+        except KeyTimeout:
+            raise RendezvousTimeout(phase=phase, seconds=wait_s, missing=self._missing(number)) from None
+        self._raise(value)
+
+    def look(self) -> None:
+        """Called again and again within a round. Raises as ``enter`` does when it will not end."""
+        if time.monotonic() < self._looked + _LOOK_S:
+            return
+        self._looked = time.monotonic()
+        self._check_peers()
+        key = self._go(self._next)
+        self._raise(self._channel.call(lambda store: store.get(key) if store.check([key]) else b"{}", phase="gather"))
+
+    def leave(self, error: BaseException, where: str) -> None:
+        """Tell the others why there will be no further round with this rank."""
+        rank = self._session.rank
+        if isinstance(error, GeneratorExit):
+            reason = f"rank {rank} left the gather at {where}: its loop ended early or raised"
+            error = PeerLostError(phase="gather", ranks=(rank,), reason=reason)
+        wire = to_wire(error, rank=rank, phase=f"gather: {where}")
+        key = self._go(self._next)
+        self._channel.call(lambda store: store.set(key, json.dumps({"error": wire})), phase="gather")
+
+    def close(self) -> None:
+        """Give the connection back."""
+        self._channel.close()
+
+    def _go(self, number: int) -> str:
+        return f"{self._prefix}/go/{number}"
+
+    def _check_peers(self) -> None:
+        self._session.check(self._needed)
+
+    def _missing(self, number: int) -> tuple[int, ...]:
+        def late(store: Store) -> tuple[int, ...]:
+            keys = {rank: f"{self._prefix}/at/{rank}" for rank in range(self._session.size)}
+            return tuple(r for r, key in keys.items() if not store.check([key]) or int(store.get(key)) <= number)
+
+        return self._channel.call(late, phase="gather")
+
+    @staticmethod
+    def _raise(value: bytes) -> None:
+        told = json.loads(value)
+        if "error" in told:
+            raise from_wire(told["error"])

@@ -1,0 +1,98 @@
+"""The lengthy-operation timeout: for as long as a block runs, collectives may take longer than they usually may.
+
+A consolidation whose collectives have the default timeout of a minute ends a training run when storage is slow (Fast-LLM's
+``StateDictCheckpointHandler.save`` is where this was met). A raised timeout that is never put back hides the next hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, TypeAlias, Union
+
+from safe_ckpt import events
+from safe_ckpt.config import Timeouts
+from safe_ckpt.core import ranks
+from safe_ckpt.core.rendezvous import Session, open_session
+from safe_ckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+Group: TypeAlias = "Union[ProcessGroup, DeviceMesh, None]"
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def lengthy_timeouts(
+    groups: Group | Iterable[Group] = None, seconds: float = 3600.0, *, hooks: Iterable[events.Hook] = ()
+) -> Iterator[None]:
+    """Let collectives of ``groups`` take up to ``seconds`` within this block. Every rank of them enters it.
+
+    Only collectives that are started within the block get the longer time, for the backends read the timeout when an
+    operation is put in. Blocks may nest; the longest time counts, and each block puts back what it found, also after an
+    exception and also on one rank alone. Leaving needs no other rank.
+
+    Args:
+        groups: process groups and device meshes. A mesh stands for all of its groups and WORLD; None is WORLD.
+        seconds: the timeout within the block. One that is longer already stays.
+        hooks: told of it as ``events.TimeoutsRaised`` and ``events.TimeoutsRestored``.
+
+    Raises:
+        ConfigError: ``seconds`` is not above 0, or a group is none.
+        RendezvousTimeout: some ranks did not enter the block within 300 s; names them.
+        DesyncError: the ranks gave different numbers of groups or of seconds.
+        PeerLostError: a rank died or stopped.
+
+    On NCCL the timeouts are set in the same way, but were never run for this project on CUDA.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise ConfigError(key="lengthy_timeouts: seconds", message=f"expected a number above 0, got {seconds!r}")
+    found = ranks.process_groups(groups)
+    emit = events.Emitter([events.LoggingHook(), *hooks])
+    for group in ranks.meeting_groups(found):
+        session = open_session(group, Timeouts(), observe=False)
+        try:
+            view = {"groups": len(found), "seconds": seconds}
+            session.agree("lengthy_timeouts", view, timeout_s=Timeouts().barrier_s)
+        finally:
+            session.release(keep=True)
+    with raised(found, seconds, emit):
+        yield
+
+
+@contextlib.contextmanager
+def raised(groups: Iterable[ProcessGroup], seconds: float, emit: events.Emitter | None = None) -> Iterator[None]:
+    """As ``lengthy_timeouts``, for ranks that know already that all of them enter.
+
+    Args:
+        groups: as ``ranks.process_groups`` returns them.
+        seconds: the timeout within the block.
+        emit: told of it.
+    """
+    before: list[tuple[ranks.Backend, float]] = []
+    names: list[str] = []
+    try:
+        with _lock:  # two threads must not each take the other's long timeout for the one to go back to
+            for group in groups:
+                for backend, timeout_s in ranks.backend_timeouts(group):
+                    if timeout_s < seconds:
+                        before.append((backend, timeout_s))
+                        names.append(f"{group.group_name}: {timeout_s:g} s")
+                        ranks.set_backend_timeout(backend, seconds)
+        if emit is not None and names:
+            emit(events.TimeoutsRaised(rank=ranks.world_rank(), groups=tuple(names), seconds=seconds))
+        yield
+    finally:
+        with _lock:
+            for backend, timeout_s in reversed(before):
+                ranks.set_backend_timeout(backend, timeout_s)
+        if emit is not None and names:
+            emit(events.TimeoutsRestored(rank=ranks.world_rank(), groups=tuple(names)))
+
+
+def session_of(group: ProcessGroup | None, timeouts: Timeouts) -> Session:
+    """The session of ``group`` as it is, or a new one with these timeouts. Release it with ``keep=True``."""
+    return open_session(group, timeouts, observe=False)
