@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from safe_ckpt.checkpointer import Checkpointer
     from safe_ckpt.config import CheckpointConfig, Retention, Timeouts, WriterConfig
     from safe_ckpt.core.directory import set_up_directory
+    from safe_ckpt.core.gather import iter_full_tensors
     from safe_ckpt.core.items import PerRank
+    from safe_ckpt.core.lengthy import lengthy_timeouts
     from safe_ckpt.core.manifest import CheckpointInfo
     from safe_ckpt.core.operation import SaveHandle
     from safe_ckpt.core.rng import RngState
@@ -31,6 +33,8 @@ _HOMES = {
     "SaveHandle": "safe_ckpt.core.operation",
     "Timeouts": "safe_ckpt.config",
     "WriterConfig": "safe_ckpt.config",
+    "iter_full_tensors": "safe_ckpt.core.gather",
+    "lengthy_timeouts": "safe_ckpt.core.lengthy",
     "set_up_directory": "safe_ckpt.core.directory",
 }
 
@@ -46,6 +50,8 @@ __all__ = [
     "Timeouts",
     "WriterConfig",
     "__version__",
+    "iter_full_tensors",
+    "lengthy_timeouts",
     "set_up_directory",
 ]
 

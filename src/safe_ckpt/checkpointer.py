@@ -14,16 +14,20 @@ from typing_extensions import Self
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core import items, resume, retention, select
 from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.export import Exporter
+from safe_ckpt.core.layout import Image
 from safe_ckpt.core.ledger import Ledger
 from safe_ckpt.core.manifest import CheckpointInfo, read_manifest
+from safe_ckpt.core.named import NamedRoots
 from safe_ckpt.core.operation import Request, SaveHandle
 from safe_ckpt.core.overlap import Deferral
 from safe_ckpt.core.verify import verify
-from safe_ckpt.errors import NoValidCheckpointError
+from safe_ckpt.errors import CoordinationError, NoValidCheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from safe_ckpt.core.sharded import ShardPlanner
     from safe_ckpt.events import Hook
 
 
@@ -61,6 +65,8 @@ class Checkpointer:
         try:
             self._root = self._engine.hold(self.directory)
             self._ledger = Ledger()
+            self._shards: ShardPlanner | None = None
+            self._exporter: Exporter | None = None
             self._engine.agree("list", {"directory": self.directory}, decide=lambda _: self._take_stock())
             self._engine.watch_signals()
         except BaseException:
@@ -90,7 +96,8 @@ class Checkpointer:
         """
         number = step if isinstance(step, int) else -1
         error: Exception | None = None
-        planned: list[items.Item] = []
+        planned = items.Plan()
+        images: list[Image] = []
         numbers: dict[str, float] = {}
         try:
             items.check_step(step)
@@ -98,18 +105,21 @@ class Checkpointer:
             planned = items.plan(state, rank=self._engine.rank)
         except Exception as problem:  # whatever a state_dict() raises: the other ranks must learn of it
             error = problem
+        if planned.sharded or (error is not None and self._expects_shards(state)):
+            images, error = self._plan_shards(planned.sharded, error)
         request = Request(
             root=self._root,
             path=self.directory / select.step_name(number),
             kind="directory",
             step=number,
             metrics=numbers,
-            images=[item.image for item in planned],
-            items={item.name: item.to_json() for item in planned},
+            images=[*(item.image for item in planned.items), *images],
+            items=planned.described(self._engine.rank),
+            folders=list(planned.sharded),
             error=error,
             view={"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"},
             retain=lambda new: self._ledger.retain(new, retention.chooser(self.config.retention)),
-            deferral=self._deferral(state) if planned else None,
+            deferral=self._deferral(state) if error is None else None,
         )
         return self._engine.save(request)
 
@@ -123,6 +133,23 @@ class Checkpointer:
             state: as it will be given to ``save``.
         """
         self._engine.prepare(items.expected_bytes(state, rank=self._engine.rank))
+
+    def _expects_shards(self, state: object) -> bool:
+        return items.holds_shards(state) or (self._shards is not None and self._shards.used)
+
+    def _plan_shards(
+        self, states: Mapping[str, Any], problem: Exception | None
+    ) -> tuple[list[Image], Exception | None]:
+        from safe_ckpt.core.sharded import ShardPlanner  # DCP takes a while to import
+
+        if self._shards is None:
+            self._shards = ShardPlanner(self._engine)
+        try:
+            return self._shards.images(states, problem), problem
+        except CoordinationError:
+            raise
+        except Exception as error:  # the same on all ranks, which learn of it once more when they agree on the save
+            return [], error
 
     def _deferral(self, state: Mapping[str, Any]) -> Deferral | None:
         # A plain loop may do anything to its parameters between two steps, so "auto" is eager here.
@@ -169,6 +196,43 @@ class Checkpointer:
         self._engine.agree("list", {"directory": self.directory}, decide=lambda _: self._take_stock())
         self.prepare(state)
         return chosen.info
+
+    def export(
+        self,
+        model: Mapping[str, Any] | torch.nn.Module,
+        directory: str | os.PathLike[str],
+        format: str = "safetensors",  # noqa: A002 - the name that users know from other exporters
+        max_shard_size: int | str = "5GB",
+        dtype: torch.dtype | None = None,
+    ) -> SaveHandle:
+        """Write weights alone, whole and in Hugging Face's layout, also of a model of which every rank has a part.
+
+        Parts are gathered on this thread, one tensor at a time, while the background writes; no collective waits for the
+        disk. On rank 0 that takes memory for the largest tensor and 160 MiB, elsewhere for 32 MiB; tensors above 32 MiB are
+        gathered and written in turns. The call returns when all is gathered, and nothing may change before that. Weights
+        without parts are copied at once as by ``save``. The directory appears, or is replaced as a whole, when it is durable;
+        other files in it go along.
+
+        Args:
+            model: a module, or names to tensors. Tied tensors are stored once, under their first name.
+            directory: gets ``model.safetensors``, or shards and ``model.safetensors.index.json``.
+            format: ``"safetensors"``.
+            max_shard_size: bytes, or text such as ``"5GB"``.
+            dtype: floating-point tensors are converted to it.
+
+        Returns:
+            A handle on the outcome, which is the same on every rank.
+
+        Raises:
+            ConfigError: ``format`` or ``max_shard_size`` is not allowed.
+            StateError: something does not fit safetensors; names it, on every rank.
+            DirectoryError: the directory holds something else.
+            DesyncError: the ranks differ in what they ask for.
+            RendezvousTimeout: some ranks did not call this.
+        """
+        if self._exporter is None:
+            self._exporter = Exporter(self._engine, NamedRoots(self._engine))
+        return self._exporter.export(model, directory, format=format, max_shard_size=max_shard_size, dtype=dtype)
 
     @property
     def stop_requested(self) -> bool:
@@ -217,9 +281,12 @@ class Checkpointer:
         rank, size = self._engine.rank, self._engine.session.size
         needed = items.files_for(manifest, state, rank=rank, path=path)
         entries = {entry.path: entry for entry in manifest.files}
-        loaded = {
-            name: items.load_file(path, entries[file], manifest.items[name], name) for name, file in needed.items()
-        }
+        folders = {name: file for name, file in needed.items() if manifest.items[name]["form"] == items.SHARDED}
+        sharded = items.files_in(folders.values(), manifest)
+        verify(path, manifest, only=set(sharded[rank::size]))
+        loaded: dict[str, Any] = {name: items.Shards(path / folder) for name, folder in folders.items()}
+        for name in needed.keys() - folders.keys():
+            loaded[name] = items.load_file(path, entries[needed[name]], manifest.items[name], name)
         if rank == 0:
             # What no other rank reads either is verified here: a checkpoint is good as a whole or not at all.
             elsewhere = {
@@ -227,7 +294,7 @@ class Checkpointer:
                 for entry in manifest.files
                 if 0 < entry.rank < size and self._is_read(entry.path, manifest.items, state)
             }
-            verify(path, manifest, only=set(entries) - set(needed.values()) - elsewhere)
+            verify(path, manifest, only=set(entries) - set(needed.values()) - elsewhere - set(sharded))
         return loaded
 
     @staticmethod

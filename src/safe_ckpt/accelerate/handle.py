@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from safe_ckpt.accelerate import loading, offloaded, saving, support
+from safe_ckpt.accelerate import loading, saving, support
 from safe_ckpt.accelerate.loaders import Loaders
 from safe_ckpt.accelerate.places import Places
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core import items
+from safe_ckpt.core import items, weights
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.operation import SaveHandle
 
@@ -214,7 +214,7 @@ class Handle:
             SafeCheckpointError: it could not be written; the same on every rank.
         """
         self._tell_trackers()
-        plain = offloaded.unwrapped(model)
+        plain = weights.unwrapped(model)
         return saving.save_model(self._engine, self._places, plain, save_directory, max_shard_size).result().path
 
     def end_training(self) -> None:

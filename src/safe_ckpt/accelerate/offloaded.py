@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from accelerate.utils import OffloadedWeightsLoader
 
-from safe_ckpt.core.layout import SAFETENSORS_DTYPES, Lazy
+from safe_ckpt.core import weights
+from safe_ckpt.core.layout import Lazy
 from safe_ckpt.errors import StateError
 
 Fetch = Callable[[], torch.Tensor]
@@ -40,18 +41,9 @@ def tensors(model: torch.nn.Module) -> dict[str, Lazy]:
         if seen & identity:
             continue
         seen |= identity
-        if tensor.dtype not in SAFETENSORS_DTYPES or tensor.layout is not torch.strided:
-            raise StateError(key=name, message=f"a {tensor.dtype} {tensor.layout} tensor does not fit safetensors")
+        weights.admit(name, tensor, tensor.dtype)
         found[name] = Lazy(dtype=tensor.dtype, shape=tuple(tensor.shape), fetch=fetch)
     return found
-
-
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Without ``torch.compile`` and data parallelism. Accelerate's own ``unwrap_model`` imports 60 MiB of compiler first."""
-    inner = getattr(model, "_orig_mod", model)
-    if isinstance(inner, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
-        return unwrapped(inner.module)
-    return inner
 
 
 def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

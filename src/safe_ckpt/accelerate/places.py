@@ -17,15 +17,14 @@ from safe_ckpt.config import Retention
 from safe_ckpt.core import extras, retention, select
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.ledger import Ledger
-from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo, read_manifest
+from safe_ckpt.core.manifest import CheckpointInfo
+from safe_ckpt.core.named import WEIGHTS, NamedRoots, refuse
 from safe_ckpt.core.root import HIDDEN, Root
 from safe_ckpt.core.select import Candidate
-from safe_ckpt.errors import ConfigError, DirectoryError, SafeCheckpointError
+from safe_ckpt.errors import ConfigError
 
 ADAPTER = "accelerate"
-WEIGHTS = "weights"
 FOLDER = "checkpoints"
-_NAMES = "names"
 _NAME = re.compile(r"^checkpoint_(\d+)$")
 
 
@@ -73,10 +72,9 @@ class Places:
         self._accelerator = accelerator
         self._policy = policy
         self._automatic: Place | None = None
-        self._named: dict[Path, Place] = {}
+        self._named = NamedRoots(engine)
         self._ledgers: dict[Path, Ledger] = {}
         self._last: Path | None = None
-        self._sequence = 0
 
     def retain(self, place: Place, new: CheckpointInfo) -> list[Path]:
         """``new`` was committed in ``place``. Returns what is to be deleted now. Called on the background thread."""
@@ -140,7 +138,7 @@ class Places:
         Raises:
             DirectoryError: it is, or holds, checkpoints.
         """
-        self._engine.agree("weights", {"path": path}, decide=lambda _: _refuse(path, WEIGHTS))
+        self._engine.agree("weights", {"path": path}, decide=lambda _: refuse(path, WEIGHTS, _is_stock))
         return self._hold_named(path)
 
     def target(self, output_dir: str | os.PathLike[str] | None, *, hooks: bool) -> Target:
@@ -161,7 +159,7 @@ class Places:
 
         def decide(answers: Mapping[int, Any]) -> dict[str, Any]:
             if own is not None:
-                _refuse(own, ADAPTER)
+                refuse(own, ADAPTER, _is_stock, empty=True)
             number = iteration if place is None else max(iteration, next_number(place.root.path))
             return {"number": number, "hooks": any(answers.values()), "key": uuid.uuid4().hex}
 
@@ -178,21 +176,7 @@ class Places:
         return Target(place=place, path=path, number=agreed["number"], begun=begun, key=agreed["key"])
 
     def _hold_named(self, path: Path) -> Place:
-        if path not in self._named:
-            if len(self._named) > 1:
-                # Nothing of theirs may be in flight when they are let go.
-                self._engine.settle()
-                for earlier in list(self._named):
-                    self._sequence = max(self._sequence, self._named[earlier].root.last_sequence)
-                    self._engine.let_go(self._named.pop(earlier).root)
-            hidden = path.parent / HIDDEN / _NAMES / path.name
-            root = self._engine.hold(path.parent, hidden=hidden, recorded=False)
-            ledger = self._ledgers.setdefault(path.parent, Ledger())
-            self._named[path] = Place(root=root, ledger=ledger)
-        place = self._named[path]
-        self._sequence = max(self._sequence, *(held.root.last_sequence for held in self._named.values()))
-        place.root.start_after(max(self._sequence, _sequence_of(path) if self._engine.rank == 0 else 0))
-        return place
+        return Place(root=self._named.hold(path), ledger=self._ledgers.setdefault(path.parent, Ledger()))
 
 
 def candidates(folder: Path) -> list[Candidate]:
@@ -222,38 +206,13 @@ def _number_of(name: str) -> int | None:
     return int(found.group(1)) if found else None
 
 
+def _is_stock(path: Path) -> str:
+    return "it is a checkpoint of an Accelerator" if not _problem_of_stock(path) else ""
+
+
 def _problem_of_stock(path: Path) -> str:
     # Accelerate writes the random states last but for custom objects: without them it was interrupted.
     last = path / f"{utils.RNG_STATE_NAME}_0.pkl"
     if not last.exists():
         return f"it has no manifest, and without {last.name} it is not complete either"
     return "" if zipfile.is_zipfile(last) else f"it has no manifest, and {last.name} was not written to its end"
-
-
-def _sequence_of(path: Path) -> int:
-    try:
-        return read_manifest(path).sequence
-    except (OSError, SafeCheckpointError):
-        return 0
-
-
-def _refuse(path: Path, adapter: str) -> None:
-    """What stands at ``path`` is replaced as a whole: only something of the same kind, or a directory of files for weights."""
-    if not os.path.lexists(path):
-        return
-    remedy = "so it is not replaced: give another name, or move it away"
-    if path.is_symlink() or not path.is_dir():
-        raise DirectoryError(path=str(path), message=f"it is not a directory, {remedy}", rank=0)
-    if any(HIDDEN in below for _, below, _ in os.walk(path)):
-        raise DirectoryError(path=str(path), message=f"checkpoints are kept in it, {remedy}", rank=0)
-    if (path / MANIFEST_NAME).exists():
-        try:
-            found = read_manifest(path).notes.get("adapter")
-        except SafeCheckpointError as error:
-            raise DirectoryError(path=str(path), message=f"{error}; {remedy}", rank=0) from None
-        if found != adapter:
-            raise DirectoryError(path=str(path), message=f"it is no {adapter} directory of safe_ckpt, {remedy}", rank=0)
-    elif adapter == ADAPTER and any(path.iterdir()):
-        raise DirectoryError(path=str(path), message=f"it exists and safe_ckpt did not write it, {remedy}", rank=0)
-    elif _problem_of_stock(path) == "":
-        raise DirectoryError(path=str(path), message=f"it is a checkpoint of an Accelerator, {remedy}", rank=0)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.accelerate import capture, offloaded
 from safe_ckpt.accelerate.loaders import KEY, Loaders
-from safe_ckpt.accelerate.places import ADAPTER, WEIGHTS, Places, Target
+from safe_ckpt.accelerate.places import ADAPTER, Places, Target
 from safe_ckpt.core import items, weights
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.layout import Image
+from safe_ckpt.core.named import WEIGHTS
 from safe_ckpt.core.operation import Request, SaveHandle
 from safe_ckpt.core.overlap import Deferral
 

@@ -9,10 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from safe_ckpt.core.dtensors import Span
 from safe_ckpt.errors import StateError
-
-Span = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +109,7 @@ def _owners(
     found: dict[tuple[int, ...], tuple[int, Span]] = {}
     for rank in sorted(chunks):
         span = chunks[rank][index]
-        if span is not None and math.prod(span[1]):
+        if span is not None and 0 not in span[1]:
             offsets, sizes = tuple(span[0]), tuple(span[1])  # lists, where they came as JSON
             found.setdefault(offsets, (rank, (offsets, sizes)))
     whole = math.prod(shape)

@@ -1,33 +1,53 @@
-"""Facts about tensors of which every rank has a part: DTensor, and the older ShardedTensor."""
+"""Facts about tensors of which every rank has a part: DTensor, and the older ShardedTensor.
+
+Their classes are not imported here: where nobody has imported them there are none, and importing them takes its time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial
+
+Span = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
+_HOMES = {"DTensor": "torch.distributed.tensor", "ShardedTensor": "torch.distributed._shard.sharded_tensor"}
+
+
+def _classes(*names: str) -> tuple[type, ...]:
+    found = (getattr(sys.modules.get(_HOMES[name]), name, None) for name in names)
+    return tuple(kind for kind in found if kind is not None)
 
 
 def is_sharded(value: object) -> bool:
     """Whether ``value`` is a tensor of which this rank may have a part only."""
-    return isinstance(value, DTensor) or type(value).__name__ == "ShardedTensor"
+    return isinstance(value, _classes("DTensor", "ShardedTensor"))
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether ``value`` is a DTensor."""
+    return isinstance(value, _classes("DTensor"))
 
 
 def leaves(value: object) -> Iterator[object]:
-    """Everything in nested mappings, lists and tuples that is none of these."""
-    if isinstance(value, Mapping):
-        for inner in value.values():
-            yield from leaves(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from leaves(inner)
-    else:
-        yield value
+    """Everything in nested mappings, lists and tuples that is none of these. Cycles are walked once."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        found = waiting.pop()
+        if not isinstance(found, Mapping | list | tuple):
+            yield found
+        elif id(found) not in seen:
+            seen.add(id(found))
+            waiting.extend(found.values() if isinstance(found, Mapping) else found)
 
 
 def has_sharded(value: object) -> bool:
     """Whether a module, an optimizer or a state dict holds tensors of which this rank may have a part only."""
+    if not _classes(*_HOMES):
+        return False
     if isinstance(value, torch.nn.Module):
         return any(is_sharded(tensor) for tensor in (*value.parameters(), *value.buffers()))
     if isinstance(value, torch.optim.Optimizer):
@@ -38,34 +58,50 @@ def has_sharded(value: object) -> bool:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part, or the tensor itself where it is whole."""
     found: Any = tensor.detach()
-    return found.to_local() if isinstance(tensor, DTensor) else found  # type: ignore[no-any-return]
+    return found.to_local() if is_dtensor(tensor) else found  # type: ignore[no-any-return]
 
 
-def chunk_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Where this rank's part lies in the whole, as offsets and sizes; None where it has none."""
-    if not isinstance(tensor, DTensor):
+def chunk_of(tensor: torch.Tensor) -> Span | None:
+    """Where this rank's part lies in the whole; None where it has none."""
+    if not is_dtensor(tensor):
         return (0,) * tensor.dim(), tuple(tensor.shape)
-    if tensor.device_mesh.get_coordinate() is None:
+    whole: Any = tensor
+    if whole.device_mesh.get_coordinate() is None:
         return None
     if is_partial(tensor):
         return (0,) * tensor.dim(), tuple(tensor.shape)  # once it is reduced
-    (chunk,) = tensor.__create_chunk_list__()
+    (chunk,) = whole.__create_chunk_list__()
     if any(size == 0 for size in chunk.sizes):
         return None
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
-def is_partial(tensor: torch.Tensor) -> bool:
+def is_partial(tensor: object) -> bool:
     """Whether the ranks' parts must be reduced, such as summed, to give the whole."""
-    return isinstance(tensor, DTensor) and any(isinstance(placement, Partial) for placement in tensor.placements)
+    return is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements)  # type: ignore[attr-defined]
 
 
-def reduced(tensor: DTensor) -> torch.Tensor:
+def reduced(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a partial tensor, on every rank of its mesh. A collective of that mesh."""
-    return tensor.full_tensor()
+    whole: Any = tensor.detach()
+    return whole.full_tensor()  # type: ignore[no-any-return]
 
 
-def mesh_groups(tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> list[Any]:
+def meshes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """The meshes of the DTensors among ``tensors``, each once."""
-    found = {id(tensor.device_mesh): tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
+    found: dict[int, Any] = {}
+    for tensor in tensors:
+        if is_dtensor(tensor):
+            mesh = tensor.device_mesh  # type: ignore[attr-defined]
+            found[id(mesh)] = mesh
     return list(found.values())
+
+
+def part_of(target: torch.Tensor, whole: torch.Tensor) -> torch.Tensor | None:
+    """What of a whole tensor belongs to this rank of a DTensor; None where nothing does."""
+    span = chunk_of(target)
+    if span is None:
+        return None
+    for dim, (start, size) in enumerate(zip(*span, strict=True)):
+        whole = whole.narrow(dim, start, size)
+    return whole

@@ -54,6 +54,9 @@ class Engine:
         group: the ranks; None means WORLD, or this process alone without a process group.
         hooks: called with what happens.
 
+    Attributes:
+        group: as given.
+
     Raises:
         RendezvousTimeout: some ranks did not come.
         DesyncError: the ranks were given different settings.
@@ -63,6 +66,7 @@ class Engine:
         self, config: CheckpointConfig, *, group: ProcessGroup | None = None, hooks: Iterable[events.Hook] = ()
     ) -> None:
         self.config = config
+        self.group = group
         self.emit = events.Emitter([events.LoggingHook(), *hooks])
         self.session: Session = open_session(group, config.timeouts)
         self.rank = self.session.rank

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +38,9 @@ def iter_full_tensors(
     dtype: torch.dtype | None = None,
     staging_bytes: int = STAGING_BYTES,
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Gather the full tensors of a sharded state one by one. Every rank iterates, in step, on the thread that trains::
+    """Gather the full tensors of a sharded state one by one.
+
+    Every rank iterates, in step, on the thread that trains::
 
         for name, tensor in iter_full_tensors(model, timeout_s=3600):
             if tensor is not None:  # on rank 0
@@ -75,20 +77,21 @@ def iter_full_tensors(
             raise ConfigError(key=f"iter_full_tensors: {key}", message=f"expected a number above 0, got {value!r}")
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(key="iter_full_tensors: dtype", message=f"expected a floating-point type, got {dtype}")
-    return _iterate(state_dict, timeout_s, group, dtype, int(staging_bytes))
+    return iterate(state_dict, timeout_s, group, dtype, int(staging_bytes))
 
 
-def _iterate(
+def iterate(
     state: Mapping[str, Any] | torch.nn.Module,
     timeout_s: float,
     group: ProcessGroup | None,
     dtype: torch.dtype | None,
-    staging_bytes: int,
-) -> Iterator[tuple[str, torch.Tensor | None]]:
+    staging_bytes: int = STAGING_BYTES,
+) -> Generator[tuple[str, torch.Tensor | None], None, None]:
+    """As ``iter_full_tensors``, for arguments that are known to be good."""
     session = open_session(group, _TIMEOUTS, observe=False)
     try:
         gather = _Gather(session, group, state, dtype, staging_bytes)
-        meshes = dtensors.mesh_groups(list(gather.tensors.values()))
+        meshes = dtensors.meshes_of(gather.tensors.values())
         with lengthy.raised(ranks.process_groups([group, *meshes]), timeout_s):
             yield from gather.run(timeout_s)
     finally:
@@ -147,7 +150,7 @@ class _Gather:
 
     def _agree(self, state: Mapping[str, Any] | torch.nn.Module, staging_bytes: int) -> None:
         problem: Exception | None = None
-        spans: list[boxes.Span | None] = []
+        spans: list[dtensors.Span | None] = []
         try:
             self.tensors = named_tensors(state)
             spans = [dtensors.chunk_of(tensor) for tensor in self.tensors.values()]
@@ -178,7 +181,7 @@ class _Gather:
         self._ends: list[int] = share["ends"]
         self._sends: list[list[Any]] = share["sends"]
 
-    def _plan(self, chunks: Mapping[int, Sequence[boxes.Span | None]], staging_bytes: int) -> Rounds:
+    def _plan(self, chunks: Mapping[int, Sequence[dtensors.Span | None]], staging_bytes: int) -> Rounds:
         tensors = list(self.tensors.values())
         return boxes.plan(
             list(self.tensors),
@@ -201,7 +204,7 @@ class _Gather:
         if dtensors.is_partial(tensor):
             # Torch's own collective in the tensor's mesh: the one place that is not polled, entered when all are there.
             flow.enter(f"gather of {self._names[index]}")
-            self._local = index, dtensors.reduced(tensor)  # type: ignore[arg-type]
+            self._local = index, dtensors.reduced(tensor)
 
     def _local_of(self, index: int) -> torch.Tensor:
         if self._local[0] != index:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, MutableMapping, MutableSequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from safe_ckpt.core import layout, overlap, parsing
+from safe_ckpt.core import dtensors, layout, overlap, parsing
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.manifest import MANIFEST_NAME, FileEntry, Manifest
 from safe_ckpt.core.reading import read_whole
@@ -19,6 +19,7 @@ from safe_ckpt.errors import CorruptCheckpointError, RestoreError, StateError
 _NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}$")
 _SMALL_PARTS = 4 << 20
 _OF_A_RANK = re.compile(r"\.rank\d{5,}$")
+SHARDED = "sharded"
 
 
 @runtime_checkable
@@ -57,8 +58,28 @@ class Item:
         return {"file": self.image.path, "per_rank": self.per_rank, "form": self.form}
 
 
-def plan(state: Mapping[str, Any], *, rank: int) -> list[Item]:
-    """Plan the files of this rank: what is shared on rank 0, what is per rank on every rank.
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What this rank writes of a state.
+
+    Attributes:
+        items: names that become one file.
+        sharded: names of which every rank has a part, with the state dicts that they become; the same on all ranks.
+    """
+
+    items: Sequence[Item] = ()
+    sharded: Mapping[str, Any] = field(default_factory=dict)
+
+    def described(self, rank: int) -> dict[str, dict[str, Any]]:
+        """What the manifest says of them."""
+        found = {item.name: item.to_json() for item in self.items}
+        if rank == 0:
+            found.update({name: {"file": name, "per_rank": False, "form": SHARDED} for name in self.sharded})
+        return found
+
+
+def plan(state: Mapping[str, Any], *, rank: int) -> Plan:
+    """Plan the files of this rank: what is shared on rank 0, what is per rank on every rank, what is sharded by all.
 
     ``state_dict()`` is called on every rank, because for sharded objects it is a collective.
 
@@ -68,8 +89,25 @@ def plan(state: Mapping[str, Any], *, rank: int) -> list[Item]:
     if not isinstance(state, Mapping):
         raise StateError(key="state", message=f"expected a mapping of names to objects, got {type(state).__name__}")
     check_names(state)
-    planned = [_plan_item(name, value, rank) for name, value in state.items()]
-    return [item for item in planned if item is not None]
+    items: list[Item] = []
+    sharded: dict[str, Any] = {}
+    for name, value in state.items():
+        inner, form = _resolve(name, value, state)
+        if not isinstance(value, PerRank) and dtensors.has_sharded(inner):
+            sharded[name] = inner
+        elif rank == 0 or isinstance(value, PerRank):
+            items.append(_plan_item(name, inner, form, rank if isinstance(value, PerRank) else None))
+    return Plan(items=items, sharded=sharded)
+
+
+def holds_shards(state: object) -> bool:
+    """Whether something in a state is known to be sharded before it is asked for its state dict."""
+    return isinstance(state, Mapping) and any(dtensors.has_sharded(value) for value in state.values())
+
+
+def modules_of(state: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
+    """The modules of a state by name."""
+    return {name: value for name, value in state.items() if isinstance(value, torch.nn.Module)}
 
 
 def check_step(step: object) -> None:
@@ -99,8 +137,8 @@ def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def expected_bytes(state: Mapping[str, Any], *, rank: int) -> int:
     """About how much this rank will save of ``state``, optimizers counted as they will be after their first step."""
-    values = [value for value in state.values() if rank == 0 or isinstance(value, PerRank)]
     try:
+        values = [v for v in state.values() if rank == 0 or isinstance(v, PerRank) or dtensors.has_sharded(v)]
         total = sum(_expected_bytes(value.value if isinstance(value, PerRank) else value) for value in values)
     except Exception:  # an estimate; parameters may have no size yet, and ``save`` says what is wrong
         return 0
@@ -112,9 +150,9 @@ def _expected_bytes(value: Any) -> int:
         return overlap.expected_state_bytes(value)
     if isinstance(value, torch.nn.Module):
         tensors = {id(tensor): tensor for tensor in (*value.parameters(), *value.buffers())}
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        return sum(_expected_bytes(tensor) for tensor in tensors.values())
     if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
+        return dtensors.local_of(value).numel() * value.element_size()
     if isinstance(value, Mapping):
         return sum(_expected_bytes(inner) for inner in value.values())
     if isinstance(value, list | tuple):
@@ -141,23 +179,28 @@ def check_names(state: Mapping[str, Any]) -> None:
         raise StateError(key="state", message="two names differ only in case: some file systems cannot tell them apart")
 
 
-def _plan_item(name: str, value: Any, rank: int) -> Item | None:
-    per_rank = isinstance(value, PerRank)
+def _resolve(name: str, value: Any, state: Mapping[str, Any]) -> tuple[Any, str]:
+    """What is saved of a value, and whether it is a single tensor."""
     inner = value.value if isinstance(value, PerRank) else value
-    stem = f"{name}.rank{rank:05d}" if per_rank else name
-    key = f"state[{name!r}]"
-    form = "value"
+    if isinstance(inner, torch.optim.Optimizer) and dtensors.has_sharded(inner):
+        from safe_ckpt.core import resharding  # DCP takes a while to import
+
+        return resharding.optimizer_state(resharding.owner_of(inner, modules_of(state)), inner), "value"
     if isinstance(inner, Stateful):
-        inner = inner.state_dict()
-    elif type(inner) in (torch.Tensor, torch.nn.Parameter):
-        inner, form = {name: inner}, "tensor"
-    if rank != 0 and not per_rank:
-        return None
+        return inner.state_dict(), "value"
+    if type(inner) in (torch.Tensor, torch.nn.Parameter) or dtensors.is_sharded(inner):
+        return {name: inner}, "tensor"
+    return inner, "value"
+
+
+def _plan_item(name: str, inner: Any, form: str, rank: int | None) -> Item:
+    stem = name if rank is None else f"{name}.rank{rank:05d}"
+    key = f"state[{name!r}]"
     try:
         image = _image(stem, inner, key)
     except (RecursionError, ValueError) as error:  # a cycle; a number of more digits than Python prints
         raise StateError(key=key, message=f"{type(error).__name__}: {error}") from error
-    return Item(name=name, image=image, per_rank=per_rank, form=form)
+    return Item(name=name, image=image, per_rank=rank is not None, form=form)
 
 
 def _image(stem: str, inner: Any, key: str) -> Image:
@@ -195,6 +238,13 @@ def files_for(manifest: Manifest, state: Mapping[str, Any], *, rank: int, path: 
     return needed
 
 
+def files_in(folders: Iterable[str], manifest: Manifest) -> list[str]:
+    """The files of sharded items, the largest first."""
+    chosen = set(folders)
+    found = [entry for entry in manifest.files if entry.path.rpartition("/")[0] in chosen]
+    return [entry.path for entry in sorted(found, key=lambda entry: (-entry.size_bytes, entry.path))]
+
+
 def load_file(folder: Path, entry: FileEntry, item: Mapping[str, Any], name: str) -> Any:
     """Read one file, check it against the manifest while it is in memory, and return what it holds.
 
@@ -227,19 +277,67 @@ def restore(state: Mapping[str, Any], loaded: Mapping[str, Any], path: Path) -> 
     for name, value in state.items():
         target = value.value if isinstance(value, PerRank) else value
         try:
-            if isinstance(target, Stateful):
-                target.load_state_dict(loaded[name])
-                continue
-            result = restore_into(target, loaded[name])
+            result = _restore_one(name, target, loaded[name], state)
         except Exception as error:
             key = f"state[{name!r}]"
-            message = f"{type(error).__name__}: {error}"
+            message = (
+                error.message if isinstance(error, RestoreError | StateError) else f"{type(error).__name__}: {error}"
+            )
             raise RestoreError(path=str(path), key=key, message=message) from error
         if result is not target:
             if not isinstance(state, MutableMapping):
                 message = "its value cannot change in place and the state is read-only: pass a dict"
                 raise RestoreError(path=str(path), key=f"state[{name!r}]", message=message)
             state[name] = PerRank(result) if isinstance(value, PerRank) else result
+
+
+def _restore_one(name: str, target: Any, loaded: Any, state: Mapping[str, Any]) -> Any:
+    if isinstance(loaded, Shards):
+        return loaded.restore(name, target, modules_of(state))
+    if isinstance(target, Stateful):
+        target.load_state_dict(_spread(target, loaded, state) if dtensors.has_sharded(target) else loaded)
+        return target
+    return restore_into(target, loaded)
+
+
+def _spread(target: Any, loaded: Any, state: Mapping[str, Any]) -> Any:
+    """The state dict of a sharded object with its parts of whole tensors, which a run on one rank has saved."""
+    if isinstance(target, torch.optim.Optimizer):
+        from safe_ckpt.core import resharding
+
+        owner = resharding.owner_of(target, modules_of(state))
+        own = resharding.optimizer_state(owner, target)
+        resharding.set_optimizer_state(owner, target, restore_into(own, resharding.named(target, owner, loaded)))
+        return target.state_dict()
+    return restore_into(dict(target.state_dict()), loaded)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A sharded item, verified and not read yet."""
+
+    folder: Path
+
+    def restore(self, name: str, target: Any, modules: Mapping[str, torch.nn.Module]) -> Any:
+        """Read this rank's parts into ``target``, in place as far as its type allows."""
+        from safe_ckpt.core import resharding
+
+        if isinstance(target, torch.nn.Module):
+            resharding.restore_module(target, self.folder)
+        elif isinstance(target, torch.optim.Optimizer):
+            resharding.restore_optimizer(resharding.owner_of(target, modules), target, self.folder)
+        elif isinstance(target, Stateful):
+            own = target.state_dict()
+            resharding.load_into(self.folder, own)
+            target.load_state_dict(own)
+        elif isinstance(target, torch.Tensor):
+            resharding.load_into(self.folder, {name: target})
+        elif isinstance(target, dict):
+            resharding.load_into(self.folder, target)
+        else:
+            message = f"it was saved in parts; give an object or a dict of tensors to read it into, not {target!r:.50}"
+            raise RestoreError(message=message)
+        return target
 
 
 def restore_into(target: Any, loaded: Any) -> Any:
@@ -255,6 +353,11 @@ def restore_into(target: Any, loaded: Any) -> Any:
                 f"it is {tuple(target.shape)} {target.dtype}, the checkpoint has {tuple(loaded.shape)} {loaded.dtype}; "
                 "give a tensor of that shape and type, or None to get it as it was saved"
             )
+        if dtensors.is_dtensor(target) and not dtensors.is_dtensor(loaded):
+            part, target_part = dtensors.part_of(target, loaded), dtensors.local_of(target)
+            if part is not None:
+                target_part.copy_(part)
+            return target
         with torch.no_grad():
             return target.copy_(loaded)
     if isinstance(target, MutableMapping) and isinstance(loaded, Mapping):
@@ -273,4 +376,4 @@ def restore_into(target: Any, loaded: Any) -> Any:
     return loaded
 
 
-__all__ = ["Item", "PerRank", "Stateful", "files_for", "load_file", "plan", "restore", "restore_into"]
+__all__ = ["Item", "PerRank", "Plan", "Shards", "Stateful", "files_for", "load_file", "plan", "restore", "restore_into"]

@@ -59,11 +59,13 @@ class Lazy:
         dtype: its type.
         shape: its shape.
         fetch: returns it; called on the background thread, so it may take part in no collective.
+        release: called there when its bytes have been taken.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     fetch: Callable[[], torch.Tensor]
+    release: Callable[[], None] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -204,12 +206,16 @@ def safetensors_image(
     return Image(path=path, length=length, pieces=[(0, head)], tensors=placed)
 
 
-def lazy_safetensors_image(path: str, tensors: Mapping[str, Lazy]) -> Image:
-    """A safetensors file whose tensors are fetched one at a time while it is written. Each is stored under its name."""
-    described = {name: (lazy.dtype, lazy.shape) for name, lazy in tensors.items()}
+def named_safetensors_image(path: str, tensors: Mapping[str, Lazy | torch.Tensor]) -> Image:
+    """A safetensors file in which each tensor is stored under its own name, in the order given.
+
+    Lazy ones are fetched one at a time while it is written.
+    """
+    described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     head, places, length = _safetensors_head(described, {"format": "pt"})
-    placed = [(places[name], lazy) for name, lazy in tensors.items() if lazy.size_bytes]
-    return Image(path=path, length=length, pieces=[(0, head)], lazies=placed)
+    held = [(places[n], t.detach()) for n, t in tensors.items() if isinstance(t, torch.Tensor) and t.numel()]
+    lazies = [(places[n], t) for n, t in tensors.items() if isinstance(t, Lazy) and t.size_bytes]
+    return Image(path=path, length=length, pieces=[(0, head)], tensors=held, lazies=lazies)
 
 
 def _safetensors_head(
@@ -274,7 +280,7 @@ __all__ = [
     "fits_safetensors",
     "is_exact_json",
     "json_image",
-    "lazy_safetensors_image",
+    "named_safetensors_image",
     "safetensors_image",
     "torch_image",
 ]

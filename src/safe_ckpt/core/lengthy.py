@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, TypeAlias, Union
+from typing import TYPE_CHECKING, TypeAlias
 
 from safe_ckpt import events
 from safe_ckpt.config import Timeouts
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-Group: TypeAlias = "Union[ProcessGroup, DeviceMesh, None]"
+Group: TypeAlias = "ProcessGroup | DeviceMesh | None"
 _lock = threading.Lock()
 
 

@@ -46,6 +46,9 @@ class Request:
         carry: which files in a directory of this name, of those that no save of ours wrote, go along to the new one.
         patient: wait for saves that are in flight, also where ``on_busy`` says to skip.
         streamed: write straight from the tensors, while the caller waits; the only way for an image with lazy ones.
+        feed: run on the caller's thread while the background streams; it provides what lazy images fetch. Every rank has one
+            then. It raises only when it was interrupted.
+        folders: below the directory, for images that go into one; the same on all ranks.
     """
 
     root: Root
@@ -66,6 +69,8 @@ class Request:
     carry: Callable[[str], bool] | None = None
     patient: bool = False
     streamed: bool = False
+    feed: Callable[[Operation], None] | None = None
+    folders: Sequence[str] = ()
 
 
 @dataclass(kw_only=True)
@@ -111,6 +116,11 @@ class Operation:
     def staged(self) -> Path:
         """Where the checkpoint is built: it has its final name already, in a folder of its own."""
         return self.request.root.staging / self.op_id / self.request.path.name
+
+    @property
+    def folders(self) -> list[Path]:
+        """Every directory into which files are written, the innermost first."""
+        return [*(self.folder / name for name in self.request.folders), self.folder]
 
     @property
     def folder(self) -> Path:

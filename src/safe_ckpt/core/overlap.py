@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from safe_ckpt.core.dtensors import local_of
 from safe_ckpt.core.witness import Witness
 
 _OPTIMIZERS = (
@@ -52,7 +53,7 @@ class Deferral:
             changing += [*module.buffers(), *_changed_in_forward(module)]
             for name, parameter in module.named_parameters():
                 if id(parameter) in owned and not _steps_in_backward(parameter):
-                    self._tensors[f"parameter {name}"] = parameter
+                    self._tensors[f"parameter {name}"] = local_of(parameter)
                 else:
                     changing.append(parameter)
         for optimizer in stepped:
@@ -62,8 +63,10 @@ class Deferral:
                     continue
                 for key, value in optimizer.state.get(stepped_one, {}).items():
                     if isinstance(value, torch.Tensor) and value.dim() > 0:
-                        self._tensors[f"optimizer state {key} of parameter {index}"] = value
-        homes = {_home(tensor) for tensor in changing if _is_plain(tensor)}  # one that is tied to such a one as well
+                        self._tensors[f"optimizer state {key} of parameter {index}"] = local_of(value)
+        homes = {
+            _home(tensor) for tensor in map(local_of, changing) if _is_plain(tensor)
+        }  # one that is tied to such a one as well
         self._tensors = {
             name: tensor for name, tensor in self._tensors.items() if _is_plain(tensor) and _home(tensor) not in homes
         }

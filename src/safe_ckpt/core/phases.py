@@ -151,10 +151,12 @@ class Phases:
                 extras.enter(op.request.begun, op.staged)
             else:
                 op.staged.mkdir()
+            for name in op.request.folders:
+                (op.staged / name).mkdir()
             sync_directory(str(op.staged.parent))
 
     def _await_folder(self) -> None:
-        if not await_visible(self._op.folder, min(_VISIBLE_S, self._left_s())):
+        if not all(await_visible(folder, min(_VISIBLE_S, self._left_s())) for folder in self._op.folders):
             message = "the ranks must share the directory: use a file system that all hosts mount"
             raise DirectoryNotSharedError(
                 path=str(self._op.request.root.path), message=message, rank=self._rank, ranks=(self._rank,)
@@ -162,7 +164,7 @@ class Phases:
 
     def _write(self) -> dict[str, Any]:
         op = self._op
-        begun, directories = time.monotonic(), [str(op.folder)]
+        begun, directories = time.monotonic(), [str(folder) for folder in op.folders]
         if op.streamed:
             most = self._config.max_host_bytes
             results = self._writer.stream(op.tasks, op.request.images, directories, most, self._look_around)

@@ -28,7 +28,7 @@ _FUNCTION_HOMES = ("torch._utils", "torch._tensor", "torch.serialization", "_cod
 
 
 # The types of storage that the format knows by name; other dtypes go as bytes with a dtype beside them.
-_STORAGES: Mapping[torch.dtype, Any] = {
+STORAGES: Mapping[torch.dtype, Any] = {
     getattr(torch, dtype): getattr(torch, f"{name}Storage")
     for dtype, name in {
         "float64": "Double",
@@ -128,7 +128,7 @@ class _Pickler(pickle.Pickler):
         if kind in _NEVER_STORAGES or (kind is int and -_SMALL_INT < obj < _SMALL_INT):
             return None
         if kind is _Storage:
-            return self._reference(obj.untyped, obj.dtype, _STORAGES[obj.dtype], obj.elements)
+            return self._reference(obj.untyped, obj.dtype, STORAGES[obj.dtype], obj.elements)
         if kind is TypedStorage:
             return self._reference(
                 obj._untyped_storage, obj.dtype, getattr(torch, obj._pickle_storage_type()), obj._size()
@@ -154,7 +154,7 @@ class _Pickler(pickle.Pickler):
         place = (obj.storage_offset(), tuple(obj.size()), obj.stride())
         if self._untyped:
             return torch._utils._rebuild_tensor_v3, (storage, *place, obj.requires_grad, OrderedDict(), obj.dtype)
-        if obj.dtype not in _STORAGES:
+        if obj.dtype not in STORAGES:
             return NotImplemented
         # What torch's own reduction comes to, at a fraction of its time: there are tens of thousands in a state.
         typed = _Storage(storage, obj.dtype, storage.nbytes() // obj.element_size())

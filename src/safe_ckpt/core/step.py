@@ -70,7 +70,8 @@ class Step:
         keys = [self._share(rank) for rank in self._others]
         if keys:
             values = [json.dumps(shares.get(rank)) for rank in self._others]
-            self._channel.call(lambda store: store.multi_set(keys, values), phase=self.kind)
+            # torch's type stubs do not know it
+            self._channel.call(lambda store: store.multi_set(keys, values), phase=self.kind)  # type: ignore[attr-defined]
 
     def take_share(self) -> Any:
         """Another rank: its share; there is one when the verdict says so."""

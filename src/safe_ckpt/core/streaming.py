@@ -154,7 +154,10 @@ def _slices(source: bytes | torch.Tensor | Lazy) -> Iterator[memoryview]:
         yield memoryview(source)
         return
     if isinstance(source, Lazy):
-        source = _fetched(source)
+        yield from _slices(_fetched(source))
+        if source.release is not None:
+            source.release()
+        return
     # One that is not contiguous is brought into order as a whole: the buffer plus the largest of these is the memory taken.
     flat = source.detach().contiguous().view(-1).view(torch.uint8)
     for at in range(0, flat.numel(), _PIECE):

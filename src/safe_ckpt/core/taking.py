@@ -79,7 +79,9 @@ class Taker:
         copy = op.copy
         if copy is not None and op.request.deferral is not None:
             gate.close(copy, self._config.timeouts.barrier_s)
-        if op.streamed:
+        if op.streamed and op.request.feed is not None:
+            op.request.feed(op)
+        elif op.streamed:
             self._await_stream(op)
         elif copy is not None and copy.run():
             copy.hand_over()

@@ -71,8 +71,10 @@ def descriptor(crc: int, size: int) -> bytes:
     return struct.pack("<4sIQQ" if size >= _LIMIT32 else "<4sIII", b"PK\7\10", crc, size, size)
 
 
-def closing(records: Sequence[Record], crcs: Mapping[str, int], start: int) -> bytes:
-    """Central directory and end records, up to and excluding the comment. ``start`` is their offset in the file."""
+def closing(
+    records: Sequence[Record], crcs: Mapping[str, int], start: int, comment_bytes: int = COMMENT_BYTES
+) -> bytes:
+    """Central directory and end records, up to and excluding the comment. ``start`` is their offset in the archive."""
     directory = b"".join(_central(record, crcs[record.name]) for record in records)
     end = start + len(directory)
     count = len(records)
@@ -93,7 +95,7 @@ def closing(records: Sequence[Record], crcs: Mapping[str, int], start: int) -> b
             min(count, _LIMIT16),
             min(len(directory), _LIMIT32),
             min(start, _LIMIT32),
-            COMMENT_BYTES,
+            comment_bytes,
         )
     )
 

@@ -1,0 +1,284 @@
+"""Sharded items: planned by ``torch.distributed.checkpoint`` (DCP), agreed through the store, laid out for our writer.
+
+DCP's planner decides what is written by whom: replicated tensors once, spread over the ranks. Every rank sends its local plan
+only when it has changed since the last save; rank 0 answers with which entries each rank writes, and knows by then where they
+will lie, so the ``.metadata`` is complete before a byte is written. What was planned and what was written are compared at the
+commit like every other file.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import pickle
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from safe_ckpt.core import distcp, dtensors
+from safe_ckpt.core.layout import Image
+from safe_ckpt.core.pickling import pickle_state
+from safe_ckpt.core.rendezvous import Shares, raise_first
+from safe_ckpt.errors import CoordinationError, DesyncError, SafeCheckpointError, SaveError, StateError, to_wire
+
+if TYPE_CHECKING:
+    from safe_ckpt.core.engine import Engine
+
+METADATA = ".metadata"
+_VERSION = "1.0.0"  # of DCP's format
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Local:
+    """One item as this rank could write it.
+
+    Attributes:
+        planner: finds the objects.
+        plan: what this rank has.
+        objects: the bytes of what is no tensor, by its place in the plan.
+    """
+
+    planner: DefaultSavePlanner
+    plan: SavePlan
+    objects: Mapping[int, bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Global:
+    """What rank 0 made of all local plans.
+
+    Attributes:
+        token: unique to it; a rank whose plan is still the same names it instead of sending the plan again.
+        plans: every rank's.
+        kept: which entries of its plan every rank writes.
+        metadata: what goes into ``.metadata``, but for where things lie.
+    """
+
+    token: str
+    plans: Mapping[int, SavePlan]
+    kept: Mapping[int, Sequence[int]]
+    metadata: Metadata
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Agreed:
+    """What this rank remembers of the last agreement on one item."""
+
+    token: str
+    plan: SavePlan
+    kept: Sequence[int]
+
+
+class ShardPlanner:
+    """Plans sharded items, remembering what was agreed. One per pipeline; every rank has one and asks it alike.
+
+    Args:
+        engine: where the ranks meet.
+        strict: refuse objects that ``torch.load(weights_only=True)`` would refuse.
+    """
+
+    def __init__(self, engine: Engine, *, strict: bool = True) -> None:
+        self._engine = engine
+        self._strict = strict
+        self._agreed: dict[str, _Agreed] = {}
+        self._global: dict[str, _Global] = {}  # on rank 0
+
+    @property
+    def used(self) -> bool:
+        """Whether anything sharded was planned before."""
+        return bool(self._agreed)
+
+    def images(self, states: Mapping[str, Any], problem: Exception | None = None) -> list[Image]:
+        """The files of this rank. Every rank calls this, on the thread that trains.
+
+        Args:
+            states: folder (``""`` for the checkpoint's own) to the state dict that goes there.
+            problem: why this rank has none to plan; every rank raises it.
+
+        Raises:
+            StateError: something cannot be saved; names it. On every rank.
+            DesyncError: the ranks have different items.
+        """
+        local: dict[str, _Local] = {}
+        if problem is None:
+            try:
+                local = {folder: self._plan(folder, state) for folder, state in states.items()}
+            except Exception as error:  # the others wait for this rank's answer
+                problem = error
+        wire = to_wire(problem, rank=self._engine.rank, phase="planning shards") if problem else None
+        answer = {"error": wire, "items": {folder: self._say(folder, item) for folder, item in local.items()}}
+        made: dict[str, tuple[_Global, bytes]] = {}
+        try:
+            share = self._engine.agree("shards", {}, answer=answer, decide=lambda given: self._decide(given, made))
+        except SafeCheckpointError as error:
+            self._agreed.clear()
+            if problem is not None and not isinstance(error, CoordinationError):
+                raise problem from None
+            raise
+        found: list[Image] = []
+        for folder, item in local.items():
+            kept = share[folder]["kept"]
+            if kept is None:
+                kept = self._agreed[folder].kept
+            self._agreed[folder] = _Agreed(token=share[folder]["token"], plan=item.plan, kept=kept)
+            found += _lay_out(folder, item, kept, self._engine.rank)
+        for folder, (whole, metadata) in made.items():
+            self._global[folder] = whole
+            found.append(Image(path=_under(folder, METADATA), length=len(metadata), pieces=[(0, metadata)]))
+        return found
+
+    def _plan(self, folder: str, state: Any) -> _Local:
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(dict(state), is_coordinator=self._engine.rank == 0)
+        for fqn, value in planner.state_dict.items():
+            _admit(f"{folder}: {fqn}", value)
+        plan = planner.create_local_plan()
+        objects = {
+            number: self._bytes_of(f"{folder}: {item.index.fqn}", planner.lookup_object(item.index))
+            for number, item in enumerate(plan.items)
+            if item.type == WriteItemType.BYTE_IO
+        }
+        return _Local(planner=planner, plan=plan, objects=objects)
+
+    def _bytes_of(self, key: str, value: object) -> bytes:
+        pickle_state(value, strict=self._strict, key=key)  # says what cannot be saved, and where it is
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        return buffer.getvalue()
+
+    def _say(self, folder: str, item: _Local) -> dict[str, Any]:
+        known = self._agreed.get(folder)
+        same = known is not None and known.plan == item.plan
+        return {
+            "token": known.token if known is not None and same else None,
+            "plan": None if same else base64.b64encode(pickle.dumps(item.plan)).decode(),
+            "lengths": {str(number): len(data) for number, data in item.objects.items()},
+        }
+
+    def _decide(self, answers: Mapping[int, Any], made: dict[str, tuple[_Global, bytes]]) -> Shares:
+        raise_first({rank: answer["error"] for rank, answer in answers.items()})
+        names = {str(rank): ", ".join(answer["items"]) for rank, answer in answers.items()}
+        if len(set(names.values())) > 1:
+            raise DesyncError(what="sharded items", values=names)
+        shares: dict[int, dict[str, Any]] = {rank: {} for rank in answers}
+        for folder in answers[0]["items"]:
+            told = {rank: answer["items"][folder] for rank, answer in answers.items()}
+            whole = self._whole(folder, told)
+            made[folder] = whole, _metadata_of(folder, whole, told)
+            for rank in answers:
+                kept = None if told[rank]["token"] == whole.token else list(whole.kept[rank])
+                shares[rank][folder] = {"token": whole.token, "kept": kept}
+        return Shares(shares)
+
+    def _whole(self, folder: str, told: Mapping[int, Any]) -> _Global:
+        known = self._global.get(folder)
+        if known is not None and all(one["token"] == known.token for one in told.values()):
+            return known
+        plans: dict[int, SavePlan] = {}
+        for rank, one in told.items():
+            if one["plan"] is not None:
+                plans[rank] = pickle.loads(base64.b64decode(one["plan"]))  # from a rank of this very job
+            elif known is not None and one["token"] == known.token:
+                plans[rank] = known.plans[rank]
+            else:
+                raise SaveError(name=folder, cause="its plan is not known here any more; save again", rank=rank)
+        ranks = sorted(plans)
+        final, metadata = DefaultSavePlanner().create_global_plan([plans[rank] for rank in ranks])
+        kept = {rank: _kept(plans[rank], final[number]) for number, rank in enumerate(ranks)}
+        return _Global(token=uuid.uuid4().hex, plans=plans, kept=kept, metadata=metadata)
+
+
+def _kept(plan: SavePlan, final: SavePlan) -> list[int]:
+    chosen = {item.index for item in final.items}
+    return [number for number, item in enumerate(plan.items) if item.index in chosen]
+
+
+def _entries(
+    plan: SavePlan, kept: Sequence[int], lengths: Mapping[int, int]
+) -> Iterator[tuple[WriteItem, int, int, int]]:
+    """Where the entries of one rank's file lie: number in the plan, offset, length. The same on that rank and on rank 0."""
+    at = 0
+    for number in kept:
+        item = plan.items[number]
+        if item.type == WriteItemType.BYTE_IO:
+            at, length = distcp.behind(at), lengths[number]
+        else:
+            around = distcp.envelope(*_kind(item))
+            at, length = distcp.behind(at, around.alignment), around.length
+        yield item, number, at, length
+        at += length
+
+
+def _kind(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...]]:
+    if item.tensor_data is None:
+        raise StateError(key=item.index.fqn, message="its planned entry says nothing of a tensor")
+    return item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
+
+
+def _metadata_of(folder: str, whole: _Global, told: Mapping[int, Any]) -> bytes:
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for rank, plan in whole.plans.items():
+        lengths = {int(number): length for number, length in told[rank]["lengths"].items()}
+        for item, _, at, length in _entries(plan, whole.kept[rank], lengths):
+            places[item.index] = _StorageInfo(_file_of(rank), at, length)
+    planned = sum(
+        len(known.chunks) if isinstance(known, TensorStorageMetadata) else 1
+        for known in whole.metadata.state_dict_metadata.values()
+    )
+    if planned != len(places):
+        raise SaveError(name=folder, cause=f"{planned} entries are planned and {len(places)} would be written")
+    metadata = dataclasses.replace(
+        whole.metadata, storage_data=places, storage_meta=StorageMeta(save_id=whole.token), version=_VERSION
+    )
+    return pickle.dumps(metadata)
+
+
+def _lay_out(folder: str, item: _Local, kept: Sequence[int], rank: int) -> list[Image]:
+    pieces: list[tuple[int, bytes]] = []
+    tensors: list[tuple[int, torch.Tensor]] = []
+    end = 0
+    lengths = {number: len(data) for number, data in item.objects.items()}
+    for entry, number, at, length in _entries(item.plan, kept, lengths):
+        end = at + length
+        if number in item.objects:
+            pieces.append((at, item.objects[number]))
+            continue
+        around = distcp.envelope(*_kind(entry))
+        tensor = item.planner.lookup_object(entry.index).detach()
+        if (tensor.dtype, tuple(tensor.shape)) != _kind(entry):
+            message = f"planned as {_kind(entry)}, it is {tuple(tensor.shape)} {tensor.dtype}"
+            raise StateError(key=f"{folder}: {entry.index.fqn}", message=message)
+        pieces += [(at, around.head), (end - len(around.tail), around.tail)]
+        if tensor.numel():
+            tensors.append((at + len(around.head), tensor))
+    if not end:
+        return []
+    return [Image(path=_under(folder, _file_of(rank)), length=end, pieces=pieces, tensors=tensors)]
+
+
+def _admit(key: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        return
+    if dtensors.is_partial(value):
+        raise StateError(key=key, message="a DTensor whose parts are still to be reduced: redistribute it first")
+    if value.is_meta:
+        raise StateError(key=key, message="a tensor on the meta device: it has no data. Materialise it first")
+    odd = value.layout is not torch.strided or value.is_quantized or value.is_nested
+    if odd and not dtensors.is_sharded(value):
+        raise StateError(key=key, message="a sparse, quantized or nested tensor beside sharded ones")
+
+
+def _file_of(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def _under(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
