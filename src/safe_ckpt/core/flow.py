@@ -38,6 +38,8 @@ class Flow:
         self._timeout_s = timeout_s
         self._late_s = late_s
         self._next = 0
+        self._begun = 0
+        self._told = False
         self._looked = time.monotonic()
         self._needed = [0] if session.rank else list(range(1, session.size))
 
@@ -68,7 +70,8 @@ class Flow:
             value = self._channel.get(self._go(number), phase=phase, wait_s=wait_s, check=self._check_peers)
         except KeyTimeout:
             raise RendezvousTimeout(phase=phase, seconds=wait_s, missing=self._missing(number)) from None
-        self._raise(value)
+        self._hear(value)
+        self._begun = number + 1
 
     def look(self) -> None:
         """Called again and again within a round. Raises as ``enter`` does when it will not end."""
@@ -77,7 +80,7 @@ class Flow:
         self._looked = time.monotonic()
         self._check_peers()
         key = self._go(self._next)
-        self._raise(self._channel.call(lambda store: store.get(key) if store.check([key]) else b"{}", phase="gather"))
+        self._hear(self._channel.call(lambda store: store.get(key) if store.check([key]) else b"{}", phase="gather"))
 
     def leave(self, error: BaseException, where: str) -> None:
         """Tell the others why there will be no further round with this rank."""
@@ -85,9 +88,15 @@ class Flow:
         if isinstance(error, GeneratorExit):
             reason = f"rank {rank} left the gather at {where}: its loop ended early or raised"
             error = PeerLostError(phase="gather", ranks=(rank,), reason=reason)
+        if self._told:
+            return
+        if rank == 0:
+            self._await_readers(self._session.size - 1 - _lost_with(error))
         wire = to_wire(error, rank=rank, phase=f"gather: {where}")
-        key = self._go(self._next)
-        self._channel.call(lambda store: store.set(key, json.dumps({"error": wire})), phase="gather")
+        # Also in the round that this rank waited for: where it begins all the same, the others look for the next one within.
+        keys = [self._go(number) for number in range(self._begun, self._next + 1)]
+        text = json.dumps({"error": wire})
+        self._channel.call(lambda store: [store.set(key, text) for key in keys], phase="gather")
 
     def close(self) -> None:
         """Give the connection back."""
@@ -106,8 +115,27 @@ class Flow:
 
         return self._channel.call(late, phase="gather")
 
-    @staticmethod
-    def _raise(value: bytes) -> None:
+    def _hear(self, value: bytes) -> None:
         told = json.loads(value)
-        if "error" in told:
-            raise from_wire(told["error"])
+        if "error" not in told:
+            return
+        self._told = True
+        error = from_wire(told["error"])
+        if self._session.rank == 0:
+            self._await_readers(self._session.size - 1 - max(1, _lost_with(error)))
+        else:
+            self._channel.acknowledge(self._read, phase="gather")
+        raise error
+
+    def _await_readers(self, count: int) -> None:
+        # The store goes with rank 0: it stays until the others have read why there is no further round.
+        self._session.reads[self._read] = count
+
+    @property
+    def _read(self) -> str:
+        return f"{self._prefix}/read"
+
+
+def _lost_with(error: BaseException) -> int:
+    """How many ranks will not read what is said of it."""
+    return len(getattr(error, "ranks", getattr(error, "missing", ())))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 STAGING_BYTES = 32 << 20
 _TIMEOUTS = Timeouts(peer_stall_s=20)
-_LATE_S = 25.0
+_LATE_S = 10.0
 
 
 def iter_full_tensors(
@@ -123,7 +123,8 @@ class _Gather:
 
     def run(self, timeout_s: float) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Gather. What is yielded is not held here."""
-        flow = Flow(self._session, self._op_id, timeout_s=timeout_s, late_s=_LATE_S)
+        late_s = max(_LATE_S, self._session.stall_s + 5)
+        flow = Flow(self._session, self._op_id, timeout_s=timeout_s, late_s=late_s)
         where, done = "its beginning", 0
         try:
             for index, where in enumerate(self._names):

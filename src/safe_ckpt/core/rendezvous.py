@@ -210,6 +210,11 @@ class Session:
         return sum(mover() for mover in list(self.movers))
 
     @property
+    def stall_s(self) -> float:
+        """How long a rank may show no sign of life."""
+        return self._answer_s if self.size > 1 else 0.0
+
+    @property
     def orphaned(self) -> bool:
         """Whether the process group that this belonged to is gone and nobody uses this any more."""
         return self.users == 0 and self._meeting is not None and self._meeting() is None

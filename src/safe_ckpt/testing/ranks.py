@@ -57,7 +57,7 @@ def spawn_ranks(
     """
     # Forked from a server that has imported torch and done nothing else: a rank starts in milliseconds.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "safe_ckpt.checkpointer"])
+    context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint", "safe_ckpt.checkpointer"])
     port = free_port()
     processes, pipes = [], []
     for rank in range(world_size):

@@ -1,0 +1,104 @@
+"""The lengthy-operation timeout: raised on every group that is meant, put back by everybody, entered by all or by none."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from safe_ckpt import events, lengthy_timeouts
+from safe_ckpt.core import ranks
+from safe_ckpt.errors import ConfigError, DesyncError
+from safe_ckpt.testing import spawn_ranks, values
+
+
+def timeouts_of(groups):
+    return [seconds for group in ranks.process_groups(groups) for _, seconds in ranks.backend_timeouts(group)]
+
+
+def _nest(rank):
+    mesh = init_device_mesh("cpu", (2, 2))
+    seen, told = [timeouts_of(mesh)], []
+    with lengthy_timeouts(mesh, 3600, hooks=[told.append]):
+        seen.append(timeouts_of(mesh))
+        with lengthy_timeouts(None, 5000):
+            seen.append(timeouts_of(mesh))
+        with lengthy_timeouts([mesh.get_group(0), None], 7):
+            seen.append(timeouts_of(mesh))
+        seen.append(timeouts_of(mesh))
+    seen.append(timeouts_of(mesh))
+    try:
+        if rank == 1:
+            with lengthy_timeouts(mesh, 3600):
+                raise KeyError("mine")
+        else:
+            with lengthy_timeouts(mesh, 3600):
+                pass
+    except KeyError:
+        pass
+    seen.append(timeouts_of(mesh))
+    return seen, told
+
+
+def test_a_mesh_stands_for_all_its_groups_and_blocks_nest():
+    """WORLD and every group of the mesh get the long timeout; each block puts back what it found, after an exception too."""
+    for seen, told in values(spawn_ranks(_nest, 4, group_timeout_s=60)):
+        before, raised, inner, shorter, again, after, after_error = seen
+        assert len(before) == 3
+        assert raised == again == [3600.0] * 3
+        assert sorted(inner) == [3600.0, 3600.0, 5000.0]
+        assert shorter == raised
+        assert after == after_error == before
+        assert [type(event) for event in told] == [events.TimeoutsRaised, events.TimeoutsRestored]
+        assert told[0].seconds == 3600
+        assert len(told[0].groups) == 3
+
+
+def _outlast(rank):
+    with lengthy_timeouts(None, 60):
+        if rank == 1:
+            time.sleep(5)
+        dist.barrier()
+    return timeouts_of(None)
+
+
+def test_a_collective_may_take_longer_within():
+    """Under a group timeout of 3 s a rank that is 5 s late is awaited; afterwards the timeout is 3 s again."""
+    assert values(spawn_ranks(_outlast, 2, group_timeout_s=3)) == [[3.0]] * 2
+
+
+def _disagree(rank):
+    try:
+        with lengthy_timeouts(None, 100 + rank):
+            return "entered"
+    except DesyncError as error:
+        return error.what, timeouts_of(None)
+
+
+def test_it_is_entered_by_all_alike_or_by_none():
+    """Ranks that give different times are all refused, and nothing was changed."""
+    assert values(spawn_ranks(_disagree, 2, group_timeout_s=60)) == [("seconds", [60.0])] * 2
+
+
+def test_without_a_process_group_nothing_happens():
+    """A run on one rank uses the same code."""
+    with lengthy_timeouts(None, 10):
+        pass
+
+
+@pytest.mark.parametrize("seconds", [0, -1, "60", True])
+def test_a_time_that_is_none_is_refused(seconds):
+    """At the call, with the name of the argument."""
+    with pytest.raises(ConfigError, match="seconds"), lengthy_timeouts(None, seconds):
+        pass
+
+
+def _odd_group(rank):
+    with pytest.raises(ConfigError, match="DeviceMesh"), lengthy_timeouts([torch.ones(1)], 5):
+        pass
+
+
+def test_what_is_no_group_is_refused():
+    """The message says what is expected."""
+    values(spawn_ranks(_odd_group, 1))
