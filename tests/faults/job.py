@@ -1,7 +1,7 @@
 """A training job that checks itself, for tests that kill it. Started by test_kill.py.
 
-Two ranks, 64 MiB a save. At the start it resumes, compares every byte with what belongs to that step, and says which step it
-is; then it saves without pause and says each time when a save was reported committed.
+Two ranks, 64 MiB a save: of rank 0, of each rank, and spread over both. At the start it resumes, compares every byte with what
+belongs to that step, and says which step it is; then it saves without pause and says when a save was reported committed.
 """
 
 import os
@@ -12,10 +12,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, Timeouts
 
-SHARED, OWN = 8 << 20, 4 << 20  # floats: 32 MiB shared and 16 MiB a rank
+SHARED, SPREAD, OWN = 4 << 20, 4 << 20, 4 << 20  # floats: 16 MiB of rank 0, 16 MiB spread over the ranks, 16 MiB a rank
 CONFIG = CheckpointConfig(
     timeouts=Timeouts(lengthy_s=60, barrier_s=30, peer_stall_s=5, shutdown_s=10), retention=Retention(keep_last=1)
 )
@@ -37,24 +39,34 @@ def main(folder, rank, world_size, store):
     if rank == 0:
         staging = folder / ".safe_ckpt/staging"
         say("LEFT", len(list(staging.iterdir())), len(list((folder / ".safe_ckpt/trash").iterdir())))
-    state = {"w": {"t": torch.zeros(SHARED)}, "own": PerRank({"t": torch.zeros(OWN)}), "step": 0}
+    spread = distribute_tensor(torch.zeros(SPREAD), init_device_mesh("cpu", (world_size,)), [Shard(0)])
+    state = {
+        "w": {"t": torch.zeros(SHARED)},
+        "s": {"t": spread, "step": 0},
+        "own": PerRank({"t": torch.zeros(OWN)}),
+        "step": 0,
+    }
     info = ckpt.resume(state)
     step = info.step if info else 0
     if info:
         assert state["step"] == step
         same = state["w"]["t"].view(torch.int32).equal(content(step, 0, SHARED).view(torch.int32))
+        part = content(step, 9, SPREAD).chunk(world_size)[rank]
+        same &= spread.to_local().view(torch.int32).equal(part.view(torch.int32)) and state["s"]["step"] == step
         same &= state["own"].value["t"].view(torch.int32).equal(content(step, rank + 1, OWN).view(torch.int32))
         assert same, f"step {step} came back with other bytes"
     say("RESUMED", rank, step)
     while True:
         step += 1
-        state["step"] = step
+        state["step"] = state["s"]["step"] = step
+        spread.to_local().copy_(content(step, 9, SPREAD).chunk(world_size)[rank])
         state["w"]["t"].copy_(content(step, 0, SHARED))
         state["own"].value["t"].copy_(content(step, rank + 1, OWN))
         if rank == 0:
             say("SAVING", step)
         handle = ckpt.save(step, state)
         state["w"]["t"].zero_()
+        spread.to_local().zero_()
         if step % 3:  # now and then the next save comes before this one is done
             handle.result(timeout_s=50)
             if rank == 0:

@@ -22,7 +22,9 @@ JOB = Path(__file__).with_name("job.py")
 def run_and_kill(folder, number, saves, seconds):
     """Start the job, kill it ``seconds`` after it has begun its n-th save. Returns the lines that it said."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "safe_ckpt.checkpointer"])
+    context.set_forkserver_preload(
+        ["torch.distributed.tensor", "torch.distributed.checkpoint", "safe_ckpt.checkpointer"]
+    )
     lines = folder / f"lines{number}"
     arguments = (folder / "exp", str(folder / f"store{number}"), str(lines), dict(os.environ))
     process = context.Process(target=job.lead, args=arguments)

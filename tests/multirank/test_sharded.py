@@ -1,0 +1,371 @@
+"""Sharded items: DCP's layout, written by us, read by stock tools, and resumed on any world size and mesh."""
+
+import io
+import os
+import pickle
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Timeouts
+from safe_ckpt.core import distcp, resharding, sharded
+from safe_ckpt.core.manifest import read_manifest
+from safe_ckpt.core.overlap import Deferral
+from safe_ckpt.errors import CorruptCheckpointError, DesyncError, RestoreError, SafeCheckpointError, StateError
+from safe_ckpt.testing import spawn_ranks, values
+from support import flip_bit
+
+QUICK = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=5, fsync_stall_s=20, peer_stall_s=3, shutdown_s=10)
+CONFIG = CheckpointConfig(timeouts=QUICK)
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn]
+
+
+def raw(tensor):
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def some(shape, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-50, 50, shape, generator=generator).float().to(dtype)
+
+
+def placements(mesh, choice, dims):
+    found = []
+    for _ in range(mesh.ndim):
+        choice, kind = divmod(choice, dims + 1)
+        found.append(Replicate() if kind == dims else Shard(kind))
+    return found
+
+
+def spread(tensors, world, sizes, *, empty=False, shift=0):
+    """The tensors as DTensors of this world, in another mesh and placement for every ``shift``."""
+    meshes = [init_device_mesh("cpu", (world,)), init_device_mesh("cpu", sizes)]
+    found = {}
+    for number, (shape, dtype, mesh, choice) in enumerate(tensors):
+        whole = torch.zeros(shape, dtype=DTYPES[dtype]) if empty else some(shape, DTYPES[dtype], number)
+        on = meshes[(mesh + shift) % 2]
+        found[f"t{number}"] = (
+            distribute_tensor(whole, on, placements(on, choice + shift, len(shape))) if shape else whole
+        )
+    return found
+
+
+TENSORS = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 6), max_size=3).map(tuple),
+        st.integers(0, len(DTYPES) - 1),
+        st.integers(0, 1),
+        st.integers(0, 15),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+def _save_random(rank, folder, cases):
+    with Checkpointer(folder, CONFIG) as ckpt:
+        for step, tensors in enumerate(cases):
+            ckpt.save(step, {"w": {**spread(tensors, 4, (2, 2)), "n": step}})
+        ckpt.wait()
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _resume_random(rank, folder, cases, world, sizes):
+    with Checkpointer(folder, CONFIG) as ckpt:
+        for step, tensors in enumerate(cases):
+            state = {"w": {**spread(tensors, world, sizes, empty=True, shift=step + world), "n": -1}}
+            ckpt.resume(state, step=step)
+            assert state["w"]["n"] == step
+            for number, (shape, dtype, *_) in enumerate(tensors):
+                found = state["w"][f"t{number}"]
+                found = found.full_tensor() if isinstance(found, DTensor) else found
+                assert torch.equal(raw(found), raw(some(shape, DTYPES[dtype], number))), (step, number, tensors)
+
+
+def test_four_ranks_save_and_die_and_any_number_goes_on(tmp_path):
+    """30 states of random shapes, types, meshes and placements, SIGKILL, then 1, 2 and 3 ranks: equal bit for bit."""
+    cases = []
+
+    @settings(max_examples=30, database=None, derandomize=True)
+    @given(TENSORS)
+    def collect(tensors):
+        cases.append(tensors)
+
+    collect()
+    outcomes = spawn_ranks(_save_random, 4, str(tmp_path), cases, timeout_s=100)
+    assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGKILL] * 4
+    for world, sizes in ((1, (1, 1)), (2, (2, 1)), (3, (1, 3))):
+        values(spawn_ranks(_resume_random, world, str(tmp_path), cases, world, sizes, timeout_s=100))
+
+
+# ---------------------------------------------------------------- FSDP2
+
+
+def build(world, *, shape=None, shard=True):
+    torch.manual_seed(world)
+    model = torch.nn.Sequential(torch.nn.Linear(9, 17), torch.nn.LayerNorm(17), torch.nn.Linear(17, 5))
+    model.register_buffer("count", torch.arange(3.0) * world)
+    if shard:
+        names = ("replicate", "shard")[-len(shape or (world,)) :]
+        mesh = init_device_mesh("cpu", shape or (world,), mesh_dim_names=names)
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01 * world)
+
+
+def train(model, optimizer, steps, rank=0):
+    for step in range(steps):
+        torch.manual_seed(10 * step + rank)
+        model(torch.randn(4, 9)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(model, optimizer):
+    def full(value):
+        return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+
+    kept = get_optimizer_state_dict(model, optimizer)
+    found = {name: full(value) for name, value in model.state_dict().items()}
+    found.update({f"{n}/{key}": full(v) for n, state in kept["state"].items() for key, v in state.items()})
+    return found, kept["param_groups"][0]["lr"]
+
+
+def same(one, other):
+    assert one[0].keys() == other[0].keys()
+    for name in one[0]:
+        assert torch.equal(one[0][name], other[0][name]), name
+    assert one[1] == other[1]
+
+
+def _train_and_save(rank, world, folder, shape, snapshot, shard):
+    model, optimizer = build(world, shape=shape, shard=shard)
+    config = CheckpointConfig(timeouts=QUICK, snapshot=snapshot)
+    with Checkpointer(folder, config) as ckpt:
+        state = {"model": model, "optimizer": optimizer, "own": PerRank({"rank": rank}), "x": {"a": 3}}
+        for step in (1, 2):
+            train(model, optimizer, 1, rank)
+            handle = ckpt.save(step, state)
+            taken = whole(model, optimizer)
+            train(model, optimizer, 1, rank)  # changes everything while it is written
+        assert Deferral([model], [optimizer])
+        handle.result()
+    return taken if rank == 0 else None
+
+
+def _go_on(rank, world, folder, shape, shard):
+    model, optimizer = build(world, shape=shape, shard=shard)
+    with Checkpointer(folder, CONFIG) as ckpt:
+        state = {"model": model, "optimizer": optimizer, "x": {"a": 0}}
+        assert ckpt.resume(state).step == 2
+        assert state["x"] == {"a": 3}
+        found = whole(model, optimizer)
+        train(model, optimizer, 1, rank)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("saves", "resumes", "snapshot"),
+    [
+        ((4, None, True), [(1, None, True), (2, None, True)], "eager"),
+        ((4, (2, 2), True), [(1, None, False), (3, None, True)], "overlapped"),
+        ((2, None, True), [(4, (2, 2), True)], "overlapped"),
+        ((1, None, False), [(2, None, True), (4, (2, 2), True)], "eager"),
+    ],
+)
+def test_a_model_and_its_optimizer_go_on_in_another_mesh(tmp_path, saves, resumes, snapshot):
+    """1 to 4 ranks, 1-D and 2-D meshes, unsharded on one rank, in either direction: weights and optimizer bit for bit."""
+    world, shape, shard = saves
+    taken = values(spawn_ranks(_train_and_save, world, world, str(tmp_path), shape, snapshot, shard))[0]
+    for world, shape, shard in resumes:
+        for found in values(spawn_ranks(_go_on, world, world, str(tmp_path), shape, shard)):
+            same(found, taken)
+
+
+def test_stock_tools_read_what_was_written(tmp_path):
+    """``dcp.load`` with the stock FileSystemReader, and DCP's own conversion to one file."""
+    taken, _ = values(spawn_ranks(_train_and_save, 2, 2, str(tmp_path), None, "eager", True))[0]
+    folder = tmp_path / "step-00000002"
+    state = {name: torch.zeros_like(value) for name, value in taken.items() if "/" not in name}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(state, storage_reader=dcp.FileSystemReader(folder / "model"), no_dist=True)
+    for name, value in state.items():
+        assert torch.equal(value, taken[name])
+    dcp_to_torch_save(folder / "optimizer", tmp_path / "one.pt")
+    loaded = torch.load(tmp_path / "one.pt", weights_only=True)
+    assert torch.equal(loaded["state"]["0.weight"]["exp_avg"], taken["0.weight/exp_avg"])
+
+
+def test_replicated_tensors_are_written_once_and_spread(tmp_path):
+    """Every chunk has one place, equal files sizes within reason, and each rank's bytes are in the manifest."""
+    values(spawn_ranks(_replicated, 4, str(tmp_path)))
+    folder = tmp_path / "step-00000000"
+    sizes = [entry.size_bytes for entry in read_manifest(folder).files if entry.path.endswith(".distcp")]
+    assert len(sizes) == 4
+    assert max(sizes) < 1.2 * min(sizes)
+    assert sum(sizes) < 1.1 * 40 * 4 * 10_000
+    metadata = resharding.read_metadata(folder / "w")
+    chunks = sum(
+        len(known.chunks) for known in metadata.state_dict_metadata.values() if isinstance(known, TensorStorageMetadata)
+    )
+    assert len(metadata.storage_data) == chunks == 40
+
+
+def _replicated(rank, folder):
+    mesh = init_device_mesh("cpu", (4,))
+    state = {f"t{number}": distribute_tensor(torch.ones(10_000), mesh, [Replicate()]) for number in range(40)}
+    with Checkpointer(folder, CONFIG) as ckpt:
+        ckpt.save(0, {"w": state}).result()
+
+
+def _change_of_plans(rank, folder):
+    mesh = init_device_mesh("cpu", (2,))
+    sent = []
+    original = sharded.ShardPlanner._say
+
+    def say(self, name, item):
+        told = original(self, name, item)
+        sent.append(told["plan"] is not None)
+        return told
+
+    sharded.ShardPlanner._say = say
+    with Checkpointer(folder, CONFIG) as ckpt:
+        for step, size in enumerate([5, 5, 5, 8, 8]):
+            text = "x" * step  # of another length each time
+            state = {"w": {"t": distribute_tensor(torch.full((size,), float(step)), mesh, [Shard(0)]), "text": text}}
+            ckpt.save(step, state).result()
+        for step, size in enumerate([5, 5, 5, 8, 8]):
+            state = {"w": {"t": distribute_tensor(torch.zeros(size), mesh, [Shard(0)]), "text": ""}}
+            ckpt.resume(state, step=step)
+            assert state["w"]["text"] == "x" * step
+            assert torch.equal(state["w"]["t"].full_tensor(), torch.full((size,), float(step)))
+    return sent
+
+
+def test_a_plan_is_sent_only_when_it_has_changed(tmp_path):
+    """Five saves with one change of shape: two plans travel; objects may change their length all the same."""
+    assert values(spawn_ranks(_change_of_plans, 2, str(tmp_path))) == [[True, False, False, True, False]] * 2
+
+
+# ---------------------------------------------------------------- refusals and damage
+
+
+def _refused(rank, folder, what):
+    mesh = init_device_mesh("cpu", (2,))
+    model, optimizer = build(2)
+    part = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    state = {
+        "alone": {"optimizer": optimizer},
+        "partial": {"w": {"a": part, "b": DTensor.from_local(torch.ones(2), mesh, [Partial()])}},
+        "object": {"w": {"a": part, "b": object() if rank else 1}},
+        "items": {"w": {"a": part}, **({"v": {"a": part}} if rank else {"v": {"a": 1}})},
+        "own": {"w": PerRank({"a": part})},
+        "meta": {"w": {"a": part, "b": torch.ones(2, device="meta")}},
+    }[what]
+    with Checkpointer(folder, CONFIG) as ckpt:
+        try:
+            ckpt.save(0, state).result()
+        except SafeCheckpointError as error:
+            problem = type(error), str(error)
+        ckpt.save(1, {"model": model}).result()
+    return problem
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "match"),
+    [
+        ("alone", StateError, "give the module"),
+        ("partial", StateError, "redistribute"),
+        ("object", StateError, "builtins.object"),
+        ("items", DesyncError, "sharded items"),
+        ("own", StateError, "DTensor"),
+        ("meta", StateError, "meta"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_on_every_rank(tmp_path, what, kind, match):
+    """With its name and what to do; the next save works."""
+    for found, text in values(spawn_ranks(_refused, 2, str(tmp_path), what)):
+        assert found is kind
+        assert match in text
+
+
+def _resume_only(rank, folder, shape=(9, 17)):
+    mesh = init_device_mesh("cpu", (2,))
+    with Checkpointer(folder, CONFIG) as ckpt:
+        state = {"w": {"a": distribute_tensor(torch.zeros(shape), mesh, [Shard(0)])}}
+        try:
+            return ckpt.resume(state).step, float(state["w"]["a"].full_tensor().sum())
+        except SafeCheckpointError as error:
+            return type(error), str(error)
+
+
+def _save_two(rank, folder):
+    mesh = init_device_mesh("cpu", (2,))
+    with Checkpointer(folder, CONFIG) as ckpt:
+        for step in (1, 2):
+            ckpt.save(
+                step, {"w": {"a": distribute_tensor(torch.full((9, 17), float(step)), mesh, [Shard(0)])}}
+            ).result()
+
+
+@pytest.mark.parametrize("damage", ["bit", "metadata", "missing"])
+def test_damage_is_found_on_whichever_rank_reads_it(tmp_path, damage):
+    """A flipped bit in rank 1's shard or in ``.metadata``, or a lost shard: all ranks take the checkpoint before."""
+    values(spawn_ranks(_save_two, 2, str(tmp_path)))
+    folder = tmp_path / "step-00000002" / "w"
+    if damage == "missing":
+        (folder / "__1_0.distcp").unlink()
+    else:
+        file = folder / ("__1_0.distcp" if damage == "bit" else ".metadata")
+        flip_bit(file, file.stat().st_size // 2)
+    assert values(spawn_ranks(_resume_only, 2, str(tmp_path))) == [(1, 153.0)] * 2
+    assert not (tmp_path / "step-00000002").exists()
+
+
+def test_another_shape_is_refused_and_nothing_is_changed(tmp_path):
+    """The error names the item, and the checkpoint is not condemned for it."""
+    values(spawn_ranks(_save_two, 2, str(tmp_path)))
+    for kind, text in values(spawn_ranks(_resume_only, 2, str(tmp_path), (9, 18))):
+        assert kind is RestoreError
+        assert "state['w']" in text
+    assert values(spawn_ranks(_resume_only, 2, str(tmp_path))) == [(2, 306.0)] * 2
+
+
+class _Hostile:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/safe_ckpt_was_here",)
+
+
+def test_a_hostile_metadata_runs_nothing(tmp_path):
+    """Only DCP's own records are built from ``.metadata``."""
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_Hostile()))
+    with pytest.raises(CorruptCheckpointError, match="system"):
+        resharding.read_metadata(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint16, torch.int64, torch.float16, torch.complex128])
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (130, 70)])
+def test_an_entry_is_what_torch_load_reads(dtype, shape):
+    """Any type and shape, with ``weights_only``; large elements begin at a page."""
+    around = distcp.envelope(dtype, shape)
+    tensor = some(shape, torch.int8, 1).to(dtype)
+    data = around.head + bytes(raw(tensor).tolist()) + around.tail
+    assert len(data) == around.length
+    loaded = torch.load(io.BytesIO(data), weights_only=True)
+    assert loaded.dtype == dtype
+    assert loaded.shape == tensor.shape
+    assert torch.equal(raw(loaded), raw(tensor))
+    assert len(around.head) % around.alignment == 0
