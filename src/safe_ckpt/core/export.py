@@ -137,7 +137,7 @@ class _Stream:
             if op.handle.done():
                 raise op.handle.unreported or SaveError(name=op.name, cause="it is over", phase="gather")
 
-        stream = gather.iterate(self._tensors, self._timeout_s, self._engine.group, self._dtype)
+        stream = gather.iterate(self._tensors, self._timeout_s, self._engine.group, self._dtype, gather.STAGING_BYTES)
         try:
             for name, tensor in stream:
                 if tensor is not None and tensor.numel():
