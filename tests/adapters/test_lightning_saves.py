@@ -580,10 +580,10 @@ def test_killed_between_commit_and_link(tmp_path, last):
         import test_lightning_saves as t
         from safe_ckpt.core import commit
         real = commit.publish_link
-        def publish_link(existing, staged, link):
+        def publish_link(existing, staged, link, aside):
             if "step=9" in str(existing):
                 os.kill(os.getpid(), signal.SIGKILL)
-            return real(existing, staged, link)
+            return real(existing, staged, link, aside)
         if sys.argv[1] == "kill":
             commit.publish_link = publish_link
         folder = Path({str(tmp_path / "exp")!r})

@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 
@@ -38,10 +39,10 @@ def test_links_replace_what_had_the_name(tmp_path):
     """A hard link and a symbolic link take over an existing name in one step."""
     (tmp_path / "a").write_text("new")
     (tmp_path / "last").write_text("old")
-    commit.link_durably(tmp_path / "a", tmp_path / "staged", tmp_path / "last")
+    commit.publish_link(tmp_path / "a", tmp_path / "staged", commit.Link(path=tmp_path / "last"), Path)
     assert (tmp_path / "last").read_text() == "new"
     assert os.path.samefile(tmp_path / "a", tmp_path / "last")
-    commit.symlink_durably("a", tmp_path / "staged", tmp_path / "last")
+    commit.publish_link(tmp_path / "a", tmp_path / "staged", commit.Link(path=tmp_path / "last", target="a"), Path)
     assert os.readlink(tmp_path / "last") == "a"
 
 

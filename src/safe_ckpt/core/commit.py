@@ -64,11 +64,29 @@ def publish_file(staged: Path, final: Path) -> None:
             kept.unlink(missing_ok=True)
 
 
-def publish_directory(staged: Path, final: Path, aside: Path) -> None:
-    """Give a durable directory its final name. What has that name already ends up at ``aside``.
+def publish(staged: Path, final: Path, aside: Callable[[], Path]) -> None:
+    """Give a durable file or directory its final name, whichever has that name now.
 
     Args:
-        staged: complete and durable, manifest included.
+        staged: complete and durable.
+        final: its name from now on.
+        aside: tells where a directory goes that is replaced; must not exist, same file system.
+
+    Raises:
+        OSError: it was not done; what had the name has it still.
+        HalfCommittedError: it was done and then the disk refused to confirm it, or to undo it.
+    """
+    if any(path.is_dir() and not path.is_symlink() for path in (staged, final)):
+        publish_directory(staged, final, aside())
+    else:
+        publish_file(staged, final)
+
+
+def publish_directory(staged: Path, final: Path, aside: Path) -> None:
+    """Give a durable directory its final name, or a file that of a directory. What has the name ends up at ``aside``.
+
+    Args:
+        staged: complete and durable, the manifest in it.
         final: its name from now on.
         aside: where a replaced directory goes; must not exist, same file system.
 
@@ -76,7 +94,8 @@ def publish_directory(staged: Path, final: Path, aside: Path) -> None:
         OSError: it was not done; what had the name has it still.
         HalfCommittedError: it was done and then the disk refused to confirm it, or to undo it.
     """
-    sync_directory(str(staged))
+    if staged.is_dir():
+        sync_directory(str(staged))
     if not _exists(final):
         os.rename(staged, final)
         with _undone_by(lambda: os.rename(final, staged)):
@@ -162,18 +181,36 @@ class Link:
     target: str | None = None
 
 
-def publish_link(existing: Path, staged: Path, link: Link) -> None:
-    """Give the file ``existing`` a further name, in one step. ``staged`` is a free name on the same file system."""
+def publish_link(existing: Path, staged: Path, link: Link, aside: Callable[[], Path]) -> None:
+    """Give a checkpoint a further name, in one step.
+
+    Args:
+        existing: the checkpoint.
+        staged: a free name on the same file system.
+        link: the further name.
+        aside: tells where a directory goes that has the name now.
+    """
     make_directory(link.path.parent)
-    if link.target is None:
-        link_durably(existing, staged, link.path)
+    if link.target is not None:
+        os.symlink(link.target, staged)
+    elif existing.is_dir():
+        _link_tree(existing, staged)
     else:
-        symlink_durably(link.target, staged, link.path)
+        link_or_copy(existing, staged)
+    publish(staged, link.path, aside)
 
 
-def link_durably(existing: Path, staged: Path, final: Path) -> None:
-    """Make ``final`` a second name of the file ``existing``, or a copy where the file system has no hard links."""
-    staged.unlink(missing_ok=True)
+def _link_tree(existing: Path, staged: Path) -> None:
+    for folder, _, names in os.walk(existing):
+        here = staged / Path(folder).relative_to(existing)
+        here.mkdir()
+        for name in names:
+            link_or_copy(Path(folder, name), here / name)
+        sync_directory(str(here))
+
+
+def link_or_copy(existing: Path, staged: Path) -> None:
+    """Make ``staged`` a second name of the file ``existing``, or a durable copy where the file system has no hard links."""
     try:
         os.link(existing, staged)
     except OSError as error:
@@ -181,14 +218,6 @@ def link_durably(existing: Path, staged: Path, final: Path) -> None:
             raise
         shutil.copyfile(existing, staged)
         _sync_file(staged)
-    publish_file(staged, final)
-
-
-def symlink_durably(target: str, staged: Path, final: Path) -> None:
-    """Make ``final`` a symbolic link to ``target``, replacing what has that name in one step."""
-    staged.unlink(missing_ok=True)
-    os.symlink(target, staged)
-    publish_file(staged, final)
 
 
 def remove_tree(path: Path) -> None:

@@ -96,7 +96,12 @@ class Flow:
         # Also in the round that this rank waited for: where it begins all the same, the others look for the next one within.
         keys = [self._go(number) for number in range(self._begun, self._next + 1)]
         text = json.dumps({"error": wire})
-        self._channel.call(lambda store: [store.set(key, text) for key in keys], phase="gather")
+
+        def tell(store: Store) -> None:
+            for key in keys:
+                store.set(key, text)
+
+        self._channel.call(tell, phase="gather")
 
     def close(self) -> None:
         """Give the connection back."""

@@ -78,20 +78,39 @@ def list_directories(
     return found
 
 
-def list_files(root: Path, suffix: str) -> list[Candidate]:
+def list_files(root: Path, suffix: str, is_directory: Callable[[Path], bool] = lambda _: False) -> list[Candidate]:
     """The single-file checkpoints in ``root``, in no order; those of other tools are marked foreign.
 
     A folder below it that a job holds, or held, for itself has an order of its own and is left out.
+
+    Args:
+        root: where to look.
+        suffix: how their names end.
+        is_directory: which directories of such a name are checkpoints although they have no manifest of ours.
 
     Raises:
         OSError: the directory could not be listed.
         UnsupportedFormatError: one is of a newer format version.
     """
-    found = []
+    found, whole = [], []
     for folder, below, names in os.walk(root, onerror=_raise):
+        # A checkpoint that is a directory is one thing: nothing below it is looked at.
+        ours = [name for name in below if name.endswith(suffix) and (Path(folder, name, MANIFEST_NAME)).exists()]
+        ours += [
+            name for name in below if name not in ours and name.endswith(suffix) and is_directory(Path(folder, name))
+        ]
+        whole += [Path(folder, name) for name in ours]
+        below[:] = [name for name in below if name not in ours]
         below[:] = sorted(name for name in below if name != HIDDEN and not Path(folder, name, HIDDEN).exists())
         found += [Path(folder, name) for name in sorted(names) if name.endswith(suffix)]
-    return [_look(path) for path in found if path.is_file() and not path.is_symlink()]
+    files = [path for path in found if path.is_file() and not path.is_symlink()]
+    return [*map(_look, files), *(_look_at(path) for path in whole if not path.is_symlink())]
+
+
+def _look_at(directory: Path) -> Candidate:
+    if (directory / MANIFEST_NAME).exists():
+        return _look(directory)
+    return Candidate(path=directory, foreign=True)
 
 
 def newest_first(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -1,21 +1,33 @@
-"""What a Trainer saves: its own checkpoint, with what the ranks add to it for an exact continuation, planned as one file."""
+"""What a Trainer saves: its own checkpoint, with what the ranks add to it for an exact continuation, planned as files."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.core import layout
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.layout import Image
-from safe_ckpt.lightning import continuation
+from safe_ckpt.core.rendezvous import raise_first
+from safe_ckpt.errors import CoordinationError, to_wire
+from safe_ckpt.lightning import continuation, sharding
 from safe_ckpt.lightning.io import SafeCheckpointIO
+
+if TYPE_CHECKING:
+    from safe_ckpt.core.sharded import ShardPlanner
 
 
 def images(
-    engine: Engine, trainer: Any, io: SafeCheckpointIO, path: Path, *, weights_only: bool | None, whole: bool
+    engine: Engine,
+    trainer: Any,
+    io: SafeCheckpointIO,
+    path: Path,
+    *,
+    weights_only: bool | None,
+    whole: bool,
+    shards: ShardPlanner | None = None,
 ) -> tuple[list[Image], Exception | None]:
-    """The planned file, on rank 0; what went wrong, where it did. Nothing is raised before all ranks know of it.
+    """The planned files of this rank; what went wrong, where it did. Nothing is raised before all ranks know of it.
 
     Args:
         engine: where the ranks meet; every rank calls this.
@@ -24,7 +36,27 @@ def images(
         path: the file's final name.
         weights_only: as in ``Trainer.save_checkpoint``.
         whole: whether the generators and loaders of all ranks belong to it.
+        shards: plans what every rank has a part of; None where the checkpoint is one file.
     """
+    found, error = _whole_checkpoint(engine, trainer, io, path, weights_only=weights_only, whole=whole)
+    form = sharding.layout_of(trainer.strategy)
+    if shards is not None and form is not None:
+        return _sharded(engine, form, shards, found, error)
+    if form is not None and form.gathers:
+        found, error = _gathered(engine, trainer, found, error)
+    if found is None or error is not None:
+        return [], error
+    try:
+        image = layout.torch_image(path.name, found, strict=False, key="checkpoint")
+    except Exception as problem:
+        return [], problem
+    return [layout.single(image, path.name)], None
+
+
+def _whole_checkpoint(
+    engine: Engine, trainer: Any, io: SafeCheckpointIO, path: Path, *, weights_only: bool | None, whole: bool
+) -> tuple[dict[str, Any] | None, Exception | None]:
+    """The Trainer's checkpoint, on rank 0 with what belongs to the ranks."""
     mine, failure = "", None
     if whole:
         try:
@@ -32,26 +64,67 @@ def images(
         except Exception as problem:  # a loader of the user's that cannot tell where it is
             failure = problem
     found, error = dump(trainer, io, path, weights_only)
-    error = failure or error
     texts: dict[int, str] = {}
     if whole:
         engine.agree("ranks' states", {}, answer=mine, decide=texts.update)
-    if found is None or error is not None:
-        return [], error
+    if found is None or failure is not None or error is not None:
+        return found, failure or error
+    found = dict(found)
     try:
-        checkpoint = dict(found)
         if texts and all(texts.values()):
-            checkpoint[continuation.KEY] = continuation.assemble(texts)
-        image = layout.torch_image(path.name, checkpoint, strict=False, key="checkpoint")
+            found[continuation.KEY] = continuation.assemble(texts)
     except Exception as problem:
+        error = problem
+    return found, error
+
+
+def _sharded(
+    engine: Engine,
+    form: sharding.Layout,
+    shards: ShardPlanner,
+    checkpoint: dict[str, Any] | None,
+    error: Exception | None,
+) -> tuple[list[Image], Exception | None]:
+    try:
+        states, rest = sharding.split(checkpoint or {"state_dict": {}}, form)
+        found = [sharding.meta_image(rest)] if engine.rank == 0 and error is None else []
+    except Exception as problem:
+        states, found, error = {}, [], error or problem
+    try:
+        return [*found, *shards.images({"": states}, error)], None
+    except CoordinationError:
+        raise
+    except Exception as problem:  # the same on all ranks
         return [], problem
-    return [layout.single(image, path.name)], None
+
+
+def _gathered(
+    engine: Engine, trainer: Any, checkpoint: dict[str, Any] | None, error: Exception | None
+) -> tuple[dict[str, Any] | None, Exception | None]:
+    wire = to_wire(error, rank=engine.rank, phase="planning the save") if error else None
+    try:
+        engine.agree("gather", {}, answer=wire, decide=raise_first)
+    except CoordinationError:
+        raise
+    except Exception as problem:  # the same on all ranks
+        return None, error or problem
+    try:
+        return sharding.whole(engine, trainer, checkpoint or {}), None
+    except Exception as problem:
+        return None, problem
 
 
 def dump(
     trainer: Any, io: SafeCheckpointIO, path: Path, weights_only: bool | None
 ) -> tuple[dict[str, Any] | None, Exception | None]:
-    """What the strategy would write, on the rank that would write it; or what a hook of the user's raised."""
+    """What the strategy would write, on the ranks that would write it; or what a hook of the user's raised."""
+    form = sharding.layout_of(trainer.strategy)
+    if form is not None:
+        try:
+            checkpoint = sharding.dump(trainer, form, weights_only)
+        except Exception as problem:  # on this rank alone perhaps; all will learn of it
+            return None, problem
+        return checkpoint if form.sharded or form.gathers or trainer.is_global_zero else None, None
     with io.catching() as box:
         try:
             # What Trainer.save_checkpoint does, without its barrier: that has no way to learn of a failed rank.

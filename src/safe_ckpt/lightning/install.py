@@ -6,6 +6,7 @@ from typing import Any
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError
+from safe_ckpt.lightning import sharding
 from safe_ckpt.lightning.io import SafeCheckpointIO
 from safe_ckpt.lightning.saver import TrainerSaver
 
@@ -14,7 +15,7 @@ def install(trainer: Any, config: CheckpointConfig) -> TrainerSaver:
     """Make ``trainer`` save through safe_ckpt; the same saver for all callbacks of a Trainer.
 
     Raises:
-        ConfigError: the strategy shards its checkpoints, another CheckpointIO is in use, or the callbacks disagree.
+        ConfigError: the strategy is not covered, another CheckpointIO is in use, or the callbacks disagree.
     """
     strategy = trainer.strategy
     present = strategy.checkpoint_io
@@ -27,6 +28,8 @@ def install(trainer: Any, config: CheckpointConfig) -> TrainerSaver:
     io = _install_io(trainer)
     saver = TrainerSaver(trainer, config, io)
     io.saver = saver
+    if sharding.layout_of(strategy) is not None:
+        sharding.guard_loading(trainer, saver.engine, saver.land)
     # So that the user's own saves, SLURM's and the tuners' are agreed and awaited on every rank as well.
     trainer.save_checkpoint = saver.save_now
     return saver
@@ -43,13 +46,13 @@ def _install_io(trainer: Any) -> SafeCheckpointIO:
     """Install our I/O in the strategy.
 
     Raises:
-        ConfigError: the strategy shards its checkpoints, or another CheckpointIO is in use.
+        ConfigError: the strategy is not covered, or another CheckpointIO is in use.
     """
     strategy = trainer.strategy
-    if not _is_unsharded(strategy):
+    if not _is_unsharded(strategy) and sharding.layout_of(strategy) is None:
         message = (
             f"{type(strategy).__name__} writes its checkpoints by itself, which is not supported yet: "
-            "use a strategy with unsharded checkpoints (single device, DDP)"
+            "use a single device, DDP, ModelParallelStrategy or FSDPStrategy"
         )
         raise ConfigError(key="strategy", message=message)
     present = strategy.checkpoint_io

@@ -19,10 +19,12 @@ class Sight:
     Attributes:
         step: its ``global_step``, -1 where it has none.
         weights_only: whether it has weights and no state of the training loops.
+        whole: whether it has the state of the training loops.
     """
 
     step: int
     weights_only: bool
+    whole: bool
 
 
 def peek(path: Path) -> Sight | None:
@@ -41,7 +43,9 @@ def peek(path: Path) -> Sight | None:
         return None
     step = found.get("global_step", -1)
     return Sight(
-        step=step if isinstance(step, int) else -1, weights_only="state_dict" in found and "loops" not in found
+        step=step if isinstance(step, int) else -1,
+        weights_only="state_dict" in found and "loops" not in found,
+        whole="loops" in found,
     )
 
 

@@ -16,9 +16,10 @@ from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.root import Root
 from safe_ckpt.core.select import Candidate
-from safe_ckpt.core.verify import verify_if_ours
+from safe_ckpt.core.verify import verify_if_ours, verify_share
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, SafeCheckpointError
 from safe_ckpt.lightning.peek import peek
+from safe_ckpt.lightning.sharding import META, is_sharded_directory
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,15 @@ def choose(engine: Engine, root: Root, suffix: str) -> Path | None:
     Raises:
         NoValidCheckpointError: there are checkpoints and none is usable.
     """
-    chosen = resume.choose(engine, root, lambda: _resumable(select.list_files(root.path, suffix)), _verify)
+    rank, size = engine.rank, engine.session.size
+
+    def verified(path: Path) -> None:
+        if path.is_dir():
+            verify_share(path, rank, size)
+        else:
+            _verify(path)
+
+    chosen = resume.choose(engine, root, lambda: _resumable(listed(root.path, suffix)), verified)
     if chosen is None:
         return None
     info = chosen.info
@@ -85,6 +94,11 @@ def choose(engine: Engine, root: Root, suffix: str) -> Path | None:
     if not info.verified:
         logger.warning("%s was written by another tool and carries no checksums: resuming unverified", info.path)
     return info.path
+
+
+def listed(directory: Path, suffix: str) -> list[Candidate]:
+    """The checkpoints of a directory: files, and the directories that sharding strategies write."""
+    return select.list_files(directory, suffix, is_sharded_directory)
 
 
 def _verify(path: Path) -> None:
@@ -108,10 +122,11 @@ def _judged(candidate: Candidate) -> Candidate:
     if candidate.manifest is not None:
         weights_only = bool(candidate.manifest.notes.get(WEIGHTS_ONLY))
         return dataclasses.replace(candidate, problem=_NO_STATE) if weights_only else candidate
-    seen = peek(candidate.path)
+    seen = peek(candidate.path / META if candidate.path.is_dir() else candidate.path)
     if seen is None:
         return dataclasses.replace(candidate, problem="is no checkpoint")
-    return dataclasses.replace(candidate, step=seen.step, problem=_NO_STATE if seen.weights_only else "")
+    without_state = not seen.whole if candidate.path.is_dir() else seen.weights_only
+    return dataclasses.replace(candidate, step=seen.step, problem=_NO_STATE if without_state else "")
 
 
 _NO_STATE = "holds weights only, no state of the training"
@@ -138,13 +153,14 @@ def _link_again(root: Root, info: CheckpointInfo, path: Path, target: str | None
     if done:
         return
     staged = root.stage(f"link-{uuid.uuid4().hex}")
-    commit.publish_link(info.path, staged / path.name, Link(path=path, target=target))
+    link = Link(path=path, target=target)
+    commit.publish_link(info.path, staged / path.name, link, lambda: root.aside(staged.name, path.name))
     root.drop_staging(staged.name)
     logger.info("made %s again, as was due when %s was saved", path, info.name)
 
 
 def _is_ours_and_older(path: Path, than: CheckpointInfo) -> bool:
     try:
-        return not path.is_symlink() and path.is_file() and read_manifest(path).sequence < than.sequence
+        return not path.is_symlink() and path.exists() and read_manifest(path).sequence < than.sequence
     except (OSError, SafeCheckpointError):
         return False

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core import direct, items, select
@@ -24,12 +24,16 @@ from safe_ckpt.errors import (
     CoordinationError,
     RendezvousTimeout,
     SafeCheckpointError,
+    SaveError,
     to_wire,
 )
-from safe_ckpt.lightning import dumping, overlapping, resuming, stopping
+from safe_ckpt.lightning import dumping, overlapping, resuming, sharding, stopping
 from safe_ckpt.lightning.bookkeeping import Intents, Shadow
 from safe_ckpt.lightning.io import SafeCheckpointIO
 from safe_ckpt.lightning.signals import in_signal_handler
+
+if TYPE_CHECKING:
+    from safe_ckpt.core.sharded import ShardPlanner
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +79,7 @@ class TrainerSaver:
         self.stopping = False
         self.stopper: Owner | None = None
         self._last_whole: SaveHandle | None = None
+        self._shards = self._shard_planner()
         self._roots: dict[Path, Root] = {}
         self._counted: set[tuple[Path, str]] = set()
         self._flights: list[_Flight] = []
@@ -98,7 +103,7 @@ class TrainerSaver:
             self.engine.agree(
                 "list",
                 {"directory": directory, "suffix": suffix},
-                decide=lambda _: root.start_after(select.newest_sequence(select.list_files(directory, suffix))),
+                decide=lambda _: root.start_after(select.newest_sequence(resuming.listed(directory, suffix))),
             )
 
     def holds(self, directory: Path) -> bool:
@@ -170,6 +175,8 @@ class TrainerSaver:
         target = Path(os.path.abspath(path))
         if self._busy or in_signal_handler():
             self._save_alone(target, weights_only)
+        elif self._closed and self._shards is not None:
+            self._save_with_another(target, weights_only)
         elif self._closed:
             self._save_without_pipeline(target, weights_only)
         else:
@@ -193,9 +200,31 @@ class TrainerSaver:
         So rank 0 writes what it has at once, in this process, and nobody waits for anybody. Of the generators and loaders
         of the other ranks nothing is known then: a resume from this file in mid-epoch is not exact.
         """
+        if sharding.layout_of(self._trainer.strategy) is not None:
+            cause = (
+                "from a signal handler no rank can count on the others, and each has only a part: save at the next step"
+            )
+            raise SaveError(name=path.name, cause=cause, rank=self.rank, phase="signal handler")
         with self._io.writing():
             checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only)
             self._trainer.strategy.save_checkpoint(checkpoint, str(path))
+
+    def _shard_planner(self) -> ShardPlanner | None:
+        form = sharding.layout_of(self._trainer.strategy)
+        if form is None or not form.sharded:
+            return None
+        from safe_ckpt.core.sharded import ShardPlanner  # DCP takes a while to import
+
+        return ShardPlanner(self.engine, strict=False)
+
+    def _save_with_another(self, path: Path, weights_only: bool | None) -> None:
+        """After ``fit``, where every rank writes: with a pipeline of its own."""
+        again = TrainerSaver(self._trainer, self.config, self._io)
+        try:
+            again.hold(path.parent, path.suffix)
+            again.save(Intents(saves=[str(path)]), None, None, weights_only=weights_only, wait=True).result()
+        finally:
+            again.engine.close(quiet=True)
 
     def _save_without_pipeline(self, path: Path, weights_only: bool | None) -> None:
         """After ``fit``: rank 0 writes in this process, the others wait for what becomes of it."""
@@ -277,7 +306,8 @@ class TrainerSaver:
         """The loops are about to run, and Lightning's own signal handlers are in place. Every rank calls this."""
         if not self.training:
             self.training = True
-            state = {"module": self._trainer.lightning_module, "optimizers": list(self._trainer.optimizers)}
+            state: dict[str, Any] = {"module": self._trainer.lightning_module}
+            state.update({f"optimizer {number}": one for number, one in enumerate(self._trainer.optimizers)})
             self.engine.prepare(items.expected_bytes(state, rank=self.rank))
             self.engine.watch_signals(stopping.without_notifier)
 
@@ -310,6 +340,7 @@ class TrainerSaver:
                 primary,
                 weights_only=weights_only,
                 whole=fitting and not weights_only,
+                shards=self._shards,
             )
         links = [Link(path=Path(os.path.abspath(path))) for path in intents.saves[1:]]
         links += [Link(path=Path(os.path.abspath(path)), target=target) for path, target in intents.links.items()]
@@ -317,7 +348,7 @@ class TrainerSaver:
         return Request(
             root=root,
             path=primary,
-            kind="file",
+            kind="directory" if self._shards is not None and intents.saves else "file",
             step=int(self._trainer.global_step),
             metrics=dumping.numbers(self._trainer),
             images=images,

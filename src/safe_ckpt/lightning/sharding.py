@@ -1,0 +1,164 @@
+"""Strategies that shard the model: what they save, in the layouts that they read, past their own unguarded writing.
+
+``ModelParallelStrategy`` (FSDP2, tensor parallelism) was run with two processes on the CPU. ``FSDPStrategy`` needs a GPU: its
+sharded layout is covered by the same code and was never run; its full checkpoints are gathered by Lightning itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safe_ckpt.core import dtensors, gather, layout, resume
+from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.layout import Image
+from safe_ckpt.core.manifest import MANIFEST_NAME
+from safe_ckpt.core.verify import verify_share
+
+if TYPE_CHECKING:
+    import torch
+
+META = "meta.pt"
+METADATA = ".metadata"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a strategy lays a checkpoint out.
+
+    Attributes:
+        key: under which name the model's weights stand in a sharded directory.
+        sharded: whether it writes such a directory now, or one whole file.
+        gathers: whether whole tensors are gathered here; else Lightning does it.
+    """
+
+    key: str
+    sharded: bool
+    gathers: bool
+
+
+def layout_of(strategy: Any) -> Layout | None:
+    """What a strategy writes; None for one that leaves its file to the I/O, or that is not covered."""
+    names = {base.__name__ for base in type(strategy).__mro__}
+    if "ModelParallelStrategy" in names:
+        return Layout("state_dict", sharded=bool(strategy._save_distributed_checkpoint), gathers=True)
+    if "FSDPStrategy" in names:
+        return Layout("model", sharded=strategy._state_dict_type == "sharded", gathers=False)
+    return None
+
+
+def is_sharded_directory(path: Path) -> bool:
+    """Whether a directory is a sharded checkpoint: ours, or one that Lightning wrote to its end, for this file comes last."""
+    return (path / META).is_file()
+
+
+def dump(trainer: Any, form: Layout, weights_only: bool | None) -> dict[str, Any]:
+    """The Trainer's checkpoint with this rank's parts in it; with what Lightning has gathered where it does that.
+
+    A full checkpoint is asked for in parts as well: Lightning would gather it in collectives that nobody watches.
+    """
+    strategy = trainer.strategy
+    if not form.gathers:
+        checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only)
+        return checkpoint
+    before = strategy._save_distributed_checkpoint
+    strategy._save_distributed_checkpoint = True
+    try:
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
+    finally:
+        strategy._save_distributed_checkpoint = before
+    return checkpoint
+
+
+def split(checkpoint: Mapping[str, Any], form: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What every rank writes its parts of, and what rank 0 writes besides."""
+    rest = dict(checkpoint)
+    states = {form.key: rest.pop("state_dict")}
+    states.update({f"optimizer_{number}": state for number, state in enumerate(rest.pop("optimizer_states", []))})
+    return states, rest
+
+
+def meta_image(rest: Mapping[str, Any]) -> Image:
+    """The file for what is not sharded."""
+    return layout.torch_image(META, dict(rest), strict=False, key="checkpoint")
+
+
+def whole(engine: Engine, trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+    """Gather a checkpoint of parts: the whole one on rank 0, None elsewhere. Every rank calls this.
+
+    Raises:
+        SafeCheckpointError: a rank was lost or left, on every rank.
+    """
+    parts: dict[tuple[str, ...], torch.Tensor] = {}
+
+    def collect(value: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(value, Mapping):
+            return {key: collect(inner, (*path, str(key))) for key, inner in value.items()}
+        if dtensors.is_sharded(value):
+            parts[path] = value
+            return _Part(path)
+        return value
+
+    names = ("state_dict", "optimizer_states")
+    sketch = {
+        name: collect(dict(enumerate(checkpoint[name])) if name == "optimizer_states" else checkpoint[name], (name,))
+        for name in names
+        if name in checkpoint
+    }
+    flat = {"/".join(path): tensor for path, tensor in parts.items()}
+    stream = gather.iterate(flat, engine.config.timeouts.lengthy_s, engine.group, None)
+    found = dict(zip(parts, (tensor for _, tensor in stream), strict=True))
+    if engine.rank != 0:
+        return None
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, _Part):
+            return found[value.path]
+        return {key: fill(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
+
+    result = {**checkpoint, **{name: fill(value) for name, value in sketch.items()}}
+    if "optimizer_states" in sketch:
+        model = trainer.strategy.model
+        result["optimizer_states"] = [_by_number(state, model) for state in result["optimizer_states"].values()]
+    return result
+
+
+@dataclass(frozen=True)
+class _Part:
+    path: tuple[str, ...]
+
+
+def _by_number(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    # As the strategy does it, so that a full checkpoint also loads without sharding.
+    from lightning.pytorch.strategies import model_parallel
+    from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
+
+    align: Callable[..., dict[str, Any]] | None = getattr(
+        model_parallel, "_align_compiled_param_names_with_module", None
+    )
+    aligned = align(state, model) if align is not None else state
+    return dict(FullyShardedDataParallel.rekey_optim_state_dict(aligned, OptimStateKeyType.PARAM_ID, model))
+
+
+def guard_loading(trainer: Any, engine: Engine, before: Callable[[], None]) -> None:
+    """Let the strategy load only what all ranks together have verified, if it is a directory of ours.
+
+    Args:
+        trainer: its strategy reads by itself.
+        engine: where the ranks meet.
+        before: called first: what is in flight must be over.
+    """
+    strategy = trainer.strategy
+    original = type(strategy).load_checkpoint
+
+    def load(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        before()
+        path = Path(checkpoint_path)
+        rank, size = engine.rank, engine.session.size
+        if path.is_dir() and (path / MANIFEST_NAME).exists():
+            resume.check(engine, path, lambda found: verify_share(found, rank, size))
+        return original(strategy, checkpoint_path, *args, **kwargs)
+
+    strategy.load_checkpoint = load
