@@ -129,3 +129,30 @@ def test_a_rename_that_the_disk_does_not_confirm_is_taken_back(tmp_path, monkeyp
         commit.publish_file(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "b").read_text() == "old"
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.endswith(".old")) == []
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("old", ["file", "directory"])
+def test_a_file_and_a_directory_replace_each_other(tmp_path, monkeypatch, can_exchange, old):
+    """A single-file checkpoint takes the name of a sharded one and the other way round; nothing is left beside it."""
+    if not can_exchange:
+        monkeypatch.setattr(commit, "exchange", lambda *_: False)
+    final, staged = tmp_path / "final", tmp_path / "staged"
+    for path, is_file in ((final, old == "file"), (staged, old == "directory")):
+        if is_file:
+            path.write_text(path.name)
+        else:
+            folder(path, path.name)
+    commit.publish(staged, final, lambda: tmp_path / ".final.old")
+    assert (final if old == "directory" else final / "f").read_text() == "staged"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["final"]
+
+
+def test_a_directory_gets_a_further_name(tmp_path):
+    """Its files are hard links; a file that had the name is replaced."""
+    folder(tmp_path / "a", "new")
+    (tmp_path / "last").write_text("old")
+    link = commit.Link(path=tmp_path / "last")
+    commit.publish_link(tmp_path / "a", tmp_path / "staged", link, lambda: tmp_path / ".last.old")
+    assert os.path.samefile(tmp_path / "a/f", tmp_path / "last/f")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "last"]

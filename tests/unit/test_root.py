@@ -49,7 +49,7 @@ def test_an_interrupted_replacement_is_finished_or_undone(root, complete):
     checkpoint(staged, {"f": b"new"})
     if not complete:
         (staged / "f").write_bytes(b"ne")
-    final.rename(root.aside("op", "step-1"))
+    final.rename(root.aside("op", root.path / "step-1"))
     root.close()
     again = Root(root.path, lease_s=6)
     again.open()
@@ -181,7 +181,7 @@ def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(commit.os, "rename", rename)
             with contextlib.suppress(KeyboardInterrupt):
-                commit.publish_directory(staged, final, root.aside("op", "step-1"))
+                commit.publish_directory(staged, final, root.aside("op", root.path / "step-1"))
         root.close()
         again = Root(exp, lease_s=6)
         again.open()
@@ -197,7 +197,7 @@ def test_what_was_moved_aside_outlives_the_tidying_up(tmp_path):
     root.stage("op")
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001/f").touch()
-    os.rename(tmp_path / "step-00000001", root.aside("op", "step-00000001"))
+    os.rename(tmp_path / "step-00000001", root.aside("op", root.path / "step-00000001"))
     root.drop_staging("op")
     root.close()
     again = Root(tmp_path, lease_s=60)

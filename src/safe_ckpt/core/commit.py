@@ -65,7 +65,7 @@ def publish_file(staged: Path, final: Path) -> None:
 
 
 def publish(staged: Path, final: Path, aside: Callable[[], Path]) -> None:
-    """Give a durable file or directory its final name, whichever has that name now.
+    """Give a durable file or directory its final name, whichever has that name now; what lies beside it then is deleted.
 
     Args:
         staged: complete and durable.
@@ -77,7 +77,10 @@ def publish(staged: Path, final: Path, aside: Callable[[], Path]) -> None:
         HalfCommittedError: it was done and then the disk refused to confirm it, or to undo it.
     """
     if any(path.is_dir() and not path.is_symlink() for path in (staged, final)):
-        publish_directory(staged, final, aside())
+        replaced = aside()
+        publish_directory(staged, final, replaced)
+        if replaced.parent == final.parent:
+            remove_tree(replaced)
     else:
         publish_file(staged, final)
 

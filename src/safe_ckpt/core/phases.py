@@ -220,8 +220,7 @@ class Phases:
         manifest = dataclasses.replace(self._op.manifest, files=entries, items=_merge_items(reports))
         commit.write_durably(self._op.staged / MANIFEST_NAME, manifest.to_bytes())
         commit.make_directory(request.path.parent)
-        aside = request.root.aside(self._op.op_id, request.path.name)
-        commit.publish_directory(self._op.staged, request.path, aside)
+        commit.publish(self._op.staged, request.path, self._aside(request.path))
         self._link()
         return CheckpointInfo.of(manifest, request.path, sum(entry.size_bytes for entry in entries))
 
@@ -230,7 +229,7 @@ class Phases:
         request = self._op.request
         if entries:
             commit.make_directory(request.path.parent)
-            commit.publish(self._op.staged, request.path, self._aside(request.path.name))
+            commit.publish(self._op.staged, request.path, self._aside(request.path))
         self._link()
         return CheckpointInfo.of(self._op.manifest, request.path, sum(entry.size_bytes for entry in entries))
 
@@ -238,10 +237,10 @@ class Phases:
         request = self._op.request
         for number, link in enumerate(request.links):
             staged = self._op.staged.parent / f"link{number}-{link.path.name}"
-            commit.publish_link(request.path, staged, link, self._aside(link.path.name))
+            commit.publish_link(request.path, staged, link, self._aside(link.path))
 
-    def _aside(self, name: str) -> Callable[[], Path]:
-        return lambda: self._op.request.root.aside(self._op.op_id, name)
+    def _aside(self, path: Path) -> Callable[[], Path]:
+        return lambda: self._op.request.root.aside(self._op.op_id, path)
 
     def _check_staged(self, entries: tuple[FileEntry, ...]) -> None:
         # Written must equal planned, as rank 0 sees it: another rank's file may have vanished, or lie on another disk.

@@ -98,11 +98,16 @@ class Root:
         commit.make_directory(folder)
         return folder
 
-    def aside(self, op_id: str, name: str) -> Path:
-        """Where a directory goes that is being replaced by the save ``op_id``."""
+    def aside(self, op_id: str, path: Path) -> Path:
+        """Where what stands at ``path`` goes when the save ``op_id`` replaces it by another directory.
+
+        For a path elsewhere, to which ``open`` would not bring it back, that is beside it.
+        """
+        if path.parent != self.path:
+            return path.with_name(f".{path.name}.{op_id}.old")
         folder = self.trash / op_id
         commit.make_directory(folder)
-        return folder / name
+        return folder / path.name
 
     def drop_staging(self, op_id: str) -> None:
         """Remove the staging directory of a save that is over, and what it replaced. Never raises.
@@ -168,7 +173,7 @@ class Root:
             new = self.staging / folder.name / old.name
             chosen = new if _is_complete(new) else old
             logger.warning("%s: finished an interrupted replacement with %s", self.path / old.name, chosen)
-            commit.publish_directory(chosen, self.path / old.name, self.aside(folder.name, "unused"))
+            commit.publish_directory(chosen, self.path / old.name, self.trash / folder.name / "unused")
 
     def _sweep(self) -> None:
         for folder in (self.staging, self.trash):

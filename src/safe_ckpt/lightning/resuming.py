@@ -154,7 +154,7 @@ def _link_again(root: Root, info: CheckpointInfo, path: Path, target: str | None
         return
     staged = root.stage(f"link-{uuid.uuid4().hex}")
     link = Link(path=path, target=target)
-    commit.publish_link(info.path, staged / path.name, link, lambda: root.aside(staged.name, path.name))
+    commit.publish_link(info.path, staged / path.name, link, lambda: root.aside(staged.name, path))
     root.drop_staging(staged.name)
     logger.info("made %s again, as was due when %s was saved", path, info.name)
 

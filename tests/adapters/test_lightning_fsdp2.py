@@ -1,0 +1,200 @@
+"""Lightning's ModelParallelStrategy (FSDP2) on two ranks: sharded directories and full files, kills, and what others read."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from test_lightning_ddp import fingerprints, run, script
+
+from safe_ckpt.core.manifest import read_manifest
+from safe_ckpt.core.verify import verify
+from support import flip_bit, kill_group, start_script, writer_processes
+
+BODY = """
+    import hashlib, json
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+    from safe_ckpt.errors import SafeCheckpointError
+
+    class Module(module_class(pl)):
+        def __init__(self, **more):
+            super().__init__(**more)
+            self.net = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 2))
+
+        def configure_model(self):
+            if not isinstance(self._trainer.strategy, ModelParallelStrategy):
+                return
+            mesh = self.device_mesh["data_parallel"]
+            fully_shard(self.net[0], mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
+
+    def whole(module):
+        state = module.state_dict()
+        return {name: (v.full_tensor() if hasattr(v, "full_tensor") else v).clone() for name, v in state.items()}
+
+    def print_of(module):
+        return hashlib.sha256(b"".join(v.numpy().tobytes() for v in whole(module).values())).hexdigest()[:16]
+
+    def fit(folder, kind, epochs, ckpt_path=None, callback=True, **more):
+        pl.seed_everything(1, verbose=False)
+        module = Module(loader=resumable)
+        ours = SafeCheckpointCallback(dirpath=folder, config=CONFIG, resume=None if ckpt_path else "auto", save_last=True,
+                                      filename="{epoch}-{step}", every_n_train_steps=1, save_top_k=2,
+                                      monitor="step", mode="max")
+        strategy = ModelParallelStrategy(
+            data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=kind == "sharded"
+        )
+        settings = {"strategy": strategy, "devices": 2, **more}
+        made = trainer(pl, [ours] if callback else [], folder, max_epochs=epochs, enable_checkpointing=callback, **settings)
+        made.fit(module, ckpt_path=ckpt_path)
+        return made, module
+"""
+TRAIN = """
+    if __name__ == "__main__":
+        made, module = fit(folder, sys.argv[2], int(sys.argv[3]))
+        os.write(1, f"RANK {made.global_rank} {print_of(module)} {made.global_step}\\n".encode())  # in one piece
+        if len(sys.argv) > 4:
+            made.save_checkpoint(sys.argv[4])
+"""
+
+
+def test_killed_runs_go_on_bit_for_bit_and_shapes_of_checkpoints_change(tmp_path):
+    """A sharded run that is killed ends as an uninterrupted full one; a full file and a sharded directory replace each other.
+
+    Top-k and ``last`` are directories then, verified, with nothing left in staging; a full run goes on from a sharded one.
+    """
+    file = script(tmp_path, BODY + TRAIN)
+    exp, over = tmp_path / "exp", tmp_path / "over" / "it.ckpt"
+    reference = run(file, tmp_path / "reference", "full", 14, over)
+    assert reference.returncode == 0, reference.stderr[-3000:]
+    assert over.is_file()
+    seed = int.from_bytes(os.urandom(2))
+    events = exp / ".safe_ckpt/events.jsonl"
+    process = start_script(file, str(exp), "sharded", "14")
+    deadline, said = time.monotonic() + 60, ""
+    while time.monotonic() < deadline and process.poll() is None and said.count('"committed"') < 5:
+        said = events.read_text() if events.exists() else ""
+        time.sleep(0.01)
+    time.sleep(random.Random(seed).random() * 0.1)
+    assert process.poll() is None, "the run ended before it could be killed"
+    kill_group(process)
+    process.stdout.close()
+    done = run(file, exp, "sharded", 14, over)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert fingerprints(done.stdout) == fingerprints(reference.stdout), f"random seed {seed}"
+    assert len(fingerprints(done.stdout)) == 1
+    assert over.is_dir()
+    kept = sorted(path for path in exp.iterdir() if path.suffix == ".ckpt")
+    assert [path.name for path in kept] == ["epoch=13-step=27.ckpt", "epoch=13-step=28.ckpt", "last.ckpt"]
+    for path in [*kept, over]:
+        assert path.is_dir()
+        verify(path, read_manifest(path))
+    assert list((exp / ".safe_ckpt/staging").rglob("*")) == []
+    more = run(file, exp, "full", 15, over)  # resumes from the sharded directory, writes files
+    assert more.returncode == 0, more.stderr[-3000:]
+    assert over.is_file()
+    assert (exp / "last.ckpt").is_file()
+    assert (exp / "epoch=14-step=30.ckpt").is_file()
+    assert torch.load(exp / "last.ckpt", weights_only=True)["global_step"] == 30
+    assert writer_processes() == []
+
+
+TOOLS = """
+    if __name__ == "__main__":
+        made, module = fit(folder / "sharded", "sharded", 2)
+        expected = whole(module)
+        last = folder / "sharded/last.ckpt"
+        stock, loaded = fit(folder / "stock", "sharded", 2, ckpt_path=str(last), callback=False)
+        assert all(torch.equal(v, expected[k]) for k, v in whole(loaded).items()), "stock load"
+        stock.save_checkpoint(folder / "theirs" / "one.ckpt")  # without our callback: Lightning's own
+        again, loaded = fit(folder / "theirs", "sharded", 2)
+        assert again.global_step == 4 and all(torch.equal(v, expected[k]) for k, v in whole(loaded).items()), "theirs"
+        again, loaded = fit(folder / "explicit", "full", 3, ckpt_path=str(last))
+        assert again.global_step == 6
+        if again.global_rank == 0:
+            torch.save(expected, folder / "expected.pt")
+        again.strategy.barrier()
+        shard = last / "__1_0.distcp"
+        if again.global_rank == 0:
+            data = bytearray(shard.read_bytes()); data[len(data) // 2] ^= 1; shard.write_bytes(data)
+        again.strategy.barrier()
+        try:
+            fit(folder / "damaged", "sharded", 3, ckpt_path=str(last))
+        except SafeCheckpointError as error:
+            print("REFUSED", type(error).__name__, flush=True)
+        if again.global_rank == 0:
+            data[len(data) // 2] ^= 1; shard.write_bytes(data)
+"""
+
+
+def test_other_tools_read_and_write_beside_us(tmp_path):
+    """Stock strategy, Lightning's consolidation, an unsharded Trainer; its directories are resumed; damage is refused."""
+    done = run(script(tmp_path, BODY + TOOLS), tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("CorruptCheckpointError") == 2, done.stdout
+    expected = torch.load(tmp_path / "expected.pt")
+    last = tmp_path / "sharded/last.ckpt"
+    command = [sys.executable, "-W", "ignore", "-m", "lightning.fabric.utilities.consolidate_checkpoint", str(last)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    merged = torch.load(f"{last}.consolidated", weights_only=False)
+    for name, value in expected.items():
+        assert torch.equal(merged["state_dict"][name], value), name
+    full = torch.load(tmp_path / "explicit/last.ckpt", weights_only=True)
+    assert full["state_dict"].keys() == expected.keys()
+    assert sorted(full["optimizer_states"][0]["state"]) == list(range(len(expected)))
+    moment = full["optimizer_states"][0]["state"][0]["exp_avg"]
+    assert moment.shape == expected["net.0.weight"].shape
+    names = {entry.path for entry in read_manifest(last).files}
+    assert names == {".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"}
+    json.loads((last / "manifest.json").read_text())
+    flip_bit(last / "meta.pt", 100)
+    with pytest.raises(ValueError, match=r"meta\.pt"):
+        verify(last, read_manifest(last))
+
+
+LOST = """
+    import signal, time
+    if __name__ == "__main__":
+        from safe_ckpt.core import exchange
+        rank = int(os.environ.get("LOCAL_RANK", 0))
+        real, calls = exchange.to_rank_0, []
+        def stop(*args, **more):
+            calls.append(1)
+            if rank == 1 and len(calls) > 2:
+                (folder / "pid").write_text(str(os.getpid()))
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return real(*args, **more)
+        exchange.to_rank_0 = stop
+        begun = time.monotonic()
+        try:
+            fit(folder, "full", 9)
+        except SafeCheckpointError as error:
+            print("NAMED", type(error).__name__, getattr(error, "ranks", ()), time.monotonic() - begun, flush=True)
+            os._exit(0)
+"""
+
+
+def test_a_rank_that_stops_within_a_full_save_is_named(tmp_path):
+    """Lightning's own gather would wait for the group's timeout of half an hour; rank 0 raises within seconds."""
+    (tmp_path / "exp").mkdir()
+    process = start_script(script(tmp_path, BODY + LOST), str(tmp_path / "exp"))
+    try:
+        said = _read_until(process, "NAMED", 60)
+        assert "NAMED PeerLostError (1,)" in said, said
+    finally:
+        kill_group(process)
+        process.stdout.close()
+
+
+def _read_until(process, word, seconds):
+    deadline, lines = time.monotonic() + seconds, []
+    for line in process.stdout:
+        lines.append(line)
+        if word in line or time.monotonic() > deadline:
+            break
+    return "".join(lines)
