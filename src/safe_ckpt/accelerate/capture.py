@@ -27,6 +27,7 @@ def images(
     *,
     safe_serialization: bool,
     besides: Mapping[str, Any] | None = None,
+    sharded: bool = False,
 ) -> list[Image]:
     """The files of this rank: everything on rank 0, random states on every rank.
 
@@ -38,6 +39,7 @@ def images(
         shared: what ``shared_states`` returned.
         safe_serialization: safetensors for the models, or pickle.
         besides: further entries for this rank's random states.
+        sharded: models and optimizers are planned elsewhere.
 
     Raises:
         StateError: something cannot be saved; names it.
@@ -46,7 +48,7 @@ def images(
         *(_model(i, state, safe_serialization=safe_serialization) for i, state in enumerate(weights)),
         *(
             _archive(f"{numbered(utils.OPTIMIZER_NAME, i)}.bin", o.state_dict())
-            for i, o in _each(accelerator._optimizers)
+            for i, o in _each([] if sharded else accelerator._optimizers)
         ),
         *(
             _archive(f"{numbered(utils.SCHEDULER_NAME, i)}.bin", s.state_dict())

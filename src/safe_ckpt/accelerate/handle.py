@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from safe_ckpt.accelerate import loading, saving, support
+from safe_ckpt.accelerate import loading, saving, sharding, support
 from safe_ckpt.accelerate.loaders import Loaders
 from safe_ckpt.accelerate.places import Places
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core import items, weights
+from safe_ckpt.core import dtensors, items, weights
 from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.export import Exporter
 from safe_ckpt.core.operation import SaveHandle
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ class Handle:
         except BaseException:
             self._engine.close(quiet=True)
             raise
+        self._exporter = Exporter(self._engine, self._places.named)
+        self._shards = sharding.planner(self._engine, accelerator)
         self._loaders = Loaders()
         for loader in accelerator._dataloaders:
             self._loaders.watch(loader)
@@ -144,7 +147,11 @@ class Handle:
         if save_model_func_kwargs:
             logger.warning("save_state ignores %s: only DeepSpeed has them", ", ".join(save_model_func_kwargs))
         options = saving.Options(
-            safe_serialization=safe_serialization, metrics=metrics or {}, step=step, overlap=self._overlaps
+            safe_serialization=safe_serialization,
+            metrics=metrics or {},
+            step=step,
+            overlap=self._overlaps,
+            shards=self._shards,
         )
         path, handle = saving.save(self._engine, self._places, self._loaders, self._accelerator, output_dir, options)
         self._flights.append((handle, step))
@@ -192,11 +199,13 @@ class Handle:
         model: torch.nn.Module,
         save_directory: str | os.PathLike[str],
         max_shard_size: int | str = "10GB",
+        dtype: torch.dtype | None = None,
     ) -> Path:
         """Write a model's weights alone, also of one that is offloaded to host memory or disk. Returns when it is durable.
 
-        Every parameter and persistent buffer is fetched when its turn comes and let go again, so that this takes no more
-        memory than the largest of them and a buffer of 64 MiB. Tied ones are stored once. The directory is replaced as a
+        Every parameter and persistent buffer is fetched or, where FSDP2 shards it, gathered when its turn comes and let go
+        again, so that this takes no more memory than the largest of them and buffers of 64 MiB (160 where it is gathered or
+        converted). Tied ones are stored once. The directory is replaced as a
         whole: shards of an earlier save are gone, other files in it stay.
 
         Args:
@@ -205,6 +214,7 @@ class Handle:
             save_directory: gets ``model.safetensors``, or shards and an index, as ``from_pretrained`` and
                 ``load_checkpoint_in_model`` read them.
             max_shard_size: bytes, or text such as ``"5GB"``.
+            dtype: floating-point tensors are converted to it; not for an offloaded model.
 
         Returns:
             The directory.
@@ -215,6 +225,11 @@ class Handle:
         """
         self._tell_trackers()
         plain = weights.unwrapped(model)
+        if dtype is not None or dtensors.has_sharded(plain):
+            handle = self._exporter.export(
+                plain, save_directory, format="safetensors", max_shard_size=max_shard_size, dtype=dtype
+            )
+            return handle.result().path
         return saving.save_model(self._engine, self._places, plain, save_directory, max_shard_size).result().path
 
     def end_training(self) -> None:
@@ -244,7 +259,8 @@ class Handle:
 
         Called by ``register`` and after ``load_state``. Worth a call of its own when ``prepare()`` came after ``register``.
         """
-        state = {"models": self._accelerator._models, "optimizers": saving.plain_optimizers(self._accelerator)}
+        parts = [*self._accelerator._models, *saving.plain_optimizers(self._accelerator)]
+        state = {str(number): part for number, part in enumerate(parts)}
         self._engine.prepare(items.expected_bytes(state, rank=self._engine.rank))
 
     def remove(self) -> None:

@@ -65,6 +65,9 @@ class Places:
         engine: where the ranks meet.
         accelerator: whose project they belong to.
         policy: what to keep.
+
+    Attributes:
+        named: the directories that the user names one by one.
     """
 
     def __init__(self, engine: Engine, accelerator: Any, policy: Retention) -> None:
@@ -72,7 +75,7 @@ class Places:
         self._accelerator = accelerator
         self._policy = policy
         self._automatic: Place | None = None
-        self._named = NamedRoots(engine)
+        self.named = NamedRoots(engine)
         self._ledgers: dict[Path, Ledger] = {}
         self._last: Path | None = None
 
@@ -176,7 +179,7 @@ class Places:
         return Target(place=place, path=path, number=agreed["number"], begun=begun, key=agreed["key"])
 
     def _hold_named(self, path: Path) -> Place:
-        return Place(root=self._named.hold(path), ledger=self._ledgers.setdefault(path.parent, Ledger()))
+        return Place(root=self.named.hold(path), ledger=self._ledgers.setdefault(path.parent, Ledger()))
 
 
 def candidates(folder: Path) -> list[Candidate]:

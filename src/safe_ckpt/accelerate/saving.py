@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.accelerate import capture, offloaded
+from safe_ckpt.accelerate import capture, offloaded, sharding
 from safe_ckpt.accelerate.loaders import KEY, Loaders
 from safe_ckpt.accelerate.places import ADAPTER, Places, Target
 from safe_ckpt.core import items, weights
@@ -21,15 +21,18 @@ from safe_ckpt.core.overlap import Deferral
 if TYPE_CHECKING:
     import torch
 
+    from safe_ckpt.core.sharded import ShardPlanner
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to save. See ``Handle.save_state``."""
+    """How to save. See ``Handle.save_state``. ``shards`` plans what every rank has a part of; None for nothing."""
 
     safe_serialization: bool
     metrics: Mapping[str, Any]
     step: int | None
     overlap: bool
+    shards: ShardPlanner | None = None
 
 
 def save(
@@ -48,7 +51,7 @@ def save(
     hooks = accelerator._save_model_state_pre_hook
     target = places.target(output_dir, hooks=bool(hooks))
     try:
-        handle = engine.save(_request(places, accelerator, loaders, target, options))
+        handle = engine.save(_request(engine, places, accelerator, loaders, target, options))
     except BaseException:
         if target.begun is not None and engine.rank == 0:
             target.place.root.drop_staging(target.key)
@@ -98,7 +101,9 @@ def plain_optimizers(accelerator: Any) -> list[Any]:
     return [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
 
 
-def _request(places: Places, accelerator: Any, loaders: Loaders, target: Target, options: Options) -> Request:
+def _request(
+    engine: Engine, places: Places, accelerator: Any, loaders: Loaders, target: Target, options: Options
+) -> Request:
     step = target.number if options.step is None else options.step
     planned: list[Image] = []
     metrics: dict[str, float] = {}
@@ -107,7 +112,8 @@ def _request(places: Places, accelerator: Any, loaders: Loaders, target: Target,
     try:
         items.check_step(step)
         metrics = items.checked_metrics(options.metrics)
-        states = [accelerator.get_state_dict(model, unwrap=False) for model in accelerator._models]
+        models = accelerator._models if options.shards is None else []
+        states = [accelerator.get_state_dict(model, unwrap=False) for model in models]
         if target.begun is not None:
             for hook in list(accelerator._save_model_state_pre_hook.values()):
                 hook(accelerator._models, states, str(target.begun))
@@ -119,9 +125,13 @@ def _request(places: Places, accelerator: Any, loaders: Loaders, target: Target,
             shared,
             safe_serialization=options.safe_serialization,
             besides={KEY: loaders.states(accelerator._dataloaders)},
+            sharded=options.shards is not None,
         )
     except Exception as problem:  # whatever a hook or a state_dict() raises: the other ranks must learn of it
         error = problem
+    if options.shards is not None:
+        parts, error = sharding.images(engine, options.shards, accelerator, error)
+        planned = [*planned, *parts]
     deferral = None
     if options.overlap and planned:
         deferral = Deferral(accelerator._models, plain_optimizers(accelerator)) or None
@@ -138,5 +148,6 @@ def _request(places: Places, accelerator: Any, loaders: Loaders, target: Target,
         retain=lambda new: places.retain(target.place, new),
         deferral=deferral,
         begun=target.begun,
+        folders=sharding.folders(accelerator),
         carry=lambda _: True,
     )

@@ -10,7 +10,7 @@ from accelerate.utils import DistributedType
 from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.errors import ConfigError
 
-_OTHERS = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
+_OTHERS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 """They write checkpoints of their own kind, past what is replaced here."""
 
 
@@ -26,6 +26,14 @@ def check(accelerator: Any) -> None:
             f"{kind} writes its checkpoints itself and is not covered yet; save_state stays as it is without register"
         )
         raise ConfigError(key="accelerator.distributed_type", message=message)
+    if kind == DistributedType.FSDP and not getattr(accelerator, "is_fsdp2", False):
+        message = "FSDP of version 1 is not covered: use FullyShardedDataParallelPlugin(fsdp_version=2)"
+        raise ConfigError(key="fsdp_plugin.fsdp_version", message=message)
+    if kind == DistributedType.FSDP:
+        form = str(getattr(accelerator.state.fsdp_plugin.state_dict_type, "name", "?"))
+        if form not in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+            message = f"expected SHARDED_STATE_DICT or FULL_STATE_DICT, got {form}"
+            raise ConfigError(key="fsdp_plugin.state_dict_type", message=message)
     project = accelerator.project_configuration
     if project.save_on_each_node:
         message = (

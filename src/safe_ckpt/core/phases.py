@@ -152,7 +152,7 @@ class Phases:
             else:
                 op.staged.mkdir()
             for name in op.request.folders:
-                (op.staged / name).mkdir()
+                (op.staged / name).mkdir(exist_ok=True)  # a hook may have made it
             sync_directory(str(op.staged.parent))
 
     def _await_folder(self) -> None:

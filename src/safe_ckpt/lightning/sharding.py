@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.core import dtensors, gather, layout, resume
+from safe_ckpt.core import gather, layout, resume
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.manifest import MANIFEST_NAME
@@ -91,43 +91,16 @@ def whole(engine: Engine, trainer: Any, checkpoint: dict[str, Any]) -> dict[str,
     Raises:
         SafeCheckpointError: a rank was lost or left, on every rank.
     """
-    parts: dict[tuple[str, ...], torch.Tensor] = {}
-
-    def collect(value: Any, path: tuple[str, ...]) -> Any:
-        if isinstance(value, Mapping):
-            return {key: collect(inner, (*path, str(key))) for key, inner in value.items()}
-        if dtensors.is_sharded(value):
-            parts[path] = value
-            return _Part(path)
-        return value
-
-    names = ("state_dict", "optimizer_states")
-    sketch = {
-        name: collect(dict(enumerate(checkpoint[name])) if name == "optimizer_states" else checkpoint[name], (name,))
-        for name in names
-        if name in checkpoint
+    parts: dict[str, Any] = {
+        name: checkpoint[name] for name in ("state_dict", "optimizer_states") if name in checkpoint
     }
-    flat = {"/".join(path): tensor for path, tensor in parts.items()}
-    stream = gather.iterate(flat, engine.config.timeouts.lengthy_s, engine.group, None)
-    found = dict(zip(parts, (tensor for _, tensor in stream), strict=True))
-    if engine.rank != 0:
+    found = gather.whole(parts, engine.config.timeouts.lengthy_s, engine.group)
+    if found is None:
         return None
-
-    def fill(value: Any) -> Any:
-        if isinstance(value, _Part):
-            return found[value.path]
-        return {key: fill(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
-
-    result = {**checkpoint, **{name: fill(value) for name, value in sketch.items()}}
-    if "optimizer_states" in sketch:
-        model = trainer.strategy.model
-        result["optimizer_states"] = [_by_number(state, model) for state in result["optimizer_states"].values()]
-    return result
-
-
-@dataclass(frozen=True)
-class _Part:
-    path: tuple[str, ...]
+    model = trainer.strategy.model
+    if "optimizer_states" in found:
+        found["optimizer_states"] = [_by_number(state, model) for state in found["optimizer_states"]]
+    return {**checkpoint, **found}
 
 
 def _by_number(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:

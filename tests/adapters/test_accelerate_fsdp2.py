@@ -1,0 +1,180 @@
+"""An Accelerator whose model FSDP2 shards, on two gloo ranks.
+
+Accelerate offers FSDP2 on accelerators only; here the state is told by hand that this is one of FSDP. All else is real: its
+``prepare``, its optimizer wrapper, its own ``save_state`` and ``load_state`` for comparison.
+"""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from safetensors.torch import load_file
+
+from accelerate_runs import CONFIG, forget, make, seed
+from safe_ckpt.accelerate import register
+from safe_ckpt.core.manifest import read_manifest
+from safe_ckpt.core.verify import verify
+from safe_ckpt.errors import ConfigError, NoValidCheckpointError, SafeCheckpointError
+from safe_ckpt.testing import spawn_ranks, values
+from support import flip_bit
+
+
+def plugin(kind="SHARDED_STATE_DICT", version=2):
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        state_dict_type=kind,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Linear"],
+        cpu_ram_efficient_loading=False,
+    )
+
+
+def accelerator(rank, folder, kind="SHARDED_STATE_DICT", version=2, **more):
+    forget()
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"], ACCELERATE_USE_FSDP="true")
+    made = make(folder, **more)
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    made.state.distributed_type = DistributedType.FSDP
+    made.state.fsdp_plugin = plugin(kind, version)
+    return made
+
+
+def training(made, number=0):
+    seed(number)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 33), torch.nn.LayerNorm(33), torch.nn.Linear(33, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model, optimizer = made.prepare(model, optimizer)
+    scheduler = made.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 2, gamma=0.5))
+    return model, optimizer, scheduler
+
+
+def train(made, parts, steps):
+    model, optimizer, scheduler = parts
+    for _ in range(steps):
+        made.backward(model(torch.rand(3, 4)).pow(2).sum())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
+def whole(model):
+    return {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def _go(rank, folder, kind):
+    made = accelerator(rank, folder / "straight", kind)
+    parts = training(made)
+    train(made, parts, 5)
+    expected = whole(parts[0])
+
+    made = accelerator(rank, folder / "exp", kind)
+    parts = training(made)
+    with register(made, CONFIG) as handle:
+        train(made, parts, 2)
+        path = made.save_state(step=2)
+        train(made, parts, 1)  # while it is written
+        made.save_state(step=3)
+        train(made, parts, 9)
+        handle.wait()
+        made.load_state()
+        train(made, parts, 2)
+        assert equal(whole(parts[0]), expected), "went on from memory"
+        saved = handle.save_model(parts[0], folder / "weights")
+    if rank == 0:
+        assert equal(load_file(saved / "model.safetensors"), expected)
+
+    made = accelerator(rank, folder / "exp", kind)
+    parts = training(made, number=7)
+    with register(made, CONFIG):
+        made.load_state(path)
+        train(made, parts, 3)
+        assert equal(whole(parts[0]), expected), "a fresh process, from the older one"
+    made.load_state(str(folder / "exp/checkpoints/checkpoint_1"))  # stock Accelerate reads what we wrote
+    train(made, parts, 2)
+    assert equal(whole(parts[0]), expected), "stock load"
+
+    made = accelerator(rank, folder / "theirs", kind)
+    parts = training(made)
+    train(made, parts, 3)
+    made.save_state()  # stock
+    with register(made, CONFIG):
+        train(made, parts, 4)
+        made.load_state()
+        train(made, parts, 2)
+        assert equal(whole(parts[0]), expected), "ours reads theirs"
+    dist.barrier()
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_training_goes_on_bit_for_bit_and_stock_accelerate_reads_it(tmp_path, kind):
+    """Save, resume in place and afresh, weights alone; stock ``load_state`` reads ours, ours reads stock's. The same files."""
+    values(spawn_ranks(_go, 2, tmp_path, kind, init=False, timeout_s=90))
+    ours, theirs = (tmp_path / name / "checkpoints" for name in ("exp", "theirs"))
+
+    def names(folder):
+        found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+        return {name for name in found if name != "manifest.json"}
+
+    # Stock Accelerate writes the sampler-free state in the same files.
+    assert names(ours / "checkpoint_1") == names(theirs / "checkpoint_0")
+    for folder in ours.iterdir():
+        verify(folder, read_manifest(folder))
+
+
+def _saves_and_dies(rank, folder):
+    made = accelerator(rank, folder)
+    parts = training(made)
+    handle = register(made, CONFIG)
+    for step in range(3):
+        train(made, parts, 1)
+        made.save_state(step=step)
+    handle.wait()
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _loads(rank, folder):
+    made = accelerator(rank, folder)
+    parts = training(made, number=3)
+    with register(made, CONFIG):
+        try:
+            made.load_state()
+        except SafeCheckpointError as error:
+            return type(error).__name__
+    count = parts[1].optimizer.state[next(iter(parts[0].parameters()))]["step"]
+    return int(count)
+
+
+def test_a_damaged_shard_is_passed_over_by_all_ranks(tmp_path):
+    """After a SIGKILL, with a bit flipped in rank 1's optimizer shard: both ranks take the checkpoint before."""
+    spawn_ranks(_saves_and_dies, 2, tmp_path, init=False)
+    shard = tmp_path / "checkpoints/checkpoint_2/optimizer_0/__1_0.distcp"
+    flip_bit(shard, shard.stat().st_size // 2)
+    assert values(spawn_ranks(_loads, 2, tmp_path, init=False)) == [2, 2]
+
+
+def _refused(rank, folder):
+    made = accelerator(rank, folder, version=1)
+    with pytest.raises(ConfigError, match="fsdp_version"):
+        register(made, CONFIG)
+    made = accelerator(rank, folder, "LOCAL_STATE_DICT", version=1)
+    made.state.fsdp_plugin.fsdp_version = 2
+    with pytest.raises(ConfigError, match="state_dict_type"):
+        register(made, CONFIG)
+    made = accelerator(rank, folder)
+    training(made)
+    with register(made, CONFIG), pytest.raises(NoValidCheckpointError):
+        made.load_state()
+
+
+def test_what_is_not_covered_is_refused(tmp_path):
+    """FSDP of version 1 and its local state dicts, with the setting's name."""
+    values(spawn_ranks(_refused, 2, tmp_path, init=False))
