@@ -36,6 +36,8 @@ examples: .venv/ready  ## run every example, twice where it resumes
 	EPOCHS=2 $(BIN)/python examples/plain_torch.py runs/examples/plain
 	EPOCHS=4 $(BIN)/python examples/plain_torch.py runs/examples/plain
 	EPOCHS=2 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/plain_torch.py runs/examples/ranks
+	EPOCHS=2 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 examples/fsdp2_reshard.py runs/examples/fsdp2
+	EPOCHS=4 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/fsdp2_reshard.py runs/examples/fsdp2 --export
 	EPOCHS=2 $(BIN)/python examples/lightning_digits.py runs/examples/lightning
 	EPOCHS=4 DEVICES=2 $(BIN)/python examples/lightning_digits.py runs/examples/lightning
 	EPOCHS=2 $(ACCELERATE) examples/accelerate_digits.py runs/examples/accelerate

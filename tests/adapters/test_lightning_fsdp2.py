@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_lightning_ddp import fingerprints, run, script
 
 from safe_ckpt.core.manifest import read_manifest
@@ -44,7 +45,7 @@ BODY = """
         pl.seed_everything(1, verbose=False)
         module = Module(loader=resumable)
         ours = SafeCheckpointCallback(dirpath=folder, config=CONFIG, resume=None if ckpt_path else "auto", save_last=True,
-                                      filename="{epoch}-{step}", every_n_train_steps=1, save_top_k=2,
+                                      filename="{epoch}-{step}", every_n_train_steps=1, save_top_k=2, export_to=folder / "weights",
                                       monitor="step", mode="max")
         strategy = ModelParallelStrategy(
             data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=kind == "sharded"
@@ -138,6 +139,10 @@ def test_other_tools_read_and_write_beside_us(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("CorruptCheckpointError") == 2, done.stdout
     expected = torch.load(tmp_path / "expected.pt")
+    exported = load_file(tmp_path / "explicit/weights/model.safetensors")  # at the end of fit
+    assert exported.keys() == expected.keys()
+    last_weights = torch.load(tmp_path / "explicit/last.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(exported[name], last_weights[name]) for name in exported)
     last = tmp_path / "sharded/last.ckpt"
     command = [sys.executable, "-W", "ignore", "-m", "lightning.fabric.utilities.consolidate_checkpoint", str(last)]
     subprocess.run(command, check=True, capture_output=True, timeout=60)

@@ -17,6 +17,7 @@ from safe_ckpt.core.manifest import CheckpointInfo
 from safe_ckpt.core.root import HIDDEN
 from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.lightning import continuation, resuming
+from safe_ckpt.core.weights import parse_size
 from safe_ckpt.lightning.arguments import check_arguments, refuse_remote
 from safe_ckpt.lightning.bases import ModelCheckpoint
 from safe_ckpt.lightning.bookkeeping import Intents, Shadow, known_paths, reconcile
@@ -60,6 +61,9 @@ class SafeCheckpointCallback(ModelCheckpoint):
             and agreed by all ranks, or starts afresh when there never was one. Needs an explicit ``dirpath``. Of several
             callbacks in a Trainer all that say so must name one directory.
         async_save: ``False``: ``fit`` goes on only when the checkpoint is committed.
+        export_to: a directory that gets the module's weights, whole and in Hugging Face's layout, when ``fit`` has ended; not
+            after a signal. See ``Checkpointer.export``.
+        export_max_shard_size: bytes, or text such as ``"5GB"``.
 
     Raises:
         ConfigError: ``resume="auto"`` without ``dirpath`` or with ``save_weights_only``; a remote ``dirpath``; a setting that
@@ -86,7 +90,10 @@ class SafeCheckpointCallback(ModelCheckpoint):
         config: CheckpointConfig | None = None,
         resume: Literal["auto"] | None = None,
         async_save: bool = True,
+        export_to: str | Path | None = None,
+        export_max_shard_size: int | str = "5GB",
     ) -> None:
+        parse_size(export_max_shard_size, "export_max_shard_size")
         check_arguments(dirpath, config, resume, save_weights_only=save_weights_only)
         super().__init__(
             dirpath=dirpath,
@@ -109,6 +116,8 @@ class SafeCheckpointCallback(ModelCheckpoint):
         self.resume = resume
         self._resume_due = resume == "auto"
         self.async_save = async_save
+        self.export_to = export_to
+        self.export_max_shard_size = export_max_shard_size
         self._forget_live()
 
     # ------------------------------------------------------------------ identity
@@ -225,6 +234,8 @@ class SafeCheckpointCallback(ModelCheckpoint):
                 super().on_train_end(trainer, pl_module)
         if self._saver is not None:
             self._saver.settle()
+            if self.export_to is not None and not self._saver.stopping:
+                self._saver.export(pl_module, Path(self.export_to), self.export_max_shard_size)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Save if asked to, then let what is in flight end. Nothing here masks the exception."""

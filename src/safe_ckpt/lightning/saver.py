@@ -15,8 +15,10 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core import direct, items, select
 from safe_ckpt.core.commit import Link
 from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.export import Exporter
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.manifest import CheckpointInfo
+from safe_ckpt.core.named import NamedRoots
 from safe_ckpt.core.operation import Request, SaveHandle
 from safe_ckpt.core.rendezvous import open_session, raise_first
 from safe_ckpt.core.root import Root
@@ -33,6 +35,8 @@ from safe_ckpt.lightning.io import SafeCheckpointIO
 from safe_ckpt.lightning.signals import in_signal_handler
 
 if TYPE_CHECKING:
+    import torch
+
     from safe_ckpt.core.sharded import ShardPlanner
 
 logger = logging.getLogger(__name__)
@@ -183,6 +187,16 @@ class TrainerSaver:
             intents = Intents(saves=[str(target)])
             handle = self.save(intents, None, None, weights_only=weights_only, wait=True)
             handle.result()  # also with on_failure="warn": who asks for a file is told that there is none
+
+    def export(self, module: torch.nn.Module, directory: Path, max_shard_size: int | str) -> None:
+        """Write the module's weights alone and wait until they are durable. Every rank calls this.
+
+        Raises:
+            SafeCheckpointError: it failed, with the same error on every rank.
+        """
+        exporter = Exporter(self.engine, NamedRoots(self.engine))
+        with self._within():
+            exporter.export(module, directory, format="safetensors", max_shard_size=max_shard_size, dtype=None).result()
 
     def has_whole(self, directory: Path, step: int) -> bool:
         """Whether the last checkpoint with the state of the training is committed in ``directory``, and of this step."""

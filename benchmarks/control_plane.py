@@ -1,0 +1,150 @@
+"""What it costs many ranks to act as one: agree on a save, report, commit. No files, no tensors, only the control plane.
+
+Every rank is a thread of this process with a store connection of its own, against one real TCPStore; the protocol objects are
+those of a real save (``Session.agree``, ``Board``). All threads share one interpreter lock and these few cores: the times are
+upper bounds, and what counts is their shape and the number of store operations per rank. Connecting takes longer than it all.
+
+    python benchmarks/control_plane.py [ranks ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from safe_ckpt.core.board import Board
+from safe_ckpt.core.channel import Channel, LocalChannel
+from safe_ckpt.core.rendezvous import Session, Shares
+
+
+class CountedStore:
+    """A store that counts what is asked of it."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self.calls[name] += 1
+            return getattr(self._store, name)(*args)
+
+        return call
+
+
+class ThreadSession(Session):
+    """A session whose rank is a thread: its calls run on that thread, and nobody beats."""
+
+    def __init__(self, rank: int, size: int, store: Any) -> None:
+        self.rank, self.size = rank, size
+        self.users, self.reads, self.movers = 1, {}, []
+        self.at_exit = None
+        self._shutdown_s, self._answer_s = 5.0, 5.0
+        self._name, self._meeting, self._cursor, self._closed, self._heartbeat = "threads", None, 0, False, None
+        self._calls = LocalChannel(store)
+
+    def channel(self, name: str) -> Channel:
+        return self._calls
+
+
+def save(session: Session, rounds: int, shares: bool) -> list[float]:
+    """One rank's part in ``rounds`` saves: seconds of each."""
+    found = []
+    for number in range(rounds):
+        begun = time.monotonic()
+        answer = {"bytes": 1 << 30, "writes": True, "error": None, "same": {}, "earlier": None}
+        if shares:
+            session.agree(
+                "shards",
+                {},
+                timeout_s=60,
+                answer=answer,
+                decide=lambda a: Shares({rank: {"kept": [rank]} for rank in a}),
+            )
+        agreed = session.agree(
+            "save", {"step": number}, timeout_s=60, answer=answer, decide=lambda a: {"writers": len(a)}
+        )
+        board = Board(session, session.channel("phases"), f"op{number}", range(agreed["writers"]), lambda: None)
+        entry = {"path": f"model/__{session.rank}_0.distcp", "size_bytes": 1 << 30, "xxh3_128": "0" * 32}
+        if session.rank == 0:
+            board.prepared()
+            board.report({"files": [entry], "items": {}})
+            reports = board.reports(60)
+            board.conclude({"ok": {"files": sum(len(report["files"]) for report in reports.values())}})
+        else:
+            board.await_prepared(60)
+            board.report({"files": [entry], "items": {}})
+            board.verdict(60)
+        found.append(time.monotonic() - begun)
+        if session.rank == 0:
+            while not board.forget():
+                time.sleep(0.001)
+    return found
+
+
+def simulate(ranks: int, rounds: int = 3, *, shares: bool = True) -> tuple[list[float], list[Counter[str]]]:
+    """Run saves on that many ranks.
+
+    Returns:
+        The seconds of each save, of the slowest rank, and what each rank asked of the store.
+    """
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    stores = [
+        CountedStore(
+            server
+            if rank == 0
+            else dist.TCPStore(
+                "localhost", server.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
+            )
+        )
+        for rank in range(ranks)
+    ]
+    seconds: list[list[float]] = [[] for _ in range(ranks)]
+    failures: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            seconds[rank] = save(ThreadSession(rank, ranks, stores[rank]), rounds, shares)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in reversed(threads):  # rank 0 last: the clock starts when all are there
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    if failures or any(len(times) < rounds for times in seconds):
+        raise RuntimeError(f"{len(failures)} ranks failed: {failures[:1]}")
+    return [max(times[number] for times in seconds) for number in range(rounds)], [store.calls for store in stores]
+
+
+def main() -> None:
+    """Print the curve."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("ranks", type=int, nargs="*", default=[16, 64, 256, 1024, 4096])
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    threading.stack_size(512 << 10)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    print(
+        f"{'ranks':>6} {'agree -> commit, s':>20} {'ms per rank':>12} {'ops of a rank':>14} {'ops of rank 0 / rank':>21}"
+    )
+    for ranks in options.ranks:
+        times, calls = simulate(ranks, options.rounds)
+        own = [sum(call.values()) / options.rounds for call in calls]
+        best = sorted(times)[len(times) // 2]
+        print(f"{ranks:>6} {best:>20.3f} {1000 * best / ranks:>12.3f} {max(own[1:]):>14.1f} {own[0] / ranks:>21.2f}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+if __name__ == "__main__":
+    main()
