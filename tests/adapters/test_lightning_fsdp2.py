@@ -45,8 +45,8 @@ BODY = """
         pl.seed_everything(1, verbose=False)
         module = Module(loader=resumable)
         ours = SafeCheckpointCallback(dirpath=folder, config=CONFIG, resume=None if ckpt_path else "auto", save_last=True,
-                                      filename="{epoch}-{step}", every_n_train_steps=1, save_top_k=2, export_to=folder / "weights",
-                                      monitor="step", mode="max")
+                                      filename="{epoch}-{step}", every_n_train_steps=1, save_top_k=2, mode="max",
+                                      monitor="step", export_to=folder / "weights")
         strategy = ModelParallelStrategy(
             data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=kind == "sharded"
         )

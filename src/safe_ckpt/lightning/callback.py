@@ -15,9 +15,9 @@ from weakref import proxy
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.manifest import CheckpointInfo
 from safe_ckpt.core.root import HIDDEN
+from safe_ckpt.core.weights import parse_size
 from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.lightning import continuation, resuming
-from safe_ckpt.core.weights import parse_size
 from safe_ckpt.lightning.arguments import check_arguments, refuse_remote
 from safe_ckpt.lightning.bases import ModelCheckpoint
 from safe_ckpt.lightning.bookkeeping import Intents, Shadow, known_paths, reconcile
