@@ -40,12 +40,12 @@ def test_the_beliefs_that_are_restored_exist(name):
 
 @PACKAGE
 def test_every_argument_of_model_checkpoint_is_ours_too(name):
-    """Our constructor takes all of its arguments, in its order, typed for the command line, and adds three."""
+    """Our constructor takes all of its arguments, in its order, typed for the command line, and adds ours behind them."""
     from safe_ckpt.lightning import SafeCheckpointCallback
 
     theirs = list(inspect.signature(package(name).callbacks.ModelCheckpoint.__init__).parameters)
     ours = inspect.signature(SafeCheckpointCallback.__init__).parameters
-    assert list(ours) == [*theirs, "config", "resume", "async_save"]
+    assert list(ours) == [*theirs, "config", "resume", "async_save", "export_to", "export_max_shard_size"]
     for argument in theirs[1:]:
         assert (
             ours[argument].default

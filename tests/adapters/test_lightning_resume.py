@@ -366,7 +366,7 @@ def test_peeking_runs_nothing(tmp_path):
             return os.mkdir, (str(tmp_path / "executed"),)
 
     torch.save({"global_step": 7, "loops": {}, "state_dict": {}, "evil": Evil()}, tmp_path / "a.ckpt")
-    assert peek(tmp_path / "a.ckpt") == Sight(step=7, weights_only=False)
+    assert peek(tmp_path / "a.ckpt") == Sight(step=7, weights_only=False, whole=True)
     assert not (tmp_path / "executed").exists()
 
 

@@ -1,0 +1,107 @@
+"""What a sharded save costs on two gloo ranks, beside ``dcp.save`` of the same FSDP2 state in the same run.
+
+python benchmarks/sharded.py [--layers 24 --width 1400] [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from safe_ckpt import CheckpointConfig, Checkpointer, Retention
+from safe_ckpt.testing import spawn_ranks, values
+
+
+def timed(action: Callable[[], Any]) -> float:
+    """Seconds, from when all ranks are there."""
+    dist.barrier()
+    begun = time.monotonic()
+    action()
+    return time.monotonic() - begun
+
+
+def measure(rank: int, folder: Path, layers: int, width: int, rounds: int) -> dict[str, list[float]]:
+    """One rank's seconds of every round."""
+    del rank
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, width)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    state = {"model": model, "optimizer": optimizer}
+    found: dict[str, list[float]] = {}
+
+    def note(name: str, seconds: float) -> None:
+        found.setdefault(name, []).append(seconds)
+
+    with Checkpointer(folder / "ours", CheckpointConfig(retention=Retention(keep_last=1))) as ckpt:
+        ckpt.prepare(state)
+        for number in range(rounds + 1):
+            first = " (first)" if number == 0 else ""
+            begun = time.monotonic()
+            note(f"safe_ckpt call{first}", timed(lambda step=number: ckpt.save(step, state)))
+            ckpt.wait()
+            note(f"safe_ckpt durable{first}", time.monotonic() - begun)
+
+            def stock(path: Path = folder / f"dcp{number}") -> None:
+                weights, moments = get_state_dict(model, optimizer)
+                dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=path)
+
+            note(f"dcp.save durable{first}", timed(stock))
+            if number < rounds:
+                dist.barrier()
+                shutil.rmtree(folder / f"dcp{number}", ignore_errors=True)
+        for _ in range(rounds):
+            note("safe_ckpt resume, verified", timed(lambda: ckpt.resume(state)))
+
+            def load() -> None:
+                weights, moments = get_state_dict(model, optimizer)
+                whole = {"model": weights, "optimizer": moments}
+                dcp.load(whole, checkpoint_id=folder / f"dcp{rounds}")
+                set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+
+            note("dcp.load, unverified", timed(load))
+    return found
+
+
+def main() -> None:
+    """Print the medians, as seconds and per GiB."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--width", type=int, default=1400)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    size = 12 * options.layers * (options.width**2 + options.width) / 2**30
+    folder = Path(tempfile.mkdtemp(dir="."))
+    try:
+        arguments = (folder.absolute(), options.layers, options.width, options.rounds)
+        by_rank = values(spawn_ranks(measure, 2, *arguments, timeout_s=900, group_timeout_s=600))
+    finally:
+        shutil.rmtree(folder)
+    print(f"{size:.2f} GiB in {2 * options.layers} parameters and their moments, two ranks")
+    for name in by_rank[0]:
+        seconds = [max(times) for times in zip(*(found[name] for found in by_rank), strict=True)]
+        middle = statistics.median(seconds)
+        print(f"{name:32} {middle:8.3f} s {middle / size:8.3f} s/GiB   {min(seconds):.3f} .. {max(seconds):.3f}")
+
+
+if __name__ == "__main__":
+    main()
