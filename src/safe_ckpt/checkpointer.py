@@ -283,7 +283,7 @@ class Checkpointer:
         entries = {entry.path: entry for entry in manifest.files}
         folders = {name: file for name, file in needed.items() if manifest.items[name]["form"] == items.SHARDED}
         sharded = items.files_in(folders.values(), manifest)
-        verify(path, manifest, only=set(sharded[rank::size]))
+        verify(path, manifest, only=set(sharded[rank::size]), cached=True)
         loaded: dict[str, Any] = {name: items.Shards(path / folder) for name, folder in folders.items()}
         for name in needed.keys() - folders.keys():
             loaded[name] = items.load_file(path, entries[needed[name]], manifest.items[name], name)

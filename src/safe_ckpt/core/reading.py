@@ -44,8 +44,13 @@ def read_whole(file: Path, length: int) -> tuple[mmap.mmap, str]:
     return memory, digest.hexdigest()
 
 
-def digest_of(file: Path, length: int) -> str:
+def digest_of(file: Path, length: int, *, cached: bool = False) -> str:
     """xxh3-128 of the first ``length`` bytes, keeping no more than a few pieces in memory.
+
+    Args:
+        file: which one.
+        length: how much of it.
+        cached: through the page cache, for a file that is read once more in a moment.
 
     Raises:
         OSError: it could not be read.
@@ -53,18 +58,18 @@ def digest_of(file: Path, length: int) -> str:
     digest = xxhash.xxh3_128()
     room = min(length, (_AHEAD + 1) * _CHUNK)
     with mmap.mmap(-1, max(1, -(-room // PAGE)) * PAGE) as memory, memoryview(memory) as view:
-        for start, end in read_ahead(file, length, view):
+        for start, end in read_ahead(file, length, view, cached=cached):
             with view[start:end] as piece:
                 digest.update(piece)
     return digest.hexdigest()
 
 
-def read_ahead(file: Path, length: int, memory: memoryview) -> Iterator[tuple[int, int]]:
+def read_ahead(file: Path, length: int, memory: memoryview, *, cached: bool = False) -> Iterator[tuple[int, int]]:
     """Read a file piece by piece, in order, several pieces ahead. Yields where in ``memory`` each piece lies.
 
     With less memory than ``length`` it is used over and over: a piece is valid until the next one is asked for.
     """
-    source = _Source(file, direct=length >= _DIRECT_FROM)
+    source = _Source(file, direct=length >= _DIRECT_FROM and not cached)
     slots = len(memory) // _CHUNK if len(memory) < length else 0
     pending: list[tuple[int, int, Future[int]]] = []
     starts = iter(range(0, length, _CHUNK))

@@ -15,13 +15,14 @@ from safe_ckpt.core.zip_format import COMMENT_BYTES
 from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 
 
-def verify(path: Path, manifest: Manifest, only: set[str] | None = None) -> int:
+def verify(path: Path, manifest: Manifest, only: set[str] | None = None, *, cached: bool = False) -> int:
     """Read a checkpoint's bytes and compare them with what was written. Returns the number of bytes.
 
     Args:
         path: the directory or file.
         manifest: its manifest.
         only: of a directory, verify just these files.
+        cached: of a directory, through the page cache: what is verified is read once more in a moment.
 
     Raises:
         CorruptCheckpointError: they differ; names the file, or the archive's record.
@@ -30,7 +31,7 @@ def verify(path: Path, manifest: Manifest, only: set[str] | None = None) -> int:
     if path.is_file():
         return _verify_archive(path)
     chosen = [entry for entry in manifest.files if only is None or entry.path in only]
-    return sum(verify_entry(path, entry) for entry in chosen)
+    return sum(verify_entry(path, entry, cached=cached) for entry in chosen)
 
 
 def verify_share(path: Path, rank: int, size: int) -> None:
@@ -46,7 +47,8 @@ def verify_share(path: Path, rank: int, size: int) -> None:
         return
     manifest = read_manifest(path)
     by_size = sorted(manifest.files, key=lambda entry: (-entry.size_bytes, entry.path))
-    verify(path, manifest, only={entry.path for entry in by_size[rank::size]})
+    # What is verified here is read by others, or by a framework, right afterwards.
+    verify(path, manifest, only={entry.path for entry in by_size[rank::size]}, cached=True)
 
 
 def verify_if_ours(path: Path) -> bool:
@@ -63,7 +65,7 @@ def verify_if_ours(path: Path) -> bool:
     return True
 
 
-def verify_entry(path: Path, entry: FileEntry) -> int:
+def verify_entry(path: Path, entry: FileEntry, *, cached: bool = False) -> int:
     """Read one file of a directory checkpoint and compare it. Returns its size.
 
     Raises:
@@ -77,7 +79,7 @@ def verify_entry(path: Path, entry: FileEntry) -> int:
         if status.st_size != entry.size_bytes:
             message = f"has {status.st_size} bytes instead of {entry.size_bytes}"
             raise CorruptCheckpointError(path=str(path), file=entry.path, message=message)
-        digest = digest_of(file, entry.size_bytes)
+        digest = digest_of(file, entry.size_bytes, cached=cached)
     except FileNotFoundError:
         raise CorruptCheckpointError(path=str(path), file=entry.path, message="is missing") from None
     if digest != entry.xxh3_128:
