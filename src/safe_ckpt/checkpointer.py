@@ -22,7 +22,7 @@ from safe_ckpt.core.named import NamedRoots
 from safe_ckpt.core.operation import Request, SaveHandle
 from safe_ckpt.core.overlap import Deferral
 from safe_ckpt.core.verify import verify
-from safe_ckpt.errors import CoordinationError, NoValidCheckpointError
+from safe_ckpt.errors import NoValidCheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -105,11 +105,13 @@ class Checkpointer:
             planned = items.plan(state, rank=self._engine.rank)
         except Exception as problem:  # whatever a state_dict() raises: the other ranks must learn of it
             error = problem
-        if planned.sharded or (error is not None and self._expects_shards(state)):
-            images, error = self._plan_shards(planned.sharded, error)
+        path = self.directory / select.step_name(number)
+        view = {"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"}
+        if planned.sharded:
+            images = self._plan_shards(planned.sharded, {"step": number, "path": path, **view})
         request = Request(
             root=self._root,
-            path=self.directory / select.step_name(number),
+            path=path,
             kind="directory",
             step=number,
             metrics=numbers,
@@ -117,7 +119,7 @@ class Checkpointer:
             items=planned.described(self._engine.rank),
             folders=list(planned.sharded),
             error=error,
-            view={"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"},
+            view=view,
             retain=lambda new: self._ledger.retain(new, retention.chooser(self.config.retention)),
             deferral=self._deferral(state) if error is None else None,
         )
@@ -134,22 +136,12 @@ class Checkpointer:
         """
         self._engine.prepare(items.expected_bytes(state, rank=self._engine.rank))
 
-    def _expects_shards(self, state: object) -> bool:
-        return items.holds_shards(state) or (self._shards is not None and self._shards.used)
-
-    def _plan_shards(
-        self, states: Mapping[str, Any], problem: Exception | None
-    ) -> tuple[list[Image], Exception | None]:
+    def _plan_shards(self, states: Mapping[str, Any], view: Mapping[str, object]) -> list[Image]:
         from safe_ckpt.core.sharded import ShardPlanner  # DCP takes a while to import
 
         if self._shards is None:
             self._shards = ShardPlanner(self._engine)
-        try:
-            return self._shards.images(states, problem), problem
-        except CoordinationError:
-            raise
-        except Exception as error:  # the same on all ranks, which learn of it once more when they agree on the save
-            return [], error
+        return self._shards.images(states, kind="save", view=view)
 
     def _deferral(self, state: Mapping[str, Any]) -> Deferral | None:
         # A plain loop may do anything to its parameters between two steps, so "auto" is eager here.

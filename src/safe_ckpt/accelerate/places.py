@@ -18,9 +18,9 @@ from safe_ckpt.core import extras, retention, select
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.ledger import Ledger
 from safe_ckpt.core.manifest import CheckpointInfo
-from safe_ckpt.core.named import WEIGHTS, NamedRoots, refuse
+from safe_ckpt.core.named import NamedRoots, refuse
 from safe_ckpt.core.root import HIDDEN, Root
-from safe_ckpt.core.select import Candidate
+from safe_ckpt.core.select import WEIGHTS, Candidate
 from safe_ckpt.errors import ConfigError
 
 ADAPTER = "accelerate"

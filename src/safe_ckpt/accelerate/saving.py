@@ -14,9 +14,9 @@ from safe_ckpt.accelerate.places import ADAPTER, Places, Target
 from safe_ckpt.core import items, weights
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.layout import Image
-from safe_ckpt.core.named import WEIGHTS
 from safe_ckpt.core.operation import Request, SaveHandle
 from safe_ckpt.core.overlap import Deferral
+from safe_ckpt.core.select import WEIGHTS
 
 if TYPE_CHECKING:
     import torch

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import os
 import shutil
 import uuid
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from safe_ckpt.core.sink import sync_directory
 
+logger = logging.getLogger(__name__)
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -80,7 +82,7 @@ def publish(staged: Path, final: Path, aside: Callable[[], Path]) -> None:
         replaced = aside()
         publish_directory(staged, final, replaced)
         if replaced.parent == final.parent:
-            remove_tree(replaced)
+            _tidy(lambda: remove_tree(replaced))
     else:
         publish_file(staged, final)
 
@@ -107,7 +109,7 @@ def publish_directory(staged: Path, final: Path, aside: Path) -> None:
     if exchange(staged, final):
         with _undone_by(lambda: exchange(staged, final)):
             sync_directory(str(final.parent))
-        os.rename(staged, aside)
+        _tidy(lambda: os.rename(staged, aside))
         return
     os.rename(final, aside)
     with _undone_by(lambda: os.rename(aside, final)):
@@ -120,6 +122,14 @@ def publish_directory(staged: Path, final: Path, aside: Path) -> None:
 
     with _undone_by(swap_back):
         sync_directory(str(final.parent))
+
+
+def _tidy(action: Callable[[], object]) -> None:
+    # The new one is committed: what is left of the old one must not turn that into a failure.
+    try:
+        action()
+    except OSError as error:
+        logger.warning("what was replaced could not be tidied away: %s", error)
 
 
 @contextlib.contextmanager

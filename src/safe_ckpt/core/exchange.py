@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from safe_ckpt.core import ranks
-from safe_ckpt.errors import RendezvousTimeout
+from safe_ckpt.errors import PeerLostError, RendezvousTimeout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _FIRST_NAP_S = 0.0001
 _LONGEST_NAP_S = 0.005
+_given_up: list[weakref.ref[Any]] = []
 
 
 def to_rank_0(
@@ -61,7 +63,27 @@ def to_rank_0(
     work.wait()
 
 
+def refuse_if_given_up(group: ProcessGroup | None) -> None:
+    """Raise at once where a collective was given up before: another one would never end.
+
+    Raises:
+        PeerLostError: it was.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    if any(known() is _group_of(group) for known in _given_up):
+        reason = (
+            "an earlier gather was given up within a collective, and the process group with it: start the job again"
+        )
+        raise PeerLostError(phase="gather", ranks=(), reason=reason)
+
+
+def _group_of(group: ProcessGroup | None) -> Any:
+    return group if group is not None else dist.distributed_c10d._get_default_group()
+
+
 def _abort(group: ProcessGroup | None) -> None:
+    _given_up.append(weakref.ref(_group_of(group)))
     # An operation that is left behind would keep destroy_process_group and the interpreter's exit waiting for the lost rank.
     logger.warning("a collective was given up: its process group cannot be used any more")
     for backend, _ in ranks.backend_timeouts(group):

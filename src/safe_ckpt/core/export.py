@@ -14,9 +14,10 @@ from safe_ckpt.core import dtensors, gather, weights
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.handover import Handover
 from safe_ckpt.core.layout import Image, Lazy
-from safe_ckpt.core.named import WEIGHTS, NamedRoots, refuse
+from safe_ckpt.core.named import NamedRoots, refuse
 from safe_ckpt.core.operation import Operation, Request, SaveHandle
 from safe_ckpt.core.rendezvous import raise_first
+from safe_ckpt.core.select import WEIGHTS
 from safe_ckpt.errors import ConfigError, SaveError, to_wire
 
 
@@ -71,11 +72,16 @@ class Exporter:
             patient=True,
         )
         chosen = {name: tensors[name] for name in kept["names"]}
-        if not kept["gathered"]:
-            planned = weights.images(chosen, most_bytes) if self._engine.rank == 0 else []
-            return self._engine.save(request(images=planned))
         stream = _Stream(self._engine, path.name, chosen, dtype)
-        return self._engine.save(request(images=stream.images(most_bytes), streamed=True, feed=stream.feed))
+        planned: list[Image] = []
+        try:
+            if self._engine.rank == 0:
+                planned = stream.images(most_bytes) if kept["gathered"] else weights.images(chosen, most_bytes)
+        except Exception as problem:  # the other ranks must learn of it
+            error = problem
+        if not kept["gathered"]:
+            return self._engine.save(request(images=planned, error=error))
+        return self._engine.save(request(images=planned, error=error, streamed=True, feed=stream.feed))
 
     def _agree(
         self,
@@ -115,9 +121,7 @@ class _Stream:
         self._handover = Handover(name, gather.STAGING_BYTES, self._timeout_s)
 
     def images(self, most_bytes: int) -> list[Image]:
-        """The files, on rank 0."""
-        if self._engine.rank != 0:
-            return []
+        """The files."""
         return weights.images({name: self._lazy(name, tensor) for name, tensor in self._tensors.items()}, most_bytes)
 
     def _lazy(self, name: str, tensor: torch.Tensor) -> Lazy:
@@ -151,6 +155,8 @@ class _Stream:
         except BaseException:
             self._handover.fail(SaveError(name=op.name, cause="interrupted", phase="gather"))
             raise
+        finally:
+            stream.close()  # also when this was interrupted: the others are told, and the timeouts put back
 
 
 def _final(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:

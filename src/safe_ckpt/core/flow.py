@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from safe_ckpt.core.channel import KeyTimeout
@@ -41,6 +42,9 @@ class Flow:
         self._begun = 0
         self._told = False
         self._looked = time.monotonic()
+        if session.rank == 0 and session.stale:
+            stale, session.stale = session.stale, []
+            self._drop(stale)
         self._needed = [0] if session.rank else list(range(1, session.size))
 
     @property
@@ -60,8 +64,11 @@ class Flow:
 
         def arrive(store: Store) -> None:
             store.set(f"{self._prefix}/at/{rank}", str(number + 1))
-            if store.add(f"{self._prefix}/count/{number}", 1) == size:
+            if store.add(self._count(number), 1) == size:
                 store.set(self._go(number), "{}")
+            if rank == 0 and number > 1:  # all have passed that one
+                store.delete_key(self._go(number - 2))
+                store.delete_key(self._count(number - 2))
 
         self._channel.call(arrive, phase=phase)
         self._next = number + 1
@@ -91,7 +98,7 @@ class Flow:
         if self._told:
             return
         if rank == 0:
-            self._await_readers(self._session.size - 1 - _lost_with(error))
+            self._await_readers(self._session.size - 1 - _lost_with(error, rank))
         wire = to_wire(error, rank=rank, phase=f"gather: {where}")
         # Also in the round that this rank waited for: where it begins all the same, the others look for the next one within.
         keys = [self._go(number) for number in range(self._begun, self._next + 1)]
@@ -104,8 +111,24 @@ class Flow:
         self._channel.call(tell, phase="gather")
 
     def close(self) -> None:
-        """Give the connection back."""
+        """Give the connection back. Rank 0 notes which keys are left; the next gather, to which all come, drops them."""
         self._channel.close()
+        if self._session.rank == 0 and not self.alone:
+            rounds = range(max(0, self._next - 2), self._next + 1)
+            self._session.stale += [*map(self._go, rounds), *map(self._count, rounds), self._read]
+            self._session.stale += [f"{self._prefix}/at/{rank}" for rank in range(self._session.size)]
+
+    def _drop(self, keys: Sequence[str]) -> None:
+        def drop(store: Store) -> None:
+            for key in keys:
+                store.delete_key(key)
+
+        self._channel.call(drop, phase="gather")
+        for key in keys:
+            self._session.reads.pop(key, None)
+
+    def _count(self, number: int) -> str:
+        return f"{self._prefix}/count/{number}"
 
     def _go(self, number: int) -> str:
         return f"{self._prefix}/go/{number}"
@@ -127,7 +150,7 @@ class Flow:
         self._told = True
         error = from_wire(told["error"])
         if self._session.rank == 0:
-            self._await_readers(self._session.size - 1 - max(1, _lost_with(error)))
+            self._await_readers(self._session.size - 1 - max(1, _lost_with(error, 0)))
         else:
             self._channel.acknowledge(self._read, phase="gather")
         raise error
@@ -141,6 +164,6 @@ class Flow:
         return f"{self._prefix}/read"
 
 
-def _lost_with(error: BaseException) -> int:
-    """How many ranks will not read what is said of it."""
-    return len(getattr(error, "ranks", getattr(error, "missing", ())))
+def _lost_with(error: BaseException, rank: int) -> int:
+    """How many other ranks will not read what is said of it."""
+    return len(set(getattr(error, "ranks", getattr(error, "missing", ()))) - {rank})

@@ -171,9 +171,11 @@ class _Gather:
         late_s = max(_LATE_S, self._session.stall_s + 5)
         flow = Flow(self._session, self._op_id, timeout_s=timeout_s, late_s=late_s)
         where, done = "its beginning", 0
+        reductions = sum(map(dtensors.is_partial, self.tensors.values()))
         try:
             for index, where in enumerate(self._names):
-                self._reduce(index, flow)
+                partial = self._reduce(index, flow)
+                reductions -= partial
                 full = self._begin(index) if self._session.rank == 0 else None
                 if full is not None:
                     self._take_own(index, full)
@@ -188,7 +190,7 @@ class _Gather:
                 yield where, handed
                 del handed
         except BaseException as error:
-            if done < len(self._sends) and not flow.alone:
+            if (done < len(self._sends) or reductions) and not flow.alone:
                 flow.leave(error, where)
             raise
         finally:
@@ -198,6 +200,7 @@ class _Gather:
         problem: Exception | None = None
         spans: list[dtensors.Span | None] = []
         try:
+            exchange.refuse_if_given_up(self._group)
             self.tensors = named_tensors(state)
             spans = [dtensors.chunk_of(tensor) for tensor in self.tensors.values()]
         except Exception as error:  # the others wait for this rank's answer
@@ -245,12 +248,14 @@ class _Gather:
         tensor = self.tensors[self._names[index]]
         return torch.empty(tuple(tensor.shape), dtype=self._wire_dtype(tensor))
 
-    def _reduce(self, index: int, flow: Flow) -> None:
+    def _reduce(self, index: int, flow: Flow) -> bool:
         tensor = self.tensors[self._names[index]]
-        if dtensors.is_partial(tensor):
-            # Torch's own collective in the tensor's mesh: the one place that is not polled, entered when all are there.
-            flow.enter(f"gather of {self._names[index]}")
-            self._local = index, dtensors.reduced(tensor)
+        if not dtensors.is_partial(tensor):
+            return False
+        # Torch's own collective in the tensor's mesh: the one place that is not polled, entered when all are there.
+        flow.enter(f"gather of {self._names[index]}")
+        self._local = index, dtensors.reduced(tensor)
+        return True
 
     def _local_of(self, index: int) -> torch.Tensor:
         if self._local[0] != index:

@@ -62,6 +62,9 @@ def decide(request: Request, answers: Mapping[int, Any], *, busy: bool) -> dict[
     for rank in ranks:
         if answers[rank]["error"]:
             raise from_wire(answers[rank]["error"])
+    sharded = {str(rank): ", ".join(answers[rank].get("items", ["none"])) for rank in ranks}
+    if len(set(sharded.values())) > 1:
+        raise DesyncError(what="sharded items", values=sharded)
     for what in dict.fromkeys(key for rank in ranks for key in answers[rank]["same"]):
         values = {str(rank): str(answers[rank]["same"].get(what)) for rank in ranks}
         if len(set(values.values())) > 1:

@@ -91,7 +91,8 @@ def plan(state: Mapping[str, Any], *, rank: int) -> Plan:
     check_names(state)
     items: list[Item] = []
     sharded: dict[str, Any] = {}
-    for name, value in state.items():
+    for name in _optimizers_last(state):
+        value = state[name]
         inner, form = _resolve(name, value, state)
         if not isinstance(value, PerRank) and dtensors.has_sharded(inner):
             sharded[name] = inner
@@ -100,9 +101,9 @@ def plan(state: Mapping[str, Any], *, rank: int) -> Plan:
     return Plan(items=items, sharded=sharded)
 
 
-def holds_shards(state: object) -> bool:
-    """Whether something in a state is known to be sharded before it is asked for its state dict."""
-    return isinstance(state, Mapping) and any(dtensors.has_sharded(value) for value in state.values())
+def _optimizers_last(state: Mapping[str, Any]) -> list[str]:
+    # After a forward without backward FSDP2 has put other parameters into its modules; asking for their state undoes it.
+    return sorted(state, key=lambda name: isinstance(state[name], torch.optim.Optimizer))
 
 
 def modules_of(state: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
@@ -274,7 +275,8 @@ def restore(state: Mapping[str, Any], loaded: Mapping[str, Any], path: Path) -> 
     Raises:
         RestoreError: an object refused its state.
     """
-    for name, value in state.items():
+    for name in _optimizers_last(state):
+        value = state[name]
         target = value.value if isinstance(value, PerRank) else value
         try:
             result = _restore_one(name, target, loaded[name], state)
@@ -294,22 +296,18 @@ def restore(state: Mapping[str, Any], loaded: Mapping[str, Any], path: Path) -> 
 def _restore_one(name: str, target: Any, loaded: Any, state: Mapping[str, Any]) -> Any:
     if isinstance(loaded, Shards):
         return loaded.restore(name, target, modules_of(state))
-    if isinstance(target, Stateful):
-        target.load_state_dict(_spread(target, loaded, state) if dtensors.has_sharded(target) else loaded)
-        return target
-    return restore_into(target, loaded)
-
-
-def _spread(target: Any, loaded: Any, state: Mapping[str, Any]) -> Any:
-    """The state dict of a sharded object with its parts of whole tensors, which a run on one rank has saved."""
-    if isinstance(target, torch.optim.Optimizer):
+    if isinstance(target, torch.optim.Optimizer) and dtensors.has_sharded(target):
         from safe_ckpt.core import resharding
 
-        owner = resharding.owner_of(target, modules_of(state))
-        own = resharding.optimizer_state(owner, target)
-        resharding.set_optimizer_state(owner, target, restore_into(own, resharding.named(target, owner, loaded)))
-        return target.state_dict()
-    return restore_into(dict(target.state_dict()), loaded)
+        resharding.spread_optimizer(target, loaded)
+        return target
+    if isinstance(target, torch.nn.Module) and dtensors.has_sharded(own := target.state_dict()):
+        target.load_state_dict(restore_into(own, loaded))
+        return target
+    if isinstance(target, Stateful):
+        target.load_state_dict(loaded)
+        return target
+    return restore_into(target, loaded)
 
 
 @dataclass(frozen=True)
@@ -328,12 +326,12 @@ class Shards:
             resharding.restore_optimizer(resharding.owner_of(target, modules), target, self.folder)
         elif isinstance(target, Stateful):
             own = target.state_dict()
-            resharding.load_into(self.folder, own)
+            resharding.load_all_into(self.folder, own)
             target.load_state_dict(own)
         elif isinstance(target, torch.Tensor):
             resharding.load_into(self.folder, {name: target})
         elif isinstance(target, dict):
-            resharding.load_into(self.folder, target)
+            resharding.load_all_into(self.folder, target)
         else:
             message = f"it was saved in parts; give an object or a dict of tensors to read it into, not {target!r:.50}"
             raise RestoreError(message=message)
@@ -353,6 +351,8 @@ def restore_into(target: Any, loaded: Any) -> Any:
                 f"it is {tuple(target.shape)} {target.dtype}, the checkpoint has {tuple(loaded.shape)} {loaded.dtype}; "
                 "give a tensor of that shape and type, or None to get it as it was saved"
             )
+        if dtensors.is_partial(target):
+            raise ValueError("it is a DTensor whose parts are still to be reduced: redistribute it first")
         if dtensors.is_dtensor(target) and not dtensors.is_dtensor(loaded):
             part, target_part = dtensors.part_of(target, loaded), dtensors.local_of(target)
             if part is not None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from safe_ckpt import events
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core import ranks
-from safe_ckpt.core.rendezvous import Session, open_session
+from safe_ckpt.core.rendezvous import open_session
 from safe_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def lengthy_timeouts(
     Raises:
         ConfigError: ``seconds`` is not above 0, or a group is none.
         RendezvousTimeout: some ranks did not enter the block within 300 s; names them.
-        DesyncError: the ranks gave different numbers of groups or of seconds.
+        DesyncError: the ranks gave different numbers of seconds.
         PeerLostError: a rank died or stopped.
 
     On NCCL the timeouts are set in the same way, but were never run for this project on CUDA.
@@ -55,8 +56,7 @@ def lengthy_timeouts(
     for group in ranks.meeting_groups(found):
         session = open_session(group, Timeouts(), observe=False)
         try:
-            view = {"groups": len(found), "seconds": seconds}
-            session.agree("lengthy_timeouts", view, timeout_s=Timeouts().barrier_s)
+            session.agree("lengthy_timeouts", {"seconds": seconds}, timeout_s=Timeouts().barrier_s)
         finally:
             session.release(keep=True)
     with raised(found, seconds, emit):
@@ -72,27 +72,49 @@ def raised(groups: Iterable[ProcessGroup], seconds: float, emit: events.Emitter 
         seconds: the timeout within the block.
         emit: told of it.
     """
-    before: list[tuple[ranks.Backend, float]] = []
     names: list[str] = []
+    mine: list[_Held] = []
     try:
-        with _lock:  # two threads must not each take the other's long timeout for the one to go back to
+        with _lock:
             for group in groups:
                 for backend, timeout_s in ranks.backend_timeouts(group):
-                    if timeout_s < seconds:
-                        before.append((backend, timeout_s))
-                        names.append(f"{group.group_name}: {timeout_s:g} s")
-                        ranks.set_backend_timeout(backend, seconds)
+                    held = next((one for one in _held if one.backend is backend or one.backend == backend), None)
+                    if held is None:
+                        _held.append(held := _Held(backend, timeout_s))
+                    names.append(f"{group.group_name}: {timeout_s:g} s")
+                    held.asked.append(seconds)
+                    mine.append(held)
+                    held.apply()
         if emit is not None and names:
             emit(events.TimeoutsRaised(rank=ranks.world_rank(), groups=tuple(names), seconds=seconds))
         yield
     finally:
         with _lock:
-            for backend, timeout_s in reversed(before):
-                ranks.set_backend_timeout(backend, timeout_s)
+            for held in mine:
+                held.asked.remove(seconds)
+                held.apply()
+                if not held.asked:
+                    _held.remove(held)
         if emit is not None and names:
             emit(events.TimeoutsRestored(rank=ranks.world_rank(), groups=tuple(names)))
 
 
-def session_of(group: ProcessGroup | None, timeouts: Timeouts) -> Session:
-    """The session of ``group`` as it is, or a new one with these timeouts. Release it with ``keep=True``."""
-    return open_session(group, timeouts, observe=False)
+@dataclass(eq=False)
+class _Held:
+    """A backend whose timeout somebody has raised. Blocks need not end in the order in which they began.
+
+    Attributes:
+        backend: it.
+        before_s: its timeout when nobody had.
+        asked: what is asked for now.
+    """
+
+    backend: ranks.Backend
+    before_s: float
+    asked: list[float] = field(default_factory=list)
+
+    def apply(self) -> None:
+        ranks.set_backend_timeout(self.backend, max(self.before_s, *self.asked, 0.0))
+
+
+_held: list[_Held] = []

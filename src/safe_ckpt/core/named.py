@@ -11,7 +11,6 @@ from safe_ckpt.core.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.root import HIDDEN, Root
 from safe_ckpt.errors import DirectoryError, SafeCheckpointError
 
-WEIGHTS = "weights"
 _NAMES = "names"
 
 

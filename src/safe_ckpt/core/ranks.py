@@ -116,7 +116,9 @@ def process_groups(groups: object) -> list[ProcessGroup]:
             found.append(one)
         elif hasattr(one, "get_all_groups"):
             # A mesh has groups of its own, which WORLD's timeout does not reach.
-            found += [_world(), *one.get_all_groups()]
+            mesh: Any = one
+            inside = mesh.get_coordinate() is not None  # else it has none here
+            found += [_world(), *(mesh.get_all_groups() if inside else ())]
         else:
             message = f"expected a process group that this rank is in, a DeviceMesh or None, got {one!r}"
             raise ConfigError(key="groups", message=message)

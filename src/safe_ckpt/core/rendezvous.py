@@ -109,6 +109,7 @@ class Session:
         rank: this process's rank.
         size: number of ranks.
         reads: on rank 0, how many readings of verdicts are still to be expected, key by key.
+        stale: on rank 0, keys of what is over that some rank may still be reading; dropped when all have come to the next.
         movers: numbers of this rank that change as long as bytes move; the other ranks hear of their sum.
         at_exit: closes it when the process ends; cancelled by ``close``.
     """
@@ -119,6 +120,7 @@ class Session:
         self.users = 1
         self.reads: dict[str, int] = {}
         self.movers: list[Callable[[], int]] = []
+        self.stale: list[str] = []
         self.at_exit: multiprocessing.util.Finalize | None = None
         self._shutdown_s = timeouts.shutdown_s
         self._name = group.name

@@ -1,26 +1,24 @@
 """Reading sharded items into any world size and mesh: each rank reads the parts that it needs, planned by DCP's own planner.
 
-The bytes are verified before, by all ranks together (``verify``). Nothing here is a collective, but for what torch itself does
-when an optimizer's state is set from whole tensors. No pickle is run that could do more than build DCP's own records.
+The bytes are verified before, by all ranks together (``verify``). Nothing here is a collective. No pickle is run that could do
+more than build DCP's own records.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from safe_ckpt.core import dtensors
 from safe_ckpt.core.sharded import METADATA
 from safe_ckpt.errors import CorruptCheckpointError, RestoreError, StateError
 
@@ -44,6 +42,9 @@ _RECORDS = {
     "collections": {"OrderedDict", "defaultdict"},
     "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
 }
+
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -98,16 +99,18 @@ def load_into(folder: Path, state: dict[str, Any]) -> None:
 
     Args:
         folder: with ``.metadata`` and ``*.distcp``, verified.
-        state: nested names to DTensors, tensors and objects.
+        state: nested names to DTensors, tensors and objects, all of them in the checkpoint.
 
     Raises:
-        RestoreError: names or shapes do not fit; nothing was changed.
+        RestoreError: names, shapes or types do not fit; nothing was changed.
         OSError: the files could not be read.
     """
     reader, planner = _Reader(folder), _Planner()
     metadata = reader.read_metadata()
     try:
         planner.set_up_planner(state, metadata, is_coordinator=True)
+        for name, value in planner.state_dict.items():
+            _check_type(name, value, metadata)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
     except (RuntimeError, ValueError, KeyError, AssertionError) as error:
@@ -115,8 +118,53 @@ def load_into(folder: Path, state: dict[str, Any]) -> None:
     reader.read_data(plan, planner).wait()
 
 
+def _check_type(name: str, value: object, metadata: Metadata) -> None:
+    if not isinstance(value, torch.Tensor):
+        return
+    if dtensors.is_partial(value):
+        raise ValueError(f"{name} is a DTensor whose parts are still to be reduced: redistribute it first")
+    saved = metadata.state_dict_metadata.get(name)
+    if isinstance(saved, TensorStorageMetadata) and saved.properties.dtype != value.dtype:
+        raise ValueError(f"{name} is {value.dtype}, the checkpoint has {saved.properties.dtype}")
+
+
+def load_all_into(folder: Path, state: dict[str, Any]) -> None:
+    """As ``load_into``; what the checkpoint has besides is added to ``state``, whole."""
+    for path, saved in _saved(read_metadata(folder)):
+        if not _has(state, path):
+            set_element(state, path, _room(saved, None))
+    load_into(folder, state)
+
+
+def _saved(metadata: Metadata) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Where every entry belongs in the nested state, and what is known of it."""
+    paths = metadata.planner_data or {}
+    for name, saved in metadata.state_dict_metadata.items():
+        yield tuple(paths.get(name, (name,))), saved
+
+
+def _has(state: Any, path: tuple[Any, ...]) -> bool:
+    for key in path:
+        try:
+            state = state[key]
+        except (KeyError, IndexError, TypeError):
+            return False
+    return True
+
+
+def _room(saved: Any, like: torch.Tensor | None) -> torch.Tensor | None:
+    """A tensor to read an entry into: spread as ``like`` where it has its shape; None for what is no tensor."""
+    if not isinstance(saved, TensorStorageMetadata):
+        return None
+    if like is not None and tuple(saved.size) == tuple(like.shape):
+        return torch.zeros_like(like, dtype=saved.properties.dtype, requires_grad=False)
+    return torch.zeros(tuple(saved.size), dtype=saved.properties.dtype)
+
+
 def owner_of(optimizer: torch.optim.Optimizer, modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
     """The module whose parameters an optimizer steps: its names make the optimizer's state independent of the mesh.
+
+    Between a forward without backward and its next use FSDP2 shows other parameters: ask for its state dict first.
 
     Raises:
         StateError: none of them has all of its parameters.
@@ -133,40 +181,97 @@ def owner_of(optimizer: torch.optim.Optimizer, modules: Mapping[str, torch.nn.Mo
 
 
 def optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's state by the names of its module's parameters. One that has none yet gets it, without a step."""
-    return dict(get_optimizer_state_dict(module, optimizer))
+    """An optimizer's state by the names of its module's parameters, as ``get_optimizer_state_dict`` has it.
+
+    That function takes a step of an optimizer that has no state yet, with a learning rate of 0; this changes nothing.
+    """
+    names = _names(module)
+    groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    state = {
+        names[id(parameter)]: dict(optimizer.state[parameter])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if optimizer.state.get(parameter)
+    }
+    return {"state": state, "param_groups": groups}
 
 
 def restore_module(module: torch.nn.Module, folder: Path) -> None:
-    """Read a sharded item into a module, sharded or not."""
-    state = dict(module.state_dict())
+    """Read a sharded item into a module, sharded or not.
+
+    Raises:
+        RestoreError: the checkpoint has other names, shapes or types.
+    """
+    state = module.state_dict()
+    saved = {path[0] for path, _ in _saved(read_metadata(folder))}
+    if saved != state.keys():
+        missing, besides = sorted(state.keys() - saved), sorted(map(str, saved - state.keys()))
+        message = f"the checkpoint has nothing for {missing}, and the module has no place for {besides}"
+        raise RestoreError(path=str(folder), message=message)
     load_into(folder, state)
     module.load_state_dict(state)
 
 
 def restore_optimizer(module: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Read a sharded item into an optimizer, of sharded parameters or not."""
-    state = optimizer_state(module, optimizer)
+    """Read a sharded item into an optimizer, of sharded parameters or not. It gets state for what had some.
+
+    Raises:
+        RestoreError: the checkpoint is of other parameters, or of other groups of them.
+    """
+    names = _names(module)
+    owned = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    state: dict[str, Any] = {"state": {}, "param_groups": []}
+    for path, saved in _saved(read_metadata(folder)):
+        if path[0] == "state" and path[1] not in owned:
+            raise RestoreError(
+                path=str(folder), message=f"this optimizer does not step {path[1]}, which has state there"
+            )
+        set_element(state, path, _room(saved, owned.get(path[1]) if path[0] == "state" else None))
     load_into(folder, state)
-    set_optimizer_state(module, optimizer, state)
+    groups = state["param_groups"]
+    order = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    if [sorted(group["params"]) for group in groups] != [sorted(group) for group in order]:
+        message = "its groups hold other parameters than those in the checkpoint"
+        raise RestoreError(path=str(folder), message=message)
+    numbers = {name: number for number, name in enumerate(name for group in order for name in group)}
+    again = [{**group, "params": [numbers[name] for name in own]} for group, own in zip(groups, order, strict=True)]
+    state_by_number = {numbers[name]: kept for name, kept in state["state"].items()}
+    optimizer.load_state_dict({"state": state_by_number, "param_groups": again})
 
 
-def named(optimizer: torch.optim.Optimizer, module: torch.nn.Module, whole: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state as ``Optimizer.state_dict`` has it, by the names of the parameters instead of their numbers.
+def spread_optimizer(optimizer: torch.optim.Optimizer, whole: Mapping[str, Any]) -> None:
+    """Give this rank of a sharded optimizer its parts of a whole state, as ``Optimizer.state_dict`` has it.
 
     Raises:
         ValueError: it is of another number of parameters.
     """
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in whole["param_groups"] for number in group["params"]]
-    if len(order) != len(numbers):
-        raise ValueError(f"it is the state of {len(numbers)} parameters, this optimizer steps {len(order)}")
-    name_of = dict(zip(numbers, order, strict=True))
-    groups = [{**group, "params": [name_of[number] for number in group["params"]]} for group in whole["param_groups"]]
-    return {"state": {name_of[number]: dict(kept) for number, kept in whole["state"].items()}, "param_groups": groups}
+    if len(owned) != len(numbers):
+        raise ValueError(f"it is the state of {len(numbers)} parameters, this optimizer steps {len(owned)}")
+    parameters = dict(zip(numbers, owned, strict=True))
+    state = {
+        number: {key: _spread(value, parameters[number]) for key, value in kept.items()}
+        for number, kept in whole["state"].items()
+    }
+    optimizer.load_state_dict({**whole, "state": state})
 
 
-def set_optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Take back what ``optimizer_state`` gave."""
-    set_optimizer_state_dict(module, optimizer, state)
+def _spread(value: Any, like: torch.Tensor) -> Any:
+    if not isinstance(value, torch.Tensor) or value.shape != like.shape or not dtensors.is_dtensor(like):
+        return value
+    found = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)
+    part = dtensors.part_of(found, value)
+    if part is not None:
+        dtensors.local_of(found).copy_(part)
+    return found
+
+
+def _names(module: torch.nn.Module) -> dict[int, str]:
+    """The names of parameters without what wrappers add to them, as DCP has them."""
+    found: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")  # noqa: PLW2901
+        found.setdefault(id(parameter), name)
+    return found

@@ -167,13 +167,14 @@ class Root:
         # A crash while a directory was being replaced without an exchange: the old one is in the trash and the final
         # name is free. A complete new one goes forward, else the old one comes back; only then is anything swept.
         for folder in self.trash.iterdir():
-            old = next(folder.iterdir(), None) if folder.is_dir() and (self.staging / folder.name).is_dir() else None
-            if old is None or os.path.lexists(self.path / old.name):
-                continue
-            new = self.staging / folder.name / old.name
-            chosen = new if _is_complete(new) else old
-            logger.warning("%s: finished an interrupted replacement with %s", self.path / old.name, chosen)
-            commit.publish_directory(chosen, self.path / old.name, self.trash / folder.name / "unused")
+            interrupted = folder.is_dir() and (self.staging / folder.name).is_dir()
+            for old in list(folder.iterdir()) if interrupted else []:
+                if os.path.lexists(self.path / old.name):
+                    continue
+                new = self.staging / folder.name / old.name
+                chosen = new if _is_complete(new) else old
+                logger.warning("%s: finished an interrupted replacement with %s", self.path / old.name, chosen)
+                commit.publish_directory(chosen, self.path / old.name, self.trash / folder.name / "unused")
 
     def _sweep(self) -> None:
         for folder in (self.staging, self.trash):

@@ -12,6 +12,8 @@ from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo, Manifest, rea
 from safe_ckpt.core.root import HIDDEN
 from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 
+WEIGHTS = "weights"
+"""The kind of a directory that holds a model's weights alone: nothing to resume from, and nothing that retention deletes."""
 StepOf = Callable[[str], "int | None"]
 _STOCK_FILES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".distcp")
 
@@ -73,7 +75,8 @@ def list_directories(
         candidate = _look(path)
         if candidate.foreign:
             candidate = replace(candidate, problem="its manifest was not written by safe_ckpt")
-        if candidate.manifest is not None or number is not None:
+        weights_alone = candidate.manifest is not None and candidate.manifest.notes.get("adapter") == WEIGHTS
+        if not weights_alone and (candidate.manifest is not None or number is not None):
             found.append(candidate)
     return found
 

@@ -96,12 +96,22 @@ class ShardPlanner:
         """Whether anything sharded was planned before."""
         return bool(self._agreed)
 
-    def images(self, states: Mapping[str, Any], problem: Exception | None = None) -> list[Image]:
+    def images(
+        self,
+        states: Mapping[str, Any],
+        problem: Exception | None = None,
+        *,
+        kind: str = "shards",
+        view: Mapping[str, object] | None = None,
+    ) -> list[Image]:
         """The files of this rank. Every rank calls this, on the thread that trains.
 
         Args:
             states: folder (``""`` for the checkpoint's own) to the state dict that goes there.
             problem: why this rank has none to plan; every rank raises it.
+            kind: of the agreement, with ``view``. Those of the save that follows let a rank that knows of no shards, because
+                it failed before, meet the others here: all raise its error.
+            view: what must be equal on all ranks.
 
         Raises:
             StateError: something cannot be saved; names it. On every rank.
@@ -117,7 +127,7 @@ class ShardPlanner:
         answer = {"error": wire, "items": {folder: self._say(folder, item) for folder, item in local.items()}}
         made: dict[str, tuple[_Global, bytes]] = {}
         try:
-            share = self._engine.agree("shards", {}, answer=answer, decide=lambda given: self._decide(given, made))
+            share = self._engine.agree(kind, view or {}, answer=answer, decide=lambda given: self._decide(given, made))
         except SafeCheckpointError as error:
             self._agreed.clear()
             if problem is not None and not isinstance(error, CoordinationError):
@@ -165,7 +175,7 @@ class ShardPlanner:
 
     def _decide(self, answers: Mapping[int, Any], made: dict[str, tuple[_Global, bytes]]) -> Shares:
         raise_first({rank: answer["error"] for rank, answer in answers.items()})
-        names = {str(rank): ", ".join(answer["items"]) for rank, answer in answers.items()}
+        names = {str(rank): ", ".join(answer.get("items", ["none"])) for rank, answer in answers.items()}
         if len(set(names.values())) > 1:
             raise DesyncError(what="sharded items", values=names)
         shares: dict[int, dict[str, Any]] = {rank: {} for rank in answers}
@@ -183,6 +193,7 @@ class ShardPlanner:
         if known is not None and all(one["token"] == known.token for one in told.values()):
             return known
         plans: dict[int, SavePlan] = {}
+        shared: dict[int, SavePlan] = {}
         for rank, one in told.items():
             if one["plan"] is not None:
                 plans[rank] = pickle.loads(base64.b64decode(one["plan"]))  # from a rank of this very job
@@ -191,7 +202,11 @@ class ShardPlanner:
             else:
                 raise SaveError(name=folder, cause="its plan is not known here any more; save again", rank=rank)
         ranks = sorted(plans)
-        final, metadata = DefaultSavePlanner().create_global_plan([plans[rank] for rank in ranks])
+        # What is no DTensor is rank 0's to say, like everything that is not wrapped in PerRank.
+        for rank in ranks[1:]:
+            only = [item for item in plans[rank].items if item.type == WriteItemType.SHARD]
+            shared[rank] = dataclasses.replace(plans[rank], items=only)
+        final, metadata = DefaultSavePlanner().create_global_plan([shared.get(rank, plans[rank]) for rank in ranks])
         kept = {rank: _kept(plans[rank], final[number]) for number, rank in enumerate(ranks)}
         return _Global(token=uuid.uuid4().hex, plans=plans, kept=kept, metadata=metadata)
 
@@ -252,7 +267,7 @@ def _lay_out(folder: str, item: _Local, kept: Sequence[int], rank: int) -> list[
             pieces.append((at, item.objects[number]))
             continue
         around = distcp.envelope(*_kind(entry))
-        tensor = item.planner.lookup_object(entry.index).detach()
+        tensor = item.planner.lookup_object(entry.index).detach().resolve_conj().resolve_neg()
         if (tensor.dtype, tuple(tensor.shape)) != _kind(entry):
             message = f"planned as {_kind(entry)}, it is {tuple(tensor.shape)} {tensor.dtype}"
             raise StateError(key=f"{folder}: {entry.index.fqn}", message=message)

@@ -30,6 +30,7 @@ from safe_ckpt.core.sink import (
     write_rest,
 )
 from safe_ckpt.core.zip_format import PAGE
+from safe_ckpt.errors import SafeCheckpointError
 
 _PIECE = 1 << 20  # hashed at a time
 
@@ -66,6 +67,8 @@ def _stream_file(
             found = os.fstat(fd).st_size
         finally:
             os.close(fd)
+    except SafeCheckpointError:
+        raise  # of what is streamed, not of the disk, although some of them are OSErrors
     except OSError as error:
         raise OSError(error.errno, error.strerror, task.path) from error
     if found != size:

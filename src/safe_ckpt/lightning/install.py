@@ -29,7 +29,7 @@ def install(trainer: Any, config: CheckpointConfig) -> TrainerSaver:
     saver = TrainerSaver(trainer, config, io)
     io.saver = saver
     if sharding.layout_of(strategy) is not None:
-        sharding.guard_loading(trainer, saver.engine, saver.land)
+        sharding.guard(trainer, saver.engine, saver.land, saver.end)
     # So that the user's own saves, SLURM's and the tuners' are agreed and awaited on every rank as well.
     trainer.save_checkpoint = saver.save_now
     return saver

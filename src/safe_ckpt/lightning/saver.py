@@ -179,7 +179,7 @@ class TrainerSaver:
         target = Path(os.path.abspath(path))
         if self._busy or in_signal_handler():
             self._save_alone(target, weights_only)
-        elif self._closed and self._shards is not None:
+        elif self._closed and sharding.layout_of(self._trainer.strategy) is not None:
             self._save_with_another(target, weights_only)
         elif self._closed:
             self._save_without_pipeline(target, weights_only)

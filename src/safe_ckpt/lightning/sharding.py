@@ -115,13 +115,14 @@ def _by_number(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
     return dict(FullyShardedDataParallel.rekey_optim_state_dict(aligned, OptimStateKeyType.PARAM_ID, model))
 
 
-def guard_loading(trainer: Any, engine: Engine, before: Callable[[], None]) -> None:
-    """Let the strategy load only what all ranks together have verified, if it is a directory of ours.
+def guard(trainer: Any, engine: Engine, before: Callable[[], None], end: Callable[[], None]) -> None:
+    """Let the strategy load only what all ranks together have verified, if it is a directory of ours, and end the pipeline.
 
     Args:
-        trainer: its strategy reads by itself.
+        trainer: its strategy reads by itself, and does not tear the I/O down.
         engine: where the ranks meet.
-        before: called first: what is in flight must be over.
+        before: called before it loads: what is in flight must be over.
+        end: called when it is torn down.
     """
     strategy = trainer.strategy
     original = type(strategy).load_checkpoint
@@ -134,4 +135,13 @@ def guard_loading(trainer: Any, engine: Engine, before: Callable[[], None]) -> N
             resume.check(engine, path, lambda found: verify_share(found, rank, size))
         return original(strategy, checkpoint_path, *args, **kwargs)
 
+    def teardown() -> None:
+        for name in ("load_checkpoint", "teardown"):
+            strategy.__dict__.pop(name, None)
+        try:
+            end()
+        finally:
+            type(strategy).teardown(strategy)
+
     strategy.load_checkpoint = load
+    strategy.teardown = teardown
