@@ -17,7 +17,7 @@ from safe_ckpt.core.verify import verify
 from support import flip_bit, kill_group, start_script, writer_processes
 
 BODY = """
-    import hashlib, json
+    import hashlib, json, threading
     from lightning.pytorch.strategies import ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
     from safe_ckpt.errors import SafeCheckpointError
@@ -28,7 +28,7 @@ BODY = """
             self.net = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 2))
 
         def configure_model(self):
-            if not isinstance(self._trainer.strategy, ModelParallelStrategy):
+            if hasattr(self.net[0].weight, "placements"):  # called again for every stage
                 return
             mesh = self.device_mesh["data_parallel"]
             fully_shard(self.net[0], mesh=mesh)
@@ -107,7 +107,8 @@ def test_killed_runs_go_on_bit_for_bit_and_shapes_of_checkpoints_change(tmp_path
 
 TOOLS = """
     if __name__ == "__main__":
-        made, module = fit(folder / "sharded", "sharded", 2)
+        fit(folder / "sharded", "sharded", 1)
+        made, module = fit(folder / "sharded", "sharded", 2)  # the same directory again, in the same process
         expected = whole(module)
         last = folder / "sharded/last.ckpt"
         stock, loaded = fit(folder / "stock", "sharded", 2, ckpt_path=str(last), callback=False)
@@ -117,6 +118,10 @@ TOOLS = """
         assert again.global_step == 4 and all(torch.equal(v, expected[k]) for k, v in whole(loaded).items()), "theirs"
         again, loaded = fit(folder / "explicit", "full", 3, ckpt_path=str(last))
         assert again.global_step == 6
+        again.save_checkpoint(folder / "explicit/after.ckpt")
+        again.validate(loaded, ckpt_path=str(folder / "explicit/after.ckpt"), verbose=False)
+        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("safe_ckpt")]
+        assert not [name for name in threads if "save" in name or "copy" in name], threads
         if again.global_rank == 0:
             torch.save(expected, folder / "expected.pt")
         again.strategy.barrier()
@@ -150,6 +155,8 @@ def test_other_tools_read_and_write_beside_us(tmp_path):
     for name, value in expected.items():
         assert torch.equal(merged["state_dict"][name], value), name
     full = torch.load(tmp_path / "explicit/last.ckpt", weights_only=True)
+    after = torch.load(tmp_path / "explicit/after.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(after[name], exported[name]) for name in exported)
     assert full["state_dict"].keys() == expected.keys()
     assert sorted(full["optimizer_states"][0]["state"]) == list(range(len(expected)))
     moment = full["optimizer_states"][0]["state"][0]["exp_avg"]

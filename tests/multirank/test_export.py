@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
+from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Timeouts
 from safe_ckpt.core import gather, ranks
 from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.core.verify import verify
@@ -243,3 +243,47 @@ def test_what_cannot_be_exported_is_refused_on_every_rank(tmp_path, what, kind, 
     for found, text in values(spawn_ranks(_refused, 2, tmp_path, what)):
         assert found is kind
         assert match in text
+
+
+def _beside(rank, folder):
+    mesh = init_device_mesh("cpu", (2,))
+    model = {"a": distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])}
+    with Checkpointer(folder, CheckpointConfig(timeouts=QUICK, retention=Retention(keep_last=1))) as ckpt:
+        ckpt.save(1, {"m": model}).result()
+        ckpt.export(model, folder / "weights").result()
+    with Checkpointer(folder, CheckpointConfig(timeouts=QUICK, retention=Retention(keep_last=1))) as ckpt:
+        assert ckpt.resume({"m": model}).step == 1
+        ckpt.save(2, {"m": model}).result()
+    dist.barrier()
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_weights_beside_checkpoints_are_no_checkpoint(tmp_path):
+    """An export into the run's own directory is neither resumed from nor deleted by retention."""
+    assert values(spawn_ranks(_beside, 2, tmp_path)) == [[".safe_ckpt", "step-00000002", "weights"]] * 2
+
+
+def _late(rank, folder):
+    mesh = init_device_mesh("cpu", (2,))
+    state = {f"t{number}": distribute_tensor(torch.ones(1 << 18), mesh, [Shard(0)]) for number in range(8)}
+    gather.STAGING_BYTES = 1 << 18
+    original = gather._Gather._exchange
+
+    def leave(self, number, *rest):
+        if rank == 1 and number == 3:
+            raise KeyError("a bug on this rank")
+        original(self, number, *rest)
+
+    gather._Gather._exchange = leave
+    with Checkpointer(folder / "ckpt", CONFIG) as ckpt:
+        try:
+            ckpt.export(state, folder / "out").result()
+        except SafeCheckpointError as error:
+            return str(error)
+
+
+def test_what_goes_wrong_in_the_gather_is_not_taken_for_the_disk(tmp_path):
+    """An error of rank 1 within the gather is what every rank raises from the handle, and nothing was committed."""
+    for text in values(spawn_ranks(_late, 2, tmp_path)):
+        assert "a bug on this rank" in text
+    assert not (tmp_path / "out").exists()

@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, iter_full_tensors
+from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, iter_full_tensors, lengthy_timeouts
 from safe_ckpt.core import boxes, exchange, ranks
 from safe_ckpt.core.gather import iterate
+from safe_ckpt.core.rendezvous import open_session
 from safe_ckpt.errors import ConfigError, DesyncError, PeerLostError, RendezvousTimeout, SafeCheckpointError, StateError
 from safe_ckpt.testing import spawn_ranks, values
 
@@ -306,3 +307,66 @@ def test_a_rank_that_is_stopped_is_named(tmp_path, victim, within):
             assert kind is PeerLostError
             assert lost == (victim,)
             assert seconds < 30
+
+
+def _odd_gathers(rank):
+    world = dist.get_world_size()
+    partial = init_device_mesh("cpu", (world,))
+    state = {f"p{number}": DTensor.from_local(torch.ones(3), partial, [Partial()]) for number in range(4)}
+    told = None
+    try:
+        for name, _ in iter_full_tensors(state, timeout_s=3600):
+            if rank == 0 and name == "p1":
+                raise OSError(errno.ENOSPC, "disk full")
+    except (OSError, SafeCheckpointError) as error:
+        told = str(error)
+    session = open_session(None, QUICK, observe=False)
+    keys = []
+    for _ in range(4):
+        list(iter_full_tensors(_sharded(), staging_bytes=1 << 16))
+        keys.append(session.channel("count").call(lambda store: store.num_keys(), phase="test"))
+    session.release(keep=True)
+    return told, keys, len(session.reads)
+
+
+def test_leaving_between_sums_is_told_and_keys_do_not_pile_up():
+    """A rank that leaves between two tensors that are still to be summed is named; four gathers leave as many keys as one."""
+    for rank, (told, keys, reads) in enumerate(values(spawn_ranks(_odd_gathers, 3))):
+        assert "disk full" in told if rank == 0 else "rank 0 left the gather at p1" in told
+        assert max(keys[1:]) <= keys[0] + 4
+        assert reads <= 3
+
+
+def _submesh(rank):
+    mesh = DeviceMesh("cpu", [0, 1])  # rank 2 is not in it
+    state = {"w": DTensor.from_local(torch.full((2,), float(rank)), mesh, [Shard(0)], run_check=False)}
+    whole = dict(iter_full_tensors(state))["w"]
+    with lengthy_timeouts(mesh, 500):
+        inside = _timeouts()
+    return None if whole is None else whole.tolist(), inside, _timeouts()
+
+
+def test_a_mesh_that_some_ranks_are_not_in():
+    """Its tensors are gathered, its timeouts raised, and the rank outside takes part in WORLD alone."""
+    assert values(spawn_ranks(_submesh, 3, group_timeout_s=60)) == [
+        ([0.0, 0.0, 1.0, 1.0], [500.0], [60.0]),
+        (None, [500.0], [60.0]),
+        (None, [500.0], [60.0]),
+    ]
+
+
+def _interleaved(rank):
+    first, second = (iter_full_tensors(_sharded(), timeout_s=seconds) for seconds in (100, 200))
+    seen = [_timeouts()]
+    for stream in (first, second):
+        next(stream)
+    seen.append(_timeouts())
+    for stream in (first, second):
+        stream.close()
+        seen.append(_timeouts())
+    return seen
+
+
+def test_gathers_that_end_in_another_order_put_the_timeouts_back():
+    """The longest that is still asked for counts, and in the end it is what it was."""
+    assert values(spawn_ranks(_interleaved, 2, group_timeout_s=60)) == [[[60.0], [200.0], [200.0], [60.0]]] * 2

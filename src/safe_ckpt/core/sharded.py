@@ -146,6 +146,8 @@ class ShardPlanner:
         return found
 
     def _plan(self, folder: str, state: Any) -> _Local:
+        if self._strict:
+            _refuse_other_keys(folder, state)
         planner = DefaultSavePlanner()
         planner.set_up_planner(dict(state), is_coordinator=self._engine.rank == 0)
         for fqn, value in planner.state_dict.items():
@@ -289,6 +291,18 @@ def _admit(key: str, value: object) -> None:
     odd = value.layout is not torch.strided or value.is_quantized or value.is_nested
     if odd and not dtensors.is_sharded(value):
         raise StateError(key=key, message="a sparse, quantized or nested tensor beside sharded ones")
+
+
+def _refuse_other_keys(where: str, value: object) -> None:
+    # DCP joins the keys of nested mappings to names: others than text would come back as text.
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise StateError(key=f"{where}[{key!r}]", message="beside sharded tensors the keys must be text")
+            _refuse_other_keys(f"{where}[{key!r}]", inner)
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            _refuse_other_keys(f"{where}[{number}]", inner)
 
 
 def _file_of(rank: int) -> str:
