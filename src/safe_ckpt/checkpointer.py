@@ -12,7 +12,7 @@ import torch
 from typing_extensions import Self
 
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core import items, resume, retention, select
+from safe_ckpt.core import items, restoring, resume, retention, select
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.export import Exporter
 from safe_ckpt.core.layout import Image
@@ -184,7 +184,7 @@ class Checkpointer:
         if chosen is None:
             self.prepare(state)
             return None
-        resume.apply(self._engine, lambda: items.restore(state, chosen.loaded, chosen.info.path))
+        resume.apply(self._engine, lambda: restoring.restore(state, chosen.loaded, chosen.info.path))
         self._engine.agree("list", {"directory": self.directory}, decide=lambda _: self._take_stock())
         self.prepare(state)
         return chosen.info
@@ -276,7 +276,7 @@ class Checkpointer:
         folders = {name: file for name, file in needed.items() if manifest.items[name]["form"] == items.SHARDED}
         sharded = items.files_in(folders.values(), manifest)
         verify(path, manifest, only=set(sharded[rank::size]), cached=True)
-        loaded: dict[str, Any] = {name: items.Shards(path / folder) for name, folder in folders.items()}
+        loaded: dict[str, Any] = {name: restoring.Shards(path / folder) for name, folder in folders.items()}
         for name in needed.keys() - folders.keys():
             loaded[name] = items.load_file(path, entries[needed[name]], manifest.items[name], name)
         if rank == 0:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 
-from safe_ckpt.core import gather, layout
+from safe_ckpt.core import layout, wholes
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.rendezvous import raise_first
@@ -83,7 +83,7 @@ def _states(accelerator: Any) -> dict[str, Any]:
 def _whole(engine: Engine, states: Mapping[str, Any], problem: Exception | None) -> list[Image]:
     wire = to_wire(problem, rank=engine.rank, phase="planning the save") if problem else None
     engine.agree("gather", {}, answer=wire, decide=raise_first)
-    found = gather.whole(states, engine.config.timeouts.lengthy_s, engine.group)
+    found = wholes.whole(states, engine.config.timeouts.lengthy_s, engine.group)
     if found is None:
         return []
     planned = []

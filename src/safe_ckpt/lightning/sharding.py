@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.core import gather, layout, resume
+from safe_ckpt.core import layout, resume, wholes
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.manifest import MANIFEST_NAME
@@ -94,7 +94,7 @@ def whole(engine: Engine, trainer: Any, checkpoint: dict[str, Any]) -> dict[str,
     parts: dict[str, Any] = {
         name: checkpoint[name] for name in ("state_dict", "optimizer_states") if name in checkpoint
     }
-    found = gather.whole(parts, engine.config.timeouts.lengthy_s, engine.group)
+    found = wholes.whole(parts, engine.config.timeouts.lengthy_s, engine.group)
     if found is None:
         return None
     model = trainer.strategy.model
