@@ -101,6 +101,27 @@ def plain_optimizers(accelerator: Any) -> list[Any]:
     return [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
 
 
+def _unsharded(
+    accelerator: Any, loaders: Loaders, target: Target, options: Options
+) -> tuple[list[Image], dict[str, str]]:
+    """The files that one rank writes by itself, and what must be equal on all ranks for that."""
+    models = accelerator._models if options.shards is None else []
+    states = [accelerator.get_state_dict(model, unwrap=False) for model in models]
+    if target.begun is not None:
+        for hook in list(accelerator._save_model_state_pre_hook.values()):
+            hook(accelerator._models, states, str(target.begun))
+    shared = capture.shared_states(accelerator)
+    planned = capture.images(
+        accelerator,
+        states,
+        shared,
+        safe_serialization=options.safe_serialization,
+        besides={KEY: loaders.states(accelerator._dataloaders)},
+        sharded=options.shards is not None,
+    )
+    return planned, capture.view(accelerator, shared)
+
+
 def _request(
     engine: Engine, places: Places, accelerator: Any, loaders: Loaders, target: Target, options: Options
 ) -> Request:
@@ -112,21 +133,7 @@ def _request(
     try:
         items.check_step(step)
         metrics = items.checked_metrics(options.metrics)
-        models = accelerator._models if options.shards is None else []
-        states = [accelerator.get_state_dict(model, unwrap=False) for model in models]
-        if target.begun is not None:
-            for hook in list(accelerator._save_model_state_pre_hook.values()):
-                hook(accelerator._models, states, str(target.begun))
-        shared = capture.shared_states(accelerator)
-        view = capture.view(accelerator, shared)
-        planned = capture.images(
-            accelerator,
-            states,
-            shared,
-            safe_serialization=options.safe_serialization,
-            besides={KEY: loaders.states(accelerator._dataloaders)},
-            sharded=options.shards is not None,
-        )
+        planned, view = _unsharded(accelerator, loaders, target, options)
     except Exception as problem:  # whatever a hook or a state_dict() raises: the other ranks must learn of it
         error = problem
     if options.shards is not None:

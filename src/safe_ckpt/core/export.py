@@ -51,9 +51,7 @@ class Exporter:
             if format != "safetensors":
                 raise ConfigError(key="export: format", message=f'expected "safetensors", got {format!r}')
             most_bytes = weights.parse_size(max_shard_size, "export: max_shard_size")
-            tensors = gather.named_tensors(weights.unwrapped(model) if isinstance(model, torch.nn.Module) else model)
-            for name, tensor in tensors.items():
-                weights.admit(name, tensor, _final(tensor, dtype))
+            tensors = _tensors_of(model, dtype)
         except Exception as problem:  # whatever a state_dict() raises: the other ranks must learn of it
             error = problem
         shared = dtype is not None or any(dtensors.is_sharded(tensor) for tensor in tensors.values())
@@ -61,16 +59,6 @@ class Exporter:
         if error is not None:
             raise error
         root = self._roots.hold(path)
-        request = functools.partial(
-            Request,
-            root=root,
-            path=path,
-            kind="directory",
-            step=0,
-            notes={"adapter": WEIGHTS},
-            carry=lambda name: not weights.is_weight_file(name),
-            patient=True,
-        )
         chosen = {name: tensors[name] for name in kept["names"]}
         stream = _Stream(self._engine, path.name, chosen, dtype)
         planned: list[Image] = []
@@ -79,9 +67,21 @@ class Exporter:
                 planned = stream.images(most_bytes) if kept["gathered"] else weights.images(chosen, most_bytes)
         except Exception as problem:  # the other ranks must learn of it
             error = problem
-        if not kept["gathered"]:
-            return self._engine.save(request(images=planned, error=error))
-        return self._engine.save(request(images=planned, error=error, streamed=True, feed=stream.feed))
+        return self._engine.save(
+            Request(
+                root=root,
+                path=path,
+                kind="directory",
+                step=0,
+                images=planned,
+                error=error,
+                notes={"adapter": WEIGHTS},
+                carry=lambda name: not weights.is_weight_file(name),
+                patient=True,
+                streamed=kept["gathered"],
+                feed=stream.feed if kept["gathered"] else None,
+            )
+        )
 
     def _agree(
         self,
@@ -157,6 +157,13 @@ class _Stream:
             raise
         finally:
             stream.close()  # also when this was interrupted: the others are told, and the timeouts put back
+
+
+def _tensors_of(model: Mapping[str, Any] | torch.nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    found = gather.named_tensors(weights.unwrapped(model) if isinstance(model, torch.nn.Module) else model)
+    for name, tensor in found.items():
+        weights.admit(name, tensor, _final(tensor, dtype))
+    return found
 
 
 def _final(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
