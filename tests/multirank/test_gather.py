@@ -223,7 +223,7 @@ def test_a_rank_that_leaves_is_named_at_once(how, culprit):
     """An error in the consumer, or a loop that is left on one rank: the others hear it in seconds, not after the hour."""
     for rank, (restored, kind, text, seconds) in enumerate(values(spawn_ranks(_interrupted, 4, how))):
         assert restored
-        assert seconds < 10
+        assert seconds < 30
         if rank != culprit:
             assert kind is PeerLostError
             assert f"rank {culprit} left the gather at t2" in text
@@ -301,7 +301,7 @@ def _stopped(rank, folder, victim, within):
 @pytest.mark.parametrize(("victim", "within"), [(0, False), (2, False), (2, True)])
 def test_a_rank_that_is_stopped_is_named(tmp_path, victim, within):
     """SIGSTOP between two rounds or within a collective: every live rank raises its number after peer_stall_s (3 s here)."""
-    for outcome in spawn_ranks(_stopped, 3, str(tmp_path), victim, within, timeout_s=12):
+    for outcome in spawn_ranks(_stopped, 3, str(tmp_path), victim, within, expendable=[victim]):
         if outcome.rank != victim:
             kind, lost, seconds = outcome.value
             assert kind is PeerLostError

@@ -8,7 +8,7 @@ import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -41,6 +41,7 @@ def spawn_ranks(
     timeout_s: float = 60.0,
     group_timeout_s: float = 60.0,
     init: bool = True,
+    expendable: Collection[int] = (),
 ) -> list[Outcome]:
     """Run ``function(rank, *args)`` on ``world_size`` processes of one gloo group and collect the outcomes.
 
@@ -51,6 +52,7 @@ def spawn_ranks(
         timeout_s: all processes still running after this are killed.
         group_timeout_s: the process group's own timeout.
         init: whether to initialize (and destroy) the process group around ``function``.
+        expendable: ranks that are killed when all others have ended, such as those that stop themselves.
 
     Returns:
         One outcome per rank, in order. A rank that was killed has no value and no error.
@@ -70,10 +72,10 @@ def spawn_ranks(
         processes.append(process)
         pipes.append(ours)
     deadline = time.monotonic() + timeout_s
-    found = _collect(pipes, deadline)
+    found = _collect(pipes, deadline, expendable)
     outcomes = []
     for rank, process in enumerate(processes):
-        process.join(timeout=max(0.0, deadline - time.monotonic()))
+        process.join(timeout=0.0 if rank in expendable else max(0.0, deadline - time.monotonic()))
         code = process.exitcode
         if code is None:
             process.kill()
@@ -100,10 +102,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _collect(pipes: list[Connection], deadline: float) -> dict[int, dict[str, Any]]:
+def _collect(pipes: list[Connection], deadline: float, expendable: Collection[int] = ()) -> dict[int, dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
-    while open_pipes and time.monotonic() < deadline:
+    while set(open_pipes.values()) - set(expendable) and time.monotonic() < deadline:
         for ready in wait(list(open_pipes), timeout=max(0.0, deadline - time.monotonic())):
             pipe = ready if isinstance(ready, Connection) else None
             if pipe is None:
