@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, iter_full_tensors, lengthy_timeouts
-from safe_ckpt.core import boxes, exchange, ranks
+from safe_ckpt.core import boxes, dtensors, exchange, ranks
 from safe_ckpt.core.gather import iterate
 from safe_ckpt.core.rendezvous import open_session
 from safe_ckpt.errors import ConfigError, DesyncError, PeerLostError, RendezvousTimeout, SafeCheckpointError, StateError
@@ -286,19 +286,22 @@ def _stopped(rank, folder, victim, within):
     with Checkpointer(folder, CheckpointConfig(timeouts=QUICK)):
         begun = time.monotonic()
         try:
-            stream = iter_full_tensors(_sharded(40, 1 << 10), timeout_s=3600, staging_bytes=1 << 12)
+            state = _sharded(40, 1 << 10)
+            if within == "a sum":
+                mesh = init_device_mesh("cpu", (3,))
+                state = {name: DTensor.from_local(torch.ones(5), mesh, [Partial()]) for name in state}
+            stream = iter_full_tensors(state, timeout_s=3600, staging_bytes=1 << 12)
             for number, _ in enumerate(stream):
                 if number == 5 and rank == victim:
-                    if within:
-                        exchange.to_rank_0 = stop  # every rank has come; this one goes no further
-                    else:
+                    exchange.to_rank_0 = dtensors.reduced = stop  # every rank has come; this one goes no further
+                    if not within:
                         stop()
         except SafeCheckpointError as error:
             return type(error), getattr(error, "ranks", ()), time.monotonic() - begun
     return None
 
 
-@pytest.mark.parametrize(("victim", "within"), [(0, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("victim", "within"), [(0, ""), (2, ""), (2, "a round"), (2, "a sum")])
 def test_a_rank_that_is_stopped_is_named(tmp_path, victim, within):
     """SIGSTOP between two rounds or within a collective: every live rank raises its number after peer_stall_s (3 s here)."""
     for outcome in spawn_ranks(_stopped, 3, str(tmp_path), victim, within, expendable=[victim]):

@@ -1,12 +1,14 @@
-"""The one collective that is issued here: an uneven all-to-all towards rank 0, awaited by polling."""
+"""The collectives of a gather, awaited by polling: an uneven all-to-all towards rank 0, and torch's own reductions."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,6 +63,42 @@ def to_rank_0(
         _abort(group)
         raise
     work.wait()
+
+
+def watched(
+    action: Callable[[], torch.Tensor], groups: Sequence[ProcessGroup], *, look: Callable[[], None], timeout_s: float
+) -> torch.Tensor:
+    """Run a collective of torch's own, which cannot be polled, on a thread while this one looks around. It issues no other.
+
+    Args:
+        action: the collective.
+        groups: those that it uses; given up when it does not end.
+        look: as for ``to_rank_0``.
+        timeout_s: how long it may take.
+
+    Raises:
+        RendezvousTimeout: it took longer.
+    """
+    result: Future[torch.Tensor] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(action())
+        except BaseException as error:  # it belongs to the caller that waits
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="safe_ckpt-collective", daemon=True).start()
+    deadline = time.monotonic() + timeout_s
+    try:
+        while not wait([result], timeout=_LONGEST_NAP_S).done:
+            look()
+            if time.monotonic() > deadline:
+                raise RendezvousTimeout(phase="gather: a reduction", seconds=timeout_s)
+    except BaseException:
+        for group in groups:
+            _abort(group)
+        raise
+    return result.result()
 
 
 def refuse_if_given_up(group: ProcessGroup | None) -> None:

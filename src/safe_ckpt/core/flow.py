@@ -39,7 +39,7 @@ class Flow:
         self._timeout_s = timeout_s
         self._late_s = late_s
         self._next = 0
-        self._begun = 0
+        self._begun = self._done = 0
         self._told = False
         self._looked = time.monotonic()
         if session.rank == 0 and session.stale:
@@ -87,7 +87,15 @@ class Flow:
         self._looked = time.monotonic()
         self._check_peers()
         key = self._go(self._next)
-        self._hear(self._channel.call(lambda store: store.get(key) if store.check([key]) else b"{}", phase="gather"))
+        value = self._channel.call(lambda store: store.get(key) if store.check([key]) else b"{}", phase="gather")
+        if (
+            json.loads(value).get("done", 0) < self._next
+        ):  # one that left behind this round took part in it: it will end
+            self._hear(value)
+
+    def passed(self) -> None:
+        """The round is over for this rank."""
+        self._done = self._next
 
     def leave(self, error: BaseException, where: str) -> None:
         """Tell the others why there will be no further round with this rank."""
@@ -102,7 +110,7 @@ class Flow:
         wire = to_wire(error, rank=rank, phase=f"gather: {where}")
         # Also in the round that this rank waited for: where it begins all the same, the others look for the next one within.
         keys = [self._go(number) for number in range(self._begun, self._next + 1)]
-        text = json.dumps({"error": wire})
+        text = json.dumps({"error": wire, "done": self._done})
 
         def tell(store: Store) -> None:
             for key in keys:

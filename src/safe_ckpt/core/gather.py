@@ -129,7 +129,7 @@ class _Gather:
         reductions = sum(map(dtensors.is_partial, self.tensors.values()))
         try:
             for index, where in enumerate(self._names):
-                partial = self._reduce(index, flow)
+                partial = self._reduce(index, flow, timeout_s)
                 reductions -= partial
                 full = self._begin(index) if self._session.rank == 0 else None
                 if full is not None:
@@ -138,6 +138,7 @@ class _Gather:
                 while done < self._ends[index]:
                     flow.enter(f"gather of {where}")
                     self._exchange(done, flow, timeout_s)
+                    flow.passed()
                     done += 1
                     if full is not None:
                         self._take(index, full)
@@ -203,13 +204,15 @@ class _Gather:
         tensor = self.tensors[self._names[index]]
         return torch.empty(tuple(tensor.shape), dtype=self._wire_dtype(tensor))
 
-    def _reduce(self, index: int, flow: Flow) -> bool:
+    def _reduce(self, index: int, flow: Flow, timeout_s: float) -> bool:
         tensor = self.tensors[self._names[index]]
         if not dtensors.is_partial(tensor):
             return False
-        # Torch's own collective in the tensor's mesh: the one place that is not polled, entered when all are there.
         flow.enter(f"gather of {self._names[index]}")
-        self._local = index, dtensors.reduced(tensor)
+        groups = ranks.process_groups(dtensors.meshes_of([tensor]))
+        whole = exchange.watched(lambda: dtensors.reduced(tensor), groups, look=flow.look, timeout_s=timeout_s)
+        flow.passed()
+        self._local = index, whole
         return True
 
     def _local_of(self, index: int) -> torch.Tensor:
