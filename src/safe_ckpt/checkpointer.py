@@ -108,7 +108,7 @@ class Checkpointer:
         path = self.directory / select.step_name(number)
         view = {"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"}
         if planned.sharded:
-            images = self._plan_shards(planned.sharded, {"step": number, "path": path, **view})
+            images, error = self._plan_shards(planned.sharded, {"step": number, "path": path, **view})
         request = Request(
             root=self._root,
             path=path,
@@ -136,12 +136,18 @@ class Checkpointer:
         """
         self._engine.prepare(items.expected_bytes(state, rank=self._engine.rank))
 
-    def _plan_shards(self, states: Mapping[str, Any], view: Mapping[str, object]) -> list[Image]:
+    def _plan_shards(
+        self, states: Mapping[str, Any], view: Mapping[str, object]
+    ) -> tuple[list[Image], Exception | None]:
         from safe_ckpt.core.sharded import ShardPlanner  # DCP takes a while to import
 
         if self._shards is None:
             self._shards = ShardPlanner(self._engine)
-        return self._shards.images(states, kind="save", view=view)
+        parts = self._shards.agree(states, kind="save", view=view)
+        try:
+            return self._shards.lay_out(parts), None
+        except Exception as problem:  # on this rank alone: the others learn of it when they agree on the save
+            return [], problem
 
     def _deferral(self, state: Mapping[str, Any]) -> Deferral | None:
         # A plain loop may do anything to its parameters between two steps, so "auto" is eager here.

@@ -403,11 +403,20 @@ def _refused(rank, folder, what):
         "meta": {"w": {"a": part, "b": torch.ones(2, device="meta")}},
         "keys": {"w": {"a": part, "b": {1: 2}}},
         "fails": {"w": _Fails(rank == 1, {"a": part})},
+        "layout": {"w": {"a": part}},
     }[what]
+    original = sharded._lay_out
+
+    def fail_once(*_):
+        sharded._lay_out = original
+        raise MemoryError("mine")
+
+    if what == "layout" and rank == 1:
+        sharded._lay_out = fail_once
     with Checkpointer(folder, CONFIG) as ckpt:
         try:
             ckpt.save(0, state).result()
-        except (SafeCheckpointError, RuntimeError) as error:
+        except (SafeCheckpointError, RuntimeError, MemoryError) as error:
             problem = type(error), str(error)
         ckpt.save(1, {"model": model}).result()
     return problem
@@ -424,6 +433,7 @@ def _refused(rank, folder, what):
         ("meta", StateError, "meta"),
         ("keys", StateError, "keys must be text"),
         ("fails", RuntimeError, "mine"),
+        ("layout", (RuntimeError, MemoryError), "mine"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_on_every_rank(tmp_path, what, kind, match):

@@ -52,6 +52,19 @@ class _Local:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What was agreed on.
+
+    Attributes:
+        items: what this rank has, by folder.
+        metadata: on rank 0, what goes into ``.metadata``.
+    """
+
+    items: Mapping[str, _Local]
+    metadata: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Global:
     """What rank 0 made of all local plans.
 
@@ -91,20 +104,19 @@ class ShardPlanner:
         self._agreed: dict[str, _Agreed] = {}
         self._global: dict[str, _Global] = {}  # on rank 0
 
-    @property
-    def used(self) -> bool:
-        """Whether anything sharded was planned before."""
-        return bool(self._agreed)
+    def images(self, states: Mapping[str, Any], problem: Exception | None = None) -> list[Image]:
+        """The files of this rank. Every rank calls this, on the thread that trains; see ``agree`` and ``lay_out``."""
+        return self.lay_out(self.agree(states, problem))
 
-    def images(
+    def agree(
         self,
         states: Mapping[str, Any],
         problem: Exception | None = None,
         *,
         kind: str = "shards",
         view: Mapping[str, object] | None = None,
-    ) -> list[Image]:
-        """The files of this rank. Every rank calls this, on the thread that trains.
+    ) -> Parts:
+        """Agree on who writes what. Every rank calls this, on the thread that trains.
 
         Args:
             states: folder (``""`` for the checkpoint's own) to the state dict that goes there.
@@ -133,16 +145,26 @@ class ShardPlanner:
             if problem is not None and not isinstance(error, CoordinationError):
                 raise problem from None
             raise
-        found: list[Image] = []
         for folder, item in local.items():
             kept = share[folder]["kept"]
             if kept is None:
                 kept = self._agreed[folder].kept
             self._agreed[folder] = _Agreed(token=share[folder]["token"], plan=item.plan, kept=kept)
-            found += _lay_out(folder, item, kept, self._engine.rank)
-        for folder, (whole, metadata) in made.items():
+        for folder, (whole, _) in made.items():
             self._global[folder] = whole
-            found.append(Image(path=_under(folder, METADATA), length=len(metadata), pieces=[(0, metadata)]))
+        return Parts(items=local, metadata={folder: data for folder, (_, data) in made.items()})
+
+    def lay_out(self, parts: Parts) -> list[Image]:
+        """The files of this rank. What goes wrong here is this rank's own to tell.
+
+        Raises:
+            StateError: a tensor is not what was planned; names it.
+        """
+        found: list[Image] = []
+        for folder, item in parts.items.items():
+            found += _lay_out(folder, item, self._agreed[folder].kept, self._engine.rank)
+        for folder, data in parts.metadata.items():
+            found.append(Image(path=_under(folder, METADATA), length=len(data), pieces=[(0, data)]))
         return found
 
     def _plan(self, folder: str, state: Any) -> _Local:
