@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import resource
+import sys
 import threading
 import time
 from collections import Counter
@@ -97,30 +98,28 @@ def simulate(ranks: int, rounds: int = 3, *, shares: bool = True) -> tuple[list[
         The seconds of each save, of the slowest rank, and what each rank asked of the store.
     """
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    stores = [
-        CountedStore(
-            server
-            if rank == 0
-            else dist.TCPStore(
-                "localhost", server.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
-            )
-        )
-        for rank in range(ranks)
-    ]
+    stores: list[CountedStore] = [CountedStore(server)] * ranks
     seconds: list[list[float]] = [[] for _ in range(ranks)]
     failures: list[BaseException] = []
+    ready = threading.Barrier(ranks)
 
     def run(rank: int) -> None:
         try:
+            if rank:
+                limit = timedelta(seconds=300)
+                client = dist.TCPStore("localhost", server.port, is_master=False, wait_for_workers=False, timeout=limit)
+                stores[rank] = CountedStore(client)
+            ready.wait(timeout=300)
             seconds[rank] = save(ThreadSession(rank, ranks, stores[rank]), rounds, shares)
         except BaseException as error:
             failures.append(error)
+            ready.abort()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
-    for thread in reversed(threads):  # rank 0 last: the clock starts when all are there
+    for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=120)
+        thread.join(timeout=400)
     if failures or any(len(times) < rounds for times in seconds):
         raise RuntimeError(f"{len(failures)} ranks failed: {failures[:1]}")
     return [max(times[number] for times in seconds) for number in range(rounds)], [store.calls for store in stores]
@@ -133,6 +132,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     threading.stack_size(512 << 10)
+    # Thousands of threads that wait for the interpreter lock would else wake up every 5 ms to ask for it.
+    sys.setswitchinterval(5.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     print(
