@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, iter_full_tensors, lengthy_timeouts
-from safe_ckpt.core import boxes, dtensors, exchange, ranks
+from safe_ckpt.core import boxes, dtensors, exchange, gather, ranks
 from safe_ckpt.core.gather import iterate
 from safe_ckpt.core.rendezvous import open_session
 from safe_ckpt.errors import ConfigError, DesyncError, PeerLostError, RendezvousTimeout, SafeCheckpointError, StateError
@@ -254,6 +254,7 @@ def test_a_cause_that_is_told_reaches_every_rank():
 
 
 def _skips(rank, folder):
+    gather._LATE_S = 4.0
     with Checkpointer(folder, CheckpointConfig(timeouts=QUICK)):  # its timeouts hold for the gather as well
         stream = iter(iter_full_tensors(_sharded(), timeout_s=3600, staging_bytes=1 << 16))
         for _ in range(2):
@@ -261,7 +262,7 @@ def _skips(rank, folder):
         begun = time.monotonic()
         try:
             if rank == 1:
-                time.sleep(14)  # held open, as by a rank that went on to something else
+                time.sleep(11)  # held open, as by a rank that went on to something else
                 return None
             while True:
                 next(stream)

@@ -18,7 +18,7 @@ from support import Quiet
 def zoo():
     shared = torch.arange(20.0)
     return {
-        "dtypes": [torch.ones(3).to(dtype) for dtype in pickling._STORAGES],
+        "dtypes": [torch.ones(3).to(dtype) for dtype in pickling.STORAGES],
         "new dtypes": [torch.ones(3).to(torch.float8_e4m3fn), torch.ones(3, dtype=torch.uint16)],
         "views": [shared[:5], shared[5:], shared.view(4, 5).t()],
         "parameter": torch.nn.Parameter(torch.ones(2)),
