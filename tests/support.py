@@ -110,11 +110,23 @@ def writers_of(pid: int) -> list[int]:
     return found
 
 
+def placements(mesh, choice: int, dims: int) -> list[object]:
+    """One of all the ways to place a tensor of so many dimensions on a mesh."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    found = []
+    for _ in range(mesh.ndim):
+        choice, kind = divmod(choice, dims + 1)
+        found.append(Replicate() if kind == dims else Shard(kind))
+    return found
+
+
 __all__ = [
     "flip_bit",
     "kill_all",
     "kill_group",
     "needs_root",
+    "placements",
     "processes_of_this_test",
     "run_script",
     "small_disk",

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, iter_full_tensors, lengthy_timeouts
@@ -21,6 +21,7 @@ from safe_ckpt.core.gather import iterate
 from safe_ckpt.core.rendezvous import open_session
 from safe_ckpt.errors import ConfigError, DesyncError, PeerLostError, RendezvousTimeout, SafeCheckpointError, StateError
 from safe_ckpt.testing import spawn_ranks, values
+from support import placements
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.int64, torch.bool, torch.complex64]
 QUICK = Timeouts(lengthy_s=600, barrier_s=60, peer_stall_s=3, shutdown_s=10)
@@ -31,14 +32,6 @@ def some(shape, dtype, seed=0):
     return torch.randint(-50, 50, shape, generator=generator).to(dtype)
 
 
-def placed(mesh, choice, dims):
-    found = []
-    for _ in range(mesh.ndim):
-        choice, kind = divmod(choice, dims + 1)
-        found.append(Replicate() if kind == dims else Shard(kind))
-    return found
-
-
 def _random_states(rank, cases, sizes):
     world = dist.get_world_size()
     meshes = [init_device_mesh("cpu", (world,)), init_device_mesh("cpu", sizes)]
@@ -47,7 +40,7 @@ def _random_states(rank, cases, sizes):
         for number, (shape, dtype, mesh, choice) in enumerate(shapes):
             whole = some(shape, DTYPES[dtype], number)
             expected[f"t{number}"] = whole
-            kinds = placed(meshes[mesh], choice, len(shape))
+            kinds = placements(meshes[mesh], choice, len(shape))
             state[f"t{number}"] = distribute_tensor(whole, meshes[mesh], kinds) if shape else whole
         found = dict(iter_full_tensors(state, staging_bytes=budget))
         assert list(found) == list(expected)

@@ -24,7 +24,7 @@ from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.core.overlap import Deferral
 from safe_ckpt.errors import CorruptCheckpointError, DesyncError, RestoreError, SafeCheckpointError, StateError
 from safe_ckpt.testing import spawn_ranks, values
-from support import flip_bit
+from support import flip_bit, placements
 
 QUICK = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=5, fsync_stall_s=20, peer_stall_s=3, shutdown_s=10)
 CONFIG = CheckpointConfig(timeouts=QUICK)
@@ -38,14 +38,6 @@ def raw(tensor):
 def some(shape, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-50, 50, shape, generator=generator).float().to(dtype)
-
-
-def placements(mesh, choice, dims):
-    found = []
-    for _ in range(mesh.ndim):
-        choice, kind = divmod(choice, dims + 1)
-        found.append(Replicate() if kind == dims else Shard(kind))
-    return found
 
 
 def spread(tensors, world, sizes, *, empty=False, shift=0):
