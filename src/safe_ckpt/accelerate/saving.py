@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from safe_ckpt.accelerate import capture, offloaded, sharding
 from safe_ckpt.accelerate.loaders import KEY, Loaders
 from safe_ckpt.accelerate.places import ADAPTER, Places, Target
-from safe_ckpt.core import items, weights
+from safe_ckpt.core import export, items, weights
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.operation import Request, SaveHandle
 from safe_ckpt.core.overlap import Deferral
-from safe_ckpt.core.select import WEIGHTS
 
 if TYPE_CHECKING:
     import torch
@@ -79,21 +79,9 @@ def save_model(
             planned = weights.images(offloaded.tensors(model), most_bytes)
     except Exception as problem:  # the other ranks must learn of it
         error = problem
-    return engine.save(
-        Request(
-            root=place.root,
-            path=path,
-            kind="directory",
-            step=0,
-            images=planned,
-            error=error,
-            notes={"adapter": WEIGHTS},
-            view={"max_shard_size": str(max_shard_size)},
-            carry=lambda name: not weights.is_weight_file(name),
-            patient=True,
-            streamed=True,
-        )
-    )
+    request = export.request_of(place.root, path, planned, error)
+    view = {"max_shard_size": str(max_shard_size)}
+    return engine.save(dataclasses.replace(request, view=view, streamed=True))
 
 
 def plain_optimizers(accelerator: Any) -> list[Any]:

@@ -6,7 +6,7 @@ Their classes are not imported here: where nobody has imported them there are no
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,11 +97,15 @@ def meshes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
     return list(found.values())
 
 
-def part_of(target: torch.Tensor, whole: torch.Tensor) -> torch.Tensor | None:
-    """What of a whole tensor belongs to this rank of a DTensor; None where nothing does."""
+def cut(tensor: torch.Tensor, begin: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """A part of a tensor, as a view."""
+    for dim, (start, size) in enumerate(zip(begin, sizes, strict=True)):
+        tensor = tensor.narrow(dim, start, size)
+    return tensor
+
+
+def copy_part(target: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy into a DTensor what of a whole tensor belongs to this rank."""
     span = chunk_of(target)
-    if span is None:
-        return None
-    for dim, (start, size) in enumerate(zip(*span, strict=True)):
-        whole = whole.narrow(dim, start, size)
-    return whole
+    if span is not None:
+        local_of(target).copy_(cut(whole, *span))

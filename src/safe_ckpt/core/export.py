@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safe_ckpt.core.layout import Image, Lazy
 from safe_ckpt.core.named import NamedRoots, refuse
 from safe_ckpt.core.operation import Operation, Request, SaveHandle
 from safe_ckpt.core.rendezvous import raise_first
+from safe_ckpt.core.root import Root
 from safe_ckpt.core.select import WEIGHTS
 from safe_ckpt.errors import ConfigError, SaveError, to_wire
 
@@ -67,21 +69,10 @@ class Exporter:
                 planned = stream.images(most_bytes) if kept["gathered"] else weights.images(chosen, most_bytes)
         except Exception as problem:  # the other ranks must learn of it
             error = problem
-        return self._engine.save(
-            Request(
-                root=root,
-                path=path,
-                kind="directory",
-                step=0,
-                images=planned,
-                error=error,
-                notes={"adapter": WEIGHTS},
-                carry=lambda name: not weights.is_weight_file(name),
-                patient=True,
-                streamed=kept["gathered"],
-                feed=stream.feed if kept["gathered"] else None,
-            )
-        )
+        request = request_of(root, path, planned, error)
+        if kept["gathered"]:
+            request = dataclasses.replace(request, streamed=True, feed=stream.feed)
+        return self._engine.save(request)
 
     def _agree(
         self,
@@ -106,6 +97,21 @@ class Exporter:
             if error is not None:
                 raise error from None
             raise
+
+
+def request_of(root: Root, path: Path, images: Sequence[Image], error: Exception | None) -> Request:
+    """What to save so that ``path`` becomes a directory of weights alone; other files in it go along."""
+    return Request(
+        root=root,
+        path=path,
+        kind="directory",
+        step=0,
+        images=images,
+        error=error,
+        notes={"adapter": WEIGHTS},
+        carry=lambda name: not weights.is_weight_file(name),
+        patient=True,
+    )
 
 
 class _Stream:

@@ -88,9 +88,8 @@ class Flow:
         self._check_peers()
         key = self._go(self._next)
         value = self._channel.call(lambda store: store.get(key) if store.check([key]) else b"{}", phase="gather")
-        if (
-            json.loads(value).get("done", 0) < self._next
-        ):  # one that left behind this round took part in it: it will end
+        # One that left behind this round took part in it: it will end.
+        if json.loads(value).get("done", 0) < self._next:
             self._hear(value)
 
     def passed(self) -> None:

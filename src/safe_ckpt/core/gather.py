@@ -223,13 +223,13 @@ class _Gather:
     def _take_own(self, index: int, full: torch.Tensor) -> None:
         own = self._rounds.own[index]
         if own is not None:
-            _part(full, *own).copy_(self._local_of(index))
+            dtensors.cut(full, *own).copy_(self._local_of(index))
 
     def _take(self, index: int, full: torch.Tensor) -> None:
         """On rank 0: what has come goes where it belongs."""
         while self._arrived and self._arrived[0][0].tensor == index:
             box, piece = self._arrived.pop(0)
-            _part(full, box.at, box.sizes).copy_(piece.view(full.dtype).view(box.sizes))
+            dtensors.cut(full, box.at, box.sizes).copy_(piece.view(full.dtype).view(box.sizes))
 
     def _exchange(self, number: int, flow: Flow, timeout_s: float) -> None:
         """One round: every rank sends its boxes to rank 0."""
@@ -250,7 +250,9 @@ class _Gather:
         parts = []
         for index, begin, sizes in self._sends[number]:
             local = self._local_of(index)
-            piece = _part(local, begin, sizes).to(self._wire_dtype(local)).contiguous().view(-1).view(torch.uint8)
+            piece = (
+                dtensors.cut(local, begin, sizes).to(self._wire_dtype(local)).contiguous().view(-1).view(torch.uint8)
+            )
             parts.append(piece.to(self._device))
             if extra := boxes.padded(piece.numel()) - piece.numel():
                 parts.append(torch.zeros(extra, dtype=torch.uint8, device=self._device))
@@ -276,12 +278,6 @@ def named_tensors(state: Mapping[str, Any] | torch.nn.Module, prefix: str = "") 
             what = "a tensor without values (meta)" if isinstance(value, torch.Tensor) else type(value).__name__
             raise StateError(key=key, message=f"expected a tensor, got {what}")
     return found
-
-
-def _part(tensor: torch.Tensor, begin: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    for dim, (start, size) in enumerate(zip(begin, sizes, strict=True)):
-        tensor = tensor.narrow(dim, start, size)
-    return tensor
 
 
 def _describe(tensors: Mapping[str, torch.Tensor]) -> list[str]:

@@ -33,8 +33,8 @@ def lengthy_timeouts(
     """Let collectives of ``groups`` take up to ``seconds`` within this block. Every rank of them enters it.
 
     Only collectives that are started within the block get the longer time, for the backends read the timeout when an
-    operation is put in. Blocks may nest; the longest time counts, and each block puts back what it found, also after an
-    exception and also on one rank alone. Leaving needs no other rank.
+    operation is put in. Blocks may nest and overlap: the longest time counts, and when the last one ends the timeout is what
+    it was, also after an exception and also on one rank alone. Leaving needs no other rank.
 
     Args:
         groups: process groups and device meshes. A mesh stands for all of its groups and WORLD; None is WORLD.
@@ -78,7 +78,7 @@ def raised(groups: Iterable[ProcessGroup], seconds: float, emit: events.Emitter 
         with _lock:
             for group in groups:
                 for backend, timeout_s in ranks.backend_timeouts(group):
-                    held = next((one for one in _held if one.backend is backend or one.backend == backend), None)
+                    held = next((one for one in _held if ranks.is_same(one.backend, backend)), None)
                     if held is None:
                         _held.append(held := _Held(backend, timeout_s))
                     names.append(f"{group.group_name}: {timeout_s:g} s")

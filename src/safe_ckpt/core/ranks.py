@@ -69,18 +69,19 @@ def backend_timeouts(group: ProcessGroup | None) -> list[tuple[Backend, float]]:
     if not (dist.is_available() and dist.is_initialized()):
         return []
     pg: Any = group if group is not None else dist.group.WORLD
-    found: dict[int, tuple[Backend, float]] = {}
+    found: list[tuple[Backend, float]] = []
     for device in ("cpu", "cuda"):
         # torch has no public getter; tests/multirank/test_lengthy.py pins this one.
         with contextlib.suppress(AttributeError, RuntimeError):
             backend = pg._get_backend(torch.device(device))
             timeout_s = backend.options._timeout.total_seconds()
-            if not any(_same_backend(backend, known) for known, _ in found.values()):
-                found[len(found)] = (backend, timeout_s)
-    return list(found.values())
+            if not any(is_same(backend, known) for known, _ in found):
+                found.append((backend, timeout_s))
+    return found
 
 
-def _same_backend(one: Backend, other: Backend) -> bool:
+def is_same(one: Backend, other: Backend) -> bool:
+    """Whether two references are to one backend."""
     return one is other or bool(one == other)
 
 

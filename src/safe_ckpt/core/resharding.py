@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from safe_ckpt.core import dtensors
 from safe_ckpt.core.sharded import METADATA
@@ -61,13 +61,6 @@ def _dtype(name: str) -> object:
     return getattr(torch, name, None)
 
 
-class _Reader(FileSystemReader):
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        metadata = read_metadata(Path(self.path))
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        return metadata
-
-
 class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         torch.load(value, map_location="cpu", weights_only=True)  # raises where the next line would run code
@@ -94,19 +87,20 @@ def read_metadata(folder: Path) -> Metadata:
     return found
 
 
-def load_into(folder: Path, state: dict[str, Any]) -> None:
+def load_into(folder: Path, state: dict[str, Any], metadata: Metadata | None = None) -> None:
     """Read into the tensors of a state dict, in place; what is no tensor is replaced in it. On this rank alone.
 
     Args:
         folder: with ``.metadata`` and ``*.distcp``, verified.
         state: nested names to DTensors, tensors and objects, all of them in the checkpoint.
+        metadata: what ``read_metadata`` returned for it, if it was read already.
 
     Raises:
         RestoreError: names, shapes or types do not fit; nothing was changed.
         OSError: the files could not be read.
     """
-    reader, planner = _Reader(folder), _Planner()
-    metadata = reader.read_metadata()
+    reader, planner = FileSystemReader(folder), _Planner()
+    metadata = metadata or read_metadata(folder)
     try:
         planner.set_up_planner(state, metadata, is_coordinator=True)
         for name, value in planner.state_dict.items():
@@ -130,10 +124,11 @@ def _check_type(name: str, value: object, metadata: Metadata) -> None:
 
 def load_all_into(folder: Path, state: dict[str, Any]) -> None:
     """As ``load_into``; what the checkpoint has besides is added to ``state``, whole."""
-    for path, saved in _saved(read_metadata(folder)):
+    metadata = read_metadata(folder)
+    for path, saved in _saved(metadata):
         if not _has(state, path):
             set_element(state, path, _room(saved, None))
-    load_into(folder, state)
+    load_into(folder, state, metadata)
 
 
 def _saved(metadata: Metadata) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -203,12 +198,13 @@ def restore_module(module: torch.nn.Module, folder: Path) -> None:
         RestoreError: the checkpoint has other names, shapes or types.
     """
     state = module.state_dict()
-    saved = {path[0] for path, _ in _saved(read_metadata(folder))}
+    metadata = read_metadata(folder)
+    saved = {path[0] for path, _ in _saved(metadata)}
     if saved != state.keys():
         missing, besides = sorted(state.keys() - saved), sorted(map(str, saved - state.keys()))
         message = f"the checkpoint has nothing for {missing}, and the module has no place for {besides}"
         raise RestoreError(path=str(folder), message=message)
-    load_into(folder, state)
+    load_into(folder, state, metadata)
     module.load_state_dict(state)
 
 
@@ -221,13 +217,14 @@ def restore_optimizer(module: torch.nn.Module, optimizer: torch.optim.Optimizer,
     names = _names(module)
     owned = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     state: dict[str, Any] = {"state": {}, "param_groups": []}
-    for path, saved in _saved(read_metadata(folder)):
+    metadata = read_metadata(folder)
+    for path, saved in _saved(metadata):
         if path[0] == "state" and path[1] not in owned:
             raise RestoreError(
                 path=str(folder), message=f"this optimizer does not step {path[1]}, which has state there"
             )
         set_element(state, path, _room(saved, owned.get(path[1]) if path[0] == "state" else None))
-    load_into(folder, state)
+    load_into(folder, state, metadata)
     groups = state["param_groups"]
     order = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     if [sorted(group["params"]) for group in groups] != [sorted(group) for group in order]:
@@ -261,9 +258,7 @@ def _spread(value: Any, like: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != like.shape or not dtensors.is_dtensor(like):
         return value
     found = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)
-    part = dtensors.part_of(found, value)
-    if part is not None:
-        dtensors.local_of(found).copy_(part)
+    dtensors.copy_part(found, value)
     return found
 
 

@@ -99,9 +99,7 @@ def restore_into(target: Any, loaded: Any) -> Any:
         if dtensors.is_partial(target):
             raise ValueError("it is a DTensor whose parts are still to be reduced: redistribute it first")
         if dtensors.is_dtensor(target) and not dtensors.is_dtensor(loaded):
-            part, target_part = dtensors.part_of(target, loaded), dtensors.local_of(target)
-            if part is not None:
-                target_part.copy_(part)
+            dtensors.copy_part(target, loaded)
             return target
         with torch.no_grad():
             return target.copy_(loaded)

@@ -98,13 +98,11 @@ def list_files(root: Path, suffix: str, is_directory: Callable[[Path], bool] = l
     found, whole = [], []
     for folder, below, names in os.walk(root, onerror=_raise):
         # A checkpoint that is a directory is one thing: nothing below it is looked at.
-        ours = [name for name in below if name.endswith(suffix) and (Path(folder, name, MANIFEST_NAME)).exists()]
-        ours += [
-            name for name in below if name not in ours and name.endswith(suffix) and is_directory(Path(folder, name))
-        ]
-        whole += [Path(folder, name) for name in ours]
-        below[:] = [name for name in below if name not in ours]
-        below[:] = sorted(name for name in below if name != HIDDEN and not Path(folder, name, HIDDEN).exists())
+        named = [Path(folder, name) for name in below if name.endswith(suffix)]
+        ours = [path for path in named if (path / MANIFEST_NAME).exists() or is_directory(path)]
+        whole += ours
+        besides = {HIDDEN, *(path.name for path in ours)}
+        below[:] = sorted(name for name in below if name not in besides and not Path(folder, name, HIDDEN).exists())
         found += [Path(folder, name) for name in sorted(names) if name.endswith(suffix)]
     files = [path for path in found if path.is_file() and not path.is_symlink()]
     return [*map(_look, files), *(_look_at(path) for path in whole if not path.is_symlink())]

@@ -103,6 +103,7 @@ class ShardPlanner:
         self._strict = strict
         self._agreed: dict[str, _Agreed] = {}
         self._global: dict[str, _Global] = {}  # on rank 0
+        self._written: dict[str, tuple[Any, bytes]] = {}  # on rank 0: the last metadata, and what it was made of
 
     def images(self, states: Mapping[str, Any], problem: Exception | None = None) -> list[Image]:
         """The files of this rank. Every rank calls this, on the thread that trains; see ``agree`` and ``lay_out``."""
@@ -206,11 +207,17 @@ class ShardPlanner:
         for folder in answers[0]["items"]:
             told = {rank: answer["items"][folder] for rank, answer in answers.items()}
             whole = self._whole(folder, told)
-            made[folder] = whole, _metadata_of(folder, whole, told)
+            made[folder] = whole, self._metadata(folder, whole, told)
             for rank in answers:
                 kept = None if told[rank]["token"] == whole.token else list(whole.kept[rank])
                 shares[rank][folder] = {"token": whole.token, "kept": kept}
         return Shares(shares)
+
+    def _metadata(self, folder: str, whole: _Global, told: Mapping[int, Any]) -> bytes:
+        facts = whole.token, {rank: one["lengths"] for rank, one in told.items()}
+        if folder not in self._written or self._written[folder][0] != facts:
+            self._written[folder] = facts, _metadata_of(folder, whole, told)
+        return self._written[folder][1]
 
     def _whole(self, folder: str, told: Mapping[int, Any]) -> _Global:
         known = self._global.get(folder)
