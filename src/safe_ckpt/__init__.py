@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from safe_ckpt.core.items import PerRank
     from safe_ckpt.core.lengthy import lengthy_timeouts
     from safe_ckpt.core.manifest import CheckpointInfo
+    from safe_ckpt.core.offload import consolidate_offloaded
+    from safe_ckpt.core.onload import restore_offloaded
     from safe_ckpt.core.operation import SaveHandle
     from safe_ckpt.core.rng import RngState
     from safe_ckpt.errors import SafeCheckpointError
@@ -33,8 +35,10 @@ _HOMES = {
     "SaveHandle": "safe_ckpt.core.operation",
     "Timeouts": "safe_ckpt.config",
     "WriterConfig": "safe_ckpt.config",
+    "consolidate_offloaded": "safe_ckpt.core.offload",
     "iter_full_tensors": "safe_ckpt.core.gather",
     "lengthy_timeouts": "safe_ckpt.core.lengthy",
+    "restore_offloaded": "safe_ckpt.core.onload",
     "set_up_directory": "safe_ckpt.core.directory",
 }
 
@@ -50,8 +54,10 @@ __all__ = [
     "Timeouts",
     "WriterConfig",
     "__version__",
+    "consolidate_offloaded",
     "iter_full_tensors",
     "lengthy_timeouts",
+    "restore_offloaded",
     "set_up_directory",
 ]
 

@@ -16,6 +16,7 @@
     │   └── DesyncError                        the ranks asked for different things
     ├── SaveError(RuntimeError)                a save failed and nothing was committed
     │   ├── WriterError                        the writer process died or stalled too often
+    │   ├── SourceChangedError                 a file changed while it was being copied
     │   ├── SaveSkippedError                   the save was not started: another one was in flight
     │   └── CommitOutcomeUnknown               rank 0 was lost between commit and verdict
     ├── CorruptCheckpointError(ValueError)     bytes on disk are not the bytes that were written
@@ -249,6 +250,14 @@ class WriterError(SaveError):
 
     pid: int = 0
     ended: str = ""
+
+
+@dataclass(eq=False, kw_only=True)
+class SourceChangedError(SaveError):
+    """A file changed while it was being copied; ``source`` says which."""
+
+    source: str
+    phase: str = "copying"
 
 
 @dataclass(eq=False, kw_only=True)

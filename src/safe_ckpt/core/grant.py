@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from safe_ckpt.core.file_copy import FileCopy
 from safe_ckpt.core.manifest import Manifest
 from safe_ckpt.core.operation import Request, SaveHandle
 from safe_ckpt.errors import DesyncError, from_wire, to_wire
@@ -38,12 +39,17 @@ def answer(request: Request, unreported: SaveHandle | None, rank: int) -> dict[s
         failure = to_wire(unreported.unreported, rank=rank, phase="save")
         earlier = {"op_id": unreported.op_id, "error": failure}
     return {
-        "bytes": sum(image.total_bytes for image in request.images),
-        "writes": bool(request.images),
+        "bytes": sum(image.total_bytes for image in request.images) + new_bytes(request.copies),
+        "writes": bool(request.images or request.copies),
         "error": error,
         "same": dict(request.same),
         "earlier": earlier,
     }
+
+
+def new_bytes(copies: Sequence[FileCopy]) -> int:
+    """How many bytes are to be copied; what an earlier attempt left is not copied again."""
+    return sum(copy.stamp.size_bytes for copy in copies if not copy.kept)
 
 
 def decide(request: Request, answers: Mapping[int, Any], *, busy: bool) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from safe_ckpt.core.arena import Arena
 from safe_ckpt.core.commit import Link
 from safe_ckpt.core.copying import Copy
+from safe_ckpt.core.file_copy import FileCopy
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.manifest import CheckpointInfo, Manifest
 from safe_ckpt.core.overlap import Deferral
@@ -21,6 +22,21 @@ from safe_ckpt.errors import RendezvousTimeout, SafeCheckpointError, SaveSkipped
 
 Retain = Callable[[CheckpointInfo], Iterable[Path]]
 """Called on rank 0's background thread after a commit; returns what is to be deleted now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pointer:
+    """A small file beside checkpoints, such as one that names the newest. It is replaced in one step.
+
+    Attributes:
+        path: where.
+        data: its content.
+        mode: its permissions; None for the usual ones.
+    """
+
+    path: Path
+    data: bytes
+    mode: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +64,10 @@ class Request:
         streamed: write straight from the tensors, while the caller waits; the only way for an image with lazy ones.
         feed: run on the caller's thread while the background streams; it provides what lazy images fetch. Every rank has one
             then. It raises only when it was interrupted.
-        folders: below the directory, for images that go into one; the same on all ranks.
+        folders: below the directory, for images and copies that go into one; the same on all ranks.
+        copies: files of this rank that are copied as they are. ``save`` returns when they have been read.
+        keep_copies: whether copies that were made before the save failed, or the job died, are there for the next attempt.
+        pointers: small files elsewhere that are replaced once the checkpoint has its name, in this order; rank 0's count.
     """
 
     root: Root
@@ -71,6 +90,9 @@ class Request:
     streamed: bool = False
     feed: Callable[[Operation], None] | None = None
     folders: Sequence[str] = ()
+    copies: Sequence[FileCopy] = ()
+    keep_copies: bool = False
+    pointers: Sequence[Pointer] = ()
 
 
 @dataclass(kw_only=True)
@@ -83,6 +105,7 @@ class Operation:
         needed_bytes: what all ranks together will write.
         tasks: what this rank writes.
         copy: what fills the arena; the writing follows it.
+        read: set when the files to be copied have been read, or never will be.
         streamed: written straight from the tensors, while the caller waits; there is no arena then.
         error: what went wrong on this rank after the agreement.
         stall_s: how long the call held the caller.
@@ -97,6 +120,7 @@ class Operation:
     arena: Arena | None = None
     tasks: Sequence[FileTask] = ()
     copy: Copy | None = None
+    read: threading.Event = field(default_factory=threading.Event)
     streamed: bool = False
     error: BaseException | None = None
     stall_s: float = 0.0

@@ -19,6 +19,7 @@ from safe_ckpt.core import commit, extras
 from safe_ckpt.core.board import Board
 from safe_ckpt.core.channel import KeyTimeout
 from safe_ckpt.core.directory import await_visible
+from safe_ckpt.core.file_copy import first_changed, record_name
 from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
 from safe_ckpt.core.operation import Operation
 from safe_ckpt.core.sink import FileResult, sync_directory
@@ -32,6 +33,7 @@ from safe_ckpt.errors import (
     PeerLostError,
     SafeCheckpointError,
     SaveError,
+    SourceChangedError,
     from_wire,
     to_wire,
 )
@@ -98,7 +100,7 @@ class Phases:
             # The cause first: nobody should wait for the tidying up.
             self._board.conclude({"error": to_wire(ours, rank=0, phase="save")})
             if not isinstance(ours, CommitOutcomeUnknown):
-                op.request.root.drop_staging(op.op_id)
+                op.request.root.drop_staging(op.op_id, keep_copies=op.request.keep_copies)
                 if op.request.begun is not None:
                     op.request.root.drop_staging(op.request.begun.parent.name)
             raise ours from error
@@ -165,18 +167,35 @@ class Phases:
     def _write(self) -> dict[str, Any]:
         op = self._op
         begun, directories = time.monotonic(), [str(folder) for folder in op.folders]
+        results = self._copy_files()
         if op.streamed:
             most = self._config.max_host_bytes
-            results = self._writer.stream(op.tasks, op.request.images, directories, most, self._look_around)
+            results += self._writer.stream(op.tasks, op.request.images, directories, most, self._look_around)
             op.handle.mark_snapshot_taken()
         elif op.arena is not None:
             job = WriteJob(name=op.name, rank=self._rank, arena=op.arena, files=op.tasks, directories=directories)
-            results = self._writer.write(job, self._look_around)
+            results += self._writer.write(job, self._look_around)
             self._hear_of_copy(op)
         else:
             raise SaveError(name=op.name, cause="there is no snapshot", rank=self._rank, phase="write")
         self.write_s = time.monotonic() - begun
         return {"files": [self._entry(result) for result in results], "items": dict(op.request.items)}
+
+    def _copy_files(self) -> list[FileResult]:
+        """Copy what lies in files. They must be read before the caller goes on; this tells it."""
+        op = self._op
+        if not op.request.copies:
+            return []
+        copies = [dataclasses.replace(copy, path=str(op.folder / copy.path)) for copy in op.request.copies]
+        record = str(op.staged.parent / record_name(self._rank)) if op.request.keep_copies else ""
+        results = self._writer.write(
+            WriteJob(name=op.name, rank=self._rank, copies=copies, record=record), self._look_around
+        )
+        if (changed := first_changed(copies)) is not None:
+            cause = "it changed while it was being copied: nothing may write to it until the call returns"
+            raise SourceChangedError(name=op.name, cause=f"{changed}: {cause}", source=changed, rank=self._rank)
+        op.read.set()
+        return results
 
     def _hear_of_copy(self, op: Operation) -> None:
         """The bytes are written; whether they are what they should be is known when the copy is over."""
@@ -193,7 +212,9 @@ class Phases:
 
     def _look_around(self) -> None:
         self._give_up()
-        error = self._op.error if self._op.copy is None else self._op.copy.error
+        error = self._op.error
+        if error is None and self._op.copy is not None:
+            error = self._op.copy.error
         if error is not None:
             raise error
         now = time.monotonic()
@@ -222,6 +243,7 @@ class Phases:
         commit.make_directory(request.path.parent)
         commit.publish(self._op.staged, request.path, self._aside(request.path))
         self._link()
+        self._point()
         return CheckpointInfo.of(manifest, request.path, sum(entry.size_bytes for entry in entries))
 
     def _commit_file(self, entries: tuple[FileEntry, ...]) -> CheckpointInfo:
@@ -238,6 +260,17 @@ class Phases:
         for number, link in enumerate(request.links):
             staged = self._op.staged.parent / f"link{number}-{link.path.name}"
             commit.publish_link(request.path, staged, link, self._aside(link.path))
+
+    def _point(self) -> None:
+        for pointer in self._op.request.pointers:
+            staged = self._op.staged.parent / f"pointer-{pointer.path.name}"
+            try:
+                commit.write_durably(staged, pointer.data)
+                if pointer.mode is not None:
+                    staged.chmod(pointer.mode)
+                commit.publish_file(staged, pointer.path)
+            except OSError as error:
+                raise commit.HalfCommittedError(error.errno, f"{pointer.path}: {error.strerror}") from error
 
     def _aside(self, path: Path) -> Callable[[], Path]:
         return lambda: self._op.request.root.aside(self._op.op_id, path)

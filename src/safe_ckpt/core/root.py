@@ -2,7 +2,8 @@
 
 ``.safe_ckpt/`` lies in it, or beside it where a framework lists what is in it; always on the same file system. It holds
 ``staging`` (saves under way), ``trash`` (on the way out; a half-deleted checkpoint can never be picked), ``quarantine``
-(damaged, kept for people to look at), the lock and ``events.jsonl``. Used on rank 0 only.
+(damaged, kept for people to look at), ``kept`` (copies that an attempt made before it failed, for the next one), the lock and
+``events.jsonl``. Used on rank 0 only.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from safe_ckpt.core import commit
+from safe_ckpt.core.file_copy import records_in
 from safe_ckpt.core.lock import JobLock
 from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.core.verify import verify
@@ -39,6 +41,7 @@ class Root:
         self.staging = self.hidden / "staging"
         self.trash = self.hidden / "trash"
         self.quarantine = self.hidden / "quarantine"
+        self.kept = self.hidden / "kept"
         self._lock = JobLock(self.hidden, subject=path, lease_s=lease_s)
         self._sequence = 0
 
@@ -70,7 +73,8 @@ class Root:
 
     def tidy(self) -> None:
         """Remove the hidden folder if there is nothing in it that anybody could want. After ``close``."""
-        if not self.hidden.is_dir() or any(any(f.iterdir()) for f in (self.staging, self.trash, self.quarantine)):
+        folders = [folder for folder in (self.staging, self.trash, self.quarantine, self.kept) if folder.is_dir()]
+        if not self.hidden.is_dir() or any(any(folder.iterdir()) for folder in folders):
             return
         self._delete(self.hidden)
 
@@ -109,10 +113,14 @@ class Root:
         commit.make_directory(folder)
         return folder / path.name
 
-    def drop_staging(self, op_id: str) -> None:
+    def drop_staging(self, op_id: str, *, keep_copies: bool = False) -> None:
         """Remove the staging directory of a save that is over, and what it replaced. Never raises.
 
         What was moved aside stays when nothing stands in its place: the next start brings it back.
+
+        Args:
+            op_id: of the save.
+            keep_copies: it failed, and what it copied is kept for the next attempt.
         """
         aside = self.trash / op_id
         try:
@@ -125,8 +133,16 @@ class Root:
         if unreplaced:
             logger.error("%s was moved aside and not replaced: the next start brings it back", aside)
             return
+        if keep_copies:
+            self._keep_copies(self.staging / op_id)
         for folder in (self.staging / op_id, aside):
             self._delete(folder)
+
+    def drop_kept(self, but: Collection[str] = ()) -> None:
+        """Delete what earlier attempts copied, but for the folders of these names. Never raises."""
+        for folder in self.kept.iterdir() if self.kept.is_dir() else []:
+            if folder.name not in but:
+                self._delete(folder)
 
     def discard(self, paths: Iterable[Path]) -> list[Path]:
         """Delete checkpoints, directories by way of the trash. Returns those that are gone; a failure is logged."""
@@ -176,9 +192,23 @@ class Root:
                 logger.warning("%s: finished an interrupted replacement with %s", self.path / old.name, chosen)
                 commit.publish_directory(chosen, self.path / old.name, self.trash / folder.name / "unused")
 
+    def _keep_copies(self, left: Path) -> None:
+        """What was copied by a save that did not succeed may be large: the next attempt takes it over."""
+        if not left.is_dir() or not any(record.stat().st_size for record in records_in(left)):
+            return
+        try:
+            self.kept.mkdir(exist_ok=True)
+            os.rename(left, self.kept / left.name)
+        except OSError as error:
+            logger.warning("%s could not be kept for the next attempt: %s", left, error)
+
     def _sweep(self) -> None:
         for folder in (self.staging, self.trash):
             for left in folder.iterdir():
+                if folder == self.staging:
+                    self._keep_copies(left)
+                    if not left.exists():
+                        continue
                 logger.info("removing what an earlier job left: %s", left)
                 self._delete(left)
 

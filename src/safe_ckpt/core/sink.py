@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import xxhash
 
@@ -118,11 +118,14 @@ def write_file(
     return once_more_after_eio(lambda: _write_file(task, arena, options, progress, ready))
 
 
-def once_more_after_eio(write: Callable[[], FileResult]) -> FileResult:
-    """Call ``write``, which writes a whole new file, and once more if the disk reports an I/O error.
+_Written = TypeVar("_Written")
+
+
+def once_more_after_eio(write: Callable[[], _Written]) -> _Written:
+    """Call ``write``, which writes whole new files, and once more if the disk reports an I/O error.
 
     After a failed fsync the kernel may have dropped the pages and call them clean: a second fsync of the same file would
-    succeed and mean nothing (https://lwn.net/Articles/752063/). So once more from memory, into a new file.
+    succeed and mean nothing (https://lwn.net/Articles/752063/). So once more from memory, into a new one.
     """
     try:
         return write()

@@ -12,9 +12,10 @@ from safe_ckpt.core.arena import Arena
 from safe_ckpt.core.copying import Copy
 from safe_ckpt.core.operation import Operation
 from safe_ckpt.core.writer import Writer
-from safe_ckpt.errors import NotEnoughSpaceError, SaveError
+from safe_ckpt.errors import NotEnoughSpaceError, RendezvousTimeout, SaveError
 
 logger = logging.getLogger(__name__)
+_LOOK_S = 0.05
 
 
 class Taker:
@@ -90,8 +91,10 @@ class Taker:
                 aside.start()
             except RuntimeError:  # no more threads to be had: then at once
                 _finish(op, copy)
-        else:
+        elif not op.request.copies:
             op.handle.mark_snapshot_taken()
+        if op.request.copies:
+            self._await_copies(op)
         op.stall_s = time.monotonic() - op.started
 
     def give_back(self, arena: Arena) -> None:
@@ -110,6 +113,20 @@ class Taker:
             if self._preparing.is_alive():
                 return Arena()
         return self._free.pop() if self._free else Arena()
+
+    def _await_copies(self, op: Operation) -> None:
+        limit = time.monotonic() + self._config.timeouts.lengthy_s
+        try:
+            # Over the save, too: it may have failed before anything was read.
+            while not op.read.wait(_LOOK_S) and not op.handle.done():
+                if time.monotonic() > limit:
+                    raise RendezvousTimeout(
+                        phase=f"copying files of {op.name}", seconds=self._config.timeouts.lengthy_s
+                    )
+        except BaseException:
+            op.error = SaveError(name=op.name, cause="interrupted", rank=self._rank, phase="snapshot")
+            raise
+        op.handle.mark_snapshot_taken()
 
     def _await_stream(self, op: Operation) -> None:
         try:

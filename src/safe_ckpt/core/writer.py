@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 from safe_ckpt.config import Timeouts, WriterConfig
 from safe_ckpt.core.control import read_mark
+from safe_ckpt.core.file_copy import copy_files
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.sink import FileResult, FileTask, SinkOptions, sync_directory, write_file
 from safe_ckpt.core.streaming import stream_file
@@ -75,7 +76,7 @@ class Writer:
         """Write all files of ``job`` and make them durable.
 
         Args:
-            job: what to write; its arena may still be being filled.
+            job: what to write; its arena may still be being filled. Results come in the order of ``job.paths``.
             stop: called ten times a second; raises to give up.
 
         Raises:
@@ -136,6 +137,8 @@ class Writer:
     def _plan(self, job: WriteJob) -> bytes:
         plan = {
             "files": [task.to_json() for task in job.files],
+            "copies": [copy.to_json() for copy in job.copies],
+            "record": job.record,
             "directories": list(job.directories),
             "options": dataclasses.asdict(self._options),
         }
@@ -143,9 +146,11 @@ class Writer:
 
     def _write_here(self, job: WriteJob, stop: Callable[[], None]) -> list[FileResult]:
         progress = _OwnProgress(self._moving(stop), stop)
-        memory = memoryview(job.arena.memory)
-        ready = functools.partial(read_mark, memory)
-        results = [write_file(task, memory, self._options, progress, ready) for task in job.files]
+        results = copy_files(job.copies, self._options, progress, job.record)
+        if job.arena is not None:
+            memory = memoryview(job.arena.memory)
+            ready = functools.partial(read_mark, memory)
+            results += [write_file(task, memory, self._options, progress, ready) for task in job.files]
         for directory in job.directories:
             sync_directory(directory)
         return results

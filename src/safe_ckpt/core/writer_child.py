@@ -22,6 +22,7 @@ import safe_ckpt
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.arena import Arena
 from safe_ckpt.core.control import ControlPage, Standing, new_page
+from safe_ckpt.core.file_copy import FileCopy
 from safe_ckpt.core.sink import FileResult, FileTask
 from safe_ckpt.core.writer_process import STACK_SIGNAL
 
@@ -36,13 +37,30 @@ _BOOT = (
 
 @dataclass(frozen=True, kw_only=True)
 class WriteJob:
-    """Files to write from one arena, and directories to make durable afterwards; ``name`` and ``rank`` are for messages."""
+    """What to write.
+
+    Attributes:
+        name: of the checkpoint, for messages.
+        rank: the same.
+        arena: holds the images of ``files``; None when there are only copies.
+        files: to be written from the arena.
+        copies: files to be copied.
+        record: see ``file_copy.copy_files``.
+        directories: made durable afterwards.
+    """
 
     name: str
     rank: int
-    arena: Arena
-    files: Sequence[FileTask]
-    directories: Sequence[str]
+    arena: Arena | None = None
+    files: Sequence[FileTask] = ()
+    copies: Sequence[FileCopy] = ()
+    record: str = ""
+    directories: Sequence[str] = ()
+
+    @property
+    def paths(self) -> list[str]:
+        """What is there afterwards, in the order of the results."""
+        return [*(copy.path for copy in self.copies), *(task.path for task in self.files)]
 
 
 class WriterEnded(Exception):
@@ -137,14 +155,15 @@ class Child:
 
     def _send(self, job: WriteJob, plan: bytes) -> None:
         arena = job.arena
-        line = json.dumps({"job": self._jobs, "arena": arena.id, "arena_bytes": arena.size}).encode() + b"\n"
-        known = arena.id in self._arenas
+        place = {"arena": arena.id, "arena_bytes": arena.size} if arena is not None else {}
+        line = json.dumps({"job": self._jobs, **place}).encode() + b"\n"
+        fds = [] if arena is None or arena.id in self._arenas else [arena.fileno()]
         # The plan may be long, and a socket takes only so much before it blocks: it goes as a file in memory.
         plan_fd = os.memfd_create("safe_ckpt-plan", os.MFD_CLOEXEC)
         try:
             with open(plan_fd, "wb", closefd=False) as file:
                 file.write(plan)
-            sent = socket.send_fds(self._socket, [line], [plan_fd] if known else [plan_fd, arena.fileno()])
+            sent = socket.send_fds(self._socket, [line], [plan_fd, *fds])
         except BlockingIOError as error:
             raise self._ended("does not take jobs") from error
         except OSError as error:
@@ -153,7 +172,8 @@ class Child:
             os.close(plan_fd)
         if sent != len(line):
             raise self._ended("does not take jobs")
-        self._arenas.add(arena.id)
+        if arena is not None:
+            self._arenas.add(arena.id)
 
     def _receive(self, job: WriteJob) -> dict[str, Any] | None:
         try:
@@ -203,7 +223,7 @@ def _results(reply: dict[str, Any], job: WriteJob) -> list[FileResult]:
         error = reply["error"]
         raise OSError(error["errno"], error["message"], error["path"])
     found = [FileResult(path=path, size_bytes=size, xxh3_128=digest) for path, size, digest in reply["files"]]
-    if [result.path for result in found] != [task.path for task in job.files]:
+    if [result.path for result in found] != job.paths:
         raise OSError(None, "the writer reports other files than it was given")
     return found
 
@@ -211,5 +231,6 @@ def _results(reply: dict[str, Any], job: WriteJob) -> list[FileResult]:
 def _where(standing: Standing, job: WriteJob) -> str:
     if standing.phase == "idle":
         return "while idle"
-    file = job.files[standing.file_index].path if standing.file_index < len(job.files) else "its last job"
+    paths = job.paths
+    file = paths[standing.file_index] if standing.file_index < len(paths) else "its last job"
     return f"in phase {standing.phase} of {file}, after {standing.moved_bytes} bytes"

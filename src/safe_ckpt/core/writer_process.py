@@ -23,6 +23,7 @@ import time
 from typing import Any
 
 from safe_ckpt.core.control import ControlPage, read_mark
+from safe_ckpt.core.file_copy import FileCopy, copy_files
 from safe_ckpt.core.sink import FileTask, SinkOptions, sync_directory, write_file
 
 STACK_SIGNAL = signal.SIGUSR2
@@ -86,18 +87,17 @@ def _serve(
     job: dict[str, Any], arenas: dict[int, int], maps: dict[int, mmap.mmap], page: ControlPage
 ) -> dict[str, Any]:
     try:
-        arena = job["arena"]
-        if arena not in maps or len(maps[arena]) < job["arena_bytes"]:
-            maps[arena] = mmap.mmap(arenas[arena], job["arena_bytes"])
-        memory = memoryview(maps[arena])
         plan = job["plan"]
-        ready = functools.partial(read_mark, memory)
         options = SinkOptions(**plan["options"])
-        results = []
-        for index, entry in enumerate(plan["files"]):
+        page.begin(0)
+        copies = [FileCopy.from_json(entry) for entry in plan["copies"]]
+        found = copy_files(copies, options, page, plan["record"])
+        memory = memoryview(_mapped(job, arenas, maps)) if plan["files"] else memoryview(b"")
+        ready = functools.partial(read_mark, memory)
+        for index, entry in enumerate(plan["files"], len(copies)):
             page.begin(index)
-            result = write_file(FileTask.from_json(entry), memory, options, page, ready)
-            results.append([result.path, result.size_bytes, result.xxh3_128])
+            found.append(write_file(FileTask.from_json(entry), memory, options, page, ready))
+        results = [[result.path, result.size_bytes, result.xxh3_128] for result in found]
         for directory in plan["directories"]:
             sync_directory(directory)
         return {"files": results}
@@ -105,6 +105,13 @@ def _serve(
         if error.errno == errno.ENOMEM:
             raise  # like every other error that is not the file system's: end, and let the parent try a fresh process
         return {"error": {"errno": error.errno, "message": error.strerror, "path": error.filename}}
+
+
+def _mapped(job: dict[str, Any], arenas: dict[int, int], maps: dict[int, mmap.mmap]) -> mmap.mmap:
+    arena = job["arena"]
+    if arena not in maps or len(maps[arena]) < job["arena_bytes"]:
+        maps[arena] = mmap.mmap(arenas[arena], job["arena_bytes"])
+    return maps[arena]
 
 
 if __name__ == "__main__":
