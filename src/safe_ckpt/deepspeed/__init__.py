@@ -1,0 +1,7 @@
+"""Safe checkpoints for DeepSpeed: ``install(engine)`` on every rank, or ``SafeCheckpointEngine`` in the place of its own."""
+
+from __future__ import annotations
+
+from safe_ckpt.deepspeed.handle import Handle, install
+
+__all__ = ["Handle", "install"]

@@ -1,0 +1,235 @@
+"""``install``: a DeepSpeed engine whose ``save_checkpoint`` and ``load_checkpoint`` are safe, and the handle on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+from typing_extensions import Self
+
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core.engine import Engine
+from safe_ckpt.deepspeed import loading, saving, support
+from safe_ckpt.deepspeed.places import Places, checked_tag
+
+logger = logging.getLogger(__name__)
+_REPLACED = ("save_checkpoint", "load_checkpoint")
+
+
+def install(engine: Any, config: CheckpointConfig | None = None, *, async_save: bool = True) -> Handle:
+    """Make a DeepSpeed engine's checkpoints safe and asynchronous. Every rank calls this, after ``deepspeed.initialize``.
+
+    ``save_checkpoint`` and ``load_checkpoint`` of this one object are replaced until ``handle.remove()``; they take what they
+    took and return what they returned::
+
+        engine, *_ = deepspeed.initialize(model=model, config=ds_config)
+        handle = install(engine)
+        engine.load_checkpoint("runs/exp")                  # verified; the one before it where it is damaged
+        ...
+        engine.save_checkpoint("runs/exp", client_state={"epoch": 3})
+
+    Args:
+        engine: a ``DeepSpeedEngine``, ZeRO 0 to 3, with or without offload.
+        config: settings, equal on all ranks; None reads the file that ``SAFE_CKPT_CONFIG`` names, or takes the defaults.
+        async_save: return from ``save_checkpoint`` when the snapshot is taken; False waits until it is durable.
+
+    Returns:
+        The handle, to wait for what is in flight and to take it all back.
+
+    Raises:
+        ConfigError: a setting is not allowed, or the engine's own settings are not covered.
+        DesyncError: the ranks were given different settings.
+        RendezvousTimeout: some ranks did not call this.
+    """
+    earlier = getattr(engine, "_safe_ckpt", None)
+    if earlier is not None and earlier.closed:
+        earlier.remove()
+    settings = CheckpointConfig.from_environment() if config is None else config
+    support.check(engine, settings)
+    return Handle(engine, settings, async_save=async_save)
+
+
+class Handle:
+    """What ``install`` returns. As a context manager it finishes what is in flight and takes the installation back.
+
+    Every method is called on every rank, on the thread that trains.
+    """
+
+    def __init__(self, engine: Any, config: CheckpointConfig, *, async_save: bool = True) -> None:
+        self.config = config
+        self._engine = engine
+        self._async_save = async_save
+        self._closed = False
+        self._core = Engine(config)
+        self._places = Places(self._core, config.retention)
+        self._before = {name: vars(engine).get(name) for name in _REPLACED}
+        self._load_checkpoint = engine.load_checkpoint
+        engine.save_checkpoint = self.save_checkpoint
+        engine.load_checkpoint = self.load_checkpoint
+        engine._safe_ckpt = self
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: object = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Stands in for ``DeepSpeedEngine.save_checkpoint``. When this returns, training may go on.
+
+        The tag appears, and ``latest`` names it, when every rank's part of it is durable; until then both are as they were.
+        With NVMe offload this returns when the swap files have been read, for the next step writes to them.
+
+        Args:
+            save_dir: the directory of tags, on a file system that all ranks share.
+            tag: the checkpoint's name; None for ``global_step<n>``. One that is there is replaced as a whole; files that
+                others keep in it go along.
+            client_state: as for DeepSpeed.
+            save_latest: whether ``latest`` is to name it.
+            exclude_frozen_parameters: as for DeepSpeed.
+
+        Returns:
+            True.
+
+        Raises:
+            ConfigError: the tag is no name of a directory.
+            StateError: something cannot be saved; names it, on every rank. Nothing was started.
+            SourceChangedError: a swap file changed while it was copied.
+            DirectoryError: something that is no checkpoint of DeepSpeed stands where the tag goes.
+            DirectoryInUseError: a live job holds ``save_dir``.
+            DesyncError: the ranks differ in directory or tag.
+            RendezvousTimeout: some ranks did not call this; names them.
+            SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started. With
+                ``async_save=False`` also that of this one.
+        """
+        if not save_dir:
+            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
+        name = checked_tag(f"global_step{self._engine.global_steps}" if tag is None else tag)
+        folder = Path(os.path.abspath(save_dir))
+        handle = saving.save(
+            self._core,
+            self._places,
+            self._engine,
+            folder / name,
+            client_state or {},
+            save_latest=save_latest,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
+        if not self._async_save:
+            handle.result()
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: object = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, Any]:
+        """Stands in for ``DeepSpeedEngine.load_checkpoint``: what is loaded was verified, and is the same on every rank.
+
+        Args:
+            load_dir: the directory of tags.
+            tag: which one; None for the one that ``latest`` names, or if that is damaged or gone, the newest good one before
+                it. A tag that stock DeepSpeed wrote is taken as it is, with a warning.
+            load_module_strict: as for DeepSpeed.
+            load_optimizer_states: the same.
+            load_lr_scheduler_states: the same.
+            load_module_only: the same.
+            custom_load_fn: the same.
+
+        Returns:
+            As DeepSpeed: the file that was loaded and the client state; ``(None, None)`` when there is nothing to load.
+
+        Raises:
+            CorruptCheckpointError: the one that ``tag`` names is damaged.
+            NoValidCheckpointError: there are checkpoints and none is usable; says why not, one by one.
+            SafeCheckpointError: it does not fit what is restored; the same on every rank.
+        """
+        self._core.settle()  # one that failed is no reason not to go back to the one before it; its error stays to be raised
+        folder = Path(os.path.abspath(load_dir))
+
+        def restore(found: str | None) -> Any:
+            return self._load_checkpoint(
+                str(folder),
+                found,
+                load_module_strict=load_module_strict,
+                load_optimizer_states=load_optimizer_states,
+                load_lr_scheduler_states=load_lr_scheduler_states,
+                load_module_only=load_module_only,
+                custom_load_fn=custom_load_fn,
+            )
+
+        wanted = None if tag is None else str(tag)
+        if self._engine.load_universal_checkpoint():
+            return cast("tuple[str | None, Any]", restore(wanted))
+        found = loading.load(
+            self._core,
+            self._places,
+            self._engine,
+            folder,
+            wanted,
+            restore,
+            optimizer_states=load_optimizer_states and not load_module_only,
+        )
+        return cast("tuple[str | None, Any]", found)
+
+    def wait(self) -> None:
+        """Wait until everything in flight is committed.
+
+        Raises:
+            SafeCheckpointError: a save failed and nobody was told yet; the same on every rank.
+        """
+        self._core.wait()
+
+    def remove(self) -> None:
+        """Finish what is in flight and leave the engine as it was. Again: nothing happens.
+
+        Raises:
+            SafeCheckpointError: a save failed and nobody was told yet. The engine is as it was all the same.
+        """
+        try:
+            self._closed = True
+            self._core.settle()
+            self._core.close()
+        finally:
+            self._restore()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.remove()
+            return
+        self._closed = True
+        self._core.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
+        self._restore()
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``remove`` was called."""
+        return self._closed
+
+    def _restore(self) -> None:
+        engine = self._engine
+        if getattr(engine, "_safe_ckpt", None) is not self:
+            return
+        del engine._safe_ckpt
+        for name, before in self._before.items():
+            if vars(engine).get(name) != getattr(self, name):
+                logger.warning("engine.%s was replaced by something else after install and stays so", name)
+            elif before is None:
+                delattr(engine, name)
+            else:
+                setattr(engine, name, before)

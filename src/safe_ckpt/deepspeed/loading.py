@@ -1,0 +1,99 @@
+"""``load_checkpoint``: which tag, verified and agreed by all ranks, before DeepSpeed reads it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safe_ckpt import events
+from safe_ckpt.core import resume
+from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.manifest import MANIFEST_NAME, read_manifest
+from safe_ckpt.core.root import HIDDEN
+from safe_ckpt.core.verify import verify_share
+from safe_ckpt.deepspeed import places, swapping
+from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+def load(
+    core: Engine,
+    held: places.Places,
+    engine: Any,
+    folder: Path,
+    tag: str | None,
+    restore: Callable[[str | None], Any],
+    *,
+    optimizer_states: bool,
+) -> Any:
+    """Load a tag, or the one that ``latest`` names. Every rank calls this. Returns what ``restore`` returned.
+
+    Args:
+        core: where the ranks meet.
+        held: directories that are held.
+        engine: what is restored.
+        folder: the directory of tags.
+        tag: which one; None for the latest.
+        restore: DeepSpeed's own loading of a tag; with None it does what it does without ``latest``.
+        optimizer_states: whether the optimizer's states are wanted.
+
+    Raises:
+        SafeCheckpointError: see ``Handle.load_checkpoint``.
+    """
+    begun = time.monotonic()
+    plan = core.agree("load_checkpoint", {"directory": folder, "tag": tag}, decide=lambda _: _survey(folder, tag))
+    if plan["repair"]:
+        held.hold(folder)  # finishes what an earlier job was replacing when it died
+        plan = core.agree("load_checkpoint", {"directory": folder, "tag": tag}, decide=lambda _: _survey(folder, tag))
+    chosen, rejected = _first_good(core, folder, plan["order"], asked=tag is not None)
+    result: Any = None
+
+    def apply() -> None:
+        nonlocal result
+        result = restore(chosen)
+
+    resume.apply(core, apply)
+    if chosen is not None:
+        path = folder / chosen
+        swapping.put_back(core, engine, path)
+        resume.apply(core, lambda: swapping.resume_states(engine, path, optimizer_states=optimizer_states))
+        _tell(core, path, time.monotonic() - begun, rejected)
+    return result
+
+
+def _survey(folder: Path, tag: str | None) -> dict[str, Any]:
+    trash = folder / HIDDEN / "trash"
+    return {
+        "repair": trash.is_dir() and any(trash.iterdir()),
+        "order": [path.name for path in places.order(folder, tag)],
+    }
+
+
+def _first_good(core: Engine, folder: Path, order: list[str], *, asked: bool) -> tuple[str | None, int]:
+    rejected: dict[str, str] = {}
+    for name in order:
+        path = folder / name
+        try:
+            resume.check(core, path, lambda found: verify_share(found, core.rank, core.session.size))
+        except CorruptCheckpointError as error:
+            if asked:
+                raise
+            rejected[name] = error.message
+            logger.warning("%s cannot be used: %s", path, error.message)
+            continue
+        if not (path / MANIFEST_NAME).exists() and core.rank == 0:
+            logger.warning("%s was not written by safe_ckpt: it is loaded without verification", path)
+        return name, len(rejected)
+    if rejected:
+        message = "there are checkpoints, but none is usable"
+        raise NoValidCheckpointError(path=str(folder), message=message, rejected=rejected)
+    return None, 0
+
+
+def _tell(core: Engine, path: Path, seconds: float, rejected: int) -> None:
+    step = read_manifest(path).step if (path / MANIFEST_NAME).exists() else -1
+    core.emit(events.Resumed(rank=core.rank, path=str(path), step=step, seconds=seconds, rejected=rejected))

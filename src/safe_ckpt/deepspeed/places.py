@@ -1,0 +1,132 @@
+"""Where DeepSpeed's checkpoints lie: directories of tags that are held, what is in them, and which tag to load."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from safe_ckpt.config import Retention
+from safe_ckpt.core import retention, select
+from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.ledger import Ledger
+from safe_ckpt.core.manifest import CheckpointInfo
+from safe_ckpt.core.root import HIDDEN, Root
+from safe_ckpt.core.select import Candidate
+from safe_ckpt.errors import ConfigError
+
+ADAPTER = "deepspeed"
+LATEST = "latest"
+_HELD = 2
+
+
+@dataclass(kw_only=True)
+class Place:
+    """A directory of tags that is held. ``ledger`` counts on rank 0 only."""
+
+    root: Root
+    ledger: Ledger
+
+
+class Places:
+    """The directories of one engine, each taken at its first save; the last two are kept. Every rank calls every method.
+
+    Args:
+        engine: where the ranks meet.
+        policy: what to keep.
+    """
+
+    def __init__(self, engine: Engine, policy: Retention) -> None:
+        self._engine = engine
+        self._policy = policy
+        self._held: dict[Path, Place] = {}
+
+    def hold(self, folder: Path) -> Place:
+        """Take a directory of tags.
+
+        Raises:
+            DirectoryError: it cannot be used.
+            DirectoryInUseError: a live job holds it.
+        """
+        if folder in self._held:
+            return self._held[folder]
+        if len(self._held) >= _HELD:
+            self._engine.settle()  # nothing of theirs may be in flight
+            for earlier in list(self._held):
+                self._engine.let_go(self._held.pop(earlier).root)
+        place = self._held[folder] = Place(root=self._engine.hold(folder), ledger=Ledger())
+
+        def take_stock(_: object) -> None:
+            found = candidates(folder)
+            place.ledger = Ledger(found)
+            place.root.start_after(select.newest_sequence(found))
+
+        self._engine.agree("list", {"directory": folder}, decide=take_stock)
+        return place
+
+    def retain(self, place: Place, new: CheckpointInfo) -> list[Path]:
+        """``new`` was committed. Returns what is to be deleted now, never what ``latest`` names. In the background."""
+        named = latest_tag(place.root.path)
+
+        def choose(known: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+            return [info for info in retention.to_delete(known, self._policy) if info.path.name != named]
+
+        return place.ledger.retain(new, choose)
+
+
+def candidates(folder: Path) -> list[Candidate]:
+    """The tags in ``folder`` that this package wrote, in no order."""
+    found = select.list_directories(folder, lambda _: None) if folder.is_dir() else []
+    return [c for c in found if c.manifest is not None and c.manifest.notes.get("adapter") == ADAPTER]
+
+
+def checked_tag(tag: object) -> str:
+    """A tag as text.
+
+    Raises:
+        ConfigError: it is not the name of a directory.
+    """
+    name = str(tag)
+    if not name or name != os.path.basename(name) or name in (".", "..", HIDDEN, LATEST):
+        message = f"expected the name of a directory, got {name!r}"
+        raise ConfigError(key="save_checkpoint: tag", message=message)
+    return name
+
+
+def latest_tag(folder: Path) -> str | None:
+    """What the file ``latest`` names; None when there is none."""
+    try:
+        return (folder / LATEST).read_text().strip() or None
+    except FileNotFoundError:
+        return None
+
+
+def is_state(name: str) -> bool:
+    """Whether DeepSpeed itself wrote this file of a tag: it goes when the tag is replaced."""
+    return name.endswith("_states.pt") or name.split("/", 1)[0] == "offloaded_tensors"
+
+
+def stock_problem(path: Path) -> str:
+    """Why ``path`` is no tag that DeepSpeed wrote; "" if it may be one."""
+    has_states = any(child.name.endswith("_states.pt") for child in path.iterdir()) if path.is_dir() else False
+    return "" if has_states else "it holds no states of DeepSpeed"
+
+
+def order(folder: Path, tag: str | None) -> list[Path]:
+    """The tags to try, in this order: the one that is asked for, or that ``latest`` names and then those before it.
+
+    Without ``latest`` the newest that was to be named there comes first. Tags saved with ``save_latest=False`` are only taken
+    when they are asked for.
+    """
+    if tag is not None:
+        return [folder / tag]
+    named = latest_tag(folder)
+    ours = select.newest_first(c for c in candidates(folder) if c.manifest and c.manifest.notes.get("latest"))
+    paths = [candidate.path for candidate in ours]
+    if named is None or not (folder / named).is_dir():
+        return paths
+    wanted = folder / named
+    # A tag of another tool has no place in the order: what comes after it is not known.
+    before = paths[paths.index(wanted) + 1 :] if wanted in paths else []
+    return [wanted, *before]

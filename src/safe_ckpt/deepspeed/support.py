@@ -1,0 +1,32 @@
+"""What of DeepSpeed is covered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.errors import ConfigError
+
+
+def check(engine: Any, config: CheckpointConfig) -> None:
+    """Refuse what is not covered.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if getattr(engine, "_safe_ckpt", None) is not None:
+        raise ConfigError(key="engine", message="it is installed already: use that handle, or remove() it first")
+    if engine.checkpoint_writer_enabled():
+        message = (
+            "DeepSpeed's own writer decides which rank writes what: leave it out, safe_ckpt writes in parallel anyway"
+        )
+        raise ConfigError(key="checkpoint.writer", message=message)
+    if engine.zero_nvme_offload_optimizer() and engine.has_moe_layers:
+        message = "optimizer states on NVMe together with mixture-of-experts layers are not covered"
+        raise ConfigError(key="zero_optimization.offload_optimizer.device", message=message)
+    if config.retention.keep_best is not None:
+        message = "save_checkpoint takes no metrics, so there is no best one: use keep_last or keep_every_steps"
+        raise ConfigError(key="retention.keep_best", message=message)
+    if config.snapshot == "overlapped":
+        message = 'DeepSpeed\'s optimizers are not known to change parameters only in step(): use "eager" or "auto"'
+        raise ConfigError(key="snapshot", message=message)
