@@ -26,7 +26,7 @@ from support import processes_of_this_test, writers_of
 
 MANY = 8
 SIZES = {"optimizer.tensor": (1 << 20) + 17, "deep/parameter.tensor": 4096, "deep/empty.tensor": 0}
-SPREAD_S = 1.0
+SPREAD_S = 0.5
 # A killed rank is noticed at once, but eight ranks share a few cores here.
 NOTICED_S = 20.0
 LATE_S = 6.0
@@ -91,7 +91,7 @@ def draw(chance, usual_s):
     delays = [chance.random() * SPREAD_S for _ in range(MANY)]
     kind = chance.choices(["none", "within", "early"], [2, 10, 1])[0]
     victim = chance.randrange(MANY) if kind != "none" else None
-    after_s = max(delays) + chance.random() * 1.2 * usual_s
+    after_s = max(delays) + chance.random() * usual_s
     if kind == "early":
         after_s = delays[victim] * chance.random()
     return delays, victim, after_s, LATE_S if kind == "early" else 60.0
@@ -104,17 +104,18 @@ def test_ranks_that_come_at_odd_times_and_die_leave_one_call_or_another(tmp_path
     """
     seed = int(os.environ.get("SAFE_CKPT_KILL_SEED") or random.randrange(1 << 30))
     chance, outcomes = random.Random(seed), Counter()
-    generation, usual_s, there = 0, 2.0, None
+    generation, usual_s, there = 0, 0.0, None
     for number in range(50 if THOROUGH else 4):
         if (
             generation in (0, there) or chance.random() < 0.5
         ):  # else the same once more, with what is left of its copies
             generation += 1
             fill(tmp_path, generation, MANY, SIZES)
-        # The first round tells how long an undisturbed call takes.
-        delays, victim, after_s, timeout_s = draw(chance, usual_s) if number else ([0.0] * MANY, None, 0.0, 60.0)
+        delays, victim, after_s, timeout_s = draw(chance, usual_s)
+        if number == 0:  # tells how long an undisturbed call takes from when all have come
+            victim, timeout_s = None, 60.0
         outcomes_here = spawn_ranks(
-            _round, MANY, tmp_path, delays, victim, after_s, timeout_s, timeout_s=100, group_timeout_s=90
+            _round, MANY, tmp_path, delays, victim, after_s, timeout_s, timeout_s=200, group_timeout_s=90
         )
         where = f"seed {seed}, round {number}, rank {victim} killed after {after_s:.3f} s of {delays}: {outcomes_here}"
         alive = [outcome for outcome in outcomes_here if outcome.value is not None]
@@ -125,7 +126,7 @@ def test_ranks_that_come_at_odd_times_and_die_leave_one_call_or_another(tmp_path
         assert there in (before, generation), where
         if victim is None:
             assert len(done) == MANY, where
-            usual_s = max(outcome.value[1] for outcome in alive) if number == 0 else usual_s
+            usual_s = min(outcome.value[1] for outcome in alive)
         assert there == generation or not done, where
         unsure = any(isinstance(word, CommitOutcomeUnknown) for word in said)
         assert there == before or done or unsure or before == generation, where
@@ -142,6 +143,7 @@ def test_ranks_that_come_at_odd_times_and_die_leave_one_call_or_another(tmp_path
     matrix("SIGKILL of one of 8 ranks", "consolidate_offloaded, random delays", outcomes)
 
 
+SOME = {f"{number:02}.tensor": (8 << 20) + number for number in range(4)}
 HEAVY = {f"{number:02}.tensor": (12 << 20) + number for number in range(12)}
 
 
@@ -221,7 +223,7 @@ def _restore(rank, folder, kill):
 
 def test_a_killed_restore_leaves_nothing_behind_after_the_next(tmp_path, matrix):
     """SIGKILL of a rank that is restoring: the others raise and keep their files; the next restore has all and tidies up."""
-    fill(tmp_path, 1, 2, HEAVY)
+    fill(tmp_path, 1, 2, SOME)
     values(spawn_ranks(consolidate, 2, tmp_path))
     for rank in range(2):
         (tmp_path / f"back{rank}").mkdir()
@@ -234,12 +236,14 @@ def test_a_killed_restore_leaves_nothing_behind_after_the_next(tmp_path, matrix)
     assert values(spawn_ranks(_restore, 2, tmp_path, False)) == [None, None]
     for rank in range(2):
         found = {path.name: path for path in (tmp_path / f"back{rank}").iterdir()}
-        assert sorted(found) == sorted(HEAVY)
-        for name, size in HEAVY.items():
+        assert sorted(found) == sorted(SOME)
+        for name, size in SOME.items():
             assert found[name].read_bytes() == body(1, rank, name, size)
     matrix("SIGKILL of a rank", "in the middle of restore_offloaded, 2 ranks", Counter({"the next has all": 1}))
 
 
+# The first operation that goes wrong, and the step to the next.
+EACH = (1, 1) if THOROUGH else (5, 16)
 # A scenario for sweep.py, which then lets the n-th operation of a call go wrong, for every n.
 SCENARIO = """
 import os, shutil, sys
@@ -305,12 +309,12 @@ def sweep(folder, fault, first, step):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("fault", "first"), [("kill_job", 1), ("tear", 5)])
-def test_a_kill_at_any_operation_leaves_the_old_or_the_new(tmp_path, matrix, fault, first):
+@pytest.mark.parametrize("fault", ["kill_job", "tear"] if THOROUGH else ["tear"])
+def test_a_kill_at_any_operation_leaves_the_old_or_the_new(tmp_path, matrix, fault):
     """SIGKILL before the n-th operation of a replacement, or in the middle of it: old or new, the new one if it was reported;
     the next call has all and leaves nothing.
     """
-    (whole, *trials), said = sweep(tmp_path, fault, 1 if THOROUGH else first, 1 if THOROUGH else 8)
+    (whole, *trials), said = sweep(tmp_path, fault, *EACH)
     assert whole["found"] == 2, whole
     assert len(trials) >= 4
     outcomes = Counter()
@@ -328,10 +332,10 @@ FAILURES = [f"{error}{often}" for error in ("ENOSPC", "EIO", "EDQUOT", "EROFS") 
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("fault", FAILURES if THOROUGH else ["EIO", "ENOSPC from here on"])
+@pytest.mark.parametrize("fault", FAILURES if THOROUGH else ["EIO"])
 def test_a_failing_disk_is_a_named_error_and_the_next_call_works(tmp_path, matrix, fault):
-    """An operation fails, once or from there on: committed all the same, or a named error and the old content; then all is well."""
-    (_, *trials), said = sweep(tmp_path, fault, 1, 1 if THOROUGH else 8)
+    """An operation fails, once or from there on: committed all the same, or a named error; then the next call works."""
+    (_, *trials), said = sweep(tmp_path, fault, *EACH)
     assert len(trials) >= 4
     outcomes = Counter()
     for trial in trials:

@@ -40,7 +40,7 @@ def answer(request: Request, unreported: SaveHandle | None, rank: int) -> dict[s
         earlier = {"op_id": unreported.op_id, "error": failure}
     return {
         "bytes": sum(image.total_bytes for image in request.images) + new_bytes(request.copies),
-        "writes": bool(request.images or request.copies),
+        "writes": bool(request.images or request.copies) or request.parts is not None,
         "error": error,
         "same": dict(request.same),
         "earlier": earlier,

@@ -16,6 +16,7 @@ from safe_ckpt.core.file_copy import FileCopy
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.manifest import CheckpointInfo, Manifest
 from safe_ckpt.core.overlap import Deferral
+from safe_ckpt.core.parts import Parts
 from safe_ckpt.core.root import Root
 from safe_ckpt.core.sink import FileTask
 from safe_ckpt.errors import RendezvousTimeout, SafeCheckpointError, SaveSkippedError
@@ -67,6 +68,7 @@ class Request:
         folders: below the directory, for images and copies that go into one; the same on all ranks.
         copies: files of this rank that are copied as they are. ``save`` returns when they have been read.
         keep_copies: whether copies that were made before the save failed, or the job died, are there for the next attempt.
+        parts: files of this rank that come one by one, after ``save`` has returned; on every rank then.
         pointers: small files elsewhere that are replaced once the checkpoint has its name, in this order; rank 0's count.
     """
 
@@ -92,6 +94,7 @@ class Request:
     folders: Sequence[str] = ()
     copies: Sequence[FileCopy] = ()
     keep_copies: bool = False
+    parts: Parts | None = None
     pointers: Sequence[Pointer] = ()
 
 

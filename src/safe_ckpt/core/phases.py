@@ -22,6 +22,7 @@ from safe_ckpt.core.directory import await_visible
 from safe_ckpt.core.file_copy import first_changed, record_name
 from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
 from safe_ckpt.core.operation import Operation
+from safe_ckpt.core.parts import Parts
 from safe_ckpt.core.sink import FileResult, sync_directory
 from safe_ckpt.core.writer import Writer
 from safe_ckpt.core.writer_child import WriteJob
@@ -168,7 +169,9 @@ class Phases:
         op = self._op
         begun, directories = time.monotonic(), [str(folder) for folder in op.folders]
         results = self._copy_files()
-        if op.streamed:
+        if op.request.parts is not None:
+            results += self._write_parts(op.request.parts, directories)
+        elif op.streamed:
             most = self._config.max_host_bytes
             results += self._writer.stream(op.tasks, op.request.images, directories, most, self._look_around)
             op.handle.mark_snapshot_taken()
@@ -180,6 +183,15 @@ class Phases:
             raise SaveError(name=op.name, cause="there is no snapshot", rank=self._rank, phase="write")
         self.write_s = time.monotonic() - begun
         return {"files": [self._entry(result) for result in results], "items": dict(op.request.items)}
+
+    def _write_parts(self, parts: Parts, directories: list[str]) -> list[FileResult]:
+        results: list[FileResult] = []
+        for arena, tasks in parts.take(self._look_around):
+            job = WriteJob(name=self._op.name, rank=self._rank, arena=arena, files=tasks)
+            results += self._writer.write(job, self._look_around)
+        for directory in directories:
+            sync_directory(directory)
+        return results
 
     def _copy_files(self) -> list[FileResult]:
         """Copy what lies in files. They must be read before the caller goes on; this tells it."""

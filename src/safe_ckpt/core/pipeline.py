@@ -151,6 +151,8 @@ class Pipeline:
         self._conclude(op, info, failure)
 
     def _free(self, op: Operation) -> None:
+        if op.request.parts is not None:
+            op.request.parts.release()
         if op.copy is not None:
             op.copy.fail(
                 SaveError(name=op.name, cause="the save was over before the copy was", rank=self._session.rank)

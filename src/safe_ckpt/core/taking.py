@@ -57,6 +57,10 @@ class Taker:
         """Plan the copy of ``op``. What goes wrong is in ``op.error``: every rank learns of it through the save's verdict."""
         request = op.request
         limit = self._config.max_host_bytes
+        if request.parts is not None:
+            request.parts.bind(str(op.folder), op.manifest.to_json())
+            op.error = None
+            return
         if request.streamed or (limit is not None and snapshot.arena_bytes(request.images) > limit):
             op.tasks = snapshot.list_tasks(request.images, str(op.folder), op.manifest.to_json())
             op.streamed, op.error = True, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from safe_ckpt.deepspeed.decoupled import SafeCheckpointEngine
 from safe_ckpt.deepspeed.handle import Handle, install
 
-__all__ = ["Handle", "install"]
+__all__ = ["Handle", "SafeCheckpointEngine", "install"]

@@ -89,6 +89,7 @@ class Listener(CheckpointEngine):  # type: ignore[misc]
 
     def create(self, info: Any) -> None:
         """Nothing to do."""
+        del info
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Nothing to do: the directories are made with the checkpoint."""
@@ -106,6 +107,7 @@ class Listener(CheckpointEngine):  # type: ignore[misc]
 
     def commit(self, info: Any) -> bool:
         """Nothing to do."""
+        del info
         return True
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:

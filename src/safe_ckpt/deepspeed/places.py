@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,12 @@ def checked_tag(tag: object) -> str:
         message = f"expected the name of a directory, got {name!r}"
         raise ConfigError(key="save_checkpoint: tag", message=message)
     return name
+
+
+def step_of(tag: str) -> int:
+    """The number that a tag ends with, such as that of ``global_step10``; -1 when there is none."""
+    found = re.search(r"\d+$", tag)
+    return int(found.group()) if found else -1
 
 
 def latest_tag(folder: Path) -> str | None:
