@@ -5,7 +5,9 @@ BIN := .venv/bin
 ACCELERATE := $(BIN)/python -m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 \
   --mixed_precision no --dynamo_backend no --main_process_port 0
 
-.PHONY: demo test faults lint bench examples clean
+DEEPSPEED_ENV := PATH="$(CURDIR)/$(BIN):$$PATH" DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR="$(CURDIR)/.venv/torch_extensions"
+
+.PHONY: demo test test-deepspeed faults lint bench examples clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -21,6 +23,18 @@ test: .venv/ready  ## all tests: unit, several ranks, adapters, faults
 
 faults: .venv/ready  ## the whole fault matrix, printed with counts: about 20 minutes
 	SAFE_CKPT_THOROUGH=1 $(BIN)/python -m pytest -q tests/faults
+
+test-deepspeed: .venv/deepspeed  ## the DeepSpeed adapter with real engines on the CPU
+	$(DEEPSPEED_ENV) $(BIN)/python -m pytest -q tests/adapters/test_deepspeed*.py
+
+# DeepSpeed compiles what it needs on first use, and keeps it here. Without libaio the NVMe tests are skipped, and say so.
+.venv/deepspeed: .venv/ready
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ ! -e /usr/include/libaio.h ]; then \
+	  { apt-get update -qq && apt-get install -y -qq libaio-dev g++; } >/dev/null 2>&1 || echo "libaio-dev could not be installed"; fi
+	$(BIN)/pip install --quiet --disable-pip-version-check setuptools wheel ninja py-cpuinfo
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[deepspeed]'
+	@$(DEEPSPEED_ENV) timeout 600 $(BIN)/python tests/adapters/deepspeed_ops.py || echo "an op of DeepSpeed could not be built: its tests are skipped"
+	touch $@
 
 lint: .venv/ready  ## ruff and mypy
 	$(BIN)/ruff check .

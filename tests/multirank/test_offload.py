@@ -190,14 +190,14 @@ def test_a_name_like_those_that_are_given_out_mixes_nothing_up(tmp_path):
     expect(tmp_path / "back-other", {"x.tensor": 5000}, "other")
 
 
-def _node(rank, folder):
-    """Rank 1 is another host, with another disk under the same path."""
+def _node(rank, folder, hostname):
+    """Rank 1 is on another node, with another disk under the same path."""
     if rank:
         libc = ctypes.CDLL(None, use_errno=True)
         assert libc.unshare(0x04020000) == 0, os.strerror(ctypes.get_errno())  # CLONE_NEWUTS | CLONE_NEWNS
         subprocess.run(["mount", "--make-rprivate", "/"], check=True)
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(folder / "nvme")], check=True)
-        socket.sethostname("another")
+        socket.sethostname(hostname)
     fill(folder / "nvme", {"x.tensor": 5000}, rank)
     consolidate_offloaded({"nvme": folder / "nvme"}, folder / "ckpt")
     (folder / "nvme/x.tensor").unlink()
@@ -206,10 +206,11 @@ def _node(rank, folder):
 
 
 @needs_root
-def test_one_path_on_two_hosts_is_two_folders(tmp_path):
-    """Node-local disks that are mounted under the same path are both there, and each host gets its own back."""
+@pytest.mark.parametrize("hostname", ["another", socket.gethostname()], ids=["other name", "same name"])
+def test_one_path_on_two_nodes_is_two_folders(tmp_path, hostname):
+    """Node-local disks under the same path are both there, each node gets its own back; also with one hostname."""
     (tmp_path / "nvme").mkdir()
-    values(spawn_ranks(_node, 2, tmp_path))
+    values(spawn_ranks(_node, 2, tmp_path, hostname))
     for name, rank in (("nvme", 0), ("nvme.rank00001", 1)):
         expect(tmp_path / "ckpt" / name, {"x.tensor": 5000}, rank)
 

@@ -85,8 +85,8 @@ def spawn_ranks(
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
-    """What the ranks returned; raises the first error, or says which ranks gave none."""
-    for outcome in outcomes:
+    """What the ranks returned; raises the error that came first, or says which ranks gave none."""
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.seconds):
         if outcome.error is not None:
             raise outcome.error
     silent = [outcome.rank for outcome in outcomes if outcome.exit_code != 0]

@@ -1,0 +1,106 @@
+"""Jobs on real DeepSpeed engines, for ranks that ``spawn_ranks`` starts. Importing this makes DeepSpeed run on the CPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import warnings
+from pathlib import Path
+
+import torch
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+CPU = {"device": "cpu"}
+
+
+def _deepspeed():
+    warnings.simplefilter("ignore")  # of DeepSpeed's own, such as torch's deprecations that it has not caught up with
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.CRITICAL)
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]  # a launcher's part
+    return deepspeed
+
+
+def engine(stage, offload="none", swap="", *, width=512, **settings):
+    """A small model under ZeRO, with as little randomness as a resume bit for bit needs.
+
+    Sizes are such that every shard is a multiple of what aligned I/O takes: DeepSpeed (0.19.8) loses gradients that straddle
+    two of its swap files, in the first step of a process.
+    """
+    deepspeed = _deepspeed()
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(64, width),
+        torch.nn.ReLU(),
+        torch.nn.Linear(width, width, bias=False),
+        torch.nn.Linear(width, 16),
+    )
+    zero = {"stage": stage}
+    if offload == "cpu":
+        zero["offload_optimizer"] = CPU
+    if offload == "nvme":
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(swap)}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        **settings,
+    }
+    return deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)[0]
+
+
+def train(engine, rank, first, last):
+    """Steps ``first`` to ``last``; the data depend on rank and step alone."""
+    for step in range(first, last):
+        own = torch.Generator().manual_seed(1000 * rank + step)
+        output = engine(torch.randn(4, 64, generator=own))
+        loss = torch.nn.functional.cross_entropy(output, torch.randint(0, 16, (4,), generator=own))
+        engine.backward(loss)
+        engine.step()
+
+
+def weights(engine):
+    """All of the model's parameters, one after the other."""
+    parameters = list(engine.module.parameters())
+    if engine.zero_optimization_stage() < 3:
+        return torch.cat([parameter.detach().flatten().clone() for parameter in parameters])
+    with _deepspeed().zero.GatheredParameters(parameters):
+        return torch.cat([parameter.detach().flatten().clone() for parameter in parameters])
+
+
+def save_and_die(rank, folder, stage, offload, tags):
+    """Train to 3, save, go on to 6 and note the weights; then every rank is killed."""
+    from safe_ckpt.deepspeed import install
+
+    folder = Path(folder)
+    run = engine(stage, offload, folder / "swap", width=1024 if offload == "nvme" else 64)
+    handle = install(run)
+    train(run, rank, 0, 3)
+    for tag in tags:
+        assert run.save_checkpoint(folder / "out", tag=tag, client_state={"epoch": 7}) is True
+    handle.wait()
+    train(run, rank, 3, 6)
+    torch.save(weights(run), folder / f"want{rank}.pt")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resume(rank, folder, stage, offload, *, stock):
+    """Load in a new process, train to 6, and compare with the run that was not interrupted."""
+    from safe_ckpt.deepspeed import install
+
+    folder = Path(folder)
+    run = engine(stage, offload, folder / "swap-again", width=1024 if offload == "nvme" else 64)
+    handle = None if stock else install(run)
+    path, client = run.load_checkpoint(str(folder / "out"))
+    assert client["epoch"] == 7
+    assert run.global_steps == 3
+    train(run, rank, 3, 6)
+    same = torch.equal(weights(run), torch.load(folder / f"want{rank}.pt"))
+    if handle is not None:
+        handle.remove()
+    return same, Path(path).parent.name

@@ -1,0 +1,279 @@
+"""``install(engine)``: real DeepSpeed engines on two ranks, killed, resumed and compared bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+import deepspeed_runs as runs
+
+from safe_ckpt import CheckpointConfig, Retention, Timeouts
+from safe_ckpt.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    DesyncError,
+    DirectoryError,
+    NoValidCheckpointError,
+    PeerLostError,
+    SafeCheckpointError,
+    StateError,
+)
+from safe_ckpt.testing import spawn_ranks
+from safe_ckpt.testing.ranks import values
+from support import flip_bit
+
+THOROUGH = bool(os.environ.get("SAFE_CKPT_THOROUGH"))
+pytestmark = pytest.mark.timeout(180)
+
+
+def has_nvme():
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return AsyncIOBuilder().is_compatible(verbose=False)
+
+
+def spawn(function, *args, **options):
+    return spawn_ranks(function, 2, *args, timeout_s=150, **options)
+
+
+def offloads():
+    yield from ((0, "none"), (1, "none"), (2, "cpu"), (3, "cpu"))
+    yield pytest.param(3, "nvme", marks=pytest.mark.skipif(not has_nvme(), reason="libaio-dev is missing"))
+
+
+@pytest.mark.parametrize(("stage", "offload"), list(offloads()))
+def test_a_killed_job_goes_on_bit_for_bit_and_stock_deepspeed_reads_it_too(tmp_path, stage, offload):
+    """At every ZeRO stage, whatever is offloaded, a resumed run equals one that was never interrupted."""
+    tags = [None, "same", "same", "same"] if offload == "nvme" else [None]
+    outcomes = spawn(runs.save_and_die, str(tmp_path), stage, offload, tags)
+    assert [(outcome.exit_code, outcome.error) for outcome in outcomes] == [(-9, None)] * 2
+    tag = "same" if offload == "nvme" else "global_step3"
+    assert (tmp_path / "out" / "latest").read_text() == tag
+    assert values(spawn(resumed, str(tmp_path), stage, offload, False)) == [(True, tag)] * 2
+    if offload != "nvme":  # there the stock one begins with zero moments
+        assert values(spawn(resumed, str(tmp_path), stage, offload, True)) == [(True, tag)] * 2
+    if stage in (1, 3) and offload != "nvme":
+        check_conversions(tmp_path, stage)
+
+
+def resumed(rank, folder, stage, offload, stock):
+    return runs.resume(rank, folder, stage, offload, stock=stock)
+
+
+def check_conversions(folder: Path, stage: int) -> None:
+    """DeepSpeed's own tools for what it wrote take it for theirs."""
+    out = folder / "out"
+    run_tool([sys.executable, "zero_to_fp32.py", ".", str(folder / "fp32")], out)
+    found = torch.load(folder / "fp32" / "pytorch_model.bin")
+    assert sorted(found) == ["0.bias", "0.weight", "2.weight", "3.bias", "3.weight"]
+    arguments = ["--input_folder", str(out / "global_step3"), "--output_folder", str(folder / "universal")]
+    arguments += ["--inject_missing_state"] if stage < 3 else []  # which clients of DeepSpeed add by themselves
+    run_tool([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *arguments], out)
+    whole = torch.load(folder / "universal" / "zero" / "2.weight" / "fp32.pt", weights_only=False)
+    whole = whole["param"] if isinstance(whole, dict) else whole
+    assert torch.equal(whole.reshape(-1), found["2.weight"].reshape(-1)), stage
+
+
+def run_tool(command, cwd):
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def installed(run, **settings):
+    from safe_ckpt.deepspeed import install
+
+    return install(run, CheckpointConfig(**settings))
+
+
+def using(rank, folder):
+    """What a user may do, and do wrong, on one engine of ZeRO-2."""
+    folder = Path(folder)
+    out = folder / "out"
+    run = runs.engine(2, width=64)
+    before = (run.save_checkpoint, run.load_checkpoint)
+    check_settings(run)
+    handle = installed(run, retention=Retention(keep_last=2))
+    with pytest.raises(ConfigError, match="installed already"):
+        installed(run)
+    assert run.load_checkpoint(str(out)) == (None, None)
+    check_saving(run, handle, rank, out)
+    check_loading(run, handle, rank, out)
+    check_mistakes(run, handle, rank, out)
+    handle.remove()
+    handle.remove()
+    assert (run.save_checkpoint, run.load_checkpoint) == before
+    run.save_checkpoint(str(folder / "stock"), tag="theirs", client_state={"epoch": 1})
+    with installed(run):
+        path, client = run.load_checkpoint(str(folder / "stock"))
+        assert client["epoch"] == 1
+        run.save_checkpoint(str(folder / "stock"), tag="theirs", client_state={"epoch": 2})
+    assert run.load_checkpoint(str(folder / "stock"))[1]["epoch"] == 2
+
+
+def check_settings(run):
+    with pytest.raises(ConfigError, match="keep_best"):
+        installed(run, retention=Retention(keep_best=1, metric="loss"))
+    with pytest.raises(ConfigError, match="snapshot"):
+        installed(run, snapshot="overlapped")
+
+
+def latest(out):
+    return (out / "latest").read_text()
+
+
+def tags(out):
+    return sorted(path.name for path in out.iterdir() if path.is_dir() and path.name != ".safe_ckpt")
+
+
+def seen(handle, out):
+    """What ``latest`` names and which tags there are, once all is over on rank 0, which deletes."""
+    handle.wait()
+    torch.distributed.barrier()
+    found = (latest(out), tags(out))
+    torch.distributed.barrier()
+    return found
+
+
+def check_saving(run, handle, rank, out):
+    for number in range(3):
+        assert run.save_checkpoint(str(out), tag=f"t{number}", client_state={"n": number}) is True
+    assert seen(handle, out) == ("t2", ["t1", "t2"])
+    # What is not to be named is kept beside what is, and what is named is never deleted.
+    for number in range(3):
+        run.save_checkpoint(out, tag=f"u{number}", save_latest=False)
+    assert seen(handle, out) == ("t2", ["t2", "u1", "u2"])
+    if rank == 0:
+        (out / "u2" / "notes.txt").write_text("mine")
+    run.save_checkpoint(out, tag="u2")
+    assert seen(handle, out)[0] == "u2"
+    assert (out / "u2" / "notes.txt").read_text() == "mine"
+    assert os.access(out / "zero_to_fp32.py", os.X_OK)
+    assert not list((out / ".safe_ckpt" / "staging").iterdir())
+
+
+def check_loading(run, handle, rank, out):
+    run.save_checkpoint(out, tag="a", client_state={"n": 10})
+    run.save_checkpoint(out, tag="b", client_state={"n": 11})
+    assert seen(handle, out) == ("b", ["a", "b"])
+    assert run.load_checkpoint(str(out))[1]["n"] == 11
+    path, client = run.load_checkpoint(str(out), tag="a")
+    assert (Path(path).parent.name, client["n"]) == ("a", 10)
+    torch.distributed.barrier()
+    if rank == 1:
+        flip_bit(out / "b" / "zero_pp_rank_1_mp_rank_00_optim_states.pt", 5000)
+    torch.distributed.barrier()
+    with pytest.raises(CorruptCheckpointError, match="rank_1"):
+        run.load_checkpoint(str(out), tag="b")
+    assert run.load_checkpoint(str(out))[1]["n"] == 10  # the one before it
+    torch.distributed.barrier()
+    if rank == 0:
+        flip_bit(out / "a" / "mp_rank_00_model_states.pt", 5000)
+    torch.distributed.barrier()
+    with pytest.raises(NoValidCheckpointError) as caught:
+        run.load_checkpoint(str(out))
+    assert {"a", "b"} <= set(caught.value.rejected)
+    assert tags(out) == ["a", "b"]  # nothing was moved away
+    run.save_checkpoint(out, tag="c")
+    assert seen(handle, out) == ("c", ["b", "c"])
+
+
+def check_mistakes(run, handle, rank, out):
+    with pytest.raises(DesyncError, match="path"):
+        run.save_checkpoint(out, tag=f"of{rank}")
+    with pytest.raises(ConfigError, match="name of a directory"):
+        run.save_checkpoint(out, tag="../x")
+    state = {"bad": (line for line in "x")} if rank == 1 else {}
+    with pytest.raises(StateError) if rank == 1 else pytest.raises(SafeCheckpointError):
+        run.save_checkpoint(out, tag="unpicklable", client_state=state if rank == 1 else {"bad": (x for x in "x")})
+    if rank == 0:
+        (out / "mine").mkdir()
+        (out / "mine" / "thesis.tex").write_text("x")
+    torch.distributed.barrier()
+    with pytest.raises(DirectoryError, match="did not write it"):
+        run.save_checkpoint(out, tag="mine")
+    assert (out / "mine" / "thesis.tex").read_text() == "x"
+    # One rank alone fails while DeepSpeed collects: all raise, and the next save works.
+    own = run._get_zero_ckpt_name
+    if rank == 1:
+        run._get_zero_ckpt_name = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError) if rank == 1 else pytest.raises(SafeCheckpointError, match="ZeroDivision"):
+        run.save_checkpoint(out, tag="d")
+    run._get_zero_ckpt_name = own
+    run.save_checkpoint(out, tag="d")
+    assert seen(handle, out) == ("d", ["c", "d", "mine"])
+
+
+def test_what_a_user_may_do_and_do_wrong(tmp_path):
+    """Saving, naming, retaining, loading, falling back and every mistake end alike on both ranks, and harm nothing."""
+    values(spawn(using, str(tmp_path)))
+
+
+def lose_a_rank(rank, folder, stage, moment):
+    """Rank 1 is killed before it comes to the save, or while its writer is at it."""
+    folder = Path(folder)
+    run = runs.engine(stage, width=64)
+    timeouts = Timeouts(barrier_s=20, lengthy_s=40, peer_stall_s=5, writer_stall_s=60, shutdown_s=5)
+    handle = installed(run, timeouts=timeouts)
+    run.save_checkpoint(folder, tag="good")
+    handle.wait()
+    if rank == 1:
+        if moment == "while it is late":
+            while not (folder / "rank 0 is there").exists():
+                time.sleep(0.01)
+            assert latest(folder) == "good"
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(handle._core._pipeline.writer.pid, signal.SIGSTOP)
+        run.save_checkpoint(folder, tag="bad")
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    (folder / "rank 0 is there").touch()
+    with pytest.raises(PeerLostError):
+        run.save_checkpoint(folder, tag="bad")
+        handle.wait()
+    os._exit(0 if time.monotonic() - begun < 30 and latest(folder) == "good" and tags(folder) == ["good"] else 1)
+
+
+@pytest.mark.parametrize("moment", ["while it is late", "while its files are written"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3] if THOROUGH else [1, 3])
+def test_latest_never_names_what_lacks_a_rank(tmp_path, stage, moment):
+    """With rank 1 slow and then killed, ``latest`` names the tag before, at any stage, and rank 0 ends with a named error."""
+    outcomes = spawn(lose_a_rank, str(tmp_path), stage, moment)
+    assert [outcome.exit_code for outcome in outcomes] == [0, -9]
+    assert (latest(tmp_path), tags(tmp_path)) == ("good", ["good"])
+
+
+def test_the_hooks_into_deepspeed_are_what_they_were():
+    """What is replaced while DeepSpeed is listened to, and what is read of it, has the shape that was tested."""
+    import inspect
+
+    import deepspeed.runtime.engine as upstream
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    kind = upstream.DeepSpeedEngine
+
+    def names(function):
+        return list(inspect.signature(function).parameters)[1:]
+
+    arguments = ["save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters"]
+    assert names(kind.save_checkpoint) == arguments
+    assert names(kind.load_checkpoint)[:3] == ["load_dir", "tag", "load_module_strict"]
+    assert names(kind._checkpoint_tag_validation) == ["tag"]
+    assert names(kind._copy_recovery_script) == ["save_path"]
+    assert names(kind._get_zero_ckpt_name) == ["checkpoints_path", "tag"]
+    assert names(kind.zero_nvme_offload_optimizer) == []
+    assert callable(upstream.dist.barrier)
+    source = inspect.getsource(kind.save_checkpoint)
+    assert source.index("checkpoint_engine.create") < source.index("_save_checkpoint(")
+    for name in ("reset_swap_buffers", "_set_fp32_optimizer_param_groups", "_clear_fp32_optimizer_param_groups"):
+        assert names(getattr(DeepSpeedZeroOptimizer_Stage3, name)) == []
+    taken = ["create", "save", "load", "commit", "makedirs", "is_data_parallel_writer", "is_decoupled", "cleanup"]
+    assert all(callable(getattr(CheckpointEngine, name)) for name in [*taken, "get_commit_info"])
