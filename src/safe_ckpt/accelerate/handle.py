@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from safe_ckpt.accelerate import loading, saving, sharding, support
+from safe_ckpt.accelerate import engines, loading, saving, sharding, support
 from safe_ckpt.accelerate.loaders import Loaders
 from safe_ckpt.accelerate.places import Places
 from safe_ckpt.config import CheckpointConfig
@@ -56,8 +56,9 @@ def register(accelerator: Any, config: CheckpointConfig | None = None) -> Handle
     earlier = getattr(accelerator, "_safe_ckpt", None)
     if earlier is not None and earlier.closed:
         earlier.remove()
-    support.check(accelerator)
-    return Handle(accelerator, CheckpointConfig.from_environment() if config is None else config)
+    settings = CheckpointConfig.from_environment() if config is None else config
+    support.check(accelerator, settings)
+    return Handle(accelerator, settings)
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Handle:
             metrics: numbers for ``Retention(keep_best=...)``.
             step: the training step, for the manifest and the trackers; None for Accelerate's own count of saves.
             async_save: False waits until it is durable.
-            save_model_func_kwargs: as for Accelerate, which uses them for DeepSpeed only; ignored, with a warning.
+            save_model_func_kwargs: as for Accelerate, which uses them for DeepSpeed only; else ignored, with a warning.
 
         Returns:
             Where it will be.
@@ -144,7 +145,7 @@ class Handle:
                 ``async_save=False`` also that of this one.
         """
         self._tell_trackers()
-        if save_model_func_kwargs:
+        if save_model_func_kwargs and not engines.of(self._accelerator):
             logger.warning("save_state ignores %s: only DeepSpeed has them", ", ".join(save_model_func_kwargs))
         options = saving.Options(
             safe_serialization=safe_serialization,
@@ -152,6 +153,7 @@ class Handle:
             step=step,
             overlap=self._overlaps,
             shards=self._shards,
+            arguments=save_model_func_kwargs,
         )
         path, handle = saving.save(self._engine, self._places, self._loaders, self._accelerator, output_dir, options)
         self._flights.append((handle, step))
@@ -185,7 +187,8 @@ class Handle:
         def restore(path: Path) -> None:
             self._load_state(str(path), load_kwargs, **load_model_func_kwargs)
 
-        loading.load(self._engine, self._places, self._loaders, self._accelerator, input_dir, restore)
+        path = loading.load(self._engine, self._places, self._loaders, self._accelerator, input_dir, restore)
+        engines.resume(self._engine, self._accelerator, path, load_model_func_kwargs)
         self.prepare()
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:

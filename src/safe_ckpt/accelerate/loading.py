@@ -28,8 +28,8 @@ def load(
     accelerator: Any,
     input_dir: str | os.PathLike[str] | None,
     restore: Callable[[Path], None],
-) -> None:
-    """Restore the checkpoint at ``input_dir``, or the newest valid one. Every rank calls this.
+) -> Path:
+    """Restore the checkpoint at ``input_dir``, or the newest valid one. Every rank calls this. Returns which one it was.
 
     Args:
         engine: where the ranks meet.
@@ -61,6 +61,7 @@ def load(
     own = accelerator.project_configuration.iteration
     number = engine.agree("iteration", {"path": path}, decide=lambda _: max(own, _next(places, path)))
     accelerator.project_configuration.iteration = number
+    return path
 
 
 def _newest(engine: Engine, places: Places) -> Path:

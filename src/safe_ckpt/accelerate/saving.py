@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.accelerate import capture, offloaded, sharding
+from safe_ckpt.accelerate import capture, engines, offloaded, sharding
 from safe_ckpt.accelerate.loaders import KEY, Loaders
 from safe_ckpt.accelerate.places import ADAPTER, Places, Target
 from safe_ckpt.core import export, items, weights
@@ -26,13 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to save. See ``Handle.save_state``. ``shards`` plans what every rank has a part of; None for nothing."""
+    """How to save. See ``Handle.save_state``. ``shards`` plans what every rank has a part of; None for nothing.
+
+    ``arguments`` are for DeepSpeed.
+    """
 
     safe_serialization: bool
     metrics: Mapping[str, Any]
     step: int | None
     overlap: bool
     shards: ShardPlanner | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 def save(
@@ -93,7 +97,8 @@ def _unsharded(
     accelerator: Any, loaders: Loaders, target: Target, options: Options
 ) -> tuple[list[Image], dict[str, str]]:
     """The files that one rank writes by itself, and what must be equal on all ranks for that."""
-    models = accelerator._models if options.shards is None else []
+    apart = options.shards is not None or bool(engines.of(accelerator))
+    models = [] if apart else accelerator._models
     states = [accelerator.get_state_dict(model, unwrap=False) for model in models]
     if target.begun is not None:
         for hook in list(accelerator._save_model_state_pre_hook.values()):
@@ -105,7 +110,7 @@ def _unsharded(
         shared,
         safe_serialization=options.safe_serialization,
         besides={KEY: loaders.states(accelerator._dataloaders)},
-        sharded=options.shards is not None,
+        sharded=apart,
     )
     return planned, capture.view(accelerator, shared)
 
@@ -127,6 +132,9 @@ def _request(
     if options.shards is not None:
         parts, error = sharding.images(engine, options.shards, accelerator, error)
         planned = [*planned, *parts]
+    nested = engines.collect(engine, accelerator, options.arguments)
+    if nested is not None:
+        planned, error = [*planned, *nested.images], error or nested.error
     deferral = None
     if options.overlap and planned:
         deferral = Deferral(accelerator._models, plain_optimizers(accelerator)) or None
@@ -138,11 +146,12 @@ def _request(
         metrics=metrics,
         images=planned,
         error=error,
-        notes={"adapter": ADAPTER, "iteration": target.number},
+        notes={"adapter": ADAPTER, "iteration": target.number, **(nested.notes if nested is not None else {})},
         same=view,
         retain=lambda new: places.retain(target.place, new),
         deferral=deferral,
         begun=target.begun,
-        folders=sharding.folders(accelerator),
+        folders=nested.folders if nested is not None else sharding.folders(accelerator),
+        copies=nested.copies if nested is not None else (),
         carry=lambda _: True,
     )

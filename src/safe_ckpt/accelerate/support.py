@@ -10,11 +10,11 @@ from accelerate.utils import DistributedType
 from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.errors import ConfigError
 
-_OTHERS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
+_OTHERS = ("MEGATRON_LM", "XLA")
 """They write checkpoints of their own kind, past what is replaced here."""
 
 
-def check(accelerator: Any) -> None:
+def check(accelerator: Any, config: CheckpointConfig) -> None:
     """Refuse what is not covered.
 
     Raises:
@@ -26,6 +26,9 @@ def check(accelerator: Any) -> None:
             f"{kind} writes its checkpoints itself and is not covered yet; save_state stays as it is without register"
         )
         raise ConfigError(key="accelerator.distributed_type", message=message)
+    if kind == DistributedType.DEEPSPEED and config.snapshot == "overlapped":
+        message = 'DeepSpeed\'s optimizers are not known to change parameters only in step(): use "eager" or "auto"'
+        raise ConfigError(key="snapshot", message=message)
     if kind == DistributedType.FSDP and not getattr(accelerator, "is_fsdp2", False):
         message = "FSDP of version 1 is not covered: use FullyShardedDataParallelPlugin(fsdp_version=2)"
         raise ConfigError(key="fsdp_plugin.fsdp_version", message=message)

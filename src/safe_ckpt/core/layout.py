@@ -109,6 +109,11 @@ def json_image(path: str, data: object) -> Image:
     return Image(path=path, length=len(body), pieces=[(0, body)])
 
 
+def bytes_image(path: str, data: bytes) -> Image:
+    """A file whose content is known."""
+    return Image(path=path, length=len(data), pieces=[(0, data)])
+
+
 def is_exact_json(data: object) -> bool:
     """Whether JSON gives back exactly ``data``: no tuples, no other keys than text, no NaN, no subclasses."""
     kind = type(data)
@@ -277,6 +282,7 @@ __all__ = [
     "RECORD_NAME",
     "Image",
     "Lazy",
+    "bytes_image",
     "fits_safetensors",
     "is_exact_json",
     "json_image",

@@ -48,7 +48,7 @@ def save(
             notes={
                 "adapter": places.ADAPTER,
                 "latest": save_latest,
-                swapping.NOTE: list(parts.notes) if parts is not None else [],
+                swapping.NOTE: {"": list(parts.notes)} if parts is not None else {},
             },
             retain=lambda new: held.retain(place, new),
             carry=lambda name: not places.is_state(name),

@@ -28,35 +28,48 @@ def part(engine: Any) -> dict[str, Path]:
     return {f"rank{dp_index_to_str(rank)}": Path(engine.optimizer.optimizer_swapper.swap_folder)}
 
 
-def agree(core: Engine, engine: Any) -> Parts | None:
+def agree(core: Engine, engine: Any, below: str = "") -> Parts | None:
     """What is to be copied into a checkpoint; None without NVMe offload. Every rank calls this.
+
+    Args:
+        core: where the ranks meet.
+        engine: whose files.
+        below: where the tag lies in the checkpoint, with a slash at its end; "" when it is the checkpoint.
 
     Raises:
         SafeCheckpointError: see ``consolidate_offloaded``.
     """
     own = part(engine)
-    return agree_parts(core, own, IGNORED, prefix=f"{FOLDER}/") if own else None
+    return agree_parts(core, own, IGNORED, prefix=f"{below}{FOLDER}/") if own else None
 
 
-def put_back(core: Engine, engine: Any, tag: Path) -> None:
+def put_back(core: Engine, engine: Any, checkpoint: Path, below: str = "") -> None:
     """After ``load_checkpoint``: give this rank its own files if DeepSpeed took another rank's. Every rank calls this.
 
     Two nodes may have stored folders of one name (``use_node_local_storage``); DeepSpeed knows them by that name alone.
+
+    Args:
+        core: where the ranks meet.
+        engine: what was loaded.
+        checkpoint: the directory with the manifest.
+        below: see ``agree``.
 
     Raises:
         SafeCheckpointError: see ``restore_offloaded``.
     """
     own = part(engine)
-    if not own or not (tag / MANIFEST_NAME).exists():
+    if not own or not (checkpoint / MANIFEST_NAME).exists():
         return
-    manifest = read_manifest(tag)
-    notes = manifest.notes.get(NOTE) or ()
+    manifest = read_manifest(checkpoint)
+    notes = manifest.notes.get(NOTE, {}).get(below, ())
     differs = any(own_part(notes, asked, core.rank) != asked for asked in own)
-    if not core.agree("swap files", {"tag": tag}, answer=differs, decide=lambda answers: any(answers.values())):
+    if not core.agree(
+        "swap files", {"tag": checkpoint / below}, answer=differs, decide=lambda answers: any(answers.values())
+    ):
         return
     give_back(
         core.session,
-        lambda: parts_of(tag, manifest, notes, own, core.rank, f"{FOLDER}/"),
+        lambda: parts_of(checkpoint, manifest, notes, own, core.rank, f"{below}{FOLDER}/"),
         core.config.timeouts.lengthy_s,
     )
     engine.optimizer.reset_swap_buffers()

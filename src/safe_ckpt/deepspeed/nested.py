@@ -1,0 +1,84 @@
+"""A DeepSpeed checkpoint as a part of one of another framework: all of ``save_checkpoint(folder, tag)``, in its directory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safe_ckpt.core import layout, resume
+from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.file_copy import FileCopy
+from safe_ckpt.core.layout import Image
+from safe_ckpt.deepspeed import swapping
+from safe_ckpt.deepspeed.capture import capture
+from safe_ckpt.deepspeed.places import LATEST
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nested:
+    """What one rank adds to a request of the core. ``folders`` and ``notes`` are the same on all ranks."""
+
+    images: Sequence[Image] = ()
+    copies: Sequence[FileCopy] = ()
+    folders: Sequence[str] = ()
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    error: Exception | None = None
+
+
+def collect(
+    core: Engine,
+    engines: Mapping[str, Any],
+    client_state: Mapping[str, Any],
+    *,
+    exclude_frozen_parameters: bool = False,
+) -> Nested:
+    """Plan the files of several engines. Every rank calls this.
+
+    Args:
+        core: where the ranks meet.
+        engines: tag -> engine; ``latest`` names the last one, as after saving them one by one.
+        client_state: as for DeepSpeed.
+        exclude_frozen_parameters: the same.
+
+    Raises:
+        SafeCheckpointError: the swap files cannot be copied; the same on every rank.
+    """
+    images: list[Image] = []
+    copies: list[FileCopy] = []
+    folders: list[str] = []
+    notes: dict[str, Any] = {}
+    beside: dict[str, bytes] = {}
+    error: Exception | None = None
+    for tag, engine in engines.items():
+        parts = swapping.agree(core, engine, f"{tag}/")
+        if parts is not None:
+            copies += parts.copies
+            folders += parts.folders
+            notes[f"{tag}/"] = list(parts.notes)
+        folders.append(tag)
+        found = capture(engine, tag, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
+        images += [dataclasses.replace(image, path=f"{tag}/{image.path}") for image in found.images]
+        beside.update({**found.scripts, LATEST: tag.encode()})
+        error = error or found.error
+    if core.rank == 0:
+        images += [layout.bytes_image(name, data) for name, data in beside.items()]
+    return Nested(images=images, copies=copies, folders=sorted(set(folders)), notes={swapping.NOTE: notes}, error=error)
+
+
+def resume_swapped(core: Engine, engines: Mapping[str, Any], checkpoint: Path, *, optimizer_states: bool) -> None:
+    """After the engines have loaded: what DeepSpeed leaves out with NVMe offload. Every rank calls this.
+
+    Raises:
+        SafeCheckpointError: see ``swapping.resume_states``; the same on every rank.
+    """
+    for tag, engine in engines.items():
+        swapping.put_back(core, engine, checkpoint, f"{tag}/")
+
+    def states() -> None:
+        for tag, engine in engines.items():
+            swapping.resume_states(engine, checkpoint / tag, optimizer_states=optimizer_states)
+
+    resume.apply(core, states)

@@ -1,0 +1,751 @@
+"""``SafeCheckpointEngine`` as DeepSpeed drives it: dead and stopped writers, full disks, every way to end, lost ranks."""
+
+import argparse
+import contextlib
+import enum
+import os
+import re
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+pytest.importorskip("deepspeed")
+
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
+
+from safe_ckpt import CheckpointConfig, Timeouts, WriterConfig
+from safe_ckpt.core.manifest import read_manifest
+from safe_ckpt.core.verify import verify
+from safe_ckpt.deepspeed import SafeCheckpointEngine
+from safe_ckpt.errors import (
+    ClosedError,
+    ConfigError,
+    CoordinationError,
+    CorruptCheckpointError,
+    NotEnoughSpaceError,
+    SafeCheckpointError,
+    SaveError,
+    StateError,
+    WriterError,
+)
+from safe_ckpt.testing import spawn_ranks, values
+from support import flip_bit, needs_root, run_script, small_disk, writer_processes, writers_of
+
+pytestmark = pytest.mark.timeout(60)
+
+TIMES = Timeouts(lengthy_s=30, barrier_s=20, writer_stall_s=2, fsync_stall_s=5, peer_stall_s=5, shutdown_s=8)
+CONFIG = CheckpointConfig(timeouts=TIMES)
+SLOW = replace(CONFIG, writer=WriterConfig(chunk_bytes=4096, flush_every_bytes=4096, direct_io="off"))
+FRAIL = replace(CONFIG, writer=WriterConfig(max_respawns=0))  # the first stall is an error
+LIMIT_S = 30
+MODEL = "mp_rank_00_model_states.pt"
+OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+LARGE = 1_000_000
+
+
+@contextlib.contextmanager
+def opened(config=CONFIG):
+    engine = SafeCheckpointEngine(config)
+    try:
+        yield engine
+    finally:
+        engine.cleanup()
+
+
+@contextlib.contextmanager
+def in_time():
+    begun = time.monotonic()
+    yield
+    assert time.monotonic() - begun < LIMIT_S
+
+
+def until(condition):
+    deadline = time.monotonic() + 20
+    while not (found := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError("what the test waits for did not happen")
+        time.sleep(0.001)
+    return found
+
+
+def tag_of(number):
+    return f"global_step{number}"
+
+
+def info_of(folder, number, *, save_latest=True):
+    return CheckpointCommitInfo(tag=tag_of(number), save_dir=str(folder), save_latest=save_latest)
+
+
+def state_of(value, numel=1000):
+    return {"module": {"w": torch.full((numel,), float(value)), "b": torch.arange(7) + value}, "global_steps": value}
+
+
+def begin(engine, folder, number, **more):
+    info = info_of(folder, number, **more)
+    engine.makedirs(str(folder), exist_ok=True)
+    engine.create(info)
+    engine.makedirs(os.path.join(folder, tag_of(number)), exist_ok=True)
+    return info
+
+
+def put(engine, folder, number, *, value=None, name=MODEL, numel=1000):
+    state = state_of(number if value is None else value, numel)
+    engine.save(state_dict=state, path=os.path.join(folder, tag_of(number), name))
+
+
+def save(engine, folder, number, **more):
+    """Everything but the commit."""
+    info = begin(engine, folder, number)
+    put(engine, folder, number, **more)
+    return info
+
+
+def read(file):
+    return torch.load(file, weights_only=False)
+
+
+def equal(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    return one == other
+
+
+def complete(folder, number, *, value=None, names=(MODEL,), numel=1000):
+    """The tag has exactly these files, with these contents, and its manifest agrees."""
+    tag = folder / tag_of(number)
+    assert sorted(os.listdir(tag)) == sorted(["manifest.json", *names])
+    assert all(equal(read(tag / name), state_of(number if value is None else value, numel)) for name in names)
+    assert verify(tag, read_manifest(tag)) > 0
+    return True
+
+
+def names(folder):
+    return sorted(name for name in os.listdir(folder) if name != ".safe_ckpt")
+
+
+def latest(folder):
+    return (folder / "latest").read_text()
+
+
+def clean(folder):
+    """Nothing half done is left, and nobody holds the directory."""
+    assert os.listdir(folder / ".safe_ckpt/staging") == []
+    assert not (folder / ".safe_ckpt/lock").exists()
+    return True
+
+
+def staged(folder, number, name=MODEL):
+    return next(iter(folder.glob(f".safe_ckpt/staging/*/{tag_of(number)}/{name}")), None)
+
+
+def begun_to_write(folder, number, name=MODEL):
+    file = staged(folder, number, name)
+    return file is not None and file.stat().st_size > 0
+
+
+def written(folder, number, name=MODEL):
+    """Whether the staged file is complete: a zip archive's directory comes last."""
+    file = staged(folder, number, name)
+    try:
+        return file is not None and bool(read(file))
+    except (OSError, RuntimeError, EOFError):
+        return False
+
+
+def signal_writer(number):
+    (writer,) = until(lambda: writers_of(os.getpid()))
+    os.kill(writer, number)
+    return writer
+
+
+# One process, the writer dies or stops
+
+
+@pytest.mark.parametrize("moment", ["before save", "in mid-save", "before commit"])
+def test_a_killed_writer_is_replaced_and_the_save_committed(tmp_path, caplog, moment):
+    """Whenever the writer process is killed, the copies are written again by a new one and the tag is what was saved."""
+    with opened(SLOW) as engine, in_time():
+        info = begin(engine, tmp_path, 1)
+        first = signal_writer(signal.SIGKILL) if moment == "before save" else None
+        put(engine, tmp_path, 1, numel=LARGE)
+        if moment == "in mid-save":
+            until(lambda: begun_to_write(tmp_path, 1))
+            first = signal_writer(signal.SIGKILL)
+        if moment == "before commit":
+            until(lambda: written(tmp_path, 1))
+            first = signal_writer(signal.SIGKILL)
+        assert engine.commit(info) is True
+        assert complete(tmp_path, 1, numel=LARGE)
+        assert latest(tmp_path) == tag_of(1)
+        assert engine.commit(save(engine, tmp_path, 2)) is True
+        assert complete(tmp_path, 2)
+        assert writers_of(os.getpid()) != [first]
+    assert "killed by SIGKILL" in caplog.text
+    if moment == "in mid-save":
+        assert re.search(rf"in phase \w+ of \S*{MODEL}, after [1-9]\d* bytes", caplog.text)
+    assert clean(tmp_path)
+
+
+def test_a_writer_that_is_killed_between_the_files_loses_none(tmp_path):
+    """Files that were durable before the writer died and files after it are all in the tag, each with its own content."""
+    files = [MODEL, *(OPTIM.format(rank) for rank in range(3))]
+    with opened(SLOW) as engine, in_time():
+        info = begin(engine, tmp_path, 1)
+        for name in files:
+            put(engine, tmp_path, 1, name=name, numel=100_000)
+            until(lambda name=name: begun_to_write(tmp_path, 1, name))
+            signal_writer(signal.SIGKILL)
+        assert engine.commit(info) is True
+        assert complete(tmp_path, 1, names=files, numel=100_000)
+
+
+def test_a_stopped_writer_is_replaced_after_the_stall_limit(tmp_path, caplog):
+    """Several saves in a row on a writer that is stopped end within its stall limit, and all of them are complete."""
+    with opened() as engine, in_time():
+        assert engine.commit(save(engine, tmp_path, 1))
+        signal_writer(signal.SIGSTOP)
+        for number in (2, 3, 4):
+            info = save(engine, tmp_path, number)
+        assert engine.commit(info) is True
+        assert all(complete(tmp_path, number) for number in (1, 2, 3, 4))
+        assert latest(tmp_path) == tag_of(4)
+    assert "made no progress for 2 s" in caplog.text
+    assert clean(tmp_path)
+
+
+def test_a_writer_that_must_not_be_replaced_is_an_error_of_each_save(tmp_path):
+    """Where a stall is final, every commit on a stopped writer raises WriterError in time, and the next writer works."""
+    with opened(FRAIL) as engine, in_time():
+        assert engine.commit(save(engine, tmp_path, 1))
+        for number in (2, 3):
+            signal_writer(signal.SIGSTOP)
+            info = save(engine, tmp_path, number)
+            with pytest.raises(WriterError, match="made no progress") as caught:
+                engine.commit(info)
+            assert caught.value.name == tag_of(number)
+            assert engine.get_commit_info() is None
+            assert engine.commit(save(engine, tmp_path, 10 + number)) is True
+            assert latest(tmp_path) == tag_of(10 + number)
+        assert names(tmp_path) == ["global_step1", "global_step12", "global_step13", "latest"]
+    assert clean(tmp_path)
+
+
+def test_a_save_that_failed_without_a_commit_is_told_at_the_next_one(tmp_path):
+    """The error of a save that nobody committed is raised by the next create(), once; it is never dropped."""
+    with opened(FRAIL) as engine, in_time():
+        assert engine.commit(save(engine, tmp_path, 1))
+        signal_writer(signal.SIGSTOP)
+        save(engine, tmp_path, 2)
+        with pytest.raises(WriterError) as caught:
+            engine.create(info_of(tmp_path, 3))
+        assert caught.value.name == tag_of(2)
+        assert engine.commit(save(engine, tmp_path, 3)) is True
+        assert names(tmp_path) == ["global_step1", "global_step3", "latest"]
+
+
+@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_late_completion_satisfies_no_later_commit(tmp_path, most, number):
+    """commit() of a save returns when that save is on disk; an earlier one that ends meanwhile does not count for it."""
+    with opened(replace(SLOW, max_in_flight=most)) as engine, in_time():
+        assert engine.commit(save(engine, tmp_path, 1))
+        signal_writer(number)
+        save(engine, tmp_path, 2, numel=100_000)
+        info = begin(engine, tmp_path, 3)
+        assert (tmp_path / tag_of(2)).exists() == (most == 1)
+        put(engine, tmp_path, 3, numel=100_000)
+        put(engine, tmp_path, 3, name=OPTIM.format(0), numel=100_000)
+        assert not (tmp_path / tag_of(3)).exists()
+        assert engine.commit(info) is True
+        assert complete(tmp_path, 3, names=[MODEL, OPTIM.format(0)], numel=100_000)
+        assert complete(tmp_path, 2, numel=100_000)
+        assert latest(tmp_path) == tag_of(3)
+
+
+# One process, the disk is full
+
+
+@needs_root
+def test_a_full_disk_is_an_error_of_commit_and_leaves_what_was(tmp_path):
+    """Without room commit() raises NotEnoughSpaceError, `latest` and the earlier tag stay, and what fits is saved again."""
+    with small_disk(tmp_path / "small", "16m") as full, opened() as engine, in_time():
+        assert engine.commit(save(engine, full, 1))
+        info = save(engine, full, 2, numel=5_000_000)
+        with pytest.raises(NotEnoughSpaceError) as caught:
+            engine.commit(info)
+        assert str(full) in caught.value.path
+        assert names(full) == [tag_of(1), "latest"]
+        assert latest(full) == tag_of(1)
+        assert complete(full, 1)
+        assert os.listdir(full / ".safe_ckpt/staging") == []
+        assert engine.commit(save(engine, tmp_path / "room", 2, numel=5_000_000)) is True
+        assert complete(tmp_path / "room", 2, numel=5_000_000)
+        assert engine.commit(save(engine, full, 3)) is True
+        assert complete(full, 3)
+        assert latest(full) == tag_of(3)
+
+
+@needs_root
+def test_a_disk_that_is_full_for_the_second_file_commits_none(tmp_path):
+    """A save of which one file fits and another does not is committed with neither, and save() itself never blocks on it."""
+    with small_disk(tmp_path / "small", "16m") as full, opened() as engine, in_time():
+        info = begin(engine, full, 1)
+        put(engine, full, 1)
+        put(engine, full, 1, name=OPTIM.format(0), numel=5_000_000)
+        put(engine, full, 1, name=OPTIM.format(1))
+        with pytest.raises(NotEnoughSpaceError):
+            engine.commit(info)
+        assert names(full) == []
+
+
+# One process, what is saved
+
+
+def test_the_tag_appears_in_commit_and_not_before(tmp_path):
+    """Neither makedirs() nor save() makes the tag; commit() does, and moves `latest` only where it was asked to."""
+    with opened() as engine:
+        info = save(engine, tmp_path / "run", 1)
+        until(lambda: written(tmp_path / "run", 1))
+        assert names(tmp_path / "run") == []
+        assert engine.get_commit_info() == info
+        assert engine.is_decoupled()
+        assert engine.commit(info) is True
+        assert engine.get_commit_info() is None
+        info = begin(engine, tmp_path / "run", 2, save_latest=False)
+        put(engine, tmp_path / "run", 2)
+        assert engine.commit(info) is True
+        assert complete(tmp_path / "run", 2)
+        assert latest(tmp_path / "run") == tag_of(1)
+
+
+@pytest.mark.parametrize("snapshot", ["eager", "overlapped"])
+def test_what_is_on_disk_is_the_value_at_save(tmp_path, snapshot):
+    """Tensors and objects that change in place right after save() are saved as they were when it was called."""
+    flat = torch.arange(float(LARGE))
+    state = {"flat": flat, "view": flat[10:20], "across": flat.view(1000, 1000).t(), "steps": [1], "group": {"lr": 0.5}}
+    expected = {"flat": flat.clone(), "view": flat[10:20].clone(), "across": flat.clone().view(1000, 1000).t()}
+    with opened(replace(SLOW, snapshot=snapshot)) as engine:
+        info = begin(engine, tmp_path, 1)
+        for name in (MODEL, OPTIM.format(0)):
+            engine.save(state, os.path.join(tmp_path, tag_of(1), name))
+        flat.mul_(-1)
+        state["steps"].append(2)
+        state["group"]["lr"] = 0.1
+        assert not written(tmp_path, 1, OPTIM.format(0))
+        assert engine.commit(info) is True
+    for name in (MODEL, OPTIM.format(0)):
+        found = read(tmp_path / tag_of(1) / name)
+        assert equal(found, {**expected, "steps": [1], "group": {"lr": 0.5}})
+
+
+class Kind(enum.Enum):
+    ONE = 1
+
+
+class Settings:
+    def __init__(self, depth):
+        self.depth = depth
+        self.weight = torch.full((3,), float(depth))
+
+    def __eq__(self, other):
+        return type(other) is Settings and self.depth == other.depth and torch.equal(self.weight, other.weight)
+
+    __hash__ = None
+
+
+def test_views_ties_and_objects_come_back(tmp_path):
+    """Views of one buffer still share it, tied tensors are still one, and Python objects are equal to what was saved."""
+    flat = torch.randn(LARGE)
+    tied = torch.nn.Parameter(torch.randn(10, 10))
+    state = {
+        "views": [flat[:500_000], flat[500_000:], flat.view(1000, -1)[:, 3]],
+        "tied": {"embed": tied, "head": tied},
+        "args": argparse.Namespace(lr=0.1, kind=Kind.ONE),
+        "object": Settings(3),
+        "empty": torch.empty(0),
+        "half": torch.randn(5).bfloat16(),
+        "none": None,
+    }
+    with opened() as engine:
+        info = begin(engine, tmp_path, 1)
+        engine.save(state_dict=state, path=os.path.join(tmp_path, tag_of(1), MODEL))
+        assert engine.commit(info) is True
+        file = tmp_path / tag_of(1) / MODEL
+        for found in (read(file), engine.load(str(file)), engine.load(str(file), map_location="cpu")):
+            assert all(torch.equal(one, other) for one, other in zip(found["views"], state["views"], strict=True))
+            assert len({view.untyped_storage().data_ptr() for view in found["views"]}) == 1
+            assert found["tied"]["embed"] is found["tied"]["head"]
+            assert isinstance(found["tied"]["head"], torch.nn.Parameter)
+            assert torch.equal(found["tied"]["head"], tied)
+            assert all(equal(found[key], state[key]) for key in ("args", "object", "empty", "half", "none"))
+            assert found["args"].kind is Kind.ONE
+        assert file.stat().st_size < 1.1 * flat.nbytes
+
+
+@pytest.mark.parametrize("what", ["a lambda", "an open file"])
+def test_what_cannot_be_pickled_fails_this_save_only(tmp_path, what):
+    """save() raises StateError that names the file, commit() refuses that save with the same cause, and the next one works."""
+    with opened() as engine, (tmp_path / "open").open("w") as stream:
+        bad = stream if what == "an open file" else (lambda: None)
+        info = save(engine, tmp_path, 1)
+        with pytest.raises(StateError, match=re.escape(OPTIM.format(0))):
+            engine.save({"good": torch.ones(3), "bad": bad}, os.path.join(tmp_path, tag_of(1), OPTIM.format(0)))
+        put(engine, tmp_path, 1, name=OPTIM.format(1))
+        with pytest.raises(SaveError, match=re.escape(OPTIM.format(0))):
+            engine.commit(info)
+        assert names(tmp_path) == ["open"]
+        assert engine.commit(save(engine, tmp_path, 2)) is True
+        assert complete(tmp_path, 2)
+    assert names(tmp_path) == [tag_of(2), "latest", "open"]
+
+
+def test_the_same_tag_again_is_replaced_as_a_whole(tmp_path):
+    """Of a tag that is saved again no state file of before is left, and files that are not states go along."""
+    with opened() as engine:
+        info = save(engine, tmp_path, 1, value=10)
+        put(engine, tmp_path, 1, value=10, name=OPTIM.format(1))
+        assert engine.commit(info)
+        (tmp_path / tag_of(1) / "notes.txt").write_text("mine")
+        assert engine.commit(save(engine, tmp_path, 1, value=20))
+        tag = tmp_path / tag_of(1)
+        assert sorted(os.listdir(tag)) == ["manifest.json", MODEL, "notes.txt"]
+        assert equal(read(tag / MODEL), state_of(20))
+        assert (tag / "notes.txt").read_text() == "mine"
+        assert latest(tmp_path) == tag_of(1)
+    assert clean(tmp_path)
+
+
+def test_one_file_saved_twice_in_one_tag_is_the_second(tmp_path):
+    """A file that is saved again before the commit is the later one, and load() accepts it."""
+    with opened() as engine:
+        info = begin(engine, tmp_path, 1)
+        put(engine, tmp_path, 1, value=10)
+        put(engine, tmp_path, 1, value=20)
+        assert engine.commit(info)
+        assert equal(engine.load(str(tmp_path / tag_of(1) / MODEL)), state_of(20))
+        assert complete(tmp_path, 1, value=20)
+
+
+def test_a_flipped_bit_is_never_loaded(tmp_path):
+    """load() returns an intact file and raises CorruptCheckpointError once a bit of it differs, also after a first load."""
+    with opened() as engine:
+        info = save(engine, tmp_path, 1, numel=100_000)
+        put(engine, tmp_path, 1, name=OPTIM.format(0))
+        assert engine.commit(info)
+        file = tmp_path / tag_of(1) / MODEL
+        assert equal(engine.load(str(file)), state_of(1, 100_000))
+        flip_bit(file, file.stat().st_size // 2)
+        with pytest.raises(CorruptCheckpointError, match=MODEL):
+            engine.load(str(file))
+        assert equal(engine.load(str(file.with_name(OPTIM.format(0)))), state_of(1))
+        flip_bit(file, file.stat().st_size // 2)
+        assert equal(engine.load(str(file)), state_of(1, 100_000))
+
+
+# One process, calls that are not in order
+
+
+def test_a_save_without_its_files_never_replaces_a_tag(tmp_path):
+    """A save whose files lie outside of the tag, as save_16bit_model's, is refused and leaves the committed tag as it is."""
+    with opened() as engine:
+        assert engine.commit(save(engine, tmp_path, 1))
+        begin(engine, tmp_path, 1, save_latest=False)
+        with pytest.raises(ConfigError, match="pytorch_model"):
+            engine.save(state_of(1), os.path.join(tmp_path, "pytorch_model.bin"))
+        with contextlib.suppress(SafeCheckpointError):
+            engine.create(info_of(tmp_path, 2))
+        assert complete(tmp_path, 1)
+    assert complete(tmp_path, 1)
+
+
+@pytest.mark.parametrize("then", ["cleanup", "create"])
+def test_a_save_that_an_exception_cut_short_is_not_committed(tmp_path, then):
+    """An exception between two files of a save, caught outside, leaves that tag out, whatever is called next."""
+    with opened() as engine:
+        assert engine.commit(save(engine, tmp_path, 1))
+        with contextlib.suppress(SafeCheckpointError):  # it may say that the save was cut short
+            try:
+                save(engine, tmp_path, 2)
+                raise KeyError("before the optimizer's file was saved")
+            except KeyError:
+                if then == "cleanup":
+                    engine.cleanup()  # as in ``finally: engine.destroy()``
+                else:
+                    engine.create(info_of(tmp_path, 3))
+    assert names(tmp_path) in ([tag_of(1), "latest"], [tag_of(1), tag_of(3), "latest"])
+    assert latest(tmp_path) != tag_of(2)
+
+
+def test_cleanup_ends_the_writer_once_and_for_all(tmp_path):
+    """cleanup() commits what was begun; again it does nothing; create() raises ClosedError then and no process is left."""
+    engine = SafeCheckpointEngine(SLOW)
+    save(engine, tmp_path / "run", 1, numel=100_000)
+    assert writers_of(os.getpid())
+    engine.cleanup()
+    assert complete(tmp_path / "run", 1, numel=100_000)
+    assert latest(tmp_path / "run") == tag_of(1)
+    engine.cleanup()
+    for folder in ("run", "new"):
+        with pytest.raises(ClosedError):
+            engine.create(info_of(tmp_path / folder, 2))
+    with pytest.raises(ConfigError, match="create"):
+        put(engine, tmp_path / "run", 2)
+    with pytest.raises(ConfigError):
+        engine.commit(info_of(tmp_path / "run", 2))
+    assert writer_processes() == []
+    assert clean(tmp_path / "run")
+    assert not (tmp_path / "new").exists()
+    with opened() as another:
+        assert another.commit(save(another, tmp_path / "run", 2))
+        assert complete(tmp_path / "run", 2)
+
+
+def test_cleanup_of_a_stopped_writer_ends(tmp_path):
+    """cleanup() with a save on a stopped writer ends within the limits: it is committed by another writer, or an error."""
+    with in_time():
+        engine = SafeCheckpointEngine(CONFIG)
+        save(engine, tmp_path / "one", 1)
+        signal_writer(signal.SIGSTOP)
+        engine.cleanup()
+        assert complete(tmp_path / "one", 1)
+        engine = SafeCheckpointEngine(FRAIL)
+        signal_writer(signal.SIGSTOP)
+        save(engine, tmp_path / "two", 1)
+        with pytest.raises(WriterError):
+            engine.cleanup()
+        engine.cleanup()
+    assert names(tmp_path / "two") == []
+    assert writer_processes() == []
+    assert clean(tmp_path / "two")
+
+
+# Fresh interpreters: how a program ends
+
+HEAD = """
+    import os, signal, sys, torch
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
+    from safe_ckpt import CheckpointConfig, Retention, Timeouts, WriterConfig
+    from safe_ckpt.deepspeed import SafeCheckpointEngine
+    folder = sys.argv[1]
+    engine = SafeCheckpointEngine({config!r})
+
+    def info_of(number):
+        return CheckpointCommitInfo(tag=f"global_step{{number}}", save_dir=folder, save_latest=True)
+
+    def put(number, name, numel):
+        state = {{"module": {{"w": torch.full((numel,), float(number)), "b": torch.arange(7) + number}}, "global_steps": number}}
+        engine.save(state_dict=state, path=os.path.join(folder, f"global_step{{number}}", name))
+
+    def save(number, numel):
+        engine.create(info_of(number))
+        put(number, "mp_rank_00_model_states.pt", numel)
+        return info_of(number)
+
+    def signal_writer(number):
+        os.kill(engine._core._pipeline.writer.pid, number)
+
+    assert engine.commit(save(1, 1000)), "with -O not executed"
+    {end}
+"""
+
+
+def end_with(end, folder, config=SLOW, flags=()):
+    """Commit the first tag and do what ``end`` says in a fresh interpreter; it must end by itself."""
+    begun = time.monotonic()
+    done = run_script(HEAD.format(config=config, end=end), str(folder), flags=flags)
+    assert time.monotonic() - begun < LIMIT_S
+    assert writer_processes() == []
+    assert complete(folder, 1)
+    assert clean(folder)
+    return done
+
+
+@pytest.mark.parametrize("stop", ["", "signal_writer(signal.SIGSTOP);"])
+def test_an_exception_with_a_save_under_way(tmp_path, stop):
+    """An uncaught exception between save() and commit() ends with its traceback; the save is complete or named in an error."""
+    done = end_with(f"save(2, {LARGE}); {stop} raise KeyError('mine')", tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "KeyError: 'mine'" in done.stderr
+    if tag_of(2) in names(tmp_path):
+        assert complete(tmp_path, 2, numel=LARGE)
+        assert latest(tmp_path) == tag_of(2)
+    else:
+        assert f"{tag_of(2)} was not saved" in done.stderr
+        assert names(tmp_path) == [tag_of(1), "latest"]
+        assert latest(tmp_path) == tag_of(1)
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [("raise KeyError('mine')", 1), ("os.kill(os.getpid(), signal.SIGINT); signal.pause()", -2), ("sys.exit(3)", 3)],
+)
+def test_an_end_between_two_files_commits_none(tmp_path, how, code):
+    """A program that ends within save_checkpoint, not all files handed over, leaves neither that tag nor a moved `latest`."""
+    reset = "signal.signal(signal.SIGINT, signal.default_int_handler)"
+    done = end_with(f"{reset}; save(2, 1000); {how}; put(2, 'zero_pp_rank_0_mp_rank_00_optim_states.pt', 1000)", tmp_path)
+    assert done.returncode == code, done.stderr
+    assert names(tmp_path) == [tag_of(1), "latest"]
+    assert latest(tmp_path) == tag_of(1)
+    assert f"{tag_of(2)} was not saved" in done.stderr
+
+
+def test_an_exception_while_the_writer_is_idle(tmp_path):
+    """An uncaught exception after a commit ends with its traceback alone, and what was committed stays."""
+    done = end_with("raise KeyError('mine')", tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.rstrip().endswith("KeyError: 'mine'")
+    assert names(tmp_path) == [tag_of(1), "latest"]
+
+
+@pytest.mark.parametrize("harm", ["pass", "signal_writer(signal.SIGSTOP)", "signal_writer(signal.SIGKILL)"])
+def test_a_normal_end_commits_what_is_in_flight(tmp_path, harm):
+    """A script that ends without commit() commits its last save first, whole, whatever becomes of the writer."""
+    done = end_with(f"save(2, {LARGE}); {harm}", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert complete(tmp_path, 2, numel=LARGE)
+    assert latest(tmp_path) == tag_of(2)
+
+
+def test_a_normal_end_with_a_save_that_fails_says_so(tmp_path):
+    """A last save that cannot be committed when the script ends is named in an error on stderr, and the end is not held."""
+    done = end_with(f"signal_writer(signal.SIGSTOP); save(2, {LARGE})", tmp_path, FRAIL)
+    assert f"{tag_of(2)} was not saved" in done.stderr
+    assert "made no progress" in done.stderr
+    assert names(tmp_path) == [tag_of(1), "latest"]
+
+
+def test_validation_does_not_depend_on_assert(tmp_path):
+    """With -O calls that are out of order raise ConfigError all the same, and do no harm to the save that was begun."""
+    end = """
+    engine.commit(save(1, 1000))
+    from safe_ckpt.errors import ConfigError
+
+    def refused(what, *arguments, **more):
+        try:
+            what(*arguments, **more)
+            print("accepted", what, arguments, more)
+        except ConfigError as error:
+            print("refused")
+
+    def info(**more):
+        return CheckpointCommitInfo(**{"tag": "global_step2", "save_dir": folder, "save_latest": True, **more})
+
+    refused(put, 2, "mp_rank_00_model_states.pt", 10)
+    refused(engine.commit, info())
+    for tag in ("", ".", "..", "a/b", "../up", "latest", ".safe_ckpt"):
+        refused(engine.create, info(tag=tag))
+    save(2, 1000)
+    refused(engine.commit, info(tag="global_step1"))
+    refused(engine.commit, info(save_dir=folder + "/other"))
+    refused(engine.commit, info(save_latest=False))
+    for path in ("x.pt", "global_step1/x.pt", "global_step2/../x.pt", "global_step2/a/b.pt", "global_step2"):
+        refused(engine.save, {}, os.path.join(folder, path))
+    print(engine.commit(info()))
+    refused(engine.commit, info())
+    """
+    done = end_with(end, tmp_path, CONFIG, flags=("-O",))
+    assert done.stdout.split("\n") == ["refused"] * 17 + ["True", "refused", ""], done.stdout + done.stderr
+    assert done.returncode == 0
+    assert complete(tmp_path, 2)
+    assert names(tmp_path) == [tag_of(1), tag_of(2), "latest"]
+
+
+# Two ranks
+
+
+def rank_files(ranks=2):
+    return [MODEL, *(OPTIM.format(rank) for rank in range(ranks))]
+
+
+def put_rank(engine, folder, number, rank):
+    if rank == 0:
+        put(engine, folder, number)
+    put(engine, folder, number, name=OPTIM.format(rank))
+
+
+def _rank_1_is_late(rank, folder):
+    with opened() as engine:
+        info, seen = begin(engine, folder, 1), None
+        if rank == 1:
+            until(lambda: (folder.parent / "committing").exists() and written(folder, 1, OPTIM.format(0)))
+            seen = names(folder)
+        put_rank(engine, folder, 1, rank)
+        if rank == 0:
+            (folder.parent / "committing").touch()
+        assert engine.commit(info) is True
+        return seen, complete(folder, 1, names=rank_files()), latest(folder)
+
+
+def test_the_tag_appears_with_all_ranks_files(tmp_path):
+    """While a rank has not saved yet neither the tag nor `latest` is there; after commit() on any rank both are, complete."""
+    found = values(spawn_ranks(_rank_1_is_late, 2, tmp_path / "run", timeout_s=50))
+    assert found == [(None, True, tag_of(1)), ([], True, tag_of(1))]
+
+
+def _rank_1_is_killed(rank, folder):
+    with opened() as engine:
+        info = begin(engine, folder, 1)
+        put_rank(engine, folder, 1, rank)
+        engine.commit(info)
+        info = begin(engine, folder, 2)
+        put_rank(engine, folder, 2, rank)
+        if rank == 1:
+            until(lambda: written(folder, 2, OPTIM.format(1)))
+            os.kill(os.getpid(), signal.SIGKILL)
+        begun = time.monotonic()
+        try:
+            engine.commit(info)
+        except SafeCheckpointError as error:
+            return error, time.monotonic() - begun, names(folder), latest(folder)
+        return None
+
+
+def test_a_rank_that_is_killed_before_commit_leaves_the_earlier_tag(tmp_path):
+    """A rank is killed with its file written and no commit() called: the others get a named error in time, nothing moves."""
+    outcomes = spawn_ranks(_rank_1_is_killed, 2, tmp_path / "run", timeout_s=50)
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    error, seconds, there, named = values(outcomes[:1])[0]
+    assert isinstance(error, CoordinationError | SaveError)
+    assert "1" in str(error)
+    assert seconds < LIMIT_S
+    assert there == [tag_of(1), "latest"]
+    assert named == tag_of(1)
+    assert complete(tmp_path / "run", 1, names=rank_files())
+    assert names(tmp_path / "run") == there
+    assert clean(tmp_path / "run")
+
+
+def _rank_1_cannot_pickle(rank, folder):
+    engine = SafeCheckpointEngine(CONFIG)
+    info, found = begin(engine, folder, 1), []
+    if rank == 1:
+        try:
+            engine.save({"bad": lambda: None}, os.path.join(folder, tag_of(1), OPTIM.format(1)))
+        except StateError as error:
+            found.append(error.rank)
+    else:
+        put_rank(engine, folder, 1, rank)
+    try:
+        engine.commit(info)
+    except SaveError as error:
+        found.append((error.name, error.rank, OPTIM.format(1) in str(error)))
+    info = begin(engine, folder, 2)
+    put_rank(engine, folder, 2, rank)
+    globals()["_kept"] = engine  # so that it ends with the process and not before
+    return found
+
+
+def test_an_error_of_one_rank_is_that_of_all_and_the_end_commits_the_next(tmp_path):
+    """What one rank cannot pickle fails commit() on all with its file named; the next save is committed at the ranks' end."""
+    found = values(spawn_ranks(_rank_1_cannot_pickle, 2, tmp_path / "run", timeout_s=50))
+    assert found == [[(tag_of(1), 1, True)], [1, (tag_of(1), 1, True)]]
+    assert names(tmp_path / "run") == [tag_of(2), "latest"]
+    assert complete(tmp_path / "run", 2, names=rank_files())
+    assert clean(tmp_path / "run")
