@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -15,12 +18,15 @@ import torch
 
 pytest.importorskip("deepspeed")
 import deepspeed_runs as runs
-from test_deepspeed_install import has_nvme, spawn
+from test_deepspeed_install import THOROUGH, has_nvme, spawn
 
+from safe_ckpt.core.manifest import read_manifest
+from safe_ckpt.core.verify import verify
 from safe_ckpt.testing.ranks import values
 
 pytestmark = pytest.mark.timeout(180)
-NVME = pytest.param("nvme", marks=pytest.mark.skipif(not has_nvme(), reason="libaio-dev is missing"))
+WITH_NVME = ["nvme"] if has_nvme() else []
+OFFLOADS = ["none", *WITH_NVME] if THOROUGH else WITH_NVME or ["none"]
 
 
 def accelerated(rank, folder, offload, swap):
@@ -86,7 +92,7 @@ def accelerate_again(rank, folder, offload):
     return same
 
 
-@pytest.mark.parametrize("offload", ["none", NVME])
+@pytest.mark.parametrize("offload", OFFLOADS)
 def test_a_killed_accelerator_goes_on_bit_for_bit(tmp_path, offload):
     """``save_state`` and ``load_state`` of DeepSpeed engines lose nothing, in the layout that stock Accelerate writes."""
     assert [o.exit_code for o in spawn(accelerate_first, str(tmp_path), offload)] == [-9, -9]
@@ -97,3 +103,105 @@ def test_a_killed_accelerator_goes_on_bit_for_bit(tmp_path, offload):
     assert (newest / "latest").read_text() == "pytorch_model"
     assert values(spawn(accelerate_again, str(tmp_path), offload)) == [True, True]
     assert sorted(path.name for path in newest.parent.iterdir()) == ["checkpoint_1", "checkpoint_2"]
+
+
+LIGHTNING = """
+    import os, sys, warnings
+    sys.path[:0] = PATHS
+    warnings.simplefilter("ignore")
+    from pathlib import Path
+    import signal
+    import torch; torch.set_num_threads(1)
+    import lightning.pytorch as pl
+    import deepspeed
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+    from safe_ckpt import CheckpointConfig, Timeouts
+    from safe_ckpt.lightning import SafeCheckpointCallback, resumable
+    folder, offload, epochs = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+
+    class OnCpu(DeepSpeedStrategy):
+        def setup_environment(self):
+            super(DeepSpeedStrategy, self).setup_environment()
+
+        def setup_distributed(self):
+            self.set_world_ranks()
+            self._init_deepspeed_distributed()
+
+        @property
+        def root_device(self):
+            return torch.device("cpu", 0)
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Sequential(
+                torch.nn.Linear(1024, 1024, bias=False), torch.nn.ReLU(), torch.nn.Linear(1024, 16))
+
+        def training_step(self, batch, _):
+            x, y = batch
+            return torch.nn.functional.cross_entropy(self.net(x), y)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+        def train_dataloader(self):
+            own = torch.Generator().manual_seed(5)
+            data = torch.utils.data.TensorDataset(torch.randn(32, 1024, generator=own),
+                                                  torch.randint(0, 16, (32,), generator=own))
+            return resumable(torch.utils.data.DataLoader(data, batch_size=4, shuffle=True))
+
+    pl.seed_everything(1, verbose=False)
+    zero = {"stage": 3 if offload == "nvme" else 2}
+    if offload == "nvme":
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(folder / f"swap{os.getppid()}")}
+    config = {"zero_optimization": zero, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+              "train_micro_batch_size_per_gpu": 4, "steps_per_print": 10**9}
+    callback = SafeCheckpointCallback(dirpath=folder / "exp", resume="auto", filename="{epoch}", every_n_epochs=1,
+                                      save_top_k=2, monitor="step", mode="max", save_last="link",
+                                      config=CheckpointConfig(timeouts=Timeouts(barrier_s=30, shutdown_s=10)))
+    made = pl.Trainer(accelerator="cpu", devices=2, strategy=OnCpu(config=config), max_epochs=epochs, logger=False,
+                      callbacks=[callback], enable_progress_bar=False, enable_model_summary=False,
+                      default_root_dir=folder)
+    module = Module()
+    made.fit(module)
+    parameters = list(module.parameters())
+    if offload == "nvme":
+        with deepspeed.zero.GatheredParameters(parameters):
+            whole = [parameter.detach().clone() for parameter in parameters]
+    else:
+        whole = [parameter.detach().clone() for parameter in parameters]
+    torch.save(whole, folder / f"weights{made.global_rank}-{sys.argv[4]}.pt")
+    print("RANK", made.global_rank, made.global_step, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def lightning(folder, offload, epochs, name):
+    file = folder / "train.py"
+    file.write_text(textwrap.dedent(LIGHTNING.replace("PATHS", repr(sys.path))))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(file), str(folder), offload, str(epochs), name]
+    environment = {**os.environ, "RES_OPTIONS": "timeout:1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=environment)
+    assert done.stdout.count("RANK") == 2, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_a_trainer_goes_on_bit_for_bit(tmp_path, offload):
+    """``resume="auto"`` goes on with a DeepSpeedStrategy's directory, which is whole, and equals an uninterrupted run."""
+    (tmp_path / "straight").mkdir()
+    (tmp_path / "twice").mkdir()
+    lightning(tmp_path / "straight", offload, 3, "end")
+    lightning(tmp_path / "twice", offload, 2, "middle")
+    lightning(tmp_path / "twice", offload, 3, "end")
+    for rank in range(2):
+        wanted = torch.load(tmp_path / "straight" / f"weights{rank}-end.pt")
+        found = torch.load(tmp_path / "twice" / f"weights{rank}-end.pt")
+        middle = torch.load(tmp_path / "twice" / f"weights{rank}-middle.pt")
+        assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+        assert not torch.equal(wanted[0], middle[0])
+    exp = tmp_path / "twice" / "exp"
+    assert sorted(path.name for path in exp.glob("*.ckpt")) == ["epoch=1.ckpt", "epoch=2.ckpt", "last.ckpt"]
+    newest = exp / "epoch=2.ckpt"
+    assert {path.name for path in newest.iterdir()} >= {"checkpoint", "latest", "zero_to_fp32.py", "manifest.json"}
+    verify(newest, read_manifest(newest))

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.core import layout
 from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.file_copy import FileCopy
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.rendezvous import raise_first
 from safe_ckpt.errors import CoordinationError, to_wire
-from safe_ckpt.lightning import continuation, sharding
+from safe_ckpt.lightning import continuation, engines, sharding
 from safe_ckpt.lightning.io import SafeCheckpointIO
 
 if TYPE_CHECKING:
     from safe_ckpt.core.sharded import ShardPlanner
+
+
+@dataclass(frozen=True)
+class Files:
+    """What of a request of the core is this rank's."""
+
+    images: Sequence[Image] = ()
+    error: Exception | None = None
+    copies: Sequence[FileCopy] = ()
+    folders: Sequence[str] = ()
+    notes: Mapping[str, Any] = field(default_factory=dict)
 
 
 def images(
@@ -26,7 +40,7 @@ def images(
     weights_only: bool | None,
     whole: bool,
     shards: ShardPlanner | None = None,
-) -> tuple[list[Image], Exception | None]:
+) -> Files:
     """The planned files of this rank; what went wrong, where it did. Nothing is raised before all ranks know of it.
 
     Args:
@@ -40,17 +54,29 @@ def images(
     """
     found, error = _whole_checkpoint(engine, trainer, io, path, weights_only=weights_only, whole=whole)
     form = sharding.layout_of(trainer.strategy)
+    if form is not None and form.engine:
+        return _of_an_engine(engine, trainer, found, error)
     if shards is not None and form is not None:
-        return _sharded(engine, form, shards, found, error)
+        return Files(*_sharded(engine, form, shards, found, error))
     if form is not None and form.gathers:
         found, error = _gathered(engine, trainer, found, error)
     if found is None or error is not None:
-        return [], error
+        return Files(error=error)
     try:
         image = layout.torch_image(path.name, found, strict=False, key="checkpoint")
     except Exception as problem:
-        return [], problem
-    return [layout.single(image, path.name)], None
+        return Files(error=problem)
+    return Files([layout.single(image, path.name)])
+
+
+def _of_an_engine(engine: Engine, trainer: Any, checkpoint: dict[str, Any] | None, error: Exception | None) -> Files:
+    try:
+        found = engines.collect(engine, trainer.strategy, checkpoint, error)
+    except CoordinationError:
+        raise
+    except Exception as problem:  # the same on all ranks
+        return Files(error=error or problem)
+    return Files(found.images, found.error, found.copies, found.folders, found.notes)
 
 
 def _whole_checkpoint(

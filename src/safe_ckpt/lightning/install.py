@@ -52,7 +52,7 @@ def _install_io(trainer: Any) -> SafeCheckpointIO:
     if not _is_unsharded(strategy) and sharding.layout_of(strategy) is None:
         message = (
             f"{type(strategy).__name__} writes its checkpoints by itself, which is not supported yet: "
-            "use a single device, DDP, ModelParallelStrategy or FSDPStrategy"
+            "use a single device, DDP, ModelParallelStrategy, FSDPStrategy or DeepSpeedStrategy"
         )
         raise ConfigError(key="strategy", message=message)
     present = strategy.checkpoint_io

@@ -19,9 +19,9 @@ def deferral(trainer: Any, mode: Literal["auto", "eager", "overlapped"]) -> Defe
     Args:
         trainer: in ``fit``.
         mode: ``CheckpointConfig.snapshot``. Also with ``"overlapped"`` nothing is deferred beside callbacks that are known to
-            change parameters between steps.
+            change parameters between steps, nor with DeepSpeed.
     """
     kinds = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
-    if mode != "overlapped" or kinds & _SWAPPERS:
+    if mode != "overlapped" or kinds & _SWAPPERS or hasattr(trainer.strategy, "deepspeed_engine"):
         return None
     return Deferral([trainer.lightning_module], trainer.optimizers) or None

@@ -19,7 +19,7 @@ from safe_ckpt.core.select import Candidate
 from safe_ckpt.core.verify import verify_if_ours, verify_share
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, SafeCheckpointError
 from safe_ckpt.lightning.peek import peek
-from safe_ckpt.lightning.sharding import META, is_sharded_directory
+from safe_ckpt.lightning.sharding import facts_file, is_sharded_directory
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ def _judged(candidate: Candidate) -> Candidate:
     if candidate.manifest is not None:
         weights_only = bool(candidate.manifest.notes.get(WEIGHTS_ONLY))
         return dataclasses.replace(candidate, problem=_NO_STATE) if weights_only else candidate
-    seen = peek(candidate.path / META if candidate.path.is_dir() else candidate.path)
+    seen = peek(facts_file(candidate.path))
     if seen is None:
         return dataclasses.replace(candidate, problem="is no checkpoint")
     without_state = not seen.whole if candidate.path.is_dir() else seen.weights_only

@@ -16,7 +16,6 @@ from safe_ckpt.core import direct, items, select
 from safe_ckpt.core.commit import Link
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.export import Exporter
-from safe_ckpt.core.layout import Image
 from safe_ckpt.core.manifest import CheckpointInfo
 from safe_ckpt.core.named import NamedRoots
 from safe_ckpt.core.operation import Request, SaveHandle
@@ -223,9 +222,14 @@ class TrainerSaver:
             checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only)
             self._trainer.strategy.save_checkpoint(checkpoint, str(path))
 
+    @property
+    def _makes_directories(self) -> bool:
+        form = sharding.layout_of(self._trainer.strategy)
+        return form is not None and form.sharded
+
     def _shard_planner(self) -> ShardPlanner | None:
         form = sharding.layout_of(self._trainer.strategy)
-        if form is None or not form.sharded:
+        if form is None or not form.sharded or form.engine:
             return None
         from safe_ckpt.core.sharded import ShardPlanner  # DCP takes a while to import
 
@@ -343,11 +347,10 @@ class TrainerSaver:
     def _request(self, intents: Intents, *, weights_only: bool | None, overlap: bool) -> Request:
         primary = Path(os.path.abspath((intents.saves or [*intents.links, *intents.removals])[0]))
         root = self._root_of(primary)
-        images: list[Image] = []
-        error: Exception | None = None
+        files = dumping.Files()
         if intents.saves:
             fitting = self.training and str(getattr(self._trainer.state.fn, "value", "")) == "fit"
-            images, error = dumping.images(
+            files = dumping.images(
                 self.engine,
                 self._trainer,
                 self._io,
@@ -362,16 +365,21 @@ class TrainerSaver:
         return Request(
             root=root,
             path=primary,
-            kind="directory" if self._shards is not None and intents.saves else "file",
+            kind="directory" if self._makes_directories and intents.saves else "file",
             step=int(self._trainer.global_step),
             metrics=dumping.numbers(self._trainer),
-            images=images,
-            error=error,
+            images=files.images,
+            error=files.error,
+            copies=files.copies,
+            folders=files.folders,
             links=links,
-            notes=resuming.notes(root, links=links, doomed=doomed, weights_only=bool(weights_only)),
+            notes={
+                **files.notes,
+                **resuming.notes(root, links=links, doomed=doomed, weights_only=bool(weights_only)),
+            },
             view={"names": ", ".join([*intents.saves, *intents.links])},
             retain=lambda _: doomed,
-            deferral=overlapping.deferral(self._trainer, self.config.snapshot) if images and overlap else None,
+            deferral=overlapping.deferral(self._trainer, self.config.snapshot) if files.images and overlap else None,
         )
 
     def _root_of(self, path: Path) -> Root:

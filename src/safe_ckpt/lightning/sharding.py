@@ -16,6 +16,7 @@ from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.manifest import MANIFEST_NAME
 from safe_ckpt.core.verify import verify_share
+from safe_ckpt.lightning import engines
 
 if TYPE_CHECKING:
     import torch
@@ -32,11 +33,13 @@ class Layout:
         key: under which name the model's weights stand in a sharded directory.
         sharded: whether it writes such a directory now, or one whole file.
         gathers: whether whole tensors are gathered here; else Lightning does it.
+        engine: whether a DeepSpeed engine has the model.
     """
 
     key: str
     sharded: bool
     gathers: bool
+    engine: bool = False
 
 
 def layout_of(strategy: Any) -> Layout | None:
@@ -44,6 +47,8 @@ def layout_of(strategy: Any) -> Layout | None:
     names = {base.__name__ for base in type(strategy).__mro__}
     if "ModelParallelStrategy" in names:
         return Layout("state_dict", sharded=bool(strategy._save_distributed_checkpoint), gathers=True)
+    if "DeepSpeedStrategy" in names:
+        return Layout("", sharded=True, gathers=False, engine=True)
     if "FSDPStrategy" in names:
         return Layout("model", sharded=strategy._state_dict_type == "sharded", gathers=False)
     return None
@@ -51,7 +56,14 @@ def layout_of(strategy: Any) -> Layout | None:
 
 def is_sharded_directory(path: Path) -> bool:
     """Whether a directory is a sharded checkpoint: ours, or one that Lightning wrote to its end, for this file comes last."""
-    return (path / META).is_file()
+    return (path / META).is_file() or engines.is_tag_directory(path)
+
+
+def facts_file(path: Path) -> Path:
+    """Where a checkpoint says how far the training was: in itself, or in one of the files of a directory."""
+    if not path.is_dir():
+        return path
+    return path / META if (path / META).exists() else engines.facts_file(path)
 
 
 def dump(trainer: Any, form: Layout, weights_only: bool | None) -> dict[str, Any]:
@@ -125,6 +137,7 @@ def guard(trainer: Any, engine: Engine, before: Callable[[], None], end: Callabl
         end: called when it is torn down.
     """
     strategy = trainer.strategy
+    form = layout_of(strategy)
     original = type(strategy).load_checkpoint
 
     def load(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +146,11 @@ def guard(trainer: Any, engine: Engine, before: Callable[[], None], end: Callabl
         rank, size = engine.rank, engine.session.size
         if path.is_dir() and (path / MANIFEST_NAME).exists():
             resume.check(engine, path, lambda found: verify_share(found, rank, size))
-        return original(strategy, checkpoint_path, *args, **kwargs)
+        loaded = original(strategy, checkpoint_path, *args, **kwargs)
+        if form is not None and form.engine and path.is_dir():
+            fitting = str(getattr(trainer.state.fn, "value", "")) == "fit"
+            engines.resume(engine, strategy, path, fitting=fitting)
+        return loaded
 
     def teardown() -> None:
         for name in ("load_checkpoint", "teardown"):
