@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -74,7 +76,7 @@ def weights(engine):
 
 
 def save_and_die(rank, folder, stage, offload, tags):
-    """Train to 3, save, go on to 6 and note the weights; then every rank is killed."""
+    """Train to 3, save, go on to 6 and note the weights; then every rank is killed, with NVMe in the middle of a copy."""
     from safe_ckpt.deepspeed import install
 
     folder = Path(folder)
@@ -86,7 +88,26 @@ def save_and_die(rank, folder, stage, offload, tags):
     handle.wait()
     train(run, rank, 3, 6)
     torch.save(weights(run), folder / f"want{rank}.pt")
+    if offload == "nvme":
+        die_in_a_copy(rank, folder / "out", run, handle)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_a_copy(rank, out, run, handle):
+    """Save once more; rank 1 never copies its part, and when rank 0's is there both are killed."""
+    writer = handle._core._pipeline.writer
+    writer.start()
+    if rank == 1:
+        os.kill(writer.pid, signal.SIGSTOP)
+
+    def kill_when_copied():
+        while not list((out / ".safe_ckpt" / "staging").glob("*/bad/offloaded_tensors/rank00/*.swp")):
+            time.sleep(0.001)
+        os.kill(writer.pid, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill_when_copied, daemon=True).start()
+    run.save_checkpoint(out, tag="bad")
 
 
 def resume(rank, folder, stage, offload, *, stock):
@@ -102,5 +123,8 @@ def resume(rank, folder, stage, offload, *, stock):
     train(run, rank, 3, 6)
     same = torch.equal(weights(run), torch.load(folder / f"want{rank}.pt"))
     if handle is not None:
+        run.save_checkpoint(folder / "out", tag="after")
         handle.remove()
+        assert not list((folder / "out" / ".safe_ckpt" / "staging").iterdir())
+        assert not (folder / "out" / "bad").exists()
     return same, Path(path).parent.name
