@@ -26,6 +26,9 @@ faults: .venv/ready  ## the whole fault matrix, printed with counts: about 20 mi
 
 test-deepspeed: .venv/deepspeed  ## the DeepSpeed adapter with real engines on the CPU
 	$(DEEPSPEED_ENV) $(BIN)/python -m pytest -q tests/adapters/test_deepspeed*.py
+	rm -rf runs/examples/deepspeed
+	EPOCHS=1 $(DEEPSPEED_ENV) $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/deepspeed_zero3_nvme.py runs/examples/deepspeed
+	EPOCHS=2 $(DEEPSPEED_ENV) $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/deepspeed_zero3_nvme.py runs/examples/deepspeed
 
 # DeepSpeed compiles what it needs on first use, and keeps it here. Without libaio the NVMe tests are skipped, and say so.
 .venv/deepspeed: .venv/ready
