@@ -178,6 +178,11 @@ class Emitter:
         """One more that wants to know."""
         self._hooks.append(hook)
 
+    def remove(self, hook: Hook) -> None:
+        """This one need not know any more."""
+        if hook in self._hooks:
+            self._hooks.remove(hook)
+
     def __call__(self, event: Event) -> None:
         """Hand the event to every hook."""
         for hook in list(self._hooks):

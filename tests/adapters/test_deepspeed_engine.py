@@ -6,9 +6,9 @@ import enum
 import os
 import re
 import signal
+import textwrap
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,18 +27,19 @@ from safe_ckpt.errors import (
     ConfigError,
     CoordinationError,
     CorruptCheckpointError,
+    DesyncError,
     NotEnoughSpaceError,
     SafeCheckpointError,
     SaveError,
     StateError,
     WriterError,
 )
-from safe_ckpt.testing import spawn_ranks, values
-from support import flip_bit, needs_root, run_script, small_disk, writer_processes, writers_of
+from safe_ckpt.testing import free_port, spawn_ranks, values
+from support import flip_bit, kill_group, needs_root, run_script, small_disk, start_script, writer_processes, writers_of
 
 pytestmark = pytest.mark.timeout(60)
 
-TIMES = Timeouts(lengthy_s=30, barrier_s=20, writer_stall_s=2, fsync_stall_s=5, peer_stall_s=5, shutdown_s=8)
+TIMES = Timeouts(lengthy_s=30, barrier_s=20, writer_stall_s=1, fsync_stall_s=5, peer_stall_s=5, shutdown_s=8)
 CONFIG = CheckpointConfig(timeouts=TIMES)
 SLOW = replace(CONFIG, writer=WriterConfig(chunk_bytes=4096, flush_every_bytes=4096, direct_io="off"))
 FRAIL = replace(CONFIG, writer=WriterConfig(max_respawns=0))  # the first stall is an error
@@ -46,6 +47,7 @@ LIMIT_S = 30
 MODEL = "mp_rank_00_model_states.pt"
 OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 LARGE = 1_000_000
+SEVERAL = 300_000
 
 
 @contextlib.contextmanager
@@ -171,10 +173,11 @@ def signal_writer(number):
 @pytest.mark.parametrize("moment", ["before save", "in mid-save", "before commit"])
 def test_a_killed_writer_is_replaced_and_the_save_committed(tmp_path, caplog, moment):
     """Whenever the writer process is killed, the copies are written again by a new one and the tag is what was saved."""
+    numel = 4 * LARGE if moment == "in mid-save" else 1000  # some thousand writes, or one
     with opened(SLOW) as engine, in_time():
         info = begin(engine, tmp_path, 1)
         first = signal_writer(signal.SIGKILL) if moment == "before save" else None
-        put(engine, tmp_path, 1, numel=LARGE)
+        put(engine, tmp_path, 1, numel=numel)
         if moment == "in mid-save":
             until(lambda: begun_to_write(tmp_path, 1))
             first = signal_writer(signal.SIGKILL)
@@ -182,7 +185,7 @@ def test_a_killed_writer_is_replaced_and_the_save_committed(tmp_path, caplog, mo
             until(lambda: written(tmp_path, 1))
             first = signal_writer(signal.SIGKILL)
         assert engine.commit(info) is True
-        assert complete(tmp_path, 1, numel=LARGE)
+        assert complete(tmp_path, 1, numel=numel)
         assert latest(tmp_path) == tag_of(1)
         assert engine.commit(save(engine, tmp_path, 2)) is True
         assert complete(tmp_path, 2)
@@ -216,7 +219,7 @@ def test_a_stopped_writer_is_replaced_after_the_stall_limit(tmp_path, caplog):
         assert engine.commit(info) is True
         assert all(complete(tmp_path, number) for number in (1, 2, 3, 4))
         assert latest(tmp_path) == tag_of(4)
-    assert "made no progress for 2 s" in caplog.text
+    assert "made no progress for 1 s" in caplog.text
     assert clean(tmp_path)
 
 
@@ -259,7 +262,8 @@ def test_a_late_completion_satisfies_no_later_commit(tmp_path, most, number):
         signal_writer(number)
         save(engine, tmp_path, 2, numel=100_000)
         info = begin(engine, tmp_path, 3)
-        assert (tmp_path / tag_of(2)).exists() == (most == 1)
+        if number == signal.SIGSTOP:
+            assert (tmp_path / tag_of(2)).exists() == (most == 1)
         put(engine, tmp_path, 3, numel=100_000)
         put(engine, tmp_path, 3, name=OPTIM.format(0), numel=100_000)
         assert not (tmp_path / tag_of(3)).exists()
@@ -331,14 +335,15 @@ def test_what_is_on_disk_is_the_value_at_save(tmp_path, snapshot):
     flat = torch.arange(float(LARGE))
     state = {"flat": flat, "view": flat[10:20], "across": flat.view(1000, 1000).t(), "steps": [1], "group": {"lr": 0.5}}
     expected = {"flat": flat.clone(), "view": flat[10:20].clone(), "across": flat.clone().view(1000, 1000).t()}
-    with opened(replace(SLOW, snapshot=snapshot)) as engine:
+    with opened(replace(CONFIG, snapshot=snapshot)) as engine:
         info = begin(engine, tmp_path, 1)
+        writer = signal_writer(signal.SIGSTOP)
         for name in (MODEL, OPTIM.format(0)):
             engine.save(state, os.path.join(tmp_path, tag_of(1), name))
         flat.mul_(-1)
         state["steps"].append(2)
         state["group"]["lr"] = 0.1
-        assert not written(tmp_path, 1, OPTIM.format(0))
+        os.kill(writer, signal.SIGCONT)
         assert engine.commit(info) is True
     for name in (MODEL, OPTIM.format(0)):
         found = read(tmp_path / tag_of(1) / name)
@@ -465,22 +470,31 @@ def test_a_save_without_its_files_never_replaces_a_tag(tmp_path):
     assert complete(tmp_path, 1)
 
 
-@pytest.mark.parametrize("then", ["cleanup", "create"])
-def test_a_save_that_an_exception_cut_short_is_not_committed(tmp_path, then):
-    """An exception between two files of a save, caught outside, leaves that tag out, whatever is called next."""
+def test_cleanup_on_the_way_out_of_an_exception_commits_no_part(tmp_path, caplog):
+    """An exception between two files and ``finally: engine.destroy()``: that tag is not there, and an error names it."""
+    engine = SafeCheckpointEngine(CONFIG)
+    assert engine.commit(save(engine, tmp_path, 1))
+    with pytest.raises((KeyError, SafeCheckpointError)) as caught:
+        try:
+            save(engine, tmp_path, 2)
+            raise KeyError("mine, before the optimizer's file was saved")
+        finally:
+            engine.cleanup()
+    assert names(tmp_path) == [tag_of(1), "latest"]
+    assert latest(tmp_path) == tag_of(1)
+    assert f"{tag_of(2)} was not saved" in f"{caplog.text} {caught.value}"
+    assert clean(tmp_path)
+
+
+def test_more_directories_than_are_held_take_turns(tmp_path, caplog):
+    """Saves that go to three directories in turn are all committed, each `latest` is right, and nothing is logged as wrong."""
     with opened() as engine:
-        assert engine.commit(save(engine, tmp_path, 1))
-        with contextlib.suppress(SafeCheckpointError):  # it may say that the save was cut short
-            try:
-                save(engine, tmp_path, 2)
-                raise KeyError("before the optimizer's file was saved")
-            except KeyError:
-                if then == "cleanup":
-                    engine.cleanup()  # as in ``finally: engine.destroy()``
-                else:
-                    engine.create(info_of(tmp_path, 3))
-    assert names(tmp_path) in ([tag_of(1), "latest"], [tag_of(1), tag_of(3), "latest"])
-    assert latest(tmp_path) != tag_of(2)
+        for number in range(1, 8):
+            info = save(engine, tmp_path / str(number % 3), number)
+        assert engine.commit(info) is True
+        assert all(complete(tmp_path / str(number % 3), number) for number in range(1, 8))
+        assert [latest(tmp_path / name) for name in "012"] == [tag_of(6), tag_of(7), tag_of(5)]
+    assert [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
 
 
 def test_cleanup_ends_the_writer_once_and_for_all(tmp_path):
@@ -528,30 +542,37 @@ def test_cleanup_of_a_stopped_writer_ends(tmp_path):
 
 # Fresh interpreters: how a program ends
 
+FILES = [MODEL, OPTIM.format(0)]
 HEAD = """
     import os, signal, sys, torch
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
     from safe_ckpt import CheckpointConfig, Retention, Timeouts, WriterConfig
     from safe_ckpt.deepspeed import SafeCheckpointEngine
+    from safe_ckpt.errors import ConfigError
     folder = sys.argv[1]
     engine = SafeCheckpointEngine({config!r})
 
     def info_of(number):
         return CheckpointCommitInfo(tag=f"global_step{{number}}", save_dir=folder, save_latest=True)
 
-    def put(number, name, numel):
-        state = {{"module": {{"w": torch.full((numel,), float(number)), "b": torch.arange(7) + number}}, "global_steps": number}}
-        engine.save(state_dict=state, path=os.path.join(folder, f"global_step{{number}}", name))
+    MODEL, OPTIM = {files!r}
 
-    def save(number, numel):
+    def put(number, name, numel):
+        module = {{"w": torch.full((numel,), float(number)), "b": torch.arange(7) + number}}
+        file = os.path.join(folder, f"global_step{{number}}", name)
+        engine.save(state_dict={{"module": module, "global_steps": number}}, path=file)
+
+    def save(number, numel, then=""):
         engine.create(info_of(number))
-        put(number, "mp_rank_00_model_states.pt", numel)
+        put(number, MODEL, numel)
+        exec(then)
+        put(number, OPTIM, numel)
         return info_of(number)
 
     def signal_writer(number):
         os.kill(engine._core._pipeline.writer.pid, number)
 
-    assert engine.commit(save(1, 1000)), "with -O not executed"
+    engine.commit(save(1, 1000))
     {end}
 """
 
@@ -559,10 +580,10 @@ HEAD = """
 def end_with(end, folder, config=SLOW, flags=()):
     """Commit the first tag and do what ``end`` says in a fresh interpreter; it must end by itself."""
     begun = time.monotonic()
-    done = run_script(HEAD.format(config=config, end=end), str(folder), flags=flags)
+    done = run_script(HEAD.format(config=config, files=FILES, end=end), str(folder), timeout_s=LIMIT_S + 5, flags=flags)
     assert time.monotonic() - begun < LIMIT_S
     assert writer_processes() == []
-    assert complete(folder, 1)
+    assert complete(folder, 1, names=FILES)
     assert clean(folder)
     return done
 
@@ -570,11 +591,11 @@ def end_with(end, folder, config=SLOW, flags=()):
 @pytest.mark.parametrize("stop", ["", "signal_writer(signal.SIGSTOP);"])
 def test_an_exception_with_a_save_under_way(tmp_path, stop):
     """An uncaught exception between save() and commit() ends with its traceback; the save is complete or named in an error."""
-    done = end_with(f"save(2, {LARGE}); {stop} raise KeyError('mine')", tmp_path)
+    done = end_with(f"save(2, {SEVERAL}); {stop} raise KeyError('mine')", tmp_path)
     assert done.returncode == 1, done.stderr
     assert "KeyError: 'mine'" in done.stderr
     if tag_of(2) in names(tmp_path):
-        assert complete(tmp_path, 2, numel=LARGE)
+        assert complete(tmp_path, 2, names=FILES, numel=SEVERAL)
         assert latest(tmp_path) == tag_of(2)
     else:
         assert f"{tag_of(2)} was not saved" in done.stderr
@@ -589,7 +610,7 @@ def test_an_exception_with_a_save_under_way(tmp_path, stop):
 def test_an_end_between_two_files_commits_none(tmp_path, how, code):
     """A program that ends within save_checkpoint, not all files handed over, leaves neither that tag nor a moved `latest`."""
     reset = "signal.signal(signal.SIGINT, signal.default_int_handler)"
-    done = end_with(f"{reset}; save(2, 1000); {how}; put(2, 'zero_pp_rank_0_mp_rank_00_optim_states.pt', 1000)", tmp_path)
+    done = end_with(f"{reset}; save(2, 1000, then={how!r})", tmp_path)
     assert done.returncode == code, done.stderr
     assert names(tmp_path) == [tag_of(1), "latest"]
     assert latest(tmp_path) == tag_of(1)
@@ -604,18 +625,18 @@ def test_an_exception_while_the_writer_is_idle(tmp_path):
     assert names(tmp_path) == [tag_of(1), "latest"]
 
 
-@pytest.mark.parametrize("harm", ["pass", "signal_writer(signal.SIGSTOP)", "signal_writer(signal.SIGKILL)"])
+@pytest.mark.parametrize("harm", ["del engine", "signal_writer(signal.SIGSTOP)", "signal_writer(signal.SIGKILL)"])
 def test_a_normal_end_commits_what_is_in_flight(tmp_path, harm):
     """A script that ends without commit() commits its last save first, whole, whatever becomes of the writer."""
-    done = end_with(f"save(2, {LARGE}); {harm}", tmp_path)
+    done = end_with(f"save(2, {SEVERAL}); {harm}", tmp_path)
     assert done.returncode == 0, done.stderr
-    assert complete(tmp_path, 2, numel=LARGE)
+    assert complete(tmp_path, 2, names=FILES, numel=SEVERAL)
     assert latest(tmp_path) == tag_of(2)
 
 
 def test_a_normal_end_with_a_save_that_fails_says_so(tmp_path):
     """A last save that cannot be committed when the script ends is named in an error on stderr, and the end is not held."""
-    done = end_with(f"signal_writer(signal.SIGSTOP); save(2, {LARGE})", tmp_path, FRAIL)
+    done = end_with(f"signal_writer(signal.SIGSTOP); save(2, {SEVERAL})", tmp_path, FRAIL)
     assert f"{tag_of(2)} was not saved" in done.stderr
     assert "made no progress" in done.stderr
     assert names(tmp_path) == [tag_of(1), "latest"]
@@ -624,9 +645,6 @@ def test_a_normal_end_with_a_save_that_fails_says_so(tmp_path):
 def test_validation_does_not_depend_on_assert(tmp_path):
     """With -O calls that are out of order raise ConfigError all the same, and do no harm to the save that was begun."""
     end = """
-    engine.commit(save(1, 1000))
-    from safe_ckpt.errors import ConfigError
-
     def refused(what, *arguments, **more):
         try:
             what(*arguments, **more)
@@ -637,7 +655,7 @@ def test_validation_does_not_depend_on_assert(tmp_path):
     def info(**more):
         return CheckpointCommitInfo(**{"tag": "global_step2", "save_dir": folder, "save_latest": True, **more})
 
-    refused(put, 2, "mp_rank_00_model_states.pt", 10)
+    refused(put, 2, MODEL, 10)
     refused(engine.commit, info())
     for tag in ("", ".", "..", "a/b", "../up", "latest", ".safe_ckpt"):
         refused(engine.create, info(tag=tag))
@@ -653,7 +671,7 @@ def test_validation_does_not_depend_on_assert(tmp_path):
     done = end_with(end, tmp_path, CONFIG, flags=("-O",))
     assert done.stdout.split("\n") == ["refused"] * 17 + ["True", "refused", ""], done.stdout + done.stderr
     assert done.returncode == 0
-    assert complete(tmp_path, 2)
+    assert complete(tmp_path, 2, names=FILES)
     assert names(tmp_path) == [tag_of(1), tag_of(2), "latest"]
 
 
@@ -748,4 +766,86 @@ def test_an_error_of_one_rank_is_that_of_all_and_the_end_commits_the_next(tmp_pa
     assert found == [[(tag_of(1), 1, True)], [1, (tag_of(1), 1, True)]]
     assert names(tmp_path / "run") == [tag_of(2), "latest"]
     assert complete(tmp_path / "run", 2, names=rank_files())
+    assert clean(tmp_path / "run")
+
+
+def _ranks_differ(rank, folder):
+    with opened() as engine:
+        found = []
+        for info in (
+            CheckpointCommitInfo(tag=f"step{rank}", save_dir=str(folder), save_latest=True),
+            CheckpointCommitInfo(tag="step7", save_dir=str(folder), save_latest=rank == 0),
+        ):
+            try:
+                engine.create(info)
+            except DesyncError as error:
+                found.append(sorted(error.values))
+        info = begin(engine, folder, 1)
+        put_rank(engine, folder, 1, rank)
+        return found, engine.commit(info)
+
+
+def test_ranks_that_ask_for_different_saves_are_told_so(tmp_path):
+    """Different tags, or a different save_latest, are a DesyncError of create() on both ranks, and the next save works."""
+    found = values(spawn_ranks(_ranks_differ, 2, tmp_path / "run", timeout_s=50))
+    assert found == [([["0", "1"], ["0", "1"]], True)] * 2
+    assert names(tmp_path / "run") == [tag_of(1), "latest"]
+    assert complete(tmp_path / "run", 1, names=rank_files())
+
+
+def _rank_0_is_refused(rank, folder):
+    begun = time.monotonic()
+    with opened() as engine:
+        info = begin(engine, folder, 1)
+        put_rank(engine, folder, 1, rank)
+        engine.commit(info)
+        info = begin(engine, folder, 1, save_latest=False)
+        try:
+            if rank == 0:
+                engine.save(state_of(1), os.path.join(folder, "pytorch_model.bin"))
+            return engine.commit(info)
+        except SafeCheckpointError as error:
+            return type(error).__name__, time.monotonic() - begun < LIMIT_S
+
+
+def test_a_refused_save_of_one_rank_is_committed_on_none(tmp_path):
+    """save_16bit_model after save_checkpoint: rank 0 is refused, no other rank's commit() is True, and the tag stays whole."""
+    found = values(spawn_ranks(_rank_0_is_refused, 2, tmp_path / "run", timeout_s=50))
+    assert complete(tmp_path / "run", 1, names=rank_files())
+    assert found[0] == ("ConfigError", True)
+    assert found[1] is not True
+
+
+SCRIPT = """
+    import sys
+    import torch.distributed as dist
+    rank = int(sys.argv[2])
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + sys.argv[3], rank=rank, world_size=2)
+    {head}
+    if rank == 0:
+        engine.commit(save(2, 1000))
+    else:
+        save(2, 1000, then="raise KeyError('mine')")
+"""
+
+
+def test_an_exception_of_one_rank_fails_the_save_of_all(tmp_path):
+    """One rank's script raises within save_checkpoint: the other's commit() names that rank, in time, and no part is there."""
+    head = textwrap.dedent(HEAD).format(config=CONFIG, files=FILES, end="")
+    rank_head = head.replace('"global_step{number}", name', '"global_step{number}", f"rank{rank}_{name}"')
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT).format(head=rank_head))
+    port, begun = str(free_port()), time.monotonic()
+    jobs = [start_script(tmp_path / "train.py", str(tmp_path / "run"), str(rank), port) for rank in range(2)]
+    try:
+        said = [job.communicate(timeout=LIMIT_S)[0] for job in jobs]
+    finally:
+        for job in jobs:
+            kill_group(job)
+    assert time.monotonic() - begun < LIMIT_S
+    assert [job.returncode for job in jobs] == [1, 1], said
+    assert "KeyError: 'mine'" in said[1]
+    assert f"{tag_of(2)} was not saved: rank 1 failed" in said[0]
+    assert names(tmp_path / "run") == [tag_of(1), "latest"]
+    assert latest(tmp_path / "run") == tag_of(1)
+    assert writer_processes() == []
     assert clean(tmp_path / "run")

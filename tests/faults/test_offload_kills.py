@@ -274,9 +274,8 @@ class Folders(sweep.Numbered):
         found = self.number(folder)
         self.save(folder, 2)  # whatever was left, the next call works, and tidies up
         assert self.number(folder) == 2
-        assert os.listdir(folder / ".safe_ckpt/names") == [], os.listdir(folder / ".safe_ckpt/names")
-        for part in ("staging", "trash"):
-            (folder / ".safe_ckpt" / part).mkdir()  # where sweep.py looks
+        os.rename(folder / ".safe_ckpt/names", folder / ".safe_ckpt/staging")  # sweep.py tells what is left there
+        (folder / ".safe_ckpt/trash").mkdir()
         return found
 
     def number(self, folder):
@@ -326,6 +325,7 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new(tmp_path, matrix, fau
         assert trial["found"] == 2 or not trial["reported"], where
         outcomes["the new one" if trial["found"] == 2 else "the old one"] += 1
     matrix("SIGKILL of the job" if fault == "kill_job" else "SIGKILL in mid-write", "consolidate_offloaded", outcomes)
+    assert not {trial["at"]: trial["left"] for trial in trials if trial["left"]}
 
 
 FAILURES = [f"{error}{often}" for error in ("ENOSPC", "EIO", "EDQUOT", "EROFS") for often in ("", " from here on")]
@@ -347,3 +347,4 @@ def test_a_failing_disk_is_a_named_error_and_the_next_call_works(tmp_path, matri
         assert trial.get("error", "") in ("", "NotEnoughSpaceError", "DirectoryError", "CommitOutcomeUnknown"), where
         outcomes[trial.get("error", "committed all the same")] += 1
     matrix(fault, "consolidate_offloaded", outcomes)
+    assert not {trial["at"]: trial["left"] for trial in trials if trial["left"]}

@@ -72,6 +72,7 @@ class Engine:
         self.rank = self.session.rank
         self._pid = os.getpid()
         self._roots: list[Root] = []
+        self._recorders: dict[Root, events.Hook] = {}
         self._taker = Taker(config, self.rank)
         self._pipeline = Pipeline(self.session, config, self.emit, self._taker.give_back)
         self._handles: list[SaveHandle] = []
@@ -134,13 +135,16 @@ class Engine:
         self._roots.append(root)
         directory.await_shared(self.session, seen_from, token, self.config.timeouts.barrier_s)
         if self.rank == 0 and self.config.record_events and recorded:
-            self.emit.add(events.JsonlHook(root.hidden / "events.jsonl"))
+            hook = self._recorders[root] = events.JsonlHook(root.hidden / "events.jsonl")
+            self.emit.add(hook)
         return root
 
     def let_go(self, root: Root) -> None:
         """Give a directory back before the end. Nothing that is in flight may belong to it; on any rank."""
         if root in self._roots:
             self._roots.remove(root)
+            if (hook := self._recorders.pop(root, None)) is not None:
+                self.emit.remove(hook)
             if self.rank == 0:
                 root.close()
                 root.tidy()

@@ -185,13 +185,13 @@ class Phases:
         return {"files": [self._entry(result) for result in results], "items": dict(op.request.items)}
 
     def _write_parts(self, parts: Parts, directories: list[str]) -> list[FileResult]:
-        results: list[FileResult] = []
+        results: dict[str, FileResult] = {}  # of one that comes twice the second counts
         for arena, tasks in parts.take(self._look_around):
             job = WriteJob(name=self._op.name, rank=self._rank, arena=arena, files=tasks)
-            results += self._writer.write(job, self._look_around)
+            results.update({result.path: result for result in self._writer.write(job, self._look_around)})
         for directory in directories:
             sync_directory(directory)
-        return results
+        return list(results.values())
 
     def _copy_files(self) -> list[FileResult]:
         """Copy what lies in files. They must be read before the caller goes on; this tells it."""
@@ -243,6 +243,8 @@ class Phases:
         request = self._op.request
         entries = tuple(FileEntry(**row) for rank in sorted(reports) for row in reports[rank]["files"])
         self._check_staged(entries)
+        if request.parts is not None and not entries:
+            raise SaveError(name=self._op.name, cause="no rank handed over a file", rank=0, phase="commit")
         request.root.confirm()
         if request.kind == "file":
             return self._commit_file(entries)

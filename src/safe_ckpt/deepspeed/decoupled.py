@@ -22,7 +22,8 @@ from safe_ckpt.core.operation import Pointer, Request, SaveHandle
 from safe_ckpt.core.parts import Parts
 from safe_ckpt.core.verify import verify_entry
 from safe_ckpt.deepspeed.places import ADAPTER, LATEST, Places, checked_tag, step_of
-from safe_ckpt.errors import ConfigError, SafeCheckpointError, SaveError
+from safe_ckpt.deepspeed.support import check_settings
+from safe_ckpt.errors import ConfigError, NotEnoughSpaceError, SafeCheckpointError, SaveError, StateError
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +41,16 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     none. A writer process that dies or stalls is replaced and the same copy is written again. With optimizer states on NVMe
     use ``install`` instead: DeepSpeed copies those past its checkpoint engine.
 
+    A save is complete when DeepSpeed's ``save_checkpoint`` has handed over its last file. One that an exception interrupted
+    before that is never committed, whoever asks for it. Where DeepSpeed is not the caller, ``commit`` says that it is complete.
+
     Called on the thread that trains.
 
     Args:
         config: settings, equal on all ranks; None reads the file that ``SAFE_CKPT_CONFIG`` names, or takes the defaults.
 
     Raises:
+        ConfigError: a setting means nothing here.
         DesyncError: the ranks were given different settings.
         RendezvousTimeout: some ranks did not make one.
     """
@@ -53,7 +58,12 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def __init__(self, config: CheckpointConfig | None = None) -> None:
         super().__init__()
         self.name = "SafeCheckpointEngine"
-        self._core = Engine(CheckpointConfig.from_environment() if config is None else config)
+        settings = CheckpointConfig.from_environment() if config is None else config
+        check_settings(settings)
+        if settings.max_host_bytes is not None:
+            message = "each file must be copied at once here, whatever its size: leave it out, or use install"
+            raise ConfigError(key="max_host_bytes", message=message)
+        self._core = Engine(settings)
         self._places = Places(self._core, self._core.config.retention)
         self._pool: list[Arena] = []
         self._open: _Open | None = None
@@ -62,16 +72,14 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._at_exit = multiprocessing.util.Finalize(None, _finish_at_exit, (weak, os.getpid()), exitpriority=110)
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """A save begins. One before it that was not committed yet is committed first. Every rank calls this.
+        """A save begins. One before it that is complete and not committed yet is committed first. Every rank calls this.
 
         Raises:
             ConfigError: the tag is no name of a directory.
             DesyncError: the ranks differ in directory or tag.
             SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started.
         """
-        if self._open is not None:
-            self._open.parts.seal()
-            self._open = None
+        self._conclude("another save began before its last file was handed over")
         path = Path(os.path.abspath(info.save_dir)) / checked_tag(info.tag)
         place = self._places.hold(path.parent)
         parts = Parts(self._pool)
@@ -91,7 +99,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 patient=True,
             )
         )
-        self._open = _Open(info, path, parts, handle)
+        self._open = _Open(info, path, parts, handle, by_deepspeed=_caller() == "save_checkpoint")
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """As ``os.makedirs``, but for the tag: that appears when it is complete."""
@@ -103,19 +111,23 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Copy one file's content; it may change when this returns.
 
         Raises:
-            ConfigError: no save was begun, or the file lies outside of its tag.
+            ConfigError: no save was begun, or the file lies outside of its tag, as that of ``save_16bit_model`` does: for that
+                one put DeepSpeed's own engine back.
             StateError: something in it cannot be saved; that save will not be committed.
             NotEnoughSpaceError: the machine has not that much memory left; neither will it.
         """
         target = Path(os.path.abspath(path))
-        if self._open is None or target.parent != self._open.path:
-            within = f"expected a file in {self._open.path}" if self._open is not None else "create() was not called"
-            raise ConfigError(key=f"save: {path}", message=within)
+        if self._open is None:
+            raise ConfigError(key=f"save: {path}", message="create() was not called")
         try:
+            if target.parent != self._open.path:
+                raise ConfigError(key=f"save: {path}", message=f"expected a file in {self._open.path}")
             self._open.parts.add(layout.torch_image(target.name, state_dict, strict=False, key=target.name))
         except BaseException as error:
-            cause = f"{target.name}: {type(error).__name__}: {error}"
-            self._give_up(SaveError(name=self._open.path.name, cause=cause, rank=self._core.rank, phase="snapshot"))
+            if isinstance(error, StateError | NotEnoughSpaceError):
+                error.rank = self._core.rank
+            self._give_up(f"{target.name}: {type(error).__name__}: {error}")
+            self._open.handle.mark_reported()  # it is raised here and now
             raise
 
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -139,13 +151,15 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
         Raises:
             ConfigError: ``info`` is not that of the save that was begun.
+            SaveError: DeepSpeed's ``save_checkpoint`` was interrupted before its last file.
             SafeCheckpointError: it failed, with the same error on every rank.
         """
         if self._open is None or info != self._open.info:
             begun = self._open.info if self._open is not None else None
             raise ConfigError(key="commit", message=f"expected {begun}, which was begun, got {info}")
-        under_way, self._open = self._open, None
-        under_way.parts.seal()
+        under_way = self._open
+        under_way.complete = under_way.complete or not under_way.by_deepspeed
+        self._conclude("save_checkpoint was interrupted before its last file was handed over")
         under_way.handle.result()
         return True
 
@@ -155,34 +169,53 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def is_decoupled(self) -> bool:
         """True: DeepSpeed commits before the next step, not at the end of ``save_checkpoint``."""
+        # There, and nowhere else, it asks when it has handed over the last file: the only sign that it has.
+        if self._open is not None and _caller() == "save_checkpoint":
+            self._open.complete = True
         return True
 
     def cleanup(self) -> None:
-        """Commit what was begun and end the writer process. Again: nothing happens. Bounded by ``Timeouts``.
+        """Commit what is complete and end the writer process. Again: nothing happens. Bounded by ``Timeouts``.
 
         Raises:
-            SafeCheckpointError: a save failed and nobody was told yet.
+            SafeCheckpointError: a save failed and nobody was told yet. Logged instead while another exception is on its way.
         """
         self._at_exit.cancel()
-        if self._open is not None:
-            self._open.parts.seal()
-            self._open = None
+        self._conclude("it was never committed, and not all of its files may have been handed over")
         try:
-            self._core.close()
+            self._core.close(quiet=sys.exc_info()[0] is not None)
         finally:
             for arena in self._pool:
                 arena.close()
             self._pool.clear()
 
-    def _give_up(self, error: SafeCheckpointError) -> None:
+    def _conclude(self, why_not: str) -> None:
+        """The save that is under way, if there is one, goes on by itself if it is complete, and else it fails."""
+        if self._open is not None and not self._open.complete:
+            self._give_up(why_not)
         if self._open is not None:
-            self._open.parts.fail(error)
+            self._open.parts.seal()
+            self._open = None
+
+    def _give_up(self, cause: str) -> None:
+        if self._open is not None:
+            name, rank = self._open.path.name, self._core.rank
+            self._open.parts.fail(SaveError(name=name, cause=cause, rank=rank, phase="snapshot"))
+
+
+def _caller() -> str:
+    """The name of the function that called the method that asks."""
+    return sys._getframe(2).f_code.co_name
 
 
 class _Open:
     """A save that was begun and is not committed."""
 
-    def __init__(self, info: CheckpointCommitInfo, path: Path, parts: Parts, handle: SaveHandle) -> None:
+    def __init__(
+        self, info: CheckpointCommitInfo, path: Path, parts: Parts, handle: SaveHandle, *, by_deepspeed: bool
+    ) -> None:
+        self.by_deepspeed = by_deepspeed
+        self.complete = False
         self.info = info
         self.path = path
         self.parts = parts
@@ -192,11 +225,6 @@ class _Open:
 def _finish_at_exit(weak: weakref.ref[SafeCheckpointEngine], pid: int) -> None:
     engine = weak()
     if engine is None or engine._open is None or os.getpid() != pid:
-        return
-    if getattr(sys, "last_value", None) is not None:
-        # The exception may have come out of save_checkpoint: then not all files were handed over.
-        cause = "the program ended with an exception before it was committed"
-        engine._give_up(SaveError(name=engine._open.path.name, cause=cause, rank=engine._core.rank, phase="snapshot"))
         return
     try:
         engine.cleanup()

@@ -24,6 +24,15 @@ def check(engine: Any, config: CheckpointConfig) -> None:
     if engine.zero_nvme_offload_optimizer() and engine.has_moe_layers:
         message = "optimizer states on NVMe together with mixture-of-experts layers are not covered"
         raise ConfigError(key="zero_optimization.offload_optimizer.device", message=message)
+    check_settings(config)
+
+
+def check_settings(config: CheckpointConfig) -> None:
+    """Refuse settings that mean nothing here.
+
+    Raises:
+        ConfigError: names the setting.
+    """
     if config.retention.keep_best is not None:
         message = "save_checkpoint takes no metrics, so there is no best one: use keep_last or keep_every_steps"
         raise ConfigError(key="retention.keep_best", message=message)
