@@ -104,7 +104,13 @@ def save(engine, folder, number, **more):
     """Everything but the commit."""
     info = begin(engine, folder, number)
     put(engine, folder, number, **more)
+    save_checkpoint(engine)
     return info
+
+
+def save_checkpoint(engine):
+    """How DeepSpeed's function of this name ends: it asks when all files are handed over."""
+    assert engine.is_decoupled()
 
 
 def read(file):
@@ -329,13 +335,12 @@ def test_the_tag_appears_in_commit_and_not_before(tmp_path):
         assert latest(tmp_path / "run") == tag_of(1)
 
 
-@pytest.mark.parametrize("snapshot", ["eager", "overlapped"])
-def test_what_is_on_disk_is_the_value_at_save(tmp_path, snapshot):
+def test_what_is_on_disk_is_the_value_at_save(tmp_path):
     """Tensors and objects that change in place right after save() are saved as they were when it was called."""
     flat = torch.arange(float(LARGE))
     state = {"flat": flat, "view": flat[10:20], "across": flat.view(1000, 1000).t(), "steps": [1], "group": {"lr": 0.5}}
     expected = {"flat": flat.clone(), "view": flat[10:20].clone(), "across": flat.clone().view(1000, 1000).t()}
-    with opened(replace(CONFIG, snapshot=snapshot)) as engine:
+    with opened() as engine:
         info = begin(engine, tmp_path, 1)
         writer = signal_writer(signal.SIGSTOP)
         for name in (MODEL, OPTIM.format(0)):
@@ -399,7 +404,8 @@ def test_what_cannot_be_pickled_fails_this_save_only(tmp_path, what):
     """save() raises StateError that names the file, commit() refuses that save with the same cause, and the next one works."""
     with opened() as engine, (tmp_path / "open").open("w") as stream:
         bad = stream if what == "an open file" else (lambda: None)
-        info = save(engine, tmp_path, 1)
+        info = begin(engine, tmp_path, 1)
+        put(engine, tmp_path, 1)
         with pytest.raises(StateError, match=re.escape(OPTIM.format(0))):
             engine.save({"good": torch.ones(3), "bad": bad}, os.path.join(tmp_path, tag_of(1), OPTIM.format(0)))
         put(engine, tmp_path, 1, name=OPTIM.format(1))
@@ -414,7 +420,8 @@ def test_what_cannot_be_pickled_fails_this_save_only(tmp_path, what):
 def test_the_same_tag_again_is_replaced_as_a_whole(tmp_path):
     """Of a tag that is saved again no state file of before is left, and files that are not states go along."""
     with opened() as engine:
-        info = save(engine, tmp_path, 1, value=10)
+        info = begin(engine, tmp_path, 1)
+        put(engine, tmp_path, 1, value=10)
         put(engine, tmp_path, 1, value=10, name=OPTIM.format(1))
         assert engine.commit(info)
         (tmp_path / tag_of(1) / "notes.txt").write_text("mine")
@@ -441,7 +448,8 @@ def test_one_file_saved_twice_in_one_tag_is_the_second(tmp_path):
 def test_a_flipped_bit_is_never_loaded(tmp_path):
     """load() returns an intact file and raises CorruptCheckpointError once a bit of it differs, also after a first load."""
     with opened() as engine:
-        info = save(engine, tmp_path, 1, numel=100_000)
+        info = begin(engine, tmp_path, 1)
+        put(engine, tmp_path, 1, numel=100_000)
         put(engine, tmp_path, 1, name=OPTIM.format(0))
         assert engine.commit(info)
         file = tmp_path / tag_of(1) / MODEL
@@ -464,10 +472,9 @@ def test_a_save_without_its_files_never_replaces_a_tag(tmp_path):
         begin(engine, tmp_path, 1, save_latest=False)
         with pytest.raises(ConfigError, match="pytorch_model"):
             engine.save(state_of(1), os.path.join(tmp_path, "pytorch_model.bin"))
-        with contextlib.suppress(SafeCheckpointError):
-            engine.create(info_of(tmp_path, 2))
+        assert engine.commit(save(engine, tmp_path, 2))
         assert complete(tmp_path, 1)
-    assert complete(tmp_path, 1)
+        assert complete(tmp_path, 2)
 
 
 def test_cleanup_on_the_way_out_of_an_exception_commits_no_part(tmp_path, caplog):
@@ -476,7 +483,8 @@ def test_cleanup_on_the_way_out_of_an_exception_commits_no_part(tmp_path, caplog
     assert engine.commit(save(engine, tmp_path, 1))
     with pytest.raises((KeyError, SafeCheckpointError)) as caught:
         try:
-            save(engine, tmp_path, 2)
+            begin(engine, tmp_path, 2)
+            put(engine, tmp_path, 2)
             raise KeyError("mine, before the optimizer's file was saved")
         finally:
             engine.cleanup()
@@ -567,7 +575,11 @@ HEAD = """
         put(number, MODEL, numel)
         exec(then)
         put(number, OPTIM, numel)
+        save_checkpoint()
         return info_of(number)
+
+    def save_checkpoint():  # how DeepSpeed's function of this name ends
+        engine.is_decoupled()
 
     def signal_writer(number):
         os.kill(engine._core._pipeline.writer.pid, number)
@@ -643,7 +655,7 @@ def test_a_normal_end_with_a_save_that_fails_says_so(tmp_path):
 
 
 def test_validation_does_not_depend_on_assert(tmp_path):
-    """With -O calls that are out of order raise ConfigError all the same, and do no harm to the save that was begun."""
+    """With -O calls that are out of order raise ConfigError all the same, and do no harm to what is saved."""
     end = """
     def refused(what, *arguments, **more):
         try:
@@ -659,17 +671,19 @@ def test_validation_does_not_depend_on_assert(tmp_path):
     refused(engine.commit, info())
     for tag in ("", ".", "..", "a/b", "../up", "latest", ".safe_ckpt"):
         refused(engine.create, info(tag=tag))
+    for path in ("x.pt", "global_step1/x.pt", "global_step2/../x.pt", "global_step2/a/b.pt", "global_step2"):
+        engine.create(info())
+        refused(engine.save, {}, os.path.join(folder, path))
     save(2, 1000)
+    refused(engine.save, {}, os.path.join(folder, "global_step2", "late.pt"))
     refused(engine.commit, info(tag="global_step1"))
     refused(engine.commit, info(save_dir=folder + "/other"))
     refused(engine.commit, info(save_latest=False))
-    for path in ("x.pt", "global_step1/x.pt", "global_step2/../x.pt", "global_step2/a/b.pt", "global_step2"):
-        refused(engine.save, {}, os.path.join(folder, path))
     print(engine.commit(info()))
     refused(engine.commit, info())
     """
     done = end_with(end, tmp_path, CONFIG, flags=("-O",))
-    assert done.stdout.split("\n") == ["refused"] * 17 + ["True", "refused", ""], done.stdout + done.stderr
+    assert done.stdout.split("\n") == ["refused"] * 18 + ["True", "refused", ""], done.stdout + done.stderr
     assert done.returncode == 0
     assert complete(tmp_path, 2, names=FILES)
     assert names(tmp_path) == [tag_of(1), tag_of(2), "latest"]
@@ -754,8 +768,9 @@ def _rank_1_cannot_pickle(rank, folder):
         engine.commit(info)
     except SaveError as error:
         found.append((error.name, error.rank, OPTIM.format(1) in str(error)))
-    info = begin(engine, folder, 2)
+    begin(engine, folder, 2)
     put_rank(engine, folder, 2, rank)
+    save_checkpoint(engine)
     globals()["_kept"] = engine  # so that it ends with the process and not before
     return found
 

@@ -29,7 +29,7 @@ SIZES = {"optimizer.tensor": (1 << 20) + 17, "deep/parameter.tensor": 4096, "dee
 SPREAD_S = 0.5
 # A killed rank is noticed at once, but eight ranks share a few cores here.
 NOTICED_S = 20.0
-LATE_S = 6.0
+LATE_S = 3.0
 
 
 def body(generation, rank, name, size):
@@ -144,7 +144,7 @@ def test_ranks_that_come_at_odd_times_and_die_leave_one_call_or_another(tmp_path
 
 
 SOME = {f"{number:02}.tensor": (8 << 20) + number for number in range(4)}
-HEAVY = {f"{number:02}.tensor": (12 << 20) + number for number in range(12)}
+HEAVY = {f"{number:02}.tensor": (8 << 20) + number for number in range(12)}
 
 
 def _job(rank, folder):

@@ -414,16 +414,16 @@ def test_a_source_that_never_rests_is_an_error_in_time(tmp_path):
 
 
 def _too_much(rank, folder, disk):
-    fill(folder / f"disk{rank}", {"x.tensor": 40 << 20})
+    fill(folder / f"disk{rank}", {"x.tensor": 10 << 20})
     big = told(consolidate_offloaded, {f"rank{rank}": folder / f"disk{rank}"}, disk / "ckpt")
     left = files_in(disk)
     dist.barrier()
     tiny = folder / f"tiny{rank}"  # takes a page for each file, which nobody can tell before
-    fill(tiny, {f"{number}": 1 for number in range(10_000)})
+    fill(tiny, {f"{number}": 1 for number in range(2500)})
     full = told(consolidate_offloaded, {f"rank{rank}": tiny}, disk / "ckpt")
     dist.barrier()
     there = (disk / "ckpt").exists()
-    fill(folder / f"less{rank}", {"x.tensor": 20 << 20})
+    fill(folder / f"less{rank}", {"x.tensor": 5 << 20})
     dist.barrier()
     return big, left, full, there, consolidate_offloaded({f"rank{rank}": folder / f"less{rank}"}, disk / "ckpt")
 
@@ -431,22 +431,22 @@ def _too_much(rank, folder, disk):
 @needs_root
 def test_a_disk_that_is_too_small_is_told_on_every_rank(tmp_path):
     """Before a byte is copied, or when it gets full on the way: with what is needed and what is free; less of it fits then."""
-    with small_disk(tmp_path / "small", "64m") as disk:
+    with small_disk(tmp_path / "small", "16m") as disk:
         for big, left, full, there, less in values(spawn_ranks(_too_much, 2, tmp_path, disk)):
             assert isinstance(big, NotEnoughSpaceError), repr(big)
-            assert big.needed_bytes == 80 << 20
-            assert 0 < big.free_bytes <= 64 << 20
+            assert big.needed_bytes == 20 << 20
+            assert 0 < big.free_bytes <= 16 << 20
             assert not [name for name in left if "tensor" in name]
             assert isinstance(full, NotEnoughSpaceError), repr(full)
-            assert full.needed_bytes == 20_000
+            assert full.needed_bytes == 5000
             assert not there
-            assert less.size_bytes == 40 << 20
+            assert less.size_bytes == 10 << 20
         verify(disk / "ckpt", read_manifest(disk / "ckpt"))
         assert not hidden(disk / "ckpt").exists()
 
 
 def _no_room_back(rank, folder, disk):
-    fill(folder / f"disk{rank}", {"x.tensor": 40 << 20})
+    fill(folder / f"disk{rank}", {"x.tensor": 10 << 20})
     consolidate_offloaded({f"rank{rank}": folder / f"disk{rank}"}, folder / "ckpt")
     fill(disk / f"back{rank}", {"x.tensor": 10})
     error = told(restore_offloaded, folder / "ckpt", {f"rank{rank}": disk / f"back{rank}"})
@@ -458,7 +458,7 @@ def _no_room_back(rank, folder, disk):
 @needs_root
 def test_targets_that_do_not_fit_together_are_told_on_every_rank(tmp_path):
     """Two ranks restore to one disk that takes either but not both: NotEnoughSpaceError, no file replaced, nothing left."""
-    with small_disk(tmp_path / "small", "64m") as disk:
+    with small_disk(tmp_path / "small", "16m") as disk:
         for error in values(spawn_ranks(_no_room_back, 2, tmp_path, disk)):
             assert isinstance(error, NotEnoughSpaceError), repr(error)
 
@@ -514,7 +514,7 @@ def test_copies_outlast_many_failures(tmp_path):
     # Says that it has 4096 bytes and gives a few: a copy of it fails, each time.
     (source / "short").symlink_to("/sys/devices/system/cpu/online")
     inodes = []
-    for _ in range(8):
+    for _ in range(6):
         with pytest.raises(SafeCheckpointError):
             consolidate_offloaded({"a": source}, destination)
         inodes.append({name: inode for name, (_, inode) in kept_in(destination).items() if name != "a/short"})

@@ -37,8 +37,8 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         engine.checkpoint_engine = SafeCheckpointEngine()
 
     DeepSpeed then calls ``create``, ``save`` for every file, and ``commit`` before the next optimizer step. Each ``save``
-    copies what it is given, so that it may change at once; the tag and ``latest`` appear in ``commit``, on all ranks or on
-    none. A writer process that dies or stalls is replaced and the same copy is written again. With optimizer states on NVMe
+    copies what it is given, so that it may change at once; the tag and ``latest`` are there when ``commit`` returns, on all
+    ranks or on none. A writer process that dies or stalls is replaced and the same copy is written again. With optimizer states on NVMe
     use ``install`` instead: DeepSpeed copies those past its checkpoint engine.
 
     A save is complete when DeepSpeed's ``save_checkpoint`` has handed over its last file. One that an exception interrupted
@@ -117,8 +117,8 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             NotEnoughSpaceError: the machine has not that much memory left; neither will it.
         """
         target = Path(os.path.abspath(path))
-        if self._open is None:
-            raise ConfigError(key=f"save: {path}", message="create() was not called")
+        if self._open is None or self._open.complete:
+            raise ConfigError(key=f"save: {path}", message="create() was not called, or the save is complete already")
         try:
             if target.parent != self._open.path:
                 raise ConfigError(key=f"save: {path}", message=f"expected a file in {self._open.path}")
@@ -158,7 +158,9 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             begun = self._open.info if self._open is not None else None
             raise ConfigError(key="commit", message=f"expected {begun}, which was begun, got {info}")
         under_way = self._open
-        under_way.complete = under_way.complete or not under_way.by_deepspeed
+        if not under_way.by_deepspeed:
+            under_way.complete = True
+            under_way.parts.seal()
         self._conclude("save_checkpoint was interrupted before its last file was handed over")
         under_way.handle.result()
         return True
@@ -172,6 +174,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         # There, and nowhere else, it asks when it has handed over the last file: the only sign that it has.
         if self._open is not None and _caller() == "save_checkpoint":
             self._open.complete = True
+            self._open.parts.seal()
         return True
 
     def cleanup(self) -> None:
@@ -193,9 +196,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """The save that is under way, if there is one, goes on by itself if it is complete, and else it fails."""
         if self._open is not None and not self._open.complete:
             self._give_up(why_not)
-        if self._open is not None:
-            self._open.parts.seal()
-            self._open = None
+        self._open = None
 
     def _give_up(self, cause: str) -> None:
         if self._open is not None:
