@@ -864,3 +864,48 @@ def test_an_exception_of_one_rank_fails_the_save_of_all(tmp_path):
     assert latest(tmp_path / "run") == tag_of(1)
     assert writer_processes() == []
     assert clean(tmp_path / "run")
+
+
+# Two ranks, real engines
+
+
+def _real_engines(rank, folder):
+    import deepspeed_runs as runs
+
+    run = runs.engine(2, width=64)
+    run.checkpoint_engine = SafeCheckpointEngine(CONFIG)
+    runs.train(run, rank, 0, 2)
+    run.save_checkpoint(str(folder), client_state={"n": 1})
+    assert run.checkpoint_engine.get_commit_info().tag == tag_of(2)
+    runs.train(run, rank, 2, 3)
+    assert (latest(folder), run.checkpoint_engine.get_commit_info()) == (tag_of(2), None)
+    for tag in ("x", "y", "y"):
+        run.save_checkpoint(str(folder), tag=tag)
+    own = run._save_zero_checkpoint
+    run._save_zero_checkpoint = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        run.save_checkpoint(str(folder), tag="part")
+    run._save_zero_checkpoint = own
+    with pytest.raises(SaveError, match="interrupted"):
+        runs.train(run, rank, 3, 4)
+    runs.train(run, rank, 3, 4)
+    want = runs.weights(run)
+    run.save_checkpoint(str(folder), tag="last")
+    run.destroy()
+    again = runs.engine(2, width=64)
+    again.checkpoint_engine = SafeCheckpointEngine(CONFIG)
+    again.load_checkpoint(str(folder))
+    same = torch.equal(runs.weights(again), want)
+    again.destroy()
+    return same, names(folder)
+
+
+def test_a_real_engine_commits_before_its_next_step_and_at_its_end(tmp_path):
+    """DeepSpeed drives it: saves in a row are all committed, one that was interrupted is not and says so, the last at destroy."""
+    found = values(spawn_ranks(_real_engines, 2, tmp_path, timeout_s=50))
+    kept = [tag_of(2), "last", "latest", "x", "y", "zero_to_fp32.py", "zero_to_torch.py"]
+    assert found == [(True, kept)] * 2
+    assert latest(tmp_path) == "last"
+    for tag in (tag_of(2), "x", "y", "last"):
+        assert len(read_manifest(tmp_path / tag).files) == 3
+        verify(tmp_path / tag, read_manifest(tmp_path / tag))

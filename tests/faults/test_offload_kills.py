@@ -71,7 +71,18 @@ def consolidate(rank, folder, timeout_s=60.0):
     return consolidate_offloaded({f"rank{rank}": folder / f"disk{rank}"}, folder / "ckpt", timeout_s=timeout_s)
 
 
+def go_on(folder, rank, victim, ranks):
+    """Live on, as in training, until all others are through: nobody's end is to tell anybody anything."""
+    (folder / f"through{rank}").touch()
+    deadline = time.monotonic() + 150
+    while time.monotonic() < deadline:
+        if all((folder / f"through{other}").exists() for other in range(ranks) if other != victim):
+            return
+        time.sleep(0.01)
+
+
 def _round(rank, folder, delays, victim, after_s, timeout_s):
+    (folder / f"through{rank}").unlink(missing_ok=True)
     dist.barrier()
     if rank == victim:
         timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL))
@@ -83,7 +94,9 @@ def _round(rank, folder, delays, victim, after_s, timeout_s):
         said = consolidate(rank, folder, timeout_s)
     except SafeCheckpointError as error:
         said = error
-    return said, time.monotonic() - begun
+    seconds = time.monotonic() - begun
+    go_on(folder, rank, victim, MANY)
+    return said, seconds
 
 
 def draw(chance, usual_s):
@@ -99,13 +112,13 @@ def draw(chance, usual_s):
 
 @pytest.mark.timeout(1500)
 def test_ranks_that_come_at_odd_times_and_die_leave_one_call_or_another(tmp_path, matrix):
-    """Eight ranks, late by chance, one killed at a random moment, again and again into one destination: 4 rounds, 50 in
+    """Eight ranks, late by chance, one killed at a random moment, again and again into one destination: 3 rounds, 50 in
     ``make faults``; what is there is complete and of one call, the survivors agree on it and learn of a loss in time.
     """
     seed = int(os.environ.get("SAFE_CKPT_KILL_SEED") or random.randrange(1 << 30))
     chance, outcomes = random.Random(seed), Counter()
     generation, usual_s, there = 0, 0.0, None
-    for number in range(50 if THOROUGH else 4):
+    for number in range(50 if THOROUGH else 3):
         if (
             generation in (0, there) or chance.random() < 0.5
         ):  # else the same once more, with what is left of its copies
@@ -145,6 +158,44 @@ def test_ranks_that_come_at_odd_times_and_die_leave_one_call_or_another(tmp_path
 
 SOME = {f"{number:02}.tensor": (8 << 20) + number for number in range(4)}
 HEAVY = {f"{number:02}.tensor": (8 << 20) + number for number in range(12)}
+
+
+def _lost(rank, folder, when):
+    def watch():
+        while not ((folder / "ckpt").exists() if when == "after the commit" else records(folder / "ckpt")):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 2:
+        threading.Thread(target=watch, daemon=True).start()
+    begun = time.monotonic()
+    try:
+        said = consolidate(rank, folder).name
+    except SafeCheckpointError as error:
+        said = error
+    seconds = time.monotonic() - begun
+    go_on(folder, rank, 2, 3)
+    return said, seconds
+
+
+@pytest.mark.timeout(250)
+@pytest.mark.parametrize("when", ["in the middle", "after the commit"] if THOROUGH else ["after the commit"])
+def test_those_that_live_on_are_not_held_by_one_that_died(tmp_path, matrix, when):
+    """Rank 2 of 3 is killed while it copies, or before it has heard of the commit: the call soon ends on both others, which
+    live on, with a named error or the checkpoint.
+    """
+    fill(tmp_path, 1, 3, HEAVY if when == "in the middle" else SIZES)
+    *others, victim = spawn_ranks(_lost, 3, tmp_path, when, timeout_s=200)
+    assert victim.exit_code == -signal.SIGKILL
+    said = [outcome.value[0] for outcome in others]
+    matrix("SIGKILL of one of 3 ranks", f"consolidate_offloaded, {when}", Counter({type(said[0]).__name__: 1}))
+    if when == "after the commit":
+        assert said == ["ckpt", "ckpt"]
+        assert generation_at(tmp_path / "ckpt", 3, SIZES) == 1
+    else:
+        assert all(isinstance(word, CoordinationError | SaveError) for word in said), said
+        assert not (tmp_path / "ckpt").exists()
+    assert max(outcome.value[1] for outcome in others) < NOTICED_S, others
 
 
 def _job(rank, folder):
