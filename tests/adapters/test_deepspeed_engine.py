@@ -901,7 +901,7 @@ def _real_engines(rank, folder):
 
 
 def test_a_real_engine_commits_before_its_next_step_and_at_its_end(tmp_path):
-    """DeepSpeed drives it: saves in a row are all committed, one that was interrupted is not and says so, the last at destroy."""
+    """DeepSpeed drives it: saves in a row are all committed, an interrupted one is not and says so, the last at destroy()."""
     found = values(spawn_ranks(_real_engines, 2, tmp_path, timeout_s=50))
     kept = [tag_of(2), "last", "latest", "x", "y", "zero_to_fp32.py", "zero_to_torch.py"]
     assert found == [(True, kept)] * 2

@@ -38,8 +38,8 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     DeepSpeed then calls ``create``, ``save`` for every file, and ``commit`` before the next optimizer step. Each ``save``
     copies what it is given, so that it may change at once; the tag and ``latest`` are there when ``commit`` returns, on all
-    ranks or on none. A writer process that dies or stalls is replaced and the same copy is written again. With optimizer states on NVMe
-    use ``install`` instead: DeepSpeed copies those past its checkpoint engine.
+    ranks or on none. A writer process that dies or stalls is replaced and the same copy is written again. With optimizer
+    states on NVMe use ``install`` instead: DeepSpeed copies those past its checkpoint engine.
 
     A save is complete when DeepSpeed's ``save_checkpoint`` has handed over its last file. One that an exception interrupted
     before that is never committed, whoever asks for it. Where DeepSpeed is not the caller, ``commit`` says that it is complete.
