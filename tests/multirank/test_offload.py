@@ -14,7 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from safe_ckpt import consolidate_offloaded, restore_offloaded
-from safe_ckpt.core.file_copy import FileCopy, Stamp, copy_files
+from safe_ckpt.core.copier import copy_files
+from safe_ckpt.core.file_copy import FileCopy, Stamp
 from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.core.reading import digest_of
 from safe_ckpt.core.sink import SinkOptions
@@ -33,7 +34,7 @@ from safe_ckpt.errors import (
 from safe_ckpt.testing import spawn_ranks, values
 from support import Quiet, flip_bit, needs_root, small_disk
 
-CHUNK = 4 << 20  # of file_copy
+CHUNK = 4 << 20  # of copier
 SIZES = {
     "0.tensor": 0,
     "1.tensor": 1,

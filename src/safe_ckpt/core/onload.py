@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.config import Timeouts, WriterConfig
 from safe_ckpt.core import commit
-from safe_ckpt.core.file_copy import FileCopy, Stamp, copy_files
+from safe_ckpt.core.copier import copy_files
+from safe_ckpt.core.file_copy import FileCopy, Stamp
 from safe_ckpt.core.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.offload import ADAPTER, own_part
 from safe_ckpt.core.rendezvous import Session, open_session, raise_first

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from safe_ckpt.config import Timeouts, WriterConfig
 from safe_ckpt.core.control import read_mark
-from safe_ckpt.core.file_copy import copy_files
+from safe_ckpt.core.copier import copy_files
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.sink import FileResult, FileTask, SinkOptions, sync_directory, write_file
 from safe_ckpt.core.streaming import stream_file

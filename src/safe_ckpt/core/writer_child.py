@@ -45,7 +45,7 @@ class WriteJob:
         arena: holds the images of ``files``; None when there are only copies.
         files: to be written from the arena.
         copies: files to be copied.
-        record: see ``file_copy.copy_files``.
+        record: see ``copier.copy_files``.
         directories: made durable afterwards.
     """
 

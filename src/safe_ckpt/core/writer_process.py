@@ -23,7 +23,8 @@ import time
 from typing import Any
 
 from safe_ckpt.core.control import ControlPage, read_mark
-from safe_ckpt.core.file_copy import FileCopy, copy_files
+from safe_ckpt.core.copier import copy_files
+from safe_ckpt.core.file_copy import FileCopy
 from safe_ckpt.core.sink import FileTask, SinkOptions, sync_directory, write_file
 
 STACK_SIGNAL = signal.SIGUSR2
