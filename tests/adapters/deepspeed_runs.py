@@ -10,7 +10,11 @@ import time
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
+
+from safe_ckpt import iter_full_tensors
+from safe_ckpt.errors import StateError
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 CPU = {"device": "cpu"}
@@ -122,6 +126,9 @@ def resume(rank, folder, stage, offload, *, stock):
     assert run.global_steps == 3
     train(run, rank, 3, 6)
     same = torch.equal(weights(run), torch.load(folder / f"want{rank}.pt"))
+    if stage == 3:
+        with pytest.raises(StateError, match="ZeRO-3"):  # not a file of empty tensors
+            list(iter_full_tensors(run.module))
     if handle is not None:
         run.save_checkpoint(folder / "out", tag="after")
         handle.remove()

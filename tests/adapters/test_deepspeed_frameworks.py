@@ -22,6 +22,7 @@ from test_deepspeed_install import THOROUGH, has_nvme, spawn
 
 from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.core.verify import verify
+from safe_ckpt.errors import SafeCheckpointError, StateError
 from safe_ckpt.testing.ranks import values
 
 pytestmark = pytest.mark.timeout(180)
@@ -88,6 +89,9 @@ def accelerate_again(rank, folder, offload):
     epoch(accelerator, engine, loader, 2)
     same = torch.equal(runs.weights(engine), torch.load(Path(folder) / f"want{rank}.pt"))
     accelerator.save_state()
+    if offload == "nvme":
+        with pytest.raises(StateError if rank == 0 else SafeCheckpointError, match="ZeRO-3"):
+            handle.save_model(engine, Path(folder) / "weights")
     handle.remove()
     return same
 

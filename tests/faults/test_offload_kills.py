@@ -1,5 +1,6 @@
 """Consolidating offloaded folders while ranks, or the whole job, are killed: one call's files or another's, never a mix."""
 
+import contextlib
 import json
 import os
 import random
@@ -188,7 +189,6 @@ def test_those_that_live_on_are_not_held_by_one_that_died(tmp_path, matrix, when
     *others, victim = spawn_ranks(_lost, 3, tmp_path, when, timeout_s=200)
     assert victim.exit_code == -signal.SIGKILL
     said = [outcome.value[0] for outcome in others]
-    matrix("SIGKILL of one of 3 ranks", f"consolidate_offloaded, {when}", Counter({type(said[0]).__name__: 1}))
     if when == "after the commit":
         assert said == ["ckpt", "ckpt"]
         assert generation_at(tmp_path / "ckpt", 3, SIZES) == 1
@@ -196,6 +196,7 @@ def test_those_that_live_on_are_not_held_by_one_that_died(tmp_path, matrix, when
         assert all(isinstance(word, CoordinationError | SaveError) for word in said), said
         assert not (tmp_path / "ckpt").exists()
     assert max(outcome.value[1] for outcome in others) < NOTICED_S, others
+    matrix("SIGKILL of one of 3 ranks", f"consolidate_offloaded, {when}", Counter({"the others go on": 1}))
 
 
 def _job(rank, folder):
@@ -207,11 +208,12 @@ def _job(rank, folder):
 def records(destination):
     """What is written down of the copies under way: path below the destination -> inode."""
     found = {}
-    for record in (hidden(destination) / "staging").glob("*/copied.*.jsonl"):
-        for line in record.read_text().splitlines(keepends=True):
-            if line.endswith("\n"):
-                path = Path(json.loads(line)["copy"]["path"])
-                found[path.relative_to(record.parent / destination.name).as_posix()] = path.stat().st_ino
+    with contextlib.suppress(FileNotFoundError):  # it is being renamed
+        for record in (hidden(destination) / "staging").glob("*/copied.*.jsonl"):
+            for line in record.read_text().splitlines(keepends=True):
+                if line.endswith("\n"):
+                    path = Path(json.loads(line)["copy"]["path"])
+                    found[path.relative_to(record.parent / destination.name).as_posix()] = path.stat().st_ino
     return found
 
 

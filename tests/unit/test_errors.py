@@ -21,6 +21,7 @@ SAMPLES = {
     "cause": "OSError: no",
     "rank": 2,
     "rejected": {"a": "cut off"},
+    "source": "/nvme/a.swp",
 }
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from accelerate.utils import OffloadedWeightsLoader
 
-from safe_ckpt.core import weights
+from safe_ckpt.core import dtensors, weights
 from safe_ckpt.core.layout import Lazy
 from safe_ckpt.errors import StateError
 
@@ -27,6 +27,7 @@ def tensors(model: torch.nn.Module) -> dict[str, Lazy]:
     Raises:
         StateError: one is on the meta device and no hook knows where it was offloaded to, or it does not fit safetensors.
     """
+    dtensors.refuse_partitioned(model)
     found: dict[str, Lazy] = {}
     seen: set[object] = set()
     homes = _homes(model)

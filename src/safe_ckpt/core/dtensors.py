@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from safe_ckpt.errors import StateError
+
 Span = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
 _HOMES = {"DTensor": "torch.distributed.tensor", "ShardedTensor": "torch.distributed._shard.sharded_tensor"}
@@ -109,3 +111,19 @@ def copy_part(target: torch.Tensor, whole: torch.Tensor) -> None:
     span = chunk_of(target)
     if span is not None:
         local_of(target).copy_(cut(whole, *span))
+
+
+def refuse_partitioned(module: torch.nn.Module) -> None:
+    """Refuse a module whose parameters DeepSpeed's ZeRO-3 has taken apart: their state dict holds empty tensors.
+
+    Raises:
+        StateError: naming the parameter.
+    """
+    for name, parameter in module.named_parameters():
+        whole = getattr(parameter, "ds_numel", None)
+        if whole is not None and whole != parameter.numel():
+            message = (
+                "ZeRO-3 keeps its values apart from the module: save with safe_ckpt.deepspeed and convert with "
+                "zero_to_fp32.py, or gather it with deepspeed.zero.GatheredParameters"
+            )
+            raise StateError(key=name, message=message)

@@ -268,6 +268,8 @@ def named_tensors(state: Mapping[str, Any] | torch.nn.Module, prefix: str = "") 
         StateError: a value is neither; names it.
     """
     found: dict[str, torch.Tensor] = {}
+    if isinstance(state, torch.nn.Module):
+        dtensors.refuse_partitioned(state)
     for name, value in (state.state_dict() if isinstance(state, torch.nn.Module) else state).items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):

@@ -190,6 +190,8 @@ def _resolve(name: str, value: Any, state: Mapping[str, Any]) -> tuple[Any, str]
         from safe_ckpt.core import resharding  # DCP takes a while to import
 
         return resharding.optimizer_state(resharding.owner_of(inner, modules_of(state)), inner), "value"
+    if isinstance(inner, torch.nn.Module):
+        dtensors.refuse_partitioned(inner)
     if isinstance(inner, Stateful):
         return inner.state_dict(), "value"
     if type(inner) in (torch.Tensor, torch.nn.Parameter) or dtensors.is_sharded(inner):
