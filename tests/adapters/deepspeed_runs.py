@@ -25,7 +25,7 @@ def _deepspeed():
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.CRITICAL)
-    os.environ["LOCAL_RANK"] = os.environ["RANK"]  # a launcher's part
+    os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])  # a launcher's part
     return deepspeed
 
 
@@ -79,12 +79,20 @@ def weights(engine):
         return torch.cat([parameter.detach().flatten().clone() for parameter in parameters])
 
 
+def own_engine(folder, stage, offload, swap):
+    """The engine of the job that is killed; with NVMe each rank is on a node of its own, with swap files there."""
+    if offload != "nvme":
+        return engine(stage, offload, width=64)
+    os.environ["LOCAL_RANK"] = "0"
+    return engine(stage, offload, folder / swap, width=1024, checkpoint={"use_node_local_storage": True})
+
+
 def save_and_die(rank, folder, stage, offload, tags):
     """Train to 3, save, go on to 6 and note the weights; then every rank is killed, with NVMe in the middle of a copy."""
     from safe_ckpt.deepspeed import install
 
     folder = Path(folder)
-    run = engine(stage, offload, folder / "swap", width=1024 if offload == "nvme" else 64)
+    run = own_engine(folder, stage, offload, "swap")
     handle = install(run)
     train(run, rank, 0, 3)
     for tag in tags:
@@ -119,7 +127,7 @@ def resume(rank, folder, stage, offload, *, stock):
     from safe_ckpt.deepspeed import install
 
     folder = Path(folder)
-    run = engine(stage, offload, folder / "swap-again", width=1024 if offload == "nvme" else 64)
+    run = own_engine(folder, stage, offload, "swap-again")
     handle = None if stock else install(run)
     path, client = run.load_checkpoint(str(folder / "out"))
     assert client["epoch"] == 7

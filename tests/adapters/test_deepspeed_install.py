@@ -58,6 +58,9 @@ def test_a_killed_job_goes_on_bit_for_bit_and_stock_deepspeed_reads_it_too(tmp_p
     assert [(outcome.exit_code, outcome.error) for outcome in outcomes] == [(-9, None)] * 2
     tag = "same" if offload == "nvme" else "global_step3"
     assert (tmp_path / "out" / "latest").read_text() == tag
+    if offload == "nvme":
+        stored = sorted(path.name for path in (tmp_path / "out" / tag / "offloaded_tensors").iterdir())
+        assert stored == ["rank00", "rank00.rank00001"]  # both call theirs rank00
     if offload != "nvme":  # there the stock one begins with zero moments
         assert values(spawn(resumed, str(tmp_path), stage, offload, True)) == [(True, tag)] * 2
     assert values(spawn(resumed, str(tmp_path), stage, offload, False)) == [(True, tag)] * 2
