@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import xxhash
 
@@ -98,6 +98,7 @@ class _Batch:
         self._options = options
         self._progress = progress
         self._own = threading.local()
+        self._readers = ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="safe_ckpt-read")
         self._written: list[tuple[int, FileCopy]] = []
         self.failed = threading.Event()
 
@@ -146,7 +147,8 @@ class _Batch:
                 raise OSError(errno.EIO, message, copy.path)
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """End the threads and give the descriptors back."""
+        self._readers.shutdown()
         for fd, _ in self._written:
             os.close(fd)
 
@@ -164,35 +166,52 @@ class _Batch:
         return digest
 
     def _move(self, copy: FileCopy, source: int, fd: int, *, direct: bool) -> str:
+        """Read ``source`` and hash it, one piece ahead of writing it to ``fd``; -1 for not at all. Returns the digest."""
         length, at, unflushed = copy.stamp.size_bytes, 0, 0
         digest = xxhash.xxh3_128()
-        buffer = self._buffer()
-        while at < length:
-            if self.failed.is_set():
-                raise OSError(errno.ECANCELED, "stopped", copy.path)
-            count = _fill(source, buffer, min(len(buffer), length - at), at)
-            if not count:
-                raise OSError(errno.EIO, f"the file ends after {at} of {length} bytes", copy.source)
+        here, there = self._buffers()
+
+        def load(buffer: memoryview, start: int) -> int:
+            count = _fill(source, buffer, min(len(buffer), length - start), start)
             with buffer[:count] as piece:
                 digest.update(piece)
-            if fd >= 0:
-                body = count // PAGE * PAGE
-                with buffer[:body] as pages:
-                    write_all(fd, pages, at, self._progress, direct=direct)
-                write_rest(fd, bytes(buffer[body:count]), at + body, self._progress, direct=direct)
-                unflushed += count
-                if not direct and unflushed >= self._options.flush_every_bytes:
+            return count
+
+        ahead: Future[int] | None = None
+        try:
+            while at < length:
+                if self.failed.is_set():
+                    raise OSError(errno.ECANCELED, "stopped", copy.path)
+                count = ahead.result() if ahead is not None else load(here, at)
+                if not count:
+                    raise OSError(errno.EIO, f"the file ends after {at} of {length} bytes", copy.source)
+                more = at + count < length
+                ahead = self._readers.submit(load, there, at + count) if more else None
+                if fd >= 0:
+                    self._write(fd, here[:count], at, direct=direct)
+                    unflushed += count
+                if fd >= 0 and not direct and unflushed >= self._options.flush_every_bytes:
                     os.fdatasync(fd)
                     unflushed = 0
-            at += count
-            os.posix_fadvise(source, at + _CHUNK, _CHUNK, os.POSIX_FADV_WILLNEED)  # is read while the next is written
-            self._progress.moved(count)
+                at += count
+                here, there = there, here
+                self._progress.moved(count)
+        finally:
+            if ahead is not None:
+                ahead.exception()  # it reads from a descriptor that the caller is about to close
         return digest.hexdigest()
 
-    def _buffer(self) -> memoryview:
-        if not hasattr(self._own, "buffer"):
-            self._own.buffer = memoryview(mmap.mmap(-1, _CHUNK))  # page-aligned, as direct writing needs it
-        found: memoryview = self._own.buffer
+    def _write(self, fd: int, data: memoryview, at: int, *, direct: bool) -> None:
+        body = len(data) // PAGE * PAGE
+        with data[:body] as pages:
+            write_all(fd, pages, at, self._progress, direct=direct)
+        write_rest(fd, bytes(data[body:]), at + body, self._progress, direct=direct)
+
+    def _buffers(self) -> tuple[memoryview, memoryview]:
+        if not hasattr(self._own, "buffers"):
+            # Page-aligned, as direct writing needs it.
+            self._own.buffers = (memoryview(mmap.mmap(-1, _CHUNK)), memoryview(mmap.mmap(-1, _CHUNK)))
+        found: tuple[memoryview, memoryview] = self._own.buffers
         return found
 
 

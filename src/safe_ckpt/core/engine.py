@@ -119,7 +119,7 @@ class Engine:
             DirectoryNotSharedError: some ranks do not see it.
         """
         root = Root(path, lease_s=self.config.lease_s, hidden=hidden)
-        seen_from = root.hidden.parent
+        seen_from = root.hidden  # held by then: what a killed job left of this is swept
 
         def take(_: object) -> str:
             root.open()

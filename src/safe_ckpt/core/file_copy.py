@@ -109,9 +109,18 @@ def kept_copies(kept: Path) -> dict[tuple[str, Stamp], tuple[Path, str]]:
                 data = json.loads(line)
                 copy = FileCopy.from_json(data["copy"])
                 below = copy.path.split(f"/{attempt.name}/", 1)[1]
-                if data["host"] == socket.gethostname():
-                    found[copy.source, copy.stamp] = (attempt / below, str(data["xxh3_128"]))
+                kept_file = attempt / below
+                # Of several attempts only the last that got it has it still.
+                if data["host"] == socket.gethostname() and _size_of(kept_file) == copy.stamp.size_bytes:
+                    found[copy.source, copy.stamp] = (kept_file, str(data["xxh3_128"]))
     return found
+
+
+def _size_of(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return -1
 
 
 class Recorder:

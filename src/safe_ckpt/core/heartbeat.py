@@ -78,6 +78,10 @@ class Heartbeat:
         # A value is "count progress"; what has not arrived yet is no progress.
         return sum(int(value.split()[1]) for value, _ in list(self._seen.values()) if value)
 
+    def lost(self) -> int:
+        """How many ranks are lost."""
+        return len(self._lost)
+
     def all_gone(self) -> bool:
         """Whether nobody is left to wait for."""
         return all(rank in self._lost for rank in self._machines)

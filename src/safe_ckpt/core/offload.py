@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,15 +22,17 @@ from safe_ckpt.core.file_copy import FileCopy, Stamp, kept_copies
 from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo
 from safe_ckpt.core.named import NamedRoots, refuse
 from safe_ckpt.core.operation import Request
+from safe_ckpt.core.ranks import machine_id
 from safe_ckpt.core.rendezvous import raise_first
 from safe_ckpt.core.root import HIDDEN, Root
-from safe_ckpt.errors import ConfigError, SafeCheckpointError, StateError, to_wire
+from safe_ckpt.errors import ConfigError, SafeCheckpointError, SourceChangedError, StateError, to_wire
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 ADAPTER = "offloaded"
 _RACY_NS = 20_000_000  # twice the longest tick of a kernel's clock
+_REST_S = 5.0
 
 
 def consolidate_offloaded(
@@ -61,7 +62,7 @@ def consolidate_offloaded(
         What is there now.
 
     Raises:
-        ConfigError: a name or pattern is not allowed, or one name lies within another.
+        ConfigError: a name or pattern is not allowed, or one name, or a source and the destination, lie within each other.
         StateError: a folder holds what cannot be copied, such as a link to a directory.
         SourceChangedError: a file changed meanwhile; names it.
         NotEnoughSpaceError: the file system cannot take it; nothing was copied.
@@ -75,7 +76,7 @@ def consolidate_offloaded(
     engine = Engine(config, group=group)
     try:
         root = _held(engine, path)
-        plan = agree_parts(engine, sources, ignore, root)
+        plan = agree_parts(engine, sources, ignore, root, destination=path)
         request = Request(
             root=root,
             path=path,
@@ -119,6 +120,7 @@ def agree_parts(
     ignore: Sequence[str] = (),
     root: Root | None = None,
     prefix: str = "",
+    destination: Path | None = None,
 ) -> Parts:
     """Look at this rank's folders and agree with the others on who copies what to where. Every rank calls this.
 
@@ -128,6 +130,7 @@ def agree_parts(
         ignore: the same.
         root: holds what an earlier attempt copied; None when that is not wanted.
         prefix: of every path, with a slash at its end.
+        destination: must not lie in a source, nor a source in it; None when that cannot be.
 
     Raises:
         SafeCheckpointError: see ``consolidate_offloaded``; the same on every rank.
@@ -136,18 +139,19 @@ def agree_parts(
     scans: dict[str, _Scan] = {}
     try:
         _check_patterns(ignore)
-        scans = {_checked_name(name): _scan(Path(os.path.abspath(folder)), ignore) for name, folder in sources.items()}
+        for name, folder in sources.items():
+            _refuse_nested(folder, destination)
+            scans[_checked_name(name)] = _scan(Path(os.path.abspath(folder)), ignore)
     except Exception as problem:  # the other ranks must learn of it
         error = problem
     answer: dict[str, Any] = {
         "error": to_wire(error, rank=engine.rank, phase="looking at the folders") if error else None,
-        "host": socket.gethostname(),
-        "parts": {name: {"folder": scan.real, "folders": scan.folders} for name, scan in scans.items()},
+        "parts": {name: {"folder": scan.identity, "folders": scan.folders} for name, scan in scans.items()},
     }
     try:
         agreed = engine.agree("offloaded parts", {"ignore": list(ignore)}, answer=answer, decide=_assign)
     except SafeCheckpointError:
-        if error is not None:
+        if isinstance(error, SafeCheckpointError):
             raise error from None
         raise
     copies: list[FileCopy] = []
@@ -168,7 +172,7 @@ def own_part(notes: Sequence[Mapping[str, Any]], name: str, rank: int) -> str | 
 
 @dataclass(frozen=True, kw_only=True)
 class _Scan:
-    real: str
+    identity: str
     folders: list[str]
     copies: list[FileCopy]
 
@@ -192,26 +196,39 @@ def _checked_name(name: str) -> str:
     return name
 
 
+def _refuse_nested(folder: str | os.PathLike[str], destination: Path | None) -> None:
+    if destination is None:
+        return
+    source, target = Path(os.path.realpath(folder)), Path(os.path.realpath(destination))
+    if source == target or source in target.parents or target in source.parents:
+        message = f"{folder} and the destination {destination} lie within each other: give a destination elsewhere"
+        raise ConfigError(key="sources", message=message)
+
+
 def _scan(folder: Path, ignore: Sequence[str]) -> _Scan:
     """Everything in a folder, once nothing of it changed so lately that another change would not show."""
+    deadline = time.monotonic() + _REST_S
     while True:
-        found, newest_ns = _look_at(folder, ignore)
+        found, newest_ns, newest = _look_at(folder, ignore)
         age_ns = time.time_ns() - newest_ns
         if age_ns >= _RACY_NS or age_ns < -_RACY_NS:  # a clock of another host says nothing
             return found
+        if time.monotonic() > deadline:
+            cause = f"{newest}: it is written to all the time: nothing may write to it until the call returns"
+            raise SourceChangedError(name=folder.name, cause=cause, source=newest)
         time.sleep((_RACY_NS - age_ns) / 1e9)
 
 
-def _look_at(folder: Path, ignore: Sequence[str]) -> tuple[_Scan, int]:
+def _look_at(folder: Path, ignore: Sequence[str]) -> tuple[_Scan, int, str]:
     copies: list[FileCopy] = []
     folders: list[str] = []
-    newest_ns = 0
+    newest_ns, newest = 0, ""
 
     def fail(error: OSError) -> None:
         raise error
 
     for top, below, names in os.walk(folder, onerror=fail):
-        below.sort()
+        below[:] = sorted(name for name in below if not name.startswith(HIDDEN))  # ours, of other calls
         for name in below:
             path = Path(top, name)
             if path.is_symlink():
@@ -225,25 +242,33 @@ def _look_at(folder: Path, ignore: Sequence[str]) -> tuple[_Scan, int]:
             if not path.is_file():
                 raise StateError(key=str(path), message="is not a file")
             stamp = Stamp.of(path.stat())
-            newest_ns = max(newest_ns, stamp.mtime_ns, stamp.ctime_ns)
+            newest_ns, newest = max((newest_ns, newest), (max(stamp.mtime_ns, stamp.ctime_ns), str(path)))
             copies.append(FileCopy(source=str(path), path=relative, stamp=stamp))
-    return _Scan(real=os.path.realpath(folder), folders=folders, copies=copies), newest_ns
+    return _Scan(identity=_identity(folder), folders=folders, copies=copies), newest_ns, newest
+
+
+def _identity(folder: Path) -> str:
+    """Equal where two ranks name one and the same folder: the path alone tells neither nodes nor containers apart."""
+    status = folder.stat()
+    return f"{machine_id()} {status.st_dev} {status.st_ino} {os.path.realpath(folder)}"
 
 
 def _assign(answers: Mapping[int, Any]) -> dict[str, Any]:
     """Rank 0's decision: one part for every folder that is given, under a name of its own."""
     raise_first({rank: answer["error"] for rank, answer in answers.items()})
-    parts: dict[tuple[str, str, str], dict[str, Any]] = {}
+    parts: dict[tuple[str, str], dict[str, Any]] = {}
+    wanted = {asked for answer in answers.values() for asked in answer["parts"]}
     taken: set[str] = set()
     folders: set[str] = set()
     for rank in sorted(answers):
-        host = answers[rank]["host"]
         for asked, given in answers[rank]["parts"].items():
-            part = parts.get((asked, host, given["folder"]))
+            part = parts.get((asked, given["folder"]))
             if part is None:
-                name = asked if asked not in taken else f"{asked}.rank{rank:05d}"
+                name = asked
+                while name in taken or (name in wanted and name != asked):
+                    name = f"{name}.rank{rank:05d}"
                 part = {"name": name, "asked": asked, "writer": rank, "ranks": []}
-                parts[asked, host, given["folder"]] = part
+                parts[asked, given["folder"]] = part
                 taken.add(name)
                 folders |= {name, *(f"{name}/{below}" for below in given["folders"])}
             part["ranks"].append(rank)

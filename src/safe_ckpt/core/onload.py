@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import socket
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from safe_ckpt.config import Timeouts, WriterConfig
 from safe_ckpt.core import commit
 from safe_ckpt.core.copier import copy_files
 from safe_ckpt.core.file_copy import FileCopy, Stamp
+from safe_ckpt.core.heartbeat import process_state
 from safe_ckpt.core.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.offload import ADAPTER, own_part
 from safe_ckpt.core.rendezvous import Session, open_session, raise_first
+from safe_ckpt.core.root import HIDDEN
 from safe_ckpt.core.sink import SinkOptions, sync_directory
 from safe_ckpt.errors import (
     CorruptCheckpointError,
@@ -31,6 +34,8 @@ from safe_ckpt.errors import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_STAGED = f"{HIDDEN}-restore-"
+
 
 def restore_offloaded(
     source: str | os.PathLike[str],
@@ -43,7 +48,7 @@ def restore_offloaded(
 
     Every file is copied beside its target and compared with the digest that was taken when it was saved. Only when all ranks
     have all of theirs do the files get their names; what has the same name is replaced, other files in the folders stay. A
-    rank that is killed in that last moment leaves some replaced: call it again.
+    rank that is killed in that last moment leaves some replaced: call it again. Folders without a file are not made.
 
     Args:
         source: what ``consolidate_offloaded`` made.
@@ -137,7 +142,9 @@ def give_back(session: Session, find: Callable[[], list[Part]], timeout_s: float
         parts.extend(find())
         for part in parts:
             commit.make_directory(part.target)
-            folder = part.target / f".safe_ckpt-{uuid.uuid4().hex}"
+            _sweep(part.target)
+            _refuse_in_the_way(part)
+            folder = part.target / f"{_STAGED}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
             folder.mkdir()
             staged.append((folder, part.target))
             _copy(part, folder)
@@ -152,6 +159,28 @@ def give_back(session: Session, find: Callable[[], list[Part]], timeout_s: float
     finally:
         for folder, _ in staged:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep(target: Path) -> None:
+    """Remove what a restore that was killed left here: of processes of this host that are no more."""
+    own = f"{_STAGED}{socket.gethostname()}-"
+    for left in target.glob(f"{own}*"):
+        pid = left.name.removeprefix(own).split("-")[0]
+        if not process_state(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _refuse_in_the_way(part: Part) -> None:
+    """What cannot be replaced by a file, or hold one, is found before any rank has replaced anything."""
+    for entry in part.entries:
+        file = part.target / entry.path.removeprefix(part.prefix)
+        if file.is_dir():
+            raise DirectoryError(path=str(file), message="is a directory where a file goes", code=errno.EISDIR)
+        for parent in file.parents:
+            if parent == part.target:
+                break
+            if parent.exists() and not parent.is_dir():
+                raise DirectoryError(path=str(parent), message="is a file where a directory goes", code=errno.ENOTDIR)
 
 
 def _all_or_none(session: Session, phase: str, action: Callable[[], None], timeout_s: float) -> None:
@@ -193,7 +222,17 @@ def _copy(part: Part, folder: Path) -> None:
     settings = WriterConfig()
     direct = settings.direct_io == "auto"
     options = SinkOptions(direct=direct, chunk_bytes=settings.chunk_bytes, flush_every_bytes=settings.flush_every_bytes)
-    for entry, result in zip(part.entries, copy_files(copies, options, _Unwatched()), strict=True):
+    try:
+        results = copy_files(copies, options, _Unwatched())
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        message = "The disk filled up while this was restored; nothing was replaced."
+        free = shutil.disk_usage(folder).free
+        raise NotEnoughSpaceError(
+            path=str(folder.parent), message=message, needed_bytes=needed, free_bytes=free, code=error.errno
+        ) from error
+    for entry, result in zip(part.entries, results, strict=True):
         if result.xxh3_128 != entry.xxh3_128:
             message = "its bytes are not those that were written"
             raise CorruptCheckpointError(path=str(part.checkpoint), file=entry.path, message=message)
@@ -204,10 +243,7 @@ def _place(folder: Path, target: Path) -> None:
         into = target / Path(top).relative_to(folder)
         commit.make_directory(into)
         for name in sorted(names):
-            try:
-                os.replace(Path(top, name), into / name)
-            except IsADirectoryError as error:
-                raise DirectoryError(path=str(into / name), message="is a directory", code=errno.EISDIR) from error
+            os.replace(Path(top, name), into / name)
         sync_directory(str(into))
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import errno
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from safe_ckpt.core import commit, extras
 from safe_ckpt.core.board import Board
 from safe_ckpt.core.channel import KeyTimeout
 from safe_ckpt.core.directory import await_visible
-from safe_ckpt.core.file_copy import first_changed, record_name
+from safe_ckpt.core.file_copy import FileCopy, first_changed, record_name
 from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
 from safe_ckpt.core.operation import Operation
 from safe_ckpt.core.parts import Parts
@@ -200,14 +200,20 @@ class Phases:
             return []
         copies = [dataclasses.replace(copy, path=str(op.folder / copy.path)) for copy in op.request.copies]
         record = str(op.staged.parent / record_name(self._rank)) if op.request.keep_copies else ""
-        results = self._writer.write(
-            WriteJob(name=op.name, rank=self._rank, copies=copies, record=record), self._look_around
-        )
-        if (changed := first_changed(copies)) is not None:
-            cause = "it changed while it was being copied: nothing may write to it until the call returns"
-            raise SourceChangedError(name=op.name, cause=f"{changed}: {cause}", source=changed, rank=self._rank)
+        job = WriteJob(name=op.name, rank=self._rank, copies=copies, record=record)
+        try:
+            results = self._writer.write(job, self._look_around)
+        except OSError:
+            self._refuse_changed(copies)  # one that was cut off or replaced is an error of the disk at first sight
+            raise
+        self._refuse_changed(copies)
         op.read.set()
         return results
+
+    def _refuse_changed(self, copies: Sequence[FileCopy]) -> None:
+        if (changed := first_changed(copies)) is not None:
+            cause = f"{changed}: it changed while it was being copied: nothing may write to it until the call returns"
+            raise SourceChangedError(name=self._op.name, cause=cause, source=changed, rank=self._rank)
 
     def _hear_of_copy(self, op: Operation) -> None:
         """The bytes are written; whether they are what they should be is known when the copy is over."""

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from safe_ckpt.config import Timeouts
 
 logger = logging.getLogger(__name__)
+_GRACE_S = 3.0
 
 Decide = Callable[[Mapping[int, Any]], Any]
 """Runs on rank 0 with every rank's answer; what it returns (JSON-able, or ``Shares``) or raises is what every rank gets."""
@@ -300,12 +301,22 @@ class Session:
     def _linger(self) -> None:
         # The store dies with this process. A verdict that nobody can read any more is an unknown outcome for them.
         deadline = time.monotonic() + self._shutdown_s
+        grace_from: float | None = None
 
-        def all_read(store: Store) -> bool:
-            return all(store.add(key, 0) >= count for key, count in list(self.reads.items()))
+        def unread(store: Store) -> int:
+            return max((count - store.add(key, 0) for key, count in list(self.reads.items())), default=0)
 
         while time.monotonic() < deadline and not (self._heartbeat and self._heartbeat.all_gone()):
-            if self._calls.call(all_read, phase="close"):
+            missing = self._calls.call(unread, phase="close")
+            if missing <= 0:
+                return
+            # A lost rank may have read or not, so what is missing may be its reading or that of one that lives: those that
+            # live get a moment more.
+            if self._heartbeat is None or missing > self._heartbeat.lost():
+                grace_from = None
+            elif grace_from is None:
+                grace_from = time.monotonic()
+            elif time.monotonic() - grace_from > _GRACE_S:
                 return
             time.sleep(0.005)
         logger.debug("left while some ranks had not read the last verdict")

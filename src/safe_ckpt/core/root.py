@@ -203,6 +203,7 @@ class Root:
             logger.warning("%s could not be kept for the next attempt: %s", left, error)
 
     def _sweep(self) -> None:
+        self._delete(self.hidden / HIDDEN)  # what a job that was killed on its way in left for the others to look for
         for folder in (self.staging, self.trash):
             for left in folder.iterdir():
                 if folder == self.staging:
