@@ -139,6 +139,10 @@ def resume(rank, folder, stage, offload, *, stock):
             list(iter_full_tensors(run.module))
     if handle is not None:
         run.save_checkpoint(folder / "out", tag="after")
+        if (stage, offload) == (3, "cpu"):  # DeepSpeed itself would take the weights of what ``latest`` names
+            now = weights(run)
+            run.load_checkpoint(folder / "out", tag="global_step3", load_optimizer_states=False)
+            assert not torch.equal(weights(run), now)
         handle.remove()
         assert not list((folder / "out" / ".safe_ckpt" / "staging").iterdir())
         assert not (folder / "out" / "bad").exists()

@@ -61,11 +61,11 @@ def test_a_killed_job_goes_on_bit_for_bit_and_stock_deepspeed_reads_it_too(tmp_p
     if offload == "nvme":
         stored = sorted(path.name for path in (tmp_path / "out" / tag / "offloaded_tensors").iterdir())
         assert stored == ["rank00", "rank00.rank00001"]  # both call theirs rank00
+    if stage in (1, 3) and offload != "nvme":
+        check_conversions(tmp_path, stage)
     if offload != "nvme":  # there the stock one begins with zero moments
         assert values(spawn(resumed, str(tmp_path), stage, offload, True)) == [(True, tag)] * 2
     assert values(spawn(resumed, str(tmp_path), stage, offload, False)) == [(True, tag)] * 2
-    if stage in (1, 3) and offload != "nvme":
-        check_conversions(tmp_path, stage)
 
 
 def resumed(rank, folder, stage, offload, stock):
@@ -170,6 +170,18 @@ def check_loading(run, handle, rank, out):
     assert run.load_checkpoint(str(out))[1]["n"] == 11
     path, client = run.load_checkpoint(str(out), tag="a")
     assert (Path(path).parent.name, client["n"]) == ("a", 10)
+    with pytest.raises(NoValidCheckpointError, match="no such tag"):
+        run.load_checkpoint(str(out), tag="none")
+    with pytest.raises(ConfigError, match="name of a directory"):
+        run.load_checkpoint(str(out), tag="sub/a")
+    torch.distributed.barrier()
+    if rank == 0:
+        (out / "latest").write_text("../out/a")
+    torch.distributed.barrier()
+    assert run.load_checkpoint(str(out))[1]["n"] == 11  # it names no tag: the newest
+    torch.distributed.barrier()
+    if rank == 0:
+        (out / "latest").write_text("b")
     torch.distributed.barrier()
     if rank == 1:
         flip_bit(out / "b" / "zero_pp_rank_1_mp_rank_00_optim_states.pt", 5000)
@@ -194,6 +206,10 @@ def check_mistakes(run, handle, rank, out):
         run.save_checkpoint(out, tag=f"of{rank}")
     with pytest.raises(ConfigError, match="name of a directory"):
         run.save_checkpoint(out, tag="../x")
+    with pytest.raises(DesyncError, match="path"):
+        run.save_checkpoint(out, tag="../x" if rank else "y")
+    with pytest.raises(StateError, match="DeepSpeed uses"):
+        run.save_checkpoint(out, tag="reserved", client_state={"module": 1})
     state = {"bad": (line for line in "x")} if rank == 1 else {}
     with pytest.raises(StateError) if rank == 1 else pytest.raises(SafeCheckpointError):
         run.save_checkpoint(out, tag="unpicklable", client_state=state if rank == 1 else {"bad": (x for x in "x")})

@@ -60,6 +60,7 @@ def collect(core: Engine, accelerator: Any, arguments: Mapping[str, Any]) -> Nes
         engines,
         known.get("client_state") or {},
         exclude_frozen_parameters=bool(known.get("exclude_frozen_parameters", False)),
+        save_latest=bool(arguments.get("save_latest", True)),
     )
 
 

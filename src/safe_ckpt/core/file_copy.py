@@ -105,7 +105,7 @@ def kept_copies(kept: Path) -> dict[tuple[str, Stamp], tuple[Path, str]]:
     for record in sorted(kept.glob(f"*/{_RECORD}*.jsonl")):
         attempt = record.parent
         for line in record.read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
+            with contextlib.suppress(ValueError, LookupError, TypeError):
                 data = json.loads(line)
                 copy = FileCopy.from_json(data["copy"])
                 below = copy.path.split(f"/{attempt.name}/", 1)[1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -25,11 +26,19 @@ from safe_ckpt.core.operation import Request
 from safe_ckpt.core.ranks import machine_id
 from safe_ckpt.core.rendezvous import raise_first
 from safe_ckpt.core.root import HIDDEN, Root
-from safe_ckpt.errors import ConfigError, SafeCheckpointError, SourceChangedError, StateError, to_wire
+from safe_ckpt.errors import (
+    ConfigError,
+    CoordinationError,
+    SafeCheckpointError,
+    SourceChangedError,
+    StateError,
+    to_wire,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+logger = logging.getLogger(__name__)
 ADAPTER = "offloaded"
 _RACY_NS = 20_000_000  # twice the longest tick of a kernel's clock
 _REST_S = 5.0
@@ -56,7 +65,7 @@ def consolidate_offloaded(
         destination: the directory, on a file system that all ranks share.
         group: the ranks; None means WORLD, or this process alone without a process group.
         ignore: glob patterns; files whose name, or path within the folder, matches are left out.
-        timeout_s: the most that this may take.
+        timeout_s: the most that copying may take. Meeting the other ranks may take as much, at most 300 s, a few times over.
 
     Returns:
         What is there now.
@@ -141,7 +150,8 @@ def agree_parts(
         _check_patterns(ignore)
         for name, folder in sources.items():
             _refuse_nested(folder, destination)
-            scans[_checked_name(name)] = _scan(Path(os.path.abspath(folder)), ignore)
+            rest_s = min(_REST_S, engine.config.timeouts.barrier_s / 3)
+            scans[_checked_name(name)] = _scan(Path(os.path.abspath(folder)), ignore, rest_s)
     except Exception as problem:  # the other ranks must learn of it
         error = problem
     answer: dict[str, Any] = {
@@ -150,8 +160,8 @@ def agree_parts(
     }
     try:
         agreed = engine.agree("offloaded parts", {"ignore": list(ignore)}, answer=answer, decide=_assign)
-    except SafeCheckpointError:
-        if isinstance(error, SafeCheckpointError):
+    except SafeCheckpointError as told:
+        if isinstance(error, SafeCheckpointError) and not isinstance(told, CoordinationError):
             raise error from None
         raise
     copies: list[FileCopy] = []
@@ -205,9 +215,9 @@ def _refuse_nested(folder: str | os.PathLike[str], destination: Path | None) -> 
         raise ConfigError(key="sources", message=message)
 
 
-def _scan(folder: Path, ignore: Sequence[str]) -> _Scan:
+def _scan(folder: Path, ignore: Sequence[str], rest_s: float) -> _Scan:
     """Everything in a folder, once nothing of it changed so lately that another change would not show."""
-    deadline = time.monotonic() + _REST_S
+    deadline = time.monotonic() + rest_s
     while True:
         found, newest_ns, newest = _look_at(folder, ignore)
         age_ns = time.time_ns() - newest_ns
@@ -285,7 +295,11 @@ def _with_parents(folder: str) -> list[str]:
 
 def _with_kept(engine: Engine, root: Root, copies: Sequence[FileCopy]) -> list[FileCopy]:
     """Let what an earlier attempt copied stand for what is still the same, and drop what it copied in vain."""
-    kept = kept_copies(root.kept)
+    try:
+        kept = kept_copies(root.kept)
+    except OSError as error:
+        logger.warning("what an earlier attempt copied cannot be looked at and is copied again: %s", error)
+        kept = {}
     found, used = list(copies), set()
     for number, copy in enumerate(copies):
         if (copy.source, copy.stamp) in kept:

@@ -23,6 +23,7 @@ from safe_ckpt.core.rendezvous import Session, open_session, raise_first
 from safe_ckpt.core.root import HIDDEN
 from safe_ckpt.core.sink import SinkOptions, sync_directory
 from safe_ckpt.errors import (
+    CoordinationError,
     CorruptCheckpointError,
     DirectoryError,
     NotEnoughSpaceError,
@@ -54,7 +55,7 @@ def restore_offloaded(
         source: what ``consolidate_offloaded`` made.
         targets: name that this rank gave -> folder that gets the files; created when missing. May be empty.
         group: the ranks; None means WORLD, or this process alone without a process group.
-        timeout_s: the most that this may take.
+        timeout_s: how long a rank waits for the others to have copied theirs.
 
     Raises:
         CorruptCheckpointError: a file is not what was saved; nothing was replaced.
@@ -192,8 +193,8 @@ def _all_or_none(session: Session, phase: str, action: Callable[[], None], timeo
     wire = to_wire(failure, rank=session.rank, phase=phase) if failure else None
     try:
         session.agree(phase, {}, timeout_s=timeout_s, answer=wire, decide=raise_first)
-    except SafeCheckpointError:
-        if isinstance(failure, SafeCheckpointError):
+    except SafeCheckpointError as told:
+        if isinstance(failure, SafeCheckpointError) and not isinstance(told, CoordinationError):
             raise failure from None
         raise
 

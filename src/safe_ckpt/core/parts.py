@@ -42,7 +42,7 @@ class Parts:
             NotEnoughSpaceError: the machine has not that much memory left.
         """
         with self._turn:
-            arena = self._pool.pop() if self._pool else Arena()
+            arena = self._arena_for(snapshot.arena_bytes([image]))
         try:
             tasks = snapshot.take([image], arena, *self._place)
         except BaseException:
@@ -54,6 +54,15 @@ class Parts:
             else:
                 self._waiting.append((arena, tasks))
             self._turn.notify_all()
+
+    def _arena_for(self, size_bytes: int) -> Arena:
+        """The smallest that is large enough, else the largest, which grows: so each stays about as large as one file."""
+        self._pool.sort(key=lambda arena: arena.size)
+        fitting = next((arena for arena in self._pool if arena.size >= size_bytes), None)
+        if fitting is None:
+            return self._pool.pop() if self._pool else Arena()
+        self._pool.remove(fitting)
+        return fitting
 
     def seal(self) -> None:
         """No more will come: the save is complete."""

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import uuid
@@ -72,11 +73,14 @@ class Root:
         self._lock.release()
 
     def tidy(self) -> None:
-        """Remove the hidden folder if there is nothing in it that anybody could want. After ``close``."""
+        """Remove the hidden folder if there is nothing in it that anybody could want, nor anybody in it. After ``close``."""
         folders = [folder for folder in (self.staging, self.trash, self.quarantine, self.kept) if folder.is_dir()]
         if not self.hidden.is_dir() or any(any(folder.iterdir()) for folder in folders):
             return
-        self._delete(self.hidden)
+        # Folder by folder, and only what is empty: another job may have come since.
+        with contextlib.suppress(OSError):
+            for folder in (*folders, self.hidden):
+                folder.rmdir()
 
     @property
     def last_sequence(self) -> int:

@@ -21,6 +21,30 @@ from safe_ckpt.core import layout
 from safe_ckpt.core.layout import Image
 from safe_ckpt.errors import StateError
 
+_RESERVED = frozenset(
+    [
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "num_experts",
+        "ds_config",
+        "ds_version",
+    ]
+)
+
 
 @dataclass(kw_only=True)
 class Captured:
@@ -52,6 +76,8 @@ def capture(engine: Any, tag: str, client_state: Mapping[str, Any], *, exclude_f
     folder = os.path.join(os.sep, "captured")  # nothing is made there
     listener = Listener(found, os.path.join(folder, tag), engine.checkpoint_engine)
     try:
+        if taken := sorted(_RESERVED & set(client_state)):
+            raise StateError(key=f"client_state[{taken[0]!r}]", message="is a name that DeepSpeed uses itself")
         with _listening(engine, listener):
             # Of the class: the instance's own is the one that calls this.
             type(engine).save_checkpoint(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import multiprocessing.util
 import os
 import sys
 import weakref
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -99,7 +101,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 patient=True,
             )
         )
-        self._open = _Open(info, path, parts, handle, by_deepspeed=_caller() == "save_checkpoint")
+        self._open = _Open(info, path, parts, handle, by_deepspeed=_is_deepspeeds())
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """As ``os.makedirs``, but for the tag: that appears when it is complete."""
@@ -154,7 +156,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             SaveError: DeepSpeed's ``save_checkpoint`` was interrupted before its last file.
             SafeCheckpointError: it failed, with the same error on every rank.
         """
-        if self._open is None or info != self._open.info:
+        if self._open is None or info not in (self._open.info, self.get_commit_info()):
             begun = self._open.info if self._open is not None else None
             raise ConfigError(key="commit", message=f"expected {begun}, which was begun, got {info}")
         under_way = self._open
@@ -166,13 +168,13 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return True
 
     def get_commit_info(self) -> CheckpointCommitInfo | None:
-        """What was begun and is not committed yet."""
-        return self._open.info if self._open is not None else None
+        """What was begun and is not committed yet. It asks for no ``latest``: DeepSpeed would write it once more, in place."""
+        return dataclasses.replace(self._open.info, save_latest=False) if self._open is not None else None
 
     def is_decoupled(self) -> bool:
         """True: DeepSpeed commits before the next step, not at the end of ``save_checkpoint``."""
         # There, and nowhere else, it asks when it has handed over the last file: the only sign that it has.
-        if self._open is not None and _caller() == "save_checkpoint":
+        if self._open is not None and _caller().f_code.co_name == "save_checkpoint":
             self._open.complete = True
             self._open.parts.seal()
         return True
@@ -204,9 +206,16 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._open.parts.fail(SaveError(name=name, cause=cause, rank=rank, phase="snapshot"))
 
 
-def _caller() -> str:
-    """The name of the function that called the method that asks."""
-    return sys._getframe(2).f_code.co_name
+def _caller() -> FrameType:
+    """The function that called the method that asks."""
+    return sys._getframe(2)
+
+
+def _is_deepspeeds() -> bool:
+    """Whether the method that asks was called by DeepSpeed's ``save_checkpoint``."""
+    frame = sys._getframe(2)
+    module = str(frame.f_globals.get("__name__", ""))
+    return frame.f_code.co_name == "save_checkpoint" and module.split(".", maxsplit=1)[0] == "deepspeed"
 
 
 class _Open:

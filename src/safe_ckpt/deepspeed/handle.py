@@ -107,15 +107,12 @@ class Handle:
             SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started. With
                 ``async_save=False`` also that of this one.
         """
-        if not save_dir:
-            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-        name = checked_tag(f"global_step{self._engine.global_steps}" if tag is None else tag)
-        folder = Path(os.path.abspath(save_dir))
         handle = saving.save(
             self._core,
             self._places,
             self._engine,
-            folder / name,
+            save_dir,
+            f"global_step{self._engine.global_steps}" if tag is None else str(tag),
             client_state or {},
             save_latest=save_latest,
             exclude_frozen_parameters=exclude_frozen_parameters,
@@ -150,6 +147,7 @@ class Handle:
             As DeepSpeed: the file that was loaded and the client state; ``(None, None)`` when there is nothing to load.
 
         Raises:
+            ConfigError: the tag is no name of a directory.
             CorruptCheckpointError: the one that ``tag`` names is damaged.
             NoValidCheckpointError: there are checkpoints and none is usable; says why not, one by one.
             SafeCheckpointError: it does not fit what is restored; the same on every rank.
@@ -168,7 +166,7 @@ class Handle:
                 custom_load_fn=custom_load_fn,
             )
 
-        wanted = None if tag is None else str(tag)
+        wanted = None if tag is None else checked_tag(tag)
         if self._engine.load_universal_checkpoint():
             return cast("tuple[str | None, Any]", restore(wanted))
         found = loading.load(
@@ -198,7 +196,6 @@ class Handle:
         """
         try:
             self._closed = True
-            self._core.settle()
             self._core.close()
         finally:
             self._restore()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import deepspeed.runtime.engine as upstream
 
 from safe_ckpt import events
 from safe_ckpt.core import resume
@@ -47,30 +51,46 @@ def load(
     begun = time.monotonic()
     plan = core.agree("load_checkpoint", {"directory": folder, "tag": tag}, decide=lambda _: _survey(folder, tag))
     if plan["repair"]:
-        held.hold(folder)  # finishes what an earlier job was replacing when it died
+        held.repair(folder)
         plan = core.agree("load_checkpoint", {"directory": folder, "tag": tag}, decide=lambda _: _survey(folder, tag))
     chosen, rejected = _first_good(core, folder, plan["order"], asked=tag is not None)
     result: Any = None
 
     def apply() -> None:
         nonlocal result
-        result = restore(chosen)
+        with bound_to(chosen):
+            result = restore(chosen)
 
     resume.apply(core, apply)
     if chosen is not None:
         path = folder / chosen
         swapping.put_back(core, engine, path)
-        resume.apply(core, lambda: swapping.resume_states(engine, path, optimizer_states=optimizer_states))
+        swapping.resume_all(core, {path: engine}, optimizer_states=optimizer_states)
         _tell(core, path, time.monotonic() - begun, rejected)
     return result
 
 
+@contextlib.contextmanager
+def bound_to(tag: str | None) -> Iterator[None]:
+    """Let DeepSpeed read whole weights from this tag: with ZeRO-3 and no optimizer states it takes those of ``latest``."""
+    name = "get_fp32_state_dict_from_zero_checkpoint"
+    before = getattr(upstream, name)
+    setattr(upstream, name, functools.partial(before, tag=tag))
+    try:
+        yield
+    finally:
+        setattr(upstream, name, before)
+
+
 def _survey(folder: Path, tag: str | None) -> dict[str, Any]:
     trash = folder / HIDDEN / "trash"
-    return {
-        "repair": trash.is_dir() and any(trash.iterdir()),
-        "order": [path.name for path in places.order(folder, tag)],
-    }
+    wanted = tag if tag is not None else places.latest_tag(folder)
+    lost = wanted is not None and not (folder / wanted).is_dir()
+    # Killed while it was replaced, where the kernel cannot exchange directories: it is in the trash, or complete in staging.
+    repair = lost and any(trash.glob(f"*/{wanted}"))
+    if tag is not None and lost and not repair:
+        raise NoValidCheckpointError(path=str(folder / tag), message="there is no such tag")
+    return {"repair": repair, "order": [path.name for path in places.order(folder, tag)]}
 
 
 def _first_good(core: Engine, folder: Path, order: list[str], *, asked: bool) -> tuple[str | None, int]:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.core import layout, resume
+from safe_ckpt.core import layout
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.file_copy import FileCopy
 from safe_ckpt.core.layout import Image
-from safe_ckpt.deepspeed import swapping
+from safe_ckpt.deepspeed import support, swapping
 from safe_ckpt.deepspeed.capture import capture
 from safe_ckpt.deepspeed.places import LATEST
 
@@ -34,6 +34,7 @@ def collect(
     client_state: Mapping[str, Any],
     *,
     exclude_frozen_parameters: bool = False,
+    save_latest: bool = True,
 ) -> Nested:
     """Plan the files of several engines. Every rank calls this.
 
@@ -42,8 +43,10 @@ def collect(
         engines: tag -> engine; ``latest`` names the last one, as after saving them one by one.
         client_state: as for DeepSpeed.
         exclude_frozen_parameters: the same.
+        save_latest: the same.
 
     Raises:
+        ConfigError: an engine's settings are not covered.
         SafeCheckpointError: the swap files cannot be copied; the same on every rank.
     """
     images: list[Image] = []
@@ -53,6 +56,7 @@ def collect(
     beside: dict[str, bytes] = {}
     error: Exception | None = None
     for tag, engine in engines.items():
+        support.check_engine(engine)
         parts = swapping.agree(core, engine, f"{tag}/")
         if parts is not None:
             copies += parts.copies
@@ -61,7 +65,9 @@ def collect(
         folders.append(tag)
         found = capture(engine, tag, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
         images += [dataclasses.replace(image, path=f"{tag}/{image.path}") for image in found.images]
-        beside.update({**found.scripts, LATEST: tag.encode()})
+        beside.update(found.scripts)
+        if save_latest:
+            beside[LATEST] = tag.encode()
         error = error or found.error
     if core.rank == 0:
         images += [layout.bytes_image(name, data) for name, data in beside.items()]
@@ -72,13 +78,10 @@ def resume_swapped(core: Engine, engines: Mapping[str, Any], checkpoint: Path, *
     """After the engines have loaded: what DeepSpeed leaves out with NVMe offload. Every rank calls this.
 
     Raises:
-        SafeCheckpointError: see ``swapping.resume_states``; the same on every rank.
+        SafeCheckpointError: see ``swapping.resume_all``; the same on every rank.
     """
     for tag, engine in engines.items():
         swapping.put_back(core, engine, checkpoint, f"{tag}/")
-
-    def states() -> None:
-        for tag, engine in engines.items():
-            swapping.resume_states(engine, checkpoint / tag, optimizer_states=optimizer_states)
-
-    resume.apply(core, states)
+    swapping.resume_all(
+        core, {checkpoint / tag: one for tag, one in engines.items()}, optimizer_states=optimizer_states
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -15,7 +16,9 @@ from safe_ckpt.core.ledger import Ledger
 from safe_ckpt.core.manifest import CheckpointInfo
 from safe_ckpt.core.root import HIDDEN, Root
 from safe_ckpt.core.select import Candidate
-from safe_ckpt.errors import ConfigError
+from safe_ckpt.errors import ConfigError, DirectoryInUseError
+
+logger = logging.getLogger(__name__)
 
 ADAPTER = "deepspeed"
 LATEST = "latest"
@@ -56,15 +59,31 @@ class Places:
             self._engine.settle()  # nothing of theirs may be in flight
             for earlier in list(self._held):
                 self._engine.let_go(self._held.pop(earlier).root)
-        place = self._held[folder] = Place(root=self._engine.hold(folder), ledger=Ledger())
+        place = Place(root=self._engine.hold(folder), ledger=Ledger())
 
         def take_stock(_: object) -> None:
             found = candidates(folder)
             place.ledger = Ledger(found)
             place.root.start_after(select.newest_sequence(found))
 
-        self._engine.agree("list", {"directory": folder}, decide=take_stock)
+        try:
+            self._engine.agree("list", {"directory": folder}, decide=take_stock)
+        except BaseException:
+            self._engine.let_go(place.root)
+            raise
+        self._held[folder] = place
         return place
+
+    def repair(self, folder: Path) -> None:
+        """Finish what a job that died was replacing in ``folder``, unless a live job holds it: then that is its own affair."""
+        if folder in self._held:
+            return
+        try:
+            root = self._engine.hold(folder)
+        except DirectoryInUseError as error:
+            logger.warning("%s", error)
+            return
+        self._engine.let_go(root)
 
     def retain(self, place: Place, new: CheckpointInfo) -> list[Path]:
         """``new`` was committed. Returns what is to be deleted now, never what ``latest`` names. In the background."""
@@ -89,10 +108,13 @@ def checked_tag(tag: object) -> str:
         ConfigError: it is not the name of a directory.
     """
     name = str(tag)
-    if not name or name != os.path.basename(name) or name in (".", "..", HIDDEN, LATEST):
-        message = f"expected the name of a directory, got {name!r}"
-        raise ConfigError(key="save_checkpoint: tag", message=message)
+    if not _is_name(name):
+        raise ConfigError(key="tag", message=f"expected the name of a directory, got {name!r}")
     return name
+
+
+def _is_name(name: str) -> bool:
+    return bool(name) and name == os.path.basename(name) and name not in (".", "..", HIDDEN, LATEST)
 
 
 def step_of(tag: str) -> int:
@@ -102,11 +124,15 @@ def step_of(tag: str) -> int:
 
 
 def latest_tag(folder: Path) -> str | None:
-    """What the file ``latest`` names; None when there is none."""
+    """What the file ``latest`` names; None when there is none, or it names none."""
     try:
-        return (folder / LATEST).read_text().strip() or None
+        name = (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
+    if _is_name(name):
+        return name
+    logger.warning("%s names no directory beside it: %r", folder / LATEST, name)
+    return None
 
 
 def is_state(name: str) -> bool:
@@ -132,6 +158,8 @@ def order(folder: Path, tag: str | None) -> list[Path]:
     ours = select.newest_first(c for c in candidates(folder) if c.manifest and c.manifest.notes.get("latest"))
     paths = [candidate.path for candidate in ours]
     if named is None or not (folder / named).is_dir():
+        if named is not None:
+            logger.warning("%s names %s, which is not there: the newest tag is taken", folder / LATEST, named)
         return paths
     wanted = folder / named
     # A tag of another tool has no place in the order: what comes after it is not known.

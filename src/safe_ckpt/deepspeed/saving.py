@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from safe_ckpt.core.named import refuse
 from safe_ckpt.core.operation import Pointer, Request, SaveHandle
 from safe_ckpt.deepspeed import places, swapping
 from safe_ckpt.deepspeed.capture import Captured, capture
+from safe_ckpt.errors import ConfigError
 
 _EXECUTABLE = 0o755
 
@@ -19,20 +21,22 @@ def save(
     core: Engine,
     held: places.Places,
     engine: Any,
-    path: Path,
+    save_dir: str | os.PathLike[str],
+    tag: str,
     client_state: Mapping[str, Any],
     *,
     save_latest: bool,
     exclude_frozen_parameters: bool,
 ) -> SaveHandle:
-    """Take a snapshot and have it written as ``path``. Every rank calls this.
+    """Take a snapshot and have it written as ``tag`` in ``save_dir``. Every rank calls this.
 
     Raises:
         SafeCheckpointError: see ``Handle.save_checkpoint``.
     """
-    place = held.hold(path.parent)
+    path = Path(os.path.abspath(save_dir)) / tag
     view = {"path": path, "save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen_parameters}
-    core.agree("save_checkpoint", view, decide=lambda _: _refuse(path))
+    core.agree("save_checkpoint", view, decide=lambda _: _refuse(save_dir, path, tag))
+    place = held.hold(path.parent)
     parts = swapping.agree(core, engine)
     captured = capture(engine, path.name, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
     return core.save(
@@ -57,7 +61,10 @@ def save(
     )
 
 
-def _refuse(path: Path) -> None:
+def _refuse(save_dir: str | os.PathLike[str], path: Path, tag: str) -> None:
+    if not os.fspath(save_dir):
+        raise ConfigError(key="save_checkpoint: save_dir", message="expected a directory, got an empty name")
+    places.checked_tag(tag)
     if places.stock_problem(path):
         refuse(path, places.ADAPTER, empty=True)
 

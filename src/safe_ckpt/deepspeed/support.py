@@ -16,6 +16,16 @@ def check(engine: Any, config: CheckpointConfig) -> None:
     """
     if getattr(engine, "_safe_ckpt", None) is not None:
         raise ConfigError(key="engine", message="it is installed already: use that handle, or remove() it first")
+    check_engine(engine)
+    check_settings(config)
+
+
+def check_engine(engine: Any) -> None:
+    """Refuse an engine that writes in a way that is not covered.
+
+    Raises:
+        ConfigError: names the setting.
+    """
     if engine.checkpoint_writer_enabled():
         message = (
             "DeepSpeed's own writer decides which rank writes what: leave it out, safe_ckpt writes in parallel anyway"
@@ -24,7 +34,6 @@ def check(engine: Any, config: CheckpointConfig) -> None:
     if engine.zero_nvme_offload_optimizer() and engine.has_moe_layers:
         message = "optimizer states on NVMe together with mixture-of-experts layers are not covered"
         raise ConfigError(key="zero_optimization.offload_optimizer.device", message=message)
-    check_settings(config)
 
 
 def check_settings(config: CheckpointConfig) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 
+from safe_ckpt.core import resume
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.manifest import MANIFEST_NAME, read_manifest
-from safe_ckpt.core.offload import Parts, agree_parts, own_part
-from safe_ckpt.core.onload import give_back, parts_of
+from safe_ckpt.core.offload import Parts, agree_parts
+from safe_ckpt.core.onload import Part, give_back, parts_of
 from safe_ckpt.errors import RestoreError
 
 FOLDER = "offloaded_tensors"
@@ -58,24 +59,29 @@ def put_back(core: Engine, engine: Any, checkpoint: Path, below: str = "") -> No
         SafeCheckpointError: see ``restore_offloaded``.
     """
     own = part(engine)
-    if not own or not (checkpoint / MANIFEST_NAME).exists():
+    if not own:
         return
-    manifest = read_manifest(checkpoint)
-    notes = manifest.notes.get(NOTE, {}).get(below, ())
-    differs = any(own_part(notes, asked, core.rank) != asked for asked in own)
-    if not core.agree(
-        "swap files", {"tag": checkpoint / below}, answer=differs, decide=lambda answers: any(answers.values())
-    ):
+    view = {"tag": checkpoint / below}
+    if not core.agree("swap files", view, decide=lambda _: _were_renamed(checkpoint, below)):
         return
-    give_back(
-        core.session,
-        lambda: parts_of(checkpoint, manifest, notes, own, core.rank, f"{below}{FOLDER}/"),
-        core.config.timeouts.lengthy_s,
-    )
+
+    def find() -> list[Part]:
+        manifest = read_manifest(checkpoint)
+        return parts_of(checkpoint, manifest, manifest.notes[NOTE][below], own, core.rank, f"{below}{FOLDER}/")
+
+    give_back(core.session, find, core.config.timeouts.lengthy_s)
     engine.optimizer.reset_swap_buffers()
 
 
-def resume_states(engine: Any, tag: Path, *, optimizer_states: bool) -> None:
+def _were_renamed(checkpoint: Path, below: str) -> bool:
+    """Rank 0: whether some rank's files are not under the name that DeepSpeed looks for."""
+    if not (checkpoint / MANIFEST_NAME).exists():
+        return False
+    notes = read_manifest(checkpoint).notes.get(NOTE, {}).get(below, ())
+    return any(note["name"] != note["asked"] for note in notes)
+
+
+def resume_all(core: Engine, engines: Mapping[Path, Any], *, optimizer_states: bool) -> None:
     """After ``load_checkpoint`` with NVMe offload: what DeepSpeed leaves as it was before. Every rank calls this.
 
     DeepSpeed (up to 0.19.8) copies the swap files back and stops there: the optimizer knows of no state, so that it begins
@@ -83,15 +89,32 @@ def resume_states(engine: Any, tag: Path, *, optimizer_states: bool) -> None:
     known again, with their files, and the small ones are restored.
 
     Args:
-        engine: what was loaded.
-        tag: what was loaded into it.
+        core: where the ranks meet.
+        engines: tag that was loaded -> what it was loaded into.
         optimizer_states: whether the optimizer's states are wanted.
 
     Raises:
         RestoreError: the swap files belong to parameters of other numbers.
+        SafeCheckpointError: whatever else went wrong, on every rank.
     """
-    if not engine.zero_nvme_offload_optimizer():
+    swapped = {tag: engine for tag, engine in engines.items() if engine.zero_nvme_offload_optimizer()}
+    if not swapped:
         return
+
+    def states() -> None:
+        for tag, engine in swapped.items():
+            _resume_states(engine, tag, optimizer_states=optimizer_states)
+
+    def gather() -> None:
+        for engine in swapped.values():
+            engine.optimizer.checkpoint_event_epilogue()
+
+    # A collective only when all have come so far.
+    resume.apply(core, states)
+    resume.apply(core, gather)
+
+
+def _resume_states(engine: Any, tag: Path, *, optimizer_states: bool) -> None:
     optimizer = engine.optimizer
     saved = torch.load(engine._get_zero_ckpt_name(str(tag.parent), tag.name), map_location="cpu", weights_only=False)
     state = saved["optimizer_state_dict"]
@@ -104,7 +127,6 @@ def resume_states(engine: Any, tag: Path, *, optimizer_states: bool) -> None:
         if kept.numel():  # it was in memory
             optimizer.fp32_partitioned_groups_flat[number].data.copy_(kept.data)
             optimizer._reassign_or_swap_out_partitioned_parameters(number)
-    optimizer.checkpoint_event_epilogue()
 
 
 def _expect_files(optimizer: Any, tag: Path, folder: Path) -> None:

@@ -21,7 +21,7 @@ _LEFT_OUT = ("state_dict", "optimizer_states")  # DeepSpeed has them, in parts
 
 def is_tag_directory(path: Path) -> bool:
     """Whether a directory is what ``DeepSpeedStrategy`` writes, to its end: ``latest`` comes last."""
-    return (path / "latest").is_file() and (path / TAG).is_dir()
+    return (path / "latest").is_file() and facts_file(path).is_file()
 
 
 def facts_file(path: Path) -> Path:
