@@ -20,6 +20,7 @@ from safe_ckpt.core import dtensors, items, weights
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.export import Exporter
 from safe_ckpt.core.operation import SaveHandle
+from safe_ckpt.core.stand_ins import StandIns
 
 if TYPE_CHECKING:
     import torch
@@ -99,14 +100,10 @@ class Handle:
         self._loaders = Loaders()
         for loader in accelerator._dataloaders:
             self._loaders.watch(loader)
-        self._before = {name: vars(accelerator).get(name) for name in _REPLACED}
         self._prepare_data_loader: Callable[..., Any] = accelerator.prepare_data_loader
         self._load_state: Callable[..., None] = accelerator.load_state
         self._end_training: Callable[[], None] = accelerator.end_training
-        accelerator.save_state = self.save_state
-        accelerator.load_state = self.load_state
-        accelerator.end_training = self.end_training
-        accelerator.prepare_data_loader = self.prepare_data_loader
+        self._stand_ins = StandIns(accelerator, {name: getattr(self, name) for name in _REPLACED})
         accelerator._safe_ckpt = self
         self.prepare()
 
@@ -328,10 +325,4 @@ class Handle:
         if vars(accelerator).pop("_safe_ckpt", None) is None:
             return
         self._loaders.forget()
-        for name, before in self._before.items():
-            if vars(accelerator).get(name) != getattr(self, name):
-                logger.warning("accelerator.%s was replaced by something else after register and stays so", name)
-            elif before is None:
-                delattr(accelerator, name)
-            else:
-                setattr(accelerator, name, before)
+        self._stand_ins.give_back()

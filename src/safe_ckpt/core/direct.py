@@ -10,19 +10,8 @@ from typing import Any
 from safe_ckpt.core import commit, layout, snapshot
 from safe_ckpt.core.arena import Arena
 from safe_ckpt.core.manifest import CheckpointInfo, Manifest
-from safe_ckpt.core.sink import SinkOptions, write_file
+from safe_ckpt.core.sink import SinkOptions, Unwatched, write_file
 from safe_ckpt.errors import DirectoryError
-
-
-class _Unwatched:
-    def moved(self, count: int) -> None:
-        del count
-
-    def entered(self, phase: str) -> None:
-        del phase
-
-    def waiting(self) -> None:
-        """Nothing."""
 
 
 def save_archive(
@@ -64,7 +53,7 @@ def save_archive(
         commit.make_directory(path.parent)
         (task,) = snapshot.take([layout.single(image, near.name)], arena, str(path.parent), manifest.to_json())
         options = SinkOptions(direct=True, chunk_bytes=8 << 20, flush_every_bytes=64 << 20)
-        result = write_file(task, memoryview(arena.memory), options, _Unwatched())
+        result = write_file(task, memoryview(arena.memory), options, Unwatched())
         commit.publish_file(near, path)
     except OSError as error:
         where = error.filename or path

@@ -21,7 +21,7 @@ from safe_ckpt.core.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.offload import ADAPTER, own_part
 from safe_ckpt.core.rendezvous import Session, open_session, raise_first
 from safe_ckpt.core.root import HIDDEN
-from safe_ckpt.core.sink import SinkOptions, sync_directory
+from safe_ckpt.core.sink import SinkOptions, Unwatched, sync_directory
 from safe_ckpt.errors import (
     CoordinationError,
     CorruptCheckpointError,
@@ -224,7 +224,7 @@ def _copy(part: Part, folder: Path) -> None:
     direct = settings.direct_io == "auto"
     options = SinkOptions(direct=direct, chunk_bytes=settings.chunk_bytes, flush_every_bytes=settings.flush_every_bytes)
     try:
-        results = copy_files(copies, options, _Unwatched())
+        results = copy_files(copies, options, Unwatched())
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -246,14 +246,3 @@ def _place(folder: Path, target: Path) -> None:
         for name in sorted(names):
             os.replace(Path(top, name), into / name)
         sync_directory(str(into))
-
-
-class _Unwatched:
-    def moved(self, count: int) -> None:
-        del count
-
-    def entered(self, phase: str) -> None:
-        del phase
-
-    def waiting(self) -> None:
-        """Nothing."""

@@ -100,6 +100,19 @@ class Progress(Protocol):
         """There is nothing to write yet; called again and again. Raises to give up."""
 
 
+class Unwatched:
+    """A ``Progress`` that nobody reads."""
+
+    def moved(self, count: int) -> None:
+        """Nothing."""
+
+    def entered(self, phase: str) -> None:
+        """Nothing."""
+
+    def waiting(self) -> None:
+        """Nothing."""
+
+
 def write_file(
     task: FileTask, arena: memoryview, options: SinkOptions, progress: Progress, ready: Ready | None = None
 ) -> FileResult:

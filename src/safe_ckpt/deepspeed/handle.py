@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,10 +12,10 @@ from typing_extensions import Self
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.stand_ins import StandIns
 from safe_ckpt.deepspeed import loading, saving, support
 from safe_ckpt.deepspeed.places import Places, checked_tag
 
-logger = logging.getLogger(__name__)
 _REPLACED = ("save_checkpoint", "load_checkpoint")
 
 
@@ -66,10 +65,8 @@ class Handle:
         self._closed = False
         self._core = Engine(config)
         self._places = Places(self._core, config.retention)
-        self._before = {name: vars(engine).get(name) for name in _REPLACED}
         self._load_checkpoint = engine.load_checkpoint
-        engine.save_checkpoint = self.save_checkpoint
-        engine.load_checkpoint = self.load_checkpoint
+        self._stand_ins = StandIns(engine, {name: getattr(self, name) for name in _REPLACED})
         engine._safe_ckpt = self
 
     def save_checkpoint(
@@ -223,10 +220,4 @@ class Handle:
         if getattr(engine, "_safe_ckpt", None) is not self:
             return
         del engine._safe_ckpt
-        for name, before in self._before.items():
-            if vars(engine).get(name) != getattr(self, name):
-                logger.warning("engine.%s was replaced by something else after install and stays so", name)
-            elif before is None:
-                delattr(engine, name)
-            else:
-                setattr(engine, name, before)
+        self._stand_ins.give_back()

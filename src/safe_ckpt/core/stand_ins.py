@@ -1,0 +1,37 @@
+"""Methods of one object of a framework that ours stand in for, until they are given back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class StandIns:
+    """Replaces attributes of ``owner`` and remembers what was there.
+
+    Args:
+        owner: the object; its class stays as it is.
+        methods: name -> what stands in for it.
+    """
+
+    def __init__(self, owner: Any, methods: Mapping[str, Any]) -> None:
+        self._owner = owner
+        self._methods = dict(methods)
+        self._before = {name: vars(owner).get(name) for name in methods}
+        for name, method in self._methods.items():
+            setattr(owner, name, method)
+
+    def give_back(self) -> None:
+        """Leave the object as it was. What somebody else has put there since stays, with a warning."""
+        owner = self._owner
+        for name, method in self._methods.items():
+            before = self._before[name]
+            if vars(owner).get(name) != method:
+                logger.warning("%s.%s was replaced by something else and stays so", type(owner).__name__, name)
+            elif before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
