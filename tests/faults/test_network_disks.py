@@ -90,11 +90,12 @@ def test_timestamps_mean_nothing(tmp_path, matrix):
 
 
 def test_no_source_looks_at_a_modification_time():
-    """Nothing in the package reads mtimes."""
+    """Nothing in the package reads mtimes, but to see that a file to be copied is still what it was."""
     import safe_ckpt
 
+    of_copies = {"file_copy.py", "offload.py"}
     for file in Path(safe_ckpt.__file__).parent.rglob("*.py"):
-        assert "mtime" not in file.read_text(encoding="utf-8"), file
+        assert "mtime" not in file.read_text(encoding="utf-8") or file.name in of_copies, file
 
 
 def test_a_directory_deleted_underneath(tmp_path):
