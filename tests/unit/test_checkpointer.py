@@ -673,7 +673,8 @@ def test_one_that_is_forgotten_ends_by_itself(tmp_path):
     pid = ckpt._engine._pipeline.writer.pid
     del ckpt
     deadline = time.monotonic() + 20
-    while pid in writer_processes() and time.monotonic() < deadline:
+    lock = tmp_path / ".safe_ckpt" / "lock"  # given back last, and perhaps on the background thread
+    while (pid in writer_processes() or lock.exists()) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
     assert pid not in writer_processes()
