@@ -64,7 +64,7 @@ def copy_files(
 def _copy_batch(
     copies: Sequence[FileCopy], options: SinkOptions, progress: Progress, note: Recorder
 ) -> list[FileResult]:
-    batch = _Batch(options, progress)
+    batch = _Batch(options, progress, ahead=len(copies) < _AT_A_TIME)
 
     def one(copy: FileCopy) -> FileResult:
         try:
@@ -92,9 +92,17 @@ def _is_echo(error: BaseException) -> bool:
 
 
 class _Batch:
-    """Copies files with one buffer per thread; they are synced together, for each sync alone would wait for the disk."""
+    """Copies files, a thread each; they are synced together, for each sync alone would wait for the disk.
 
-    def __init__(self, options: SinkOptions, progress: Progress) -> None:
+    Args:
+        options: how to write.
+        progress: told of every step.
+        ahead: whether one piece of a file is read while the one before it is written: where there are so few files that
+            threads would not overlap reading with writing by themselves.
+    """
+
+    def __init__(self, options: SinkOptions, progress: Progress, *, ahead: bool) -> None:
+        self._ahead = ahead
         self._options = options
         self._progress = progress
         self._own = threading.local()
@@ -166,7 +174,7 @@ class _Batch:
         return digest
 
     def _move(self, copy: FileCopy, source: int, fd: int, *, direct: bool) -> str:
-        """Read ``source`` and hash it, one piece ahead of writing it to ``fd``; -1 for not at all. Returns the digest."""
+        """Read ``source``, hash it, and write it to ``fd``; -1 for not at all. Returns the digest."""
         length, at, unflushed = copy.stamp.size_bytes, 0, 0
         digest = xxhash.xxh3_128()
         here, there = self._buffers()
@@ -186,7 +194,7 @@ class _Batch:
                 if not count:
                     raise OSError(errno.EIO, f"the file ends after {at} of {length} bytes", copy.source)
                 more = at + count < length
-                ahead = self._readers.submit(load, there, at + count) if more else None
+                ahead = self._readers.submit(load, there, at + count) if more and self._ahead else None
                 if fd >= 0:
                     self._write(fd, here[:count], at, direct=direct)
                     unflushed += count
