@@ -220,11 +220,8 @@ def _copy(part: Part, folder: Path) -> None:
             message = f"is not a file of {entry.size_bytes} bytes"
             raise CorruptCheckpointError(path=str(part.checkpoint), file=entry.path, message=message)
         copies.append(FileCopy(source=str(file), path=str(target), stamp=stamp))
-    settings = WriterConfig()
-    direct = settings.direct_io == "auto"
-    options = SinkOptions(direct=direct, chunk_bytes=settings.chunk_bytes, flush_every_bytes=settings.flush_every_bytes)
     try:
-        results = copy_files(copies, options, Unwatched())
+        results = copy_files(copies, SinkOptions.of(WriterConfig()), Unwatched())
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

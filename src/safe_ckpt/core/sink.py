@@ -16,13 +16,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import xxhash
 
 from safe_ckpt.core import zip_format
 from safe_ckpt.core.checksum import crc32
 from safe_ckpt.core.zip_format import PAGE, Record
+
+if TYPE_CHECKING:
+    from safe_ckpt.config import WriterConfig
 
 _NEXT_LOOK_S = 0.0005
 _HASH_BYTES = 1 << 20  # so that it stays in the cache from one hash to the next
@@ -81,6 +84,15 @@ class SinkOptions:
     direct: bool
     chunk_bytes: int
     flush_every_bytes: int
+
+    @classmethod
+    def of(cls, config: WriterConfig) -> SinkOptions:
+        """From what the user has set."""
+        return cls(
+            direct=config.direct_io == "auto",
+            chunk_bytes=config.chunk_bytes,
+            flush_every_bytes=config.flush_every_bytes,
+        )
 
 
 Ready = Callable[[], int]

@@ -1,4 +1,4 @@
-"""Methods of one object of a framework that ours stand in for, until they are given back."""
+"""Attributes of one object of a framework that ours stand in for, until they are given back."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import Self
+
 logger = logging.getLogger(__name__)
 
 
 class StandIns:
-    """Replaces attributes of ``owner`` and remembers what was there.
+    """Replaces attributes of ``owner`` and remembers what was there. As a context manager it gives them back at the end.
 
     Args:
-        owner: the object; its class stays as it is.
+        owner: the object, or a module; an object's class stays as it is.
         methods: name -> what stands in for it.
     """
 
@@ -23,6 +25,12 @@ class StandIns:
         self._before = {name: vars(owner).get(name) for name in methods}
         for name, method in self._methods.items():
             setattr(owner, name, method)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.give_back()
 
     def give_back(self) -> None:
         """Leave the object as it was. What somebody else has put there since stays, with a warning."""

@@ -46,11 +46,7 @@ class Writer:
         self._starting = threading.Lock()  # it may be started ahead of a save, on another thread
         self._closed = False
         self._moves = 0
-        self._options = SinkOptions(
-            direct=config.direct_io == "auto",
-            chunk_bytes=config.chunk_bytes,
-            flush_every_bytes=config.flush_every_bytes,
-        )
+        self._options = SinkOptions.of(config)
 
     def start(self) -> None:
         """Start the process ahead of the first job. Where that fails, this process writes by itself, and says so."""

@@ -19,6 +19,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 
 from safe_ckpt.core import layout
 from safe_ckpt.core.layout import Image
+from safe_ckpt.core.stand_ins import StandIns
 from safe_ckpt.errors import StateError
 
 _RESERVED = frozenset(
@@ -146,34 +147,18 @@ def _listening(engine: Any, listener: Listener) -> Iterator[None]:
     def asked(_: str) -> None:
         listener.wants_scripts = True
 
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in (
-            (engine, "checkpoint_engine", listener),
-            (engine, "_checkpoint_tag_validation", lambda _: None),
-            (engine, "_copy_recovery_script", asked),
-            (engine, "zero_nvme_offload_optimizer", lambda: False),
-            (upstream.dist, "barrier", _no_barrier),
-        ):
-            stack.enter_context(_replaced(owner, name, value))
+    stubs = {
+        "checkpoint_engine": listener,
+        "_checkpoint_tag_validation": lambda _: None,
+        "_copy_recovery_script": asked,
+        "zero_nvme_offload_optimizer": lambda: False,
+    }
+    with StandIns(engine, stubs), StandIns(upstream.dist, {"barrier": _no_barrier}):
         yield
 
 
 def _no_barrier(*_: Any, **__: Any) -> None:
     """The ranks meet before and after, under deadlines."""
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    own = vars(owner)
-    before = own.get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 def _scripts(engine: Any) -> dict[str, bytes]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from safe_ckpt.core import resume
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.root import HIDDEN
+from safe_ckpt.core.stand_ins import StandIns
 from safe_ckpt.core.verify import verify_share
 from safe_ckpt.deepspeed import places, swapping
 from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError
@@ -58,7 +58,7 @@ def load(
 
     def apply() -> None:
         nonlocal result
-        with bound_to(chosen):
+        with _bound_to(chosen):
             result = restore(chosen)
 
     resume.apply(core, apply)
@@ -70,16 +70,10 @@ def load(
     return result
 
 
-@contextlib.contextmanager
-def bound_to(tag: str | None) -> Iterator[None]:
+def _bound_to(tag: str | None) -> StandIns:
     """Let DeepSpeed read whole weights from this tag: with ZeRO-3 and no optimizer states it takes those of ``latest``."""
     name = "get_fp32_state_dict_from_zero_checkpoint"
-    before = getattr(upstream, name)
-    setattr(upstream, name, functools.partial(before, tag=tag))
-    try:
-        yield
-    finally:
-        setattr(upstream, name, before)
+    return StandIns(upstream, {name: functools.partial(getattr(upstream, name), tag=tag)})
 
 
 def _survey(folder: Path, tag: str | None) -> dict[str, Any]:
