@@ -1,7 +1,7 @@
 """Settings: frozen, validated when built, readable from YAML.
 
 Units are in the names: ``_s`` seconds, ``_bytes`` bytes. ``Retention`` says what to keep, ``Timeouts`` how long to wait,
-``WriterConfig`` how bytes reach the disk, and ``CheckpointConfig`` holds one of each.
+``WriterConfig`` how bytes reach the disk, ``Telemetry`` who is told, and ``CheckpointConfig`` holds one of each.
 """
 
 from __future__ import annotations
@@ -127,6 +127,37 @@ class WriterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Telemetry:
+    """Who is told what happens. Observing never fails a save, and none of it needs more than rank 0.
+
+    Attributes:
+        record_bytes: how large ``events.jsonl`` may grow before it is renamed to ``events.jsonl.1`` and begun anew.
+        record_files: how many such older files are kept.
+        logger_scalars: in Lightning and Accelerate, give ``ckpt/stall_s``, ``ckpt/write_gbps`` and their like to the loggers
+            and trackers that are there.
+        prometheus_textfile: a file ending in ``.prom`` that node_exporter's textfile collector reads; replaced in one step.
+            Null for none.
+        opentelemetry: make a span of every save and count with the global meter; needs ``opentelemetry-api``.
+    """
+
+    record_bytes: int = 16 << 20
+    record_files: int = 3
+    logger_scalars: bool = True
+    prometheus_textfile: str | None = None
+    opentelemetry: bool = False
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _require(self.record_bytes >= 4096, "record_bytes", f"expected at least 4096, got {self.record_bytes!r}")
+        _require(self.record_files >= 0, "record_files", f"expected 0 or more, got {self.record_files!r}")
+        _require(
+            self.prometheus_textfile is None or self.prometheus_textfile.endswith(".prom"),
+            "prometheus_textfile",
+            f"expected a path that ends in .prom, for nothing else is collected, got {self.prometheus_textfile!r}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Everything that can be set.
 
@@ -134,6 +165,7 @@ class CheckpointConfig:
         timeouts: how long anything may take.
         retention: which committed checkpoints to keep.
         writer: how bytes reach the disk.
+        telemetry: who is told what happens.
         snapshot: ``"eager"``: the state is copied before ``save`` returns. ``"overlapped"``: parameters and optimizer state
             are copied while training goes on, and the optimizer's next step waits for the copy; nothing else may change them
             until then. ``"auto"``: eager, as long as nothing proves that overlapping is safe.
@@ -154,6 +186,7 @@ class CheckpointConfig:
     timeouts: Timeouts = field(default_factory=Timeouts)
     retention: Retention = field(default_factory=Retention)
     writer: WriterConfig = field(default_factory=WriterConfig)
+    telemetry: Telemetry = field(default_factory=Telemetry)
     snapshot: Literal["auto", "eager", "overlapped"] = "auto"
     max_host_bytes: int | None = None
     max_in_flight: int = 1

@@ -1,0 +1,67 @@
+"""How commands speak: tables for people, JSON for programs, plain text where there is no terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+DAMAGED = 1
+"""Exit status: something is damaged, held, or did not succeed."""
+CANNOT_TELL = 3
+"""Exit status: nothing is wrong as far as can be told, and that is not all the way."""
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")]
+Directory = Annotated[Path, typer.Argument(exists=True, file_okay=False, metavar="DIR")]
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def console(*, error: bool = False) -> Console:
+    """A terminal with its own width and colours; elsewhere plain text, wide enough that no line is broken."""
+    stream = sys.stderr if error else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else 400, highlight=False, soft_wrap=not stream.isatty())
+
+
+def print_json(value: object) -> None:
+    """One JSON document on stdout."""
+    typer.echo(json.dumps(value, indent=1, default=str))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None) -> None:
+    """A table on a terminal; elsewhere one line per row, columns padded with spaces."""
+    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        table = Table(*columns, title=title)
+        for row in cells:
+            table.add_row(*row)
+        console().print(table, markup=False)
+        return
+    widths = [max(len(row[index]) for row in [list(columns), *cells]) for index in range(len(columns))]
+    for row in [list(columns), *cells]:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def say(message: str) -> None:
+    """A remark beside the result: on stderr, so that stdout stays for programs."""
+    typer.echo(message, err=True)
+
+
+def bytes_text(count: float | None) -> str:
+    """1536 -> "1.5 KiB"; nothing for None."""
+    if count is None:
+        return ""
+    size, unit = float(count), 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.0f} B" if unit == 0 else f"{size:.1f} {_UNITS[unit]}"
+
+
+def metrics_text(metrics: Mapping[str, Any]) -> str:
+    """``loss=0.1, accuracy=0.9``."""
+    return ", ".join(f"{key}={value:g}" for key, value in metrics.items())
