@@ -7,7 +7,7 @@ ACCELERATE := $(BIN)/python -m accelerate.commands.launch --multi_gpu --num_proc
 
 DEEPSPEED_ENV := PATH="$(CURDIR)/$(BIN):$$PATH" DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR="$(CURDIR)/.venv/torch_extensions"
 
-.PHONY: demo test test-deepspeed faults lint bench examples clean
+.PHONY: demo test test-deepspeed faults lint docs-reference bench examples clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -43,6 +43,10 @@ lint: .venv/ready  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs-reference: .venv/ready  ## docs/reference: the page of all settings and their JSON schema
+	$(BIN)/safe-ckpt config reference > docs/reference/configuration.md
+	$(BIN)/safe-ckpt config schema > docs/reference/safe_ckpt.schema.json
 
 bench: .venv/ready  ## what a save costs, against every peer that installs; BENCH=--quick to see that it works
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[bench]'

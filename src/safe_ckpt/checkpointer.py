@@ -39,11 +39,12 @@ class Checkpointer:
 
     Args:
         directory: where the checkpoints go, on a file system that all ranks share. Created when missing.
-        config: settings, equal on all ranks.
+        config: settings, equal on all ranks; None takes what the environment says (``SAFE_CKPT_CONFIG``), or the defaults.
         group: the ranks; None means WORLD, or this process alone when there is no process group.
         hooks: called with what happens; see ``safe_ckpt.events``.
 
     Raises:
+        ConfigError: what the environment says is not allowed.
         DirectoryError: the directory cannot be used; names path and rank, on every rank.
         DirectoryInUseError: a live job holds it; names host, pid and start.
         RendezvousTimeout: some ranks did not come within ``barrier_s``; names them.
@@ -59,7 +60,7 @@ class Checkpointer:
         group: ProcessGroup | None = None,
         hooks: Iterable[Hook] = (),
     ) -> None:
-        self.config = config or CheckpointConfig()
+        self.config = CheckpointConfig.from_environment() if config is None else config
         self.directory = Path(directory)
         self._engine = Engine(self.config, group=group, hooks=hooks)
         try:

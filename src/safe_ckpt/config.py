@@ -6,37 +6,17 @@ Units are in the names: ``_s`` seconds, ``_bytes`` bytes. ``Retention`` says wha
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import os
-import re
 import signal
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, Literal
 
 from safe_ckpt.errors import ConfigError
+from safe_ckpt.settings.limits import limits
+from safe_ckpt.settings.parsing import build, check
 
-_T = TypeVar("_T")
-_CLOCK = re.compile(r"^(?:(\d+):)?(\d{1,2}):(\d{2}(?:\.\d+)?)$")
-CONFIG_VARIABLE = "SAFE_CKPT_CONFIG"
-
-
-def _check_types(settings: Any) -> None:
-    """Refuse values of the wrong type, so that what comes after may rely on it."""
-    hints = typing.get_type_hints(type(settings))
-    for item in dataclasses.fields(settings):
-        hint, value = hints[item.name], getattr(settings, item.name)
-        if dataclasses.is_dataclass(hint):
-            _require(isinstance(value, typing.cast("type", hint)), item.name, f"expected {hint}, got {value!r}")
-        elif hint is float:
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            _require(number and abs(value) < float("inf"), item.name, f"expected a finite number, got {value!r}")
-        else:
-            _coerce(hint, value, item.name)
+_SIGNAL = r"^SIG(?!KILL$|STOP$)[A-Z0-9]+$"
 
 
 def _require(condition: bool, key: str, message: str) -> None:
@@ -57,17 +37,15 @@ class Timeouts:
         shutdown_s: how long ``close`` and interpreter exit may wait for what makes no progress.
     """
 
-    lengthy_s: float = 3600.0
-    barrier_s: float = 300.0
-    writer_stall_s: float = 60.0
-    fsync_stall_s: float = 300.0
-    peer_stall_s: float = 30.0
-    shutdown_s: float = 120.0
+    lengthy_s: float = field(default=3600.0, metadata=limits(above=0))
+    barrier_s: float = field(default=300.0, metadata=limits(above=0))
+    writer_stall_s: float = field(default=60.0, metadata=limits(above=0))
+    fsync_stall_s: float = field(default=300.0, metadata=limits(above=0))
+    peer_stall_s: float = field(default=30.0, metadata=limits(above=0))
+    shutdown_s: float = field(default=120.0, metadata=limits(above=0))
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        for item in dataclasses.fields(self):
-            _require(getattr(self, item.name) > 0, item.name, f"expected above 0, got {getattr(self, item.name)!r}")
+        check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,17 +60,14 @@ class Retention:
         keep_every_steps: keep every checkpoint whose step is a multiple of this.
     """
 
-    keep_last: int | None = None
-    keep_best: int | None = None
+    keep_last: int | None = field(default=None, metadata=limits(at_least=1))
+    keep_best: int | None = field(default=None, metadata=limits(at_least=1))
     metric: str | None = None
     mode: Literal["min", "max"] = "min"
-    keep_every_steps: int | None = None
+    keep_every_steps: int | None = field(default=None, metadata=limits(at_least=1))
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        for key in ("keep_last", "keep_best", "keep_every_steps"):
-            value = getattr(self, key)
-            _require(value is None or value >= 1, key, f"expected at least 1, or null for no such rule, got {value!r}")
+        check(self)
         _require(self.keep_best is None or bool(self.metric), "metric", "keep_best needs the name of a metric")
 
 
@@ -109,21 +84,14 @@ class WriterConfig:
     """
 
     direct_io: Literal["auto", "off"] = "auto"
-    chunk_bytes: int = 8 << 20
-    flush_every_bytes: int = 64 << 20
-    niceness: int = 10
-    max_respawns: int = 2
+    chunk_bytes: int = field(default=8 << 20, metadata=limits(at_least=4096, multiple_of=4096))
+    flush_every_bytes: int = field(default=64 << 20, metadata=limits(at_least=4096))
+    niceness: int = field(default=10, metadata=limits(at_least=0, at_most=19))
+    max_respawns: int = field(default=2, metadata=limits(at_least=0))
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        _require(
-            self.chunk_bytes >= 4096 and self.chunk_bytes % 4096 == 0,
-            "chunk_bytes",
-            f"expected a multiple of 4096, got {self.chunk_bytes!r}",
-        )
+        check(self)
         _require(self.flush_every_bytes >= self.chunk_bytes, "flush_every_bytes", "must not be below chunk_bytes")
-        _require(0 <= self.niceness <= 19, "niceness", f"expected 0 to 19, got {self.niceness!r}")
-        _require(self.max_respawns >= 0, "max_respawns", f"expected 0 or more, got {self.max_respawns!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,21 +108,16 @@ class Telemetry:
         opentelemetry: make a span of every save and count with the global meter; needs ``opentelemetry-api``.
     """
 
-    record_bytes: int = 16 << 20
-    record_files: int = 3
+    record_bytes: int = field(default=16 << 20, metadata=limits(at_least=4096))
+    record_files: int = field(default=3, metadata=limits(at_least=0))
     logger_scalars: bool = True
-    prometheus_textfile: str | None = None
+    prometheus_textfile: str | None = field(
+        default=None, metadata=limits(pattern=r"\.prom$", words="a path that ends in .prom")
+    )
     opentelemetry: bool = False
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        _require(self.record_bytes >= 4096, "record_bytes", f"expected at least 4096, got {self.record_bytes!r}")
-        _require(self.record_files >= 0, "record_files", f"expected 0 or more, got {self.record_files!r}")
-        _require(
-            self.prometheus_textfile is None or self.prometheus_textfile.endswith(".prom"),
-            "prometheus_textfile",
-            f"expected a path that ends in .prom, for nothing else is collected, got {self.prometheus_textfile!r}",
-        )
+        check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,133 +151,61 @@ class CheckpointConfig:
     writer: WriterConfig = field(default_factory=WriterConfig)
     telemetry: Telemetry = field(default_factory=Telemetry)
     snapshot: Literal["auto", "eager", "overlapped"] = "auto"
-    max_host_bytes: int | None = None
-    max_in_flight: int = 1
+    max_host_bytes: int | None = field(default=None, metadata=limits(at_least=1 << 20))
+    max_in_flight: int = field(default=1, metadata=limits(at_least=1))
     on_busy: Literal["wait", "skip"] = "wait"
     on_failure: Literal["raise", "warn"] = "raise"
-    max_consecutive_failures: int = 3
-    save_on_signals: tuple[str, ...] = ()
-    signal_grace_s: float = 60.0
-    lease_s: float = 60.0
+    max_consecutive_failures: int = field(default=3, metadata=limits(at_least=1))
+    save_on_signals: tuple[str, ...] = field(
+        default=(), metadata=limits(pattern=_SIGNAL, words="the name of a signal that can be handled")
+    )
+    signal_grace_s: float = field(default=60.0, metadata=limits(above=0))
+    lease_s: float = field(default=60.0, metadata=limits(at_least=1))
     record_events: bool = True
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        _require(
-            self.max_host_bytes is None or self.max_host_bytes >= 1 << 20,
-            "max_host_bytes",
-            f"expected at least 1048576 (1 MiB), or null for no limit, got {self.max_host_bytes!r}",
-        )
-        _require(self.max_in_flight >= 1, "max_in_flight", f"expected at least 1, got {self.max_in_flight!r}")
-        _require(self.max_consecutive_failures >= 1, "max_consecutive_failures", "expected at least 1")
+        check(self)
         for name in self.save_on_signals:
-            known = name in signal.Signals.__members__ and name not in ("SIGKILL", "SIGSTOP")
-            _require(known, "save_on_signals", f"{name!r} is no signal that can be handled")
-        _require(self.signal_grace_s > 0, "signal_grace_s", f"expected above 0, got {self.signal_grace_s!r}")
-        _require(self.lease_s >= 1, "lease_s", f"expected at least 1, got {self.lease_s!r}")
+            _require(name in signal.Signals.__members__, "save_on_signals", f"there is no signal {name!r} here")
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any], *, source: str = "") -> CheckpointConfig:
-        """Build from plain data, such as parsed YAML.
+        """Build from plain data, such as parsed YAML. Durations are seconds or ``HH:MM:SS``.
+
+        Args:
+            data: names to values, nested as the settings are.
+            source: what an error is to call the data.
 
         Raises:
             ConfigError: a key is unknown, or a value of the wrong type or out of range; names the key's path.
         """
         try:
-            return _build(cls, data, "")
+            return build(cls, data)
         except ConfigError as error:
-            prefix = f"{source}: " if source else ""
-            raise ConfigError(key=f"{prefix}{error.key}", message=error.message) from None
+            raise ConfigError(key=error.key, message=error.message, source=source) from None
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> CheckpointConfig:
-        """Read a YAML file: the keys at top level, or under ``safe_ckpt:``. Durations are seconds or ``HH:MM:SS``.
+        """Read a YAML file: the keys at top level, or under ``safe_ckpt:``. The environment changes nothing of it.
 
         Raises:
-            ConfigError: the file cannot be read or parsed, a key is unknown, or a value is not allowed.
+            ConfigError: the file cannot be read or parsed, a key is unknown or given twice, or a value is not allowed; names
+                file, line and key.
         """
-        import yaml  # here and not at the top: most users configure in Python
+        from safe_ckpt.settings.layers import load
+        from safe_ckpt.settings.yaml_file import read_yaml  # here and not at the top: most users configure in Python
 
-        try:
-            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(key=str(path), message=f"cannot be read as YAML: {error}") from error
-        if isinstance(data, Mapping) and "safe_ckpt" in data:
-            data = data["safe_ckpt"]
-        return cls.from_mapping({} if data is None else data, source=str(path))
+        return load(cls, [read_yaml(path)]).settings
 
     @classmethod
     def from_environment(cls) -> CheckpointConfig:
-        """Read the YAML file that ``SAFE_CKPT_CONFIG`` names; the defaults when it is not set."""
-        path = os.environ.get(CONFIG_VARIABLE)
-        return cls.from_yaml(path) if path else cls()
+        """What holds where no ``config`` is given: variables, over the YAML file that ``SAFE_CKPT_CONFIG`` names.
 
+        ``SAFE_CKPT__RETENTION__KEEP_LAST=3`` sets one key; values are written as in YAML. The defaults where nothing is set.
 
-def parse_duration(value: object, key: str) -> float:
-    """Seconds from a number, ``"90"``, ``"1:30"`` or ``"01:00:00"``.
+        Raises:
+            ConfigError: as ``from_yaml``, or a variable that begins with ``SAFE_CKPT__`` is unknown.
+        """
+        from safe_ckpt.settings.environment import load_effective
 
-    YAML 1.1 reads an unquoted 1:00:00 as the integer 3600 and a quoted one as text, so both arrive here.
-    """
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, str):
-        clock = _CLOCK.match(value.strip())
-        if clock:
-            hours, minutes, seconds = clock.groups()
-            return int(hours or 0) * 3600 + int(minutes) * 60 + float(seconds)
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    raise ConfigError(key=key, message=f'expected seconds or "HH:MM:SS", got {value!r}')
-
-
-def _build(kind: type[_T], data: object, path: str) -> _T:
-    if not isinstance(data, Mapping):
-        raise ConfigError(key=path, message=f"expected keys with values, got {data!r}")
-    hints = typing.get_type_hints(kind)
-    values: dict[str, Any] = {}
-    for key, value in data.items():
-        if key not in hints:
-            near = difflib.get_close_matches(str(key), hints, n=1)
-            hint = f'; did you mean "{near[0]}"?' if near else f"; known here: {', '.join(hints)}"
-            raise ConfigError(key=_joined(path, key), message=f"unknown key{hint}")
-        values[key] = _coerce(hints[key], value, _joined(path, key))
-    try:
-        return kind(**values)
-    except ConfigError as error:
-        raise ConfigError(key=_joined(path, error.key), message=error.message) from None
-
-
-def _joined(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
-
-
-def _coerce(hint: Any, value: object, key: str) -> Any:
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return _build(hint, value, key)
-    origin = typing.get_origin(hint)
-    if origin in (Union, types.UnionType):
-        if value is None:
-            return None
-        return _coerce(next(arg for arg in typing.get_args(hint) if arg is not type(None)), value, key)
-    if origin is Literal:
-        choices = typing.get_args(hint)
-        if value not in choices:
-            raise ConfigError(key=key, message=f"expected one of {', '.join(map(repr, choices))}, got {value!r}")
-        return value
-    if origin is tuple:
-        return _names(value, key)
-    return parse_duration(value, key) if hint is float else _plain(hint, value, key)
-
-
-def _plain(hint: type, value: object, key: str) -> object:
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise ConfigError(key=key, message=f"expected {hint.__name__}, got {value!r}")
-    return value
-
-
-def _names(value: object, key: str) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(entry, str) for entry in value):
-        raise ConfigError(key=key, message=f"expected a list of names, got {value!r}")
-    return tuple(value)
+        return load_effective(cls, os.environ).settings

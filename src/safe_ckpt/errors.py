@@ -20,8 +20,10 @@
     │   ├── SaveSkippedError                   the save was not started: another one was in flight
     │   └── CommitOutcomeUnknown               rank 0 was lost between commit and verdict
     ├── CorruptCheckpointError(ValueError)     bytes on disk are not the bytes that were written
+    │   └── HostileCheckpointError             no tool writes such a file: reading it could exhaust or mislead the reader
     ├── UnsupportedFormatError(ValueError)     written by a newer version, or not a checkpoint of ours
     ├── NoValidCheckpointError(FileNotFoundError)  checkpoints were expected and none is usable
+    ├── UnsupportedVersionError(ImportError)   a framework is not installed, or too old
     ├── UnexpectedError(RuntimeError)          another rank met an error that is none of these
     └── ClosedError(RuntimeError)              a call on something that was closed
 
@@ -58,13 +60,23 @@ def _rebuild(kind: type[SafeCheckpointError], facts: Mapping[str, Any]) -> SafeC
 
 @dataclass(eq=False, kw_only=True)
 class ConfigError(SafeCheckpointError, ValueError):
-    """A setting is unknown, of the wrong type or out of range."""
+    """A setting is unknown, of the wrong type or out of range.
+
+    Attributes:
+        message: what is wrong, and what is allowed.
+        key: the path of the setting, or the name of an argument.
+        source: the file or the environment variable that it was read from, if it was.
+        line: the line in that file, from 1.
+    """
 
     message: str
     key: str = ""
+    source: str = ""
+    line: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.message}" if self.key else self.message
+        where = self.source if self.line is None else f"{self.source}:{self.line}"
+        return ": ".join(part for part in (where, self.key, self.message) if part)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -291,6 +303,11 @@ class CorruptCheckpointError(SafeCheckpointError, ValueError):
 
 
 @dataclass(eq=False, kw_only=True)
+class HostileCheckpointError(CorruptCheckpointError):
+    """No tool writes such a file: reading on could exhaust memory or time, lead out of the directory, or run code."""
+
+
+@dataclass(eq=False, kw_only=True)
 class UnsupportedFormatError(SafeCheckpointError, ValueError):
     """Written by a newer version of safe_ckpt, or not a checkpoint that this can read."""
 
@@ -313,6 +330,34 @@ class NoValidCheckpointError(SafeCheckpointError, FileNotFoundError):
     def __str__(self) -> str:
         reasons = "".join(f"\n  {path}: {why}" for path, why in self.rejected.items())
         return f"{self.path}: {self.message}{reasons}"
+
+
+@dataclass(eq=False, kw_only=True)
+class UnsupportedVersionError(SafeCheckpointError, ImportError):
+    """A package that an adapter needs is not installed, or a release of it with which the adapter certainly fails.
+
+    Attributes:
+        package: its name on the package index.
+        lowest: the oldest release that works.
+        remedy: what to do.
+        found: the release that is installed; "" for none.
+        because: what is missing in it.
+    """
+
+    package: str
+    lowest: str
+    remedy: str
+    found: str = ""
+    because: str = ""
+
+    def __post_init__(self) -> None:
+        self.name = self.package.replace("-", "_")
+
+    def __str__(self) -> str:
+        if not self.found:
+            return f"{self.package} is not installed: {self.remedy}"
+        because = f" ({self.because})" if self.because else ""
+        return f"{self.package} {self.found} is too old, {self.lowest} is the oldest that works{because}: {self.remedy}"
 
 
 @dataclass(eq=False, kw_only=True)

@@ -1,27 +1,29 @@
 """What happened, as frozen facts. The core emits them; hooks decide what to do with them.
 
-Every hook is called on the thread on which the event happened, which may be a background thread, on the rank on which it
-happened. A hook that raises is logged and dropped: observing never fails a save.
+Every hook is called on the thread on which the event is emitted, which may be a background thread, on the rank on which it
+happened. A hook that raises is logged and dropped: observing never fails a save. Hooks that are ready to use are in
+``safe_ckpt.hooks``.
+
+Of one save a rank hears, in this order: ``Agreed``, ``Snapshotted``, ``Written``, then ``Committed`` or ``Failed``, and on rank
+0 after a commit ``Removed`` and ``Retained``. What does not happen on a rank, such as writing, it does not hear of.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import logging
-import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What all events have: when (seconds since the epoch) and on which rank."""
+    """What all events have: when it happened (seconds since the epoch), which may be before it is told, and on which rank."""
 
     rank: int
     at: float = field(default_factory=time.time)
@@ -31,15 +33,33 @@ class Event:
         """The event's name in lower case, as in ``events.jsonl``."""
         return type(self).__name__.lower()
 
+    def facts(self) -> dict[str, Any]:
+        """Its kind, as ``event``, and its fields: JSON-able data."""
+        return {"event": self.kind, **dataclasses.asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreed(Event):
+    """All ranks agreed that this save begins, ``seconds`` after the call of ``save``. The copy is not taken yet."""
+
+    name: str
+    step: int
+    seconds: float
+
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshotted(Event):
-    """The copy is complete and the caller may go on. ``stall_s`` is how long the call held the caller."""
+    """The copy is complete and the caller may go on. ``stall_s`` is how long the call held the caller.
+
+    ``mode`` is ``"eager"``; ``"overlapped"`` where the caller went on before the copy was complete; ``"streamed"`` where there
+    was no copy and the caller waited for the disk.
+    """
 
     name: str
     step: int
     size_bytes: int
     stall_s: float
+    mode: Literal["eager", "overlapped", "streamed"] = "eager"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +74,11 @@ class Written(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Committed(Event):
-    """The checkpoint has its final name. ``seconds`` counts from the call to ``save``."""
+    """The checkpoint has its final name. ``seconds`` counts from the call to ``save``.
+
+    ``size_bytes`` are those of all ranks; 0 where a file was only given another name. ``weights_only``: no training can go on
+    from it.
+    """
 
     name: str
     step: int
@@ -62,23 +86,31 @@ class Committed(Event):
     sequence: int
     size_bytes: int
     seconds: float
+    weights_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failed(Event):
-    """The save failed on every rank; nothing was committed."""
+    """The save failed on every rank; nothing was committed.
+
+    ``phase`` is where, ``seconds`` counts from the call to ``save``, ``missing`` are the ranks that did not come or were lost.
+    """
 
     name: str
     step: int
     error: str
+    phase: str = ""
+    seconds: float = 0.0
+    missing: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Respawned(Event):
-    """The writer process was replaced and the same snapshot is written again."""
+    """The writer process was replaced and the same snapshot is written again; ``name`` is that of the checkpoint."""
 
     pid: int
     ended: str
+    name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +132,20 @@ class Removed(Event):
     """A checkpoint was deleted after its successor was committed."""
 
     path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retained(Event):
+    """After a commit a rule chose what stays: names in ``kept``, oldest first, and paths in ``removed``.
+
+    What could not be deleted is in neither. In Lightning ``kept`` is empty: there ModelCheckpoint keeps the books. ``seconds``
+    is how long choosing and deleting took, in the background.
+    """
+
+    kept: tuple[str, ...]
+    removed: tuple[str, ...]
+    freed_bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,31 +189,6 @@ class Hook(Protocol):
         """Take one event. Called on the thread on which it happened."""
 
 
-class LoggingHook:
-    """Commits and removals at DEBUG, what a person should act on at WARNING."""
-
-    _warn = (Failed, Respawned, Quarantined, StopRequested)
-
-    def __call__(self, event: Event) -> None:
-        """Log the event."""
-        level = logging.WARNING if isinstance(event, self._warn) else logging.DEBUG
-        logger.log(level, "%s %s", event.kind, _facts(event))
-
-
-class JsonlHook:
-    """Appends one JSON object per line to a file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-
-    def __call__(self, event: Event) -> None:
-        """Append the event."""
-        line = json.dumps({"event": event.kind, **_facts(event)}) + "\n"
-        with self._lock, self._path.open("a", encoding="utf-8") as file:
-            file.write(line)
-
-
 class Emitter:
     """Hands events to hooks and keeps their failures away from the save."""
 
@@ -180,7 +201,7 @@ class Emitter:
 
     def remove(self, hook: Hook) -> None:
         """This one need not know any more."""
-        if hook in self._hooks:
+        with contextlib.suppress(ValueError):
             self._hooks.remove(hook)
 
     def __call__(self, event: Event) -> None:
@@ -190,8 +211,5 @@ class Emitter:
                 hook(event)
             except Exception:
                 logger.warning("hook %r failed and is dropped", hook, exc_info=True)
-                self._hooks.remove(hook)
-
-
-def _facts(event: Event) -> dict[str, Any]:
-    return dataclasses.asdict(event)
+                with contextlib.suppress(ValueError):  # two threads may drop it at once
+                    self._hooks.remove(hook)

@@ -505,7 +505,7 @@ def test_hooks_see_what_happens_and_cannot_hurt(tmp_path):
     with Checkpointer(tmp_path, config(), hooks=[broken, lambda event: seen.append(event.kind)]) as ckpt:
         ckpt.save(1, {"t": torch.ones(10)}).result(timeout_s=20)
         ckpt.resume({"t": torch.zeros(10)})
-    assert seen == ["snapshotted", "written", "committed", "resumed"]
+    assert seen == ["agreed", "snapshotted", "written", "committed", "resumed"]
 
 
 def test_every_error_is_catchable_as_one(tmp_path):

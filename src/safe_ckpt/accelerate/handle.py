@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,12 +15,13 @@ from typing_extensions import Self
 from safe_ckpt.accelerate import engines, loading, saving, sharding, support
 from safe_ckpt.accelerate.loaders import Loaders
 from safe_ckpt.accelerate.places import Places
+from safe_ckpt.accelerate.trackers import Trackers
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core import dtensors, items, weights
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.export import Exporter
-from safe_ckpt.core.operation import SaveHandle
 from safe_ckpt.core.stand_ins import StandIns
+from safe_ckpt.events import Hook
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 _REPLACED = ("save_state", "load_state", "end_training", "prepare_data_loader")
 
 
-def register(accelerator: Any, config: CheckpointConfig | None = None) -> Handle:
+def register(accelerator: Any, config: CheckpointConfig | None = None, *, hooks: Iterable[Hook] = ()) -> Handle:
     """Make an Accelerator's checkpoints safe and asynchronous. Every rank calls this, before or after ``prepare()``.
 
     ``save_state``, ``load_state`` and ``end_training`` of this one object are replaced until ``handle.remove()``::
@@ -43,6 +44,7 @@ def register(accelerator: Any, config: CheckpointConfig | None = None) -> Handle
     Args:
         accelerator: an ``accelerate.Accelerator``.
         config: settings, equal on all ranks; None reads the file that ``SAFE_CKPT_CONFIG`` names, or takes the defaults.
+        hooks: called with what happens; see ``safe_ckpt.events``.
 
     Returns:
         The handle, to wait for what is in flight and to take it all back.
@@ -59,7 +61,7 @@ def register(accelerator: Any, config: CheckpointConfig | None = None) -> Handle
         earlier.remove()
     settings = CheckpointConfig.from_environment() if config is None else config
     support.check(accelerator, settings)
-    return Handle(accelerator, settings)
+    return Handle(accelerator, settings, hooks=hooks)
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,15 @@ class SafeCheckpointPlugin:
 
     Attributes:
         config: see ``register``.
+        hooks: the same.
     """
 
     config: CheckpointConfig | None = None
+    hooks: Sequence[Hook] = ()
 
     def register(self, accelerator: Any) -> Handle:
         """See ``safe_ckpt.accelerate.register``."""
-        return register(accelerator, self.config)
+        return register(accelerator, self.config, hooks=self.hooks)
 
 
 class Handle:
@@ -83,11 +87,11 @@ class Handle:
     Every method is called on every rank, on the thread that trains.
     """
 
-    def __init__(self, accelerator: Any, config: CheckpointConfig) -> None:
+    def __init__(self, accelerator: Any, config: CheckpointConfig, *, hooks: Iterable[Hook] = ()) -> None:
         self.config = config
         self._accelerator = accelerator
-        self._engine = Engine(config)
-        self._flights: list[tuple[SaveHandle, int | None]] = []
+        self._engine = Engine(config, hooks=hooks)
+        self._trackers = Trackers(accelerator, self._engine)
         self._closed = False
         try:
             self._places = Places(self._engine, accelerator, support.retention(accelerator, config))
@@ -141,7 +145,7 @@ class Handle:
             SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started. With
                 ``async_save=False`` also that of this one.
         """
-        self._tell_trackers()
+        self._trackers.tell()
         if save_model_func_kwargs and not engines.of(self._accelerator):
             logger.warning("save_state ignores %s: only DeepSpeed has them", ", ".join(save_model_func_kwargs))
         options = saving.Options(
@@ -153,10 +157,10 @@ class Handle:
             arguments=save_model_func_kwargs,
         )
         path, handle = saving.save(self._engine, self._places, self._loaders, self._accelerator, output_dir, options)
-        self._flights.append((handle, step))
+        self._trackers.follow(handle, step)
         if not async_save:
             handle.result()
-            self._tell_trackers()
+            self._trackers.tell()
         return path
 
     def load_state(
@@ -223,7 +227,7 @@ class Handle:
             StateError: a tensor is on the meta device and nobody knows its values, or does not fit safetensors; names it.
             SafeCheckpointError: it could not be written; the same on every rank.
         """
-        self._tell_trackers()
+        self._trackers.tell()
         plain = weights.unwrapped(model)
         if dtype is not None or dtensors.has_sharded(plain):
             handle = self._exporter.export(
@@ -252,7 +256,7 @@ class Handle:
         try:
             self._engine.wait()
         finally:
-            self._tell_trackers()
+            self._trackers.tell()
 
     def prepare(self) -> None:
         """Make host memory for snapshots of what ``prepare()`` was given ready, in the background.
@@ -297,7 +301,7 @@ class Handle:
 
     def _land(self) -> None:
         self._engine.settle()
-        self._tell_trackers()
+        self._trackers.tell()
 
     def _finish(self) -> None:
         try:
@@ -305,20 +309,6 @@ class Handle:
         finally:
             self._closed = True
             self._engine.close()
-
-    def _tell_trackers(self) -> None:
-        """Tell the trackers what was committed since the last call: here, for they belong to the thread that trains."""
-        while self._flights and self._flights[0][0].done():
-            handle, step = self._flights.pop(0)
-            info = handle.outcome
-            if info is None or not self._accelerator.is_main_process:
-                continue
-            values: dict[str, Any] = {"checkpoint/size_bytes": info.size_bytes, "checkpoint/sequence": info.sequence}
-            values.update({f"checkpoint/{name}": value for name, value in info.metrics.items()})
-            try:
-                self._accelerator.log(values, step=info.step if step is None else step)
-            except Exception:  # a tracker that fails must not make a committed save look like a failed one
-                logger.warning("a tracker could not be told of %s", info.path, exc_info=True)
 
     def _restore(self) -> None:
         accelerator = self._accelerator

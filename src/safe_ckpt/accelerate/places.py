@@ -16,7 +16,7 @@ from accelerate import utils
 from safe_ckpt.config import Retention
 from safe_ckpt.core import extras, retention, select
 from safe_ckpt.core.engine import Engine
-from safe_ckpt.core.ledger import Ledger
+from safe_ckpt.core.ledger import Decision, Ledger
 from safe_ckpt.core.manifest import CheckpointInfo
 from safe_ckpt.core.named import NamedRoots, refuse
 from safe_ckpt.core.root import HIDDEN, Root
@@ -79,8 +79,8 @@ class Places:
         self._ledgers: dict[Path, Ledger] = {}
         self._last: Path | None = None
 
-    def retain(self, place: Place, new: CheckpointInfo) -> list[Path]:
-        """``new`` was committed in ``place``. Returns what is to be deleted now. Called on the background thread."""
+    def retain(self, place: Place, new: CheckpointInfo) -> Decision | None:
+        """``new`` was committed in ``place``. Says what is to be deleted now. Called on the background thread."""
         return place.ledger.retain(new, retention.chooser(self._policy))
 
     def automatic(self) -> Path | None:

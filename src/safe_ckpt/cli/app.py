@@ -9,11 +9,21 @@ from __future__ import annotations
 
 import typer
 
+from safe_ckpt.cli import config
+from safe_ckpt.cli.doctor import doctor
+from safe_ckpt.cli.inspect import inspect
 from safe_ckpt.cli.listing import list_checkpoints
+from safe_ckpt.cli.report import report
 from safe_ckpt.cli.unlock import unlock
 from safe_ckpt.cli.verify import verify
+from safe_ckpt.cli.watch import watch
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode=None)
 app.command("list")(list_checkpoints)
 app.command("verify")(verify)
+app.command("inspect")(inspect)
 app.command("unlock")(unlock)
+app.command("doctor")(doctor)
+app.command("report")(report)
+app.command("watch")(watch)
+app.add_typer(config.app, name="config")

@@ -18,6 +18,10 @@ CANNOT_TELL = 3
 """Exit status: nothing is wrong as far as can be told, and that is not all the way."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")]
+FollowSymlinks = Annotated[
+    bool,
+    typer.Option("--follow-symlinks", help="Read what links lead to outside, as the cache of a model hub has them."),
+]
 Directory = Annotated[Path, typer.Argument(exists=True, file_okay=False, metavar="DIR")]
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core import directory, grant
+from safe_ckpt.core import directory, grant, telling
 from safe_ckpt.core.manifest import Manifest
 from safe_ckpt.core.operation import Operation, Request, SaveHandle
 from safe_ckpt.core.pipeline import Pipeline
@@ -39,6 +39,9 @@ from safe_ckpt.errors import (
     from_wire,
     to_wire,
 )
+from safe_ckpt.hooks import asked_for
+from safe_ckpt.hooks.jsonl import JsonlHook
+from safe_ckpt.hooks.logs import LoggingHook
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,6 +63,7 @@ class Engine:
     Raises:
         RendezvousTimeout: some ranks did not come.
         DesyncError: the ranks were given different settings.
+        ConfigError: a hook that ``telemetry`` asks for cannot work; on every rank.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class Engine:
     ) -> None:
         self.config = config
         self.group = group
-        self.emit = events.Emitter([events.LoggingHook(), *hooks])
+        self.emit = events.Emitter([LoggingHook(), *hooks])
         self.session: Session = open_session(group, config.timeouts)
         self.rank = self.session.rank
         self._pid = os.getpid()
@@ -80,7 +84,8 @@ class Engine:
         self._preemption: Preemption | None = None
         try:
             digest = hashlib.sha256(repr(config).encode()).hexdigest()[:16]
-            self.agree("open", {"settings": digest})
+            problem = self._add_hooks() if self.rank == 0 else None
+            self.agree("open", {"settings": digest}, answer=problem, decide=raise_first)
         except BaseException:
             self._end()
             raise
@@ -90,6 +95,15 @@ class Engine:
         # Also where atexit does not run: processes that multiprocessing forked end without it.
         weak = weakref.ref(self)
         self._at_exit = multiprocessing.util.Finalize(None, _close_at_exit, (weak,), exitpriority=100)
+
+    def _add_hooks(self) -> dict[str, Any] | None:
+        """What ``telemetry`` asks for. Returns why that cannot be had, for all ranks to raise."""
+        try:
+            for hook in asked_for(self.config.telemetry):
+                self.emit.add(hook)
+        except ConfigError as error:
+            return to_wire(error, rank=self.rank, phase="opening")
+        return None
 
     def _warn_of_a_short_group_timeout(self, group: ProcessGroup | None) -> None:
         limit_s = group_timeout_s(group)
@@ -135,7 +149,12 @@ class Engine:
         self._roots.append(root)
         directory.await_shared(self.session, seen_from, token, self.config.timeouts.barrier_s)
         if self.rank == 0 and self.config.record_events and recorded:
-            hook = self._recorders[root] = events.JsonlHook(root.hidden / "events.jsonl")
+            hook = self._recorders[root] = JsonlHook(
+                root.hidden / "events.jsonl",
+                record_bytes=self.config.telemetry.record_bytes,
+                record_files=self.config.telemetry.record_files,
+                world_size=self.session.size,
+            )
             self.emit.add(hook)
         return root
 
@@ -160,6 +179,7 @@ class Engine:
         """
         started = time.monotonic()
         granted = self._agree_save(request)
+        agreed_s = time.monotonic() - started
         if granted.manifest is None:
             if request.begun is not None and self.rank == 0:
                 request.root.drop_staging(request.begun.parent.name)
@@ -176,6 +196,7 @@ class Engine:
             needed_bytes=granted.needed_bytes,
             handle=handle,
             started=started,
+            agreed_s=agreed_s,
         )
         op.error = SaveError(name=op.name, cause="interrupted", rank=self.rank, phase="snapshot")
         try:
@@ -311,7 +332,7 @@ class Engine:
             raise ClosedError(message="save: this was closed; open a new one")
         if isinstance(request.error, StateError):
             request.error.rank = self.rank
-        unreported = self._unreported()
+        unreported, begun = self._unreported(), time.monotonic()
         busy = self.config.on_busy == "skip" and not request.patient and self.in_flight >= self.config.max_in_flight
         try:
             decision = self.agree(
@@ -321,6 +342,8 @@ class Engine:
                 decide=lambda answers: grant.decide(request, answers, busy=busy),
             )
         except SafeCheckpointError as error:
+            if isinstance(error, CoordinationError):
+                self.emit(telling.refused(request, error, self.rank, time.monotonic() - begun))
             if request.error is None or isinstance(error, CoordinationError):
                 raise
             decision = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from safe_ckpt.core.manifest import CheckpointInfo
@@ -10,6 +11,19 @@ from safe_ckpt.core.select import Candidate
 
 Choose = Callable[[Sequence[CheckpointInfo]], Sequence[CheckpointInfo]]
 """Which of the committed checkpoints to delete."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What a rule says after a commit.
+
+    Attributes:
+        doomed: what is to be deleted now.
+        kept: names of what stays, oldest first, where that is known.
+    """
+
+    doomed: Sequence[Path]
+    kept: Sequence[str] = ()
 
 
 class Ledger:
@@ -27,9 +41,12 @@ class Ledger:
         """What there is."""
         return list(self._committed)
 
-    def retain(self, new: CheckpointInfo, choose: Choose) -> list[Path]:
-        """``new`` was committed. Returns what ``choose`` lets go now. Called on the background thread."""
+    def retain(self, new: CheckpointInfo, choose: Choose | None) -> Decision | None:
+        """``new`` was committed. Returns what ``choose`` lets go now; without it None. Called on the background thread."""
         known = [*(info for info in self._committed if info.path != new.path and info.path.exists()), new]
-        doomed = choose(known)
+        doomed = choose(known) if choose is not None else []
         self._committed = [info for info in known if info not in doomed]
-        return [info.path for info in doomed]
+        if choose is None:
+            return None
+        kept = sorted(self._committed, key=lambda info: info.sequence)
+        return Decision(doomed=[info.path for info in doomed], kept=[info.path.name for info in kept])

@@ -17,6 +17,7 @@ from safe_ckpt.config import Timeouts
 from safe_ckpt.core import ranks
 from safe_ckpt.core.rendezvous import open_session
 from safe_ckpt.errors import ConfigError
+from safe_ckpt.hooks.logs import LoggingHook
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,7 +53,7 @@ def lengthy_timeouts(
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
         raise ConfigError(key="lengthy_timeouts: seconds", message=f"expected a number above 0, got {seconds!r}")
     found = ranks.process_groups(groups)
-    emit = events.Emitter([events.LoggingHook(), *hooks])
+    emit = events.Emitter([LoggingHook(), *hooks])
     for group in ranks.meeting_groups(found):
         session = open_session(group, Timeouts(), observe=False)
         try:

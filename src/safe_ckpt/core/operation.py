@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from safe_ckpt.core.commit import Link
 from safe_ckpt.core.copying import Copy
 from safe_ckpt.core.file_copy import FileCopy
 from safe_ckpt.core.layout import Image
+from safe_ckpt.core.ledger import Decision
 from safe_ckpt.core.manifest import CheckpointInfo, Manifest
 from safe_ckpt.core.overlap import Deferral
 from safe_ckpt.core.parts import Parts
@@ -21,8 +22,8 @@ from safe_ckpt.core.root import Root
 from safe_ckpt.core.sink import FileTask
 from safe_ckpt.errors import RendezvousTimeout, SafeCheckpointError, SaveSkippedError
 
-Retain = Callable[[CheckpointInfo], Iterable[Path]]
-"""Called on rank 0's background thread after a commit; returns what is to be deleted now."""
+Retain = Callable[[CheckpointInfo], Decision | None]
+"""Called on rank 0's background thread after a commit; says what is to be deleted now. None: no rule deletes anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,7 @@ class Operation:
         error: what went wrong on this rank after the agreement.
         stall_s: how long the call held the caller.
         started: when the caller called, on the monotonic clock; its deadline counts from when its turn comes.
+        agreed_s: how long after that the ranks had agreed.
     """
 
     request: Request
@@ -128,6 +130,7 @@ class Operation:
     error: BaseException | None = None
     stall_s: float = 0.0
     started: float = field(default_factory=time.monotonic)
+    agreed_s: float = 0.0
 
     @property
     def name(self) -> str:

@@ -53,6 +53,11 @@ class Phases:
         config: settings.
         rank: this rank.
         give_up: raises when the save is to be abandoned.
+
+    Attributes:
+        write_s: how long this rank's writing took; 0 while it has not come to its end.
+        written_at: when that was, on the monotonic clock.
+        written_bytes: how much it was.
     """
 
     def __init__(
@@ -73,6 +78,8 @@ class Phases:
         self._deadline = time.monotonic() + config.timeouts.lengthy_s
         self._next_look = 0.0
         self.write_s = 0.0
+        self.written_at = 0.0
+        self.written_bytes = 0
 
     def run(self) -> CheckpointInfo:
         """Run it to its end.
@@ -181,7 +188,9 @@ class Phases:
             self._hear_of_copy(op)
         else:
             raise SaveError(name=op.name, cause="there is no snapshot", rank=self._rank, phase="write")
-        self.write_s = time.monotonic() - begun
+        self.written_at = time.monotonic()
+        self.write_s = self.written_at - begun
+        self.written_bytes = sum(result.size_bytes for result in results)
         return {"files": [self._entry(result) for result in results], "items": dict(op.request.items)}
 
     def _write_parts(self, parts: Parts, directories: list[str]) -> list[FileResult]:

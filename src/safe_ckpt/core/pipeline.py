@@ -15,12 +15,15 @@ from collections.abc import Callable
 
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core import telling
 from safe_ckpt.core.arena import Arena
 from safe_ckpt.core.board import Board
+from safe_ckpt.core.ledger import Decision
 from safe_ckpt.core.manifest import CheckpointInfo
 from safe_ckpt.core.operation import Operation
 from safe_ckpt.core.phases import Phases
 from safe_ckpt.core.rendezvous import Session
+from safe_ckpt.core.root import Root
 from safe_ckpt.core.writer import Writer
 from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, SafeCheckpointError, SaveError
 
@@ -136,6 +139,7 @@ class Pipeline:
         give_up = functools.partial(self._check_giving_up, op.name)
         board = Board(self._session, self._channel, op.op_id, op.writers, give_up)
         phases = Phases(op, board, self._writer, self._config, self._session.rank, give_up)
+        self._emit(telling.agreed(op, self._session.rank))
         info, failure = None, None
         try:
             info = phases.run()
@@ -145,7 +149,11 @@ class Pipeline:
             if self._session.rank == 0:
                 self._boards.append(board)
             self._free(op)
-        self._tell(op, phases.write_s, info, failure)
+        if info is not None:
+            self.last_save_s = time.monotonic() - op.started
+        # Here and not on the caller's thread: hooks write to files.
+        for event in telling.over(op, phases, info, failure, self._session.rank):
+            self._emit(event)
         if info is not None and self._session.rank == 0:
             self._retain(op, info)
         self._conclude(op, info, failure)
@@ -163,44 +171,33 @@ class Pipeline:
         if op.arena is not None:
             self._give_back(op.arena)
 
-    def _tell(
-        self, op: Operation, write_s: float, info: CheckpointInfo | None, failure: SafeCheckpointError | None
-    ) -> None:
-        rank, step = self._session.rank, op.request.step
-        if op.copy is not None and op.copy.error is None:
-            # Here and not on the caller's thread: hooks write to files.
-            size, stall_s = sum(task.length for task in op.tasks), op.stall_s or time.monotonic() - op.started
-            self._emit(events.Snapshotted(rank=rank, name=op.name, step=step, size_bytes=size, stall_s=stall_s))
-        if op.tasks and write_s:
-            size = sum(task.length for task in op.tasks)
-            self._emit(events.Written(rank=rank, name=op.name, step=step, size_bytes=size, seconds=write_s))
-        if failure is not None:
-            self._emit(events.Failed(rank=rank, name=op.name, step=step, error=str(failure)))
-        elif info is not None:
-            self.last_save_s = time.monotonic() - op.started
-            self._emit(
-                events.Committed(
-                    rank=rank,
-                    name=op.name,
-                    step=step,
-                    path=str(info.path),
-                    sequence=info.sequence,
-                    size_bytes=info.size_bytes,
-                    seconds=self.last_save_s,
-                )
-            )
-
     def _retain(self, op: Operation, info: CheckpointInfo) -> None:
-        request = op.request
+        request, begun = op.request, time.monotonic()
         try:
-            doomed = list(request.retain(info)) if request.retain is not None else []
-            if doomed:
-                request.root.confirm()
-            for path in request.root.discard(doomed):
-                self._emit(events.Removed(rank=self._session.rank, path=str(path)))
+            decision = request.retain(info) if request.retain is not None else None
+            if decision is not None:
+                self._carry_out(decision, request.root, begun)
         except Exception:  # the save is committed; tidying up must not turn it into a failure
             logger.warning("could not remove old checkpoints after %s", info.path, exc_info=True)
         request.root.drop_staging(op.op_id)
+
+    def _carry_out(self, decision: Decision, root: Root, begun: float) -> None:
+        rank = self._session.rank
+        if decision.doomed:
+            root.confirm()
+        sizes = {path: telling.occupied_bytes(path) for path in decision.doomed}
+        gone = root.discard(decision.doomed)
+        for path in gone:
+            self._emit(events.Removed(rank=rank, path=str(path)))
+        self._emit(
+            events.Retained(
+                rank=rank,
+                kept=tuple(decision.kept),
+                removed=tuple(str(path) for path in gone),
+                freed_bytes=sum(sizes[path] for path in gone),
+                seconds=time.monotonic() - begun,
+            )
+        )
 
     def _conclude(self, op: Operation, info: CheckpointInfo | None, failure: SafeCheckpointError | None) -> None:
         self._failures = 0 if failure is None else self._failures + 1
@@ -218,7 +215,8 @@ class Pipeline:
             return True
 
     def _respawned(self, pid: int, ended: str) -> None:
-        self._emit(events.Respawned(rank=self._session.rank, pid=pid, ended=ended))
+        name = self._open[0].name if self._open else ""  # what is written is the oldest
+        self._emit(events.Respawned(rank=self._session.rank, pid=pid, ended=ended, name=name))
 
     def _check_giving_up(self, name: str) -> None:
         if self._giving_up.is_set():

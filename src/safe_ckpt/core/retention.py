@@ -16,7 +16,7 @@ def to_delete(infos: Sequence[CheckpointInfo], policy: Retention) -> list[Checkp
         infos: all committed checkpoints of one directory.
         policy: the rules; a checkpoint that any of them keeps stays. Without any rule all stay.
     """
-    if policy.keep_last is None and policy.keep_best is None and policy.keep_every_steps is None:
+    if not has_rules(policy):
         return []
     by_age = sorted(infos, key=lambda info: info.sequence)
     kept = {info.sequence for info in by_age[-(policy.keep_last or 1) :]}
@@ -27,9 +27,14 @@ def to_delete(infos: Sequence[CheckpointInfo], policy: Retention) -> list[Checkp
     return [info for info in by_age if info.sequence not in kept]
 
 
-def chooser(policy: Retention) -> Callable[[Sequence[CheckpointInfo]], list[CheckpointInfo]]:
-    """``to_delete`` for one policy."""
-    return lambda infos: to_delete(infos, policy)
+def has_rules(policy: Retention) -> bool:
+    """Whether anything is ever deleted."""
+    return not (policy.keep_last is None and policy.keep_best is None and policy.keep_every_steps is None)
+
+
+def chooser(policy: Retention) -> Callable[[Sequence[CheckpointInfo]], list[CheckpointInfo]] | None:
+    """``to_delete`` for one policy; None when it has no rule."""
+    return (lambda infos: to_delete(infos, policy)) if has_rules(policy) else None
 
 
 def best(infos: Sequence[CheckpointInfo], policy: Retention) -> list[CheckpointInfo]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from safe_ckpt import compatibility
+
+compatibility.check("deepspeed")  # before what may fail on an older one
+
 from safe_ckpt.deepspeed.decoupled import SafeCheckpointEngine
 from safe_ckpt.deepspeed.handle import Handle, install
 

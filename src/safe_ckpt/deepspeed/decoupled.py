@@ -8,6 +8,7 @@ import multiprocessing.util
 import os
 import sys
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,6 +27,7 @@ from safe_ckpt.core.verify import verify_entry
 from safe_ckpt.deepspeed.places import ADAPTER, LATEST, Places, checked_tag, step_of
 from safe_ckpt.deepspeed.support import check_settings
 from safe_ckpt.errors import ConfigError, NotEnoughSpaceError, SafeCheckpointError, SaveError, StateError
+from safe_ckpt.events import Hook
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     Args:
         config: settings, equal on all ranks; None reads the file that ``SAFE_CKPT_CONFIG`` names, or takes the defaults.
+        hooks: called with what happens; see ``safe_ckpt.events``.
 
     Raises:
         ConfigError: a setting means nothing here.
@@ -57,7 +60,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         RendezvousTimeout: some ranks did not make one.
     """
 
-    def __init__(self, config: CheckpointConfig | None = None) -> None:
+    def __init__(self, config: CheckpointConfig | None = None, *, hooks: Iterable[Hook] = ()) -> None:
         super().__init__()
         self.name = "SafeCheckpointEngine"
         settings = CheckpointConfig.from_environment() if config is None else config
@@ -65,7 +68,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if settings.max_host_bytes is not None:
             message = "each file must be copied at once here, whatever its size: leave it out, or use install"
             raise ConfigError(key="max_host_bytes", message=message)
-        self._core = Engine(settings)
+        self._core = Engine(settings, hooks=hooks)
         self._places = Places(self._core, self._core.config.retention)
         self._pool: list[Arena] = []
         self._open: _Open | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -15,11 +15,14 @@ from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.stand_ins import StandIns
 from safe_ckpt.deepspeed import loading, saving, support
 from safe_ckpt.deepspeed.places import Places, checked_tag
+from safe_ckpt.events import Hook
 
 _REPLACED = ("save_checkpoint", "load_checkpoint")
 
 
-def install(engine: Any, config: CheckpointConfig | None = None, *, async_save: bool = True) -> Handle:
+def install(
+    engine: Any, config: CheckpointConfig | None = None, *, async_save: bool = True, hooks: Iterable[Hook] = ()
+) -> Handle:
     """Make a DeepSpeed engine's checkpoints safe and asynchronous. Every rank calls this, after ``deepspeed.initialize``.
 
     ``save_checkpoint`` and ``load_checkpoint`` of this one object are replaced until ``handle.remove()``; they take what they
@@ -35,6 +38,7 @@ def install(engine: Any, config: CheckpointConfig | None = None, *, async_save: 
         engine: a ``DeepSpeedEngine``, ZeRO 0 to 3, with or without offload.
         config: settings, equal on all ranks; None reads the file that ``SAFE_CKPT_CONFIG`` names, or takes the defaults.
         async_save: return from ``save_checkpoint`` when the snapshot is taken; False waits until it is durable.
+        hooks: called with what happens; see ``safe_ckpt.events``.
 
     Returns:
         The handle, to wait for what is in flight and to take it all back.
@@ -49,7 +53,7 @@ def install(engine: Any, config: CheckpointConfig | None = None, *, async_save: 
         earlier.remove()
     settings = CheckpointConfig.from_environment() if config is None else config
     support.check(engine, settings)
-    return Handle(engine, settings, async_save=async_save)
+    return Handle(engine, settings, async_save=async_save, hooks=hooks)
 
 
 class Handle:
@@ -58,12 +62,14 @@ class Handle:
     Every method is called on every rank, on the thread that trains.
     """
 
-    def __init__(self, engine: Any, config: CheckpointConfig, *, async_save: bool = True) -> None:
+    def __init__(
+        self, engine: Any, config: CheckpointConfig, *, async_save: bool = True, hooks: Iterable[Hook] = ()
+    ) -> None:
         self.config = config
         self._engine = engine
         self._async_save = async_save
         self._closed = False
-        self._core = Engine(config)
+        self._core = Engine(config, hooks=hooks)
         self._places = Places(self._core, config.retention)
         self._load_checkpoint = engine.load_checkpoint
         self._stand_ins = StandIns(engine, {name: getattr(self, name) for name in _REPLACED})

@@ -12,7 +12,7 @@ from pathlib import Path
 from safe_ckpt.config import Retention
 from safe_ckpt.core import retention, select
 from safe_ckpt.core.engine import Engine
-from safe_ckpt.core.ledger import Ledger
+from safe_ckpt.core.ledger import Decision, Ledger
 from safe_ckpt.core.manifest import CheckpointInfo
 from safe_ckpt.core.root import HIDDEN, Root
 from safe_ckpt.core.select import Candidate
@@ -85,14 +85,14 @@ class Places:
             return
         self._engine.let_go(root)
 
-    def retain(self, place: Place, new: CheckpointInfo) -> list[Path]:
-        """``new`` was committed. Returns what is to be deleted now, never what ``latest`` names. In the background."""
+    def retain(self, place: Place, new: CheckpointInfo) -> Decision | None:
+        """``new`` was committed. Says what is to be deleted now, never what ``latest`` names. In the background."""
         named = latest_tag(place.root.path)
 
         def choose(known: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
             return [info for info in retention.to_delete(known, self._policy) if info.path.name != named]
 
-        return place.ledger.retain(new, choose)
+        return place.ledger.retain(new, choose if retention.has_rules(self._policy) else None)
 
 
 def candidates(folder: Path) -> list[Candidate]:

@@ -10,20 +10,20 @@ from safe_ckpt.errors import ConfigError
 
 
 def check_arguments(
-    dirpath: str | Path | None, config: CheckpointConfig | None, resume: str | None, *, save_weights_only: bool
+    dirpath: str | Path | None, config: CheckpointConfig, resume: str | None, *, save_weights_only: bool
 ) -> None:
     """Refuse what cannot work together.
 
     Raises:
         ConfigError: naming the argument.
     """
-    if config is not None and (config.on_busy != "wait" or config.max_in_flight != 1):
+    if config.on_busy != "wait" or config.max_in_flight != 1:
         message = "a Trainer saves one after the other: leave on_busy and max_in_flight alone"
         raise ConfigError(key="config.on_busy", message=message)
     if resume == "auto" and save_weights_only:
         message = "a checkpoint of weights alone cannot be resumed from: use a second callback for those"
         raise ConfigError(key="save_weights_only", message=message)
-    if config is not None and config.retention != Retention():
+    if config.retention != Retention():
         message = "save_top_k, monitor and save_last are the retention in Lightning; remove the Retention"
         raise ConfigError(key="config.retention", message=message)
     if resume not in ("auto", None):

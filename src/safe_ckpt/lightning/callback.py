@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from safe_ckpt.core.manifest import CheckpointInfo
 from safe_ckpt.core.root import HIDDEN
 from safe_ckpt.core.weights import parse_size
 from safe_ckpt.errors import SafeCheckpointError
+from safe_ckpt.events import Hook
 from safe_ckpt.lightning import continuation, resuming
 from safe_ckpt.lightning.arguments import check_arguments, refuse_remote
 from safe_ckpt.lightning.bases import ModelCheckpoint
@@ -56,7 +57,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         every_n_epochs: see there.
         save_on_train_epoch_end: see there.
         enable_version_counter: see there.
-        config: timeouts and the like.
+        config: timeouts and the like; None takes what the environment says (``SAFE_CKPT_CONFIG``), or the defaults.
         resume: ``"auto"``: ``fit`` without a ``ckpt_path`` continues from the newest valid checkpoint in ``dirpath``, verified
             and agreed by all ranks, or starts afresh when there never was one. Needs an explicit ``dirpath``. Of several
             callbacks in a Trainer all that say so must name one directory.
@@ -64,6 +65,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         export_to: a directory that gets the module's weights, whole and in Hugging Face's layout, when ``fit`` has ended; not
             after a signal. See ``Checkpointer.export``.
         export_max_shard_size: bytes, or text such as ``"5GB"``.
+        hooks: called with what happens; see ``safe_ckpt.events``. With ``ddp_spawn`` they must be picklable.
 
     Raises:
         ConfigError: ``resume="auto"`` without ``dirpath`` or with ``save_weights_only``; a remote ``dirpath``; a setting that
@@ -92,9 +94,11 @@ class SafeCheckpointCallback(ModelCheckpoint):
         async_save: bool = True,
         export_to: str | Path | None = None,
         export_max_shard_size: int | str = "5GB",
+        hooks: Sequence[Hook] = (),
     ) -> None:
         parse_size(export_max_shard_size, "export_max_shard_size")
-        check_arguments(dirpath, config, resume, save_weights_only=save_weights_only)
+        settings = CheckpointConfig.from_environment() if config is None else config
+        check_arguments(dirpath, settings, resume, save_weights_only=save_weights_only)
         super().__init__(
             dirpath=dirpath,
             filename=filename,
@@ -112,12 +116,13 @@ class SafeCheckpointCallback(ModelCheckpoint):
             save_on_train_epoch_end=save_on_train_epoch_end,
             enable_version_counter=enable_version_counter,
         )
-        self.config = config or CheckpointConfig()
+        self.config = settings
         self.resume = resume
         self._resume_due = resume == "auto"
         self.async_save = async_save
         self.export_to = export_to
         self.export_max_shard_size = export_max_shard_size
+        self.hooks = tuple(hooks)
         self._forget_live()
 
     # ------------------------------------------------------------------ identity
@@ -154,6 +159,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
             install_for_loading(trainer)
             return
         self._saver = install(trainer, self.config)
+        self._saver.add_hooks(self.hooks)
         self._saver.hold(self._directory, self.FILE_EXTENSION)
         self._saver.stopper = self
         if self._resume_due:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +16,7 @@ from safe_ckpt.core import direct, items, select
 from safe_ckpt.core.commit import Link
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.export import Exporter
+from safe_ckpt.core.ledger import Decision
 from safe_ckpt.core.manifest import CheckpointInfo
 from safe_ckpt.core.named import NamedRoots
 from safe_ckpt.core.operation import Request, SaveHandle
@@ -28,9 +29,11 @@ from safe_ckpt.errors import (
     SaveError,
     to_wire,
 )
+from safe_ckpt.events import Hook
 from safe_ckpt.lightning import dumping, overlapping, resuming, sharding, stopping
 from safe_ckpt.lightning.bookkeeping import Intents, Shadow
 from safe_ckpt.lightning.io import SafeCheckpointIO
+from safe_ckpt.lightning.scalars import LoggerScalars
 from safe_ckpt.lightning.signals import in_signal_handler
 
 if TYPE_CHECKING:
@@ -74,6 +77,8 @@ class TrainerSaver:
     def __init__(self, trainer: Any, config: CheckpointConfig, io: SafeCheckpointIO) -> None:
         self.config = config
         self.engine = Engine(config)
+        self._scalars = LoggerScalars(trainer, self.engine)
+        self._hooks: list[Hook] = []
         self._trainer = trainer
         self._io = io
         self.auto_directory: Path | None = None
@@ -95,6 +100,13 @@ class TrainerSaver:
     def rank(self) -> int:
         """This process's rank."""
         return self.engine.rank
+
+    def add_hooks(self, hooks: Iterable[Hook]) -> None:
+        """Further ones that are called with what happens; one that several callbacks have is called once."""
+        for hook in hooks:
+            if not any(hook is known for known in self._hooks):
+                self._hooks.append(hook)
+                self.engine.emit.add(hook)
 
     def hold(self, directory: Path, suffix: str) -> None:
         """Take a directory of checkpoints; a second callback may name the same one."""
@@ -238,6 +250,7 @@ class TrainerSaver:
     def _save_with_another(self, path: Path, weights_only: bool | None) -> None:
         """After ``fit``, where every rank writes: with a pipeline of its own."""
         again = TrainerSaver(self._trainer, self.config, self._io)
+        again.add_hooks(self._hooks)
         try:
             again.hold(path.parent, path.suffix)
             again.save(Intents(saves=[str(path)]), None, None, weights_only=weights_only, wait=True).result()
@@ -341,6 +354,7 @@ class TrainerSaver:
         info = flight.handle.outcome
         if info is None and flight.owner is not None and flight.shadow is not None:
             flight.shadow.restore(flight.owner)
+        self._scalars.tell(flight.handle.name)
         if flight.owner is not None:
             flight.owner.settled(self._trainer, info)
 
@@ -378,7 +392,7 @@ class TrainerSaver:
                 **resuming.notes(root, links=links, doomed=doomed, weights_only=bool(weights_only)),
             },
             view={"names": ", ".join([*intents.saves, *intents.links])},
-            retain=lambda _: doomed,
+            retain=lambda _: Decision(doomed=doomed) if doomed else None,
             deferral=overlapping.deferral(self._trainer, self.config.snapshot) if files.images and overlap else None,
         )
 

@@ -128,7 +128,7 @@ class TrainerSaver:
             images=images,
             error=error,
             notes={"adapter": ADAPTER},
-            retain=lambda new: ledger.retain(new, choose),
+            retain=lambda new: ledger.retain(new, choose if limit else None),
             begun=begun,
             carry=lambda _: True,
         )

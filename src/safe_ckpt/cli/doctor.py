@@ -1,0 +1,106 @@
+"""``safe-ckpt doctor``: would checkpoints be safe in this directory, on this machine, on these ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from safe_ckpt.cli.output import DAMAGED, AsJson, print_json, say
+from safe_ckpt.doctor import Finding, Options, Report, diagnose
+from safe_ckpt.doctor.world import World, world_of
+from safe_ckpt.errors import ConfigError, SafeCheckpointError
+
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skipped": "cyan"}
+_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?$", re.IGNORECASE)
+
+
+def _size(text: str) -> int:
+    found = _SIZE.match(text.strip())
+    power = " KMGT".index(found.group(2).upper() or " ") if found else 0
+    size = int(float(found.group(1)) * (1024 if found.group(3) else 1000) ** power) if found else 0
+    if size < 1:
+        raise typer.BadParameter(f'expected bytes, or text such as "10GiB", got {text!r}')
+    return size
+
+
+def doctor(
+    # Not a Path: click would look at it, and on a file system that does not answer never return.
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="Where checkpoints are to go; need not exist.")],
+    state_bytes: Annotated[
+        int | None,
+        typer.Option(parser=_size, metavar="SIZE", help="One checkpoint, as 10GiB; else the newest in DIR."),
+    ] = None,
+    mebibytes: Annotated[int, typer.Option(min=0, help="Write so much to measure the speed; 0 for not at all.")] = 256,
+    timeout_s: Annotated[float, typer.Option(min=1, help="For every single check, and for ranks to come.")] = 60.0,
+    as_json: AsJson = False,
+) -> None:
+    """Try out what safe checkpoints need of DIR and of this machine, and say what to do where something is amiss.
+
+    Everything is tried in a folder of its own below DIR that is removed at the end; a job that uses DIR is not disturbed.
+    Under torchrun (torchrun --nproc-per-node 4 -m safe_ckpt.cli doctor DIR) the ranks are compared as well, and rank 0
+    speaks. Exit status: 0 when it works, also with warnings; 1 when something failed; 2 wrong usage.
+    """
+    options = Options(state_bytes=state_bytes, probe_bytes=mebibytes << 20, timeout_s=timeout_s)
+    world = _world()
+    try:
+        with _ending_on_signals():
+            report = diagnose(Path(directory), options, world)
+    except SafeCheckpointError as error:  # on ranks other than 0; rank 0 has it in its report
+        say(f"rank {world.rank if world else 0}: {error}")
+        raise typer.Exit(DAMAGED) from None
+    if report is None:
+        return
+    if as_json:
+        print_json(report.to_json())
+    else:
+        _print(report)
+    if report.state == "fail":
+        raise typer.Exit(DAMAGED)
+
+
+def _world() -> World | None:
+    try:
+        return world_of(os.environ)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@contextlib.contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """As Ctrl-C does, the signals of launchers and terminals end this by way of its cleaning up."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # within another program, which has its own way with signals
+        return
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _print(report: Report) -> None:
+    width = max(len(finding.check) for finding in report.findings)
+    for finding in report.findings:
+        state = typer.style(f"{finding.state:<7}", fg=_COLOURS[finding.state])
+        typer.echo(f"{state}  {finding.check:<{width}}  {_text(finding)}")
+        if finding.advice:
+            typer.echo(f"{'':<{9 + width}}  -> {finding.advice}")
+    typer.echo(report.summary)
+
+
+def _text(finding: Finding) -> str:
+    return f"{finding.where}: {finding.measured}" if finding.where else finding.measured

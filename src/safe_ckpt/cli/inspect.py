@@ -1,0 +1,148 @@
+"""``safe-ckpt inspect``: what is in a checkpoint, and how two differ."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from safe_ckpt.cli.output import (
+    DAMAGED,
+    AsJson,
+    FollowSymlinks,
+    bytes_text,
+    metrics_text,
+    print_json,
+    print_table,
+    say,
+)
+from safe_ckpt.core.manifest import read_manifest
+from safe_ckpt.errors import CorruptCheckpointError, SafeCheckpointError, UnsupportedFormatError
+from safe_ckpt.formats.content import read_content
+from safe_ckpt.formats.files import walk
+from safe_ckpt.formats.kinds import kind_of
+from safe_ckpt.formats.tensors import Content, Entry
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(exists=True, help="A checkpoint: a directory or a file.")],
+    other: Annotated[Path | None, typer.Argument(exists=True, help="Another one, to be compared with it.")] = None,
+    match: Annotated[str, typer.Option(help="Only tensors and values of such names, as in 'model:*.weight'.")] = "*",
+    follow_symlinks: FollowSymlinks = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the tensors and values in PATH, or how PATH and OTHER differ.
+
+    Nothing in a checkpoint is run: an object of some class is shown by the name of its class. With two checkpoints tensors are
+    compared by name; the figure is the largest absolute difference of any element. Exit status: 0, or 1 where they differ or
+    something is damaged.
+    """
+    try:
+        content = _matching(read_content(path, follow_symlinks=follow_symlinks), match)
+        if other is None:
+            _show(path, content, as_json=as_json, follow_symlinks=follow_symlinks)
+            return
+        second = _matching(read_content(other, follow_symlinks=follow_symlinks), match)
+        equal = _compare(content, second, as_json=as_json)
+    except (SafeCheckpointError, OSError) as error:
+        say(str(error))
+        raise typer.Exit(DAMAGED) from error
+    if not equal:
+        raise typer.Exit(DAMAGED)
+
+
+def _matching(content: Content, pattern: str) -> Content:
+    return Content(
+        tensors=tuple(entry for entry in content.tensors if fnmatch.fnmatchcase(entry.name, pattern)),
+        values=tuple(value for value in content.values if fnmatch.fnmatchcase(value.name, pattern)),
+    )
+
+
+def _facts(path: Path, *, follow_symlinks: bool) -> dict[str, Any]:
+    with contextlib.suppress(UnsupportedFormatError, CorruptCheckpointError):
+        manifest = read_manifest(path)
+        return {
+            "kind": "safe_ckpt directory" if path.is_dir() else "safe_ckpt file",
+            "step": manifest.step,
+            "created_at": manifest.created_at,
+            "world_size": manifest.world_size,
+            "metrics": dict(manifest.metrics),
+            "versions": dict(manifest.versions),
+        }
+    return {"kind": kind_of(walk(path, follow_symlinks=follow_symlinks))}
+
+
+def _show(path: Path, content: Content, *, as_json: bool, follow_symlinks: bool) -> None:
+    facts = _facts(path, follow_symlinks=follow_symlinks)
+    total = sum(entry.size_bytes for entry in content.tensors)
+    if as_json:
+        tensors = [
+            {"name": e.name, "dtype": e.dtype, "shape": e.shape, "size_bytes": e.size_bytes, "note": e.note}
+            for e in content.tensors
+        ]
+        values = [{"name": v.name, "value": v.value if v.is_plain else None, "text": v.text} for v in content.values]
+        print_json({"path": str(path), **facts, "tensor_bytes": total, "tensors": tensors, "values": values})
+        return
+    say(", ".join(f"{key} {metrics_text(v) if key == 'metrics' else v}" for key, v in facts.items() if v != {}))
+    rows = [(e.name, e.dtype, list(e.shape), bytes_text(e.size_bytes), e.note) for e in content.tensors]
+    if rows:
+        print_table(("tensor", "dtype", "shape", "size", "note"), rows)
+    if content.values:
+        print_table(("value", ""), [(value.name, value.text) for value in content.values])
+    say(f"{len(content.tensors)} tensors, {bytes_text(total)}; {len(content.values)} values")
+
+
+def _compare(first: Content, second: Content, *, as_json: bool) -> bool:
+    from safe_ckpt.formats.values import Mapped  # torch: a second that only this needs
+
+    one, other = ({entry.name: entry for entry in content.tensors} for content in (first, second))
+    maps = (Mapped(), Mapped())
+    rows: list[dict[str, Any]] = []
+    for name in sorted({*one, *other}):
+        row = _difference(name, one.get(name), other.get(name), maps)
+        if row is not None:
+            rows.append(row)
+    here, there = ({value.name: value.text for value in content.values} for content in (first, second))
+    rows += [
+        {"name": name, "max_abs_difference": None, "what": f"{here.get(name, 'absent')} / {there.get(name, 'absent')}"}
+        for name in sorted({*here, *there})
+        if here.get(name) != there.get(name)
+    ]
+    if as_json:
+        print_json({"tensors_compared": len({*one} & {*other}), "equal": not rows, "differences": rows})
+    else:
+        _print_differences(rows, len({*one} & {*other}))
+    return not rows
+
+
+def _print_differences(rows: Sequence[dict[str, Any]], compared: int) -> None:
+    if rows:
+        cells = [
+            (r["name"], "" if r["max_abs_difference"] is None else f"{r['max_abs_difference']:.6g}", r["what"])
+            for r in rows
+        ]
+        print_table(("name", "max |difference|", "what"), cells)
+    say(f"{compared} tensors in both; {len(rows)} differences")
+
+
+def _difference(name: str, one: Entry | None, other: Entry | None, maps: tuple[Any, Any]) -> dict[str, Any] | None:
+    from safe_ckpt.formats.values import difference
+
+    def row(what: str, largest: float | None = None) -> dict[str, Any]:
+        return {"name": name, "max_abs_difference": largest, "what": what}
+
+    if one is None or other is None:
+        return row("only in the second" if one is None else "only in the first")
+    if one.shape != other.shape:
+        return row(f"{list(one.shape)} / {list(other.shape)}")
+    try:
+        largest = difference(maps[0].tensor(one), maps[1].tensor(other))
+    except UnsupportedFormatError as error:
+        return row(f"cannot be compared: {error.message}")
+    if one.dtype != other.dtype:
+        return row(f"{one.dtype} / {other.dtype}", largest)
+    return row("values", largest) if largest else None

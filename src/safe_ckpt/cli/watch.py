@@ -1,0 +1,190 @@
+"""``safe-ckpt watch``: the saves of a running job, live in a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Group, JustifyMethod, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from safe_ckpt.cli.output import AsJson, Directory, console, print_json
+from safe_ckpt.cli.report import as_data, nothing_in, read_history
+from safe_ckpt.report import reading, totals, words
+from safe_ckpt.report.history import History, Notice, Save
+
+_SHOWN_SAVES = 10
+_SHOWN_NOTICES = 4
+_STYLES = {"committed": "green", "failed": "bold red", "interrupted": "red", "in flight": "yellow"}
+
+Once = Annotated[bool, typer.Option("--once", help="Print the present state and end.")]
+Every = Annotated[float, typer.Option("--every", min=0.1, max=3600.0, metavar="SECONDS", help="How often to look.")]
+
+
+def watch(directory: Directory, once: Once = False, every_s: Every = 1.0, as_json: AsJson = False) -> None:
+    """Follow the saves of the job that writes to DIR. Ctrl-C ends it; the job does not notice.
+
+    Where stdout is no terminal, one line is printed per save. --json prints the present state as JSON and ends.
+    """
+    follower = Follower(directory)
+    try:
+        if as_json:
+            print_json(as_data(follower.look() or History()))
+        elif once:
+            for line in lines(follower.look(), directory, time.time()):
+                typer.echo(line)
+        elif sys.stdout.isatty():
+            _live(follower, every_s)
+        else:
+            _stream(follower, every_s)
+    except KeyboardInterrupt:
+        return
+
+
+class Follower:
+    """Reads the events again when their files have changed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._seen: tuple[tuple[int, int, int], ...] | None = None
+        self._told: History | None = None
+
+    def look(self) -> History | None:
+        """The present history; None while nothing is recorded."""
+        seen = _state(reading.find_events(self.directory))
+        if seen != self._seen:
+            self._told = read_history(self.directory)
+            self._seen = seen
+        return self._told
+
+
+def _state(files: tuple[Path, ...]) -> tuple[tuple[int, int, int], ...]:
+    found = []
+    for path in files:
+        try:
+            status = path.stat()
+        except FileNotFoundError:  # rotated away in this moment
+            continue
+        found.append((status.st_ino, status.st_size, status.st_mtime_ns))
+    return tuple(found)
+
+
+def _live(follower: Follower, every_s: float) -> None:
+    screen = console()
+    with Live(console=screen, auto_refresh=False, transient=False) as live:
+        while True:
+            live.update(view(follower.look(), follower.directory, time.time()), refresh=True)
+            time.sleep(every_s)
+
+
+def _stream(follower: Follower, every_s: float) -> None:
+    printed: list[str] | None = None
+    while True:
+        told = follower.look()
+        happened = happenings(told) if told is not None else []
+        new = lines(told, follower.directory, time.time()) if printed is None else after(happened, printed)
+        for line in new:
+            typer.echo(line)
+        sys.stdout.flush()
+        printed = happened or printed or []
+        time.sleep(every_s)
+
+
+def view(told: History | None, directory: Path, now: float) -> RenderableType:
+    """What the terminal shows at ``now``, seconds since the epoch."""
+    if told is None:
+        return Text(f"{words.clean(str(directory))}: nothing recorded yet, waiting. Ctrl-C ends this.")
+    figures = totals.total(told)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column, justify in _COLUMNS:
+        table.add_column(column, justify=justify, no_wrap=True)
+    for save in told.saves[: -_SHOWN_SAVES - 1 : -1]:
+        table.add_row(*map(Text, _cells(save)), Text(save.outcome, style=_STYLES[save.outcome]))
+    failed = [Text(f"{_time(save.ended)}  {save.name}: {save.error}", style="red") for save in _failures(told)]
+    notices = [Text(line_of_notice(notice), style="yellow") for notice in told.notices[: -_SHOWN_NOTICES - 1 : -1]]
+    parts: list[RenderableType] = [
+        Text(words.clean(str(directory)), style="dim"),
+        Text(totals.verdict(figures), style="bold red" if figures.failed else "bold green"),
+        Text(" ".join(totals.sentences(figures, now))),
+        Text(_in_short(figures), style="dim"),
+    ]
+    for block in ([table] if told.saves else [], failed, notices):
+        parts += [Text(), *block] if block else []
+    return Group(*parts)
+
+
+def lines(told: History | None, directory: Path, now: float) -> list[str]:
+    """The same in plain lines."""
+    if told is None:
+        return [nothing_in(directory)]
+    figures = totals.total(told)
+    said = [totals.verdict(figures), *totals.sentences(figures, now)]
+    return [" ".join(said), _in_short(figures), *happenings(told)[-_SHOWN_SAVES:]]
+
+
+def happenings(told: History) -> list[str]:
+    """One line for everything that is over, oldest first."""
+    over = [(save.ended, line_of(save)) for save in told.saves if save.outcome != "in flight"]
+    over += [(notice.at, line_of_notice(notice)) for notice in told.notices]
+    return [line for _, line in sorted(over)]
+
+
+def after(happened: list[str], printed: list[str]) -> list[str]:
+    """Those of ``happened`` that come after the last one that was printed already."""
+    if printed and printed[-1] in happened:
+        newest = len(happened) - happened[::-1].index(printed[-1])
+        return happened[newest:]
+    return happened
+
+
+def line_of(save: Save) -> str:
+    """One save."""
+    if save.outcome != "committed":
+        return f"{_time(save.ended)}  {save.outcome}  {save.name}: {save.error or 'its run ended before the save did'}"
+    name, held, total, rate, size = _cells(save)[1:]
+    facts = (f"size {size}", f"stall {held}", f"durable after {total}", rate)
+    return f"{_time(save.ended)}  committed  {name}: {', '.join(fact for fact in facts if not fact.endswith(' '))}"
+
+
+def line_of_notice(notice: Notice) -> str:
+    """One resume or mishap."""
+    return f"{_time(notice.at)}  {notice.kind}  {notice.text}"
+
+
+_COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
+    ("when", "left"),
+    ("save", "left"),
+    ("stall", "right"),
+    ("until durable", "right"),
+    ("throughput", "right"),
+    ("size", "right"),
+    ("", "left"),
+)
+
+
+def _cells(save: Save) -> tuple[str, ...]:
+    times = (words.duration(save.stall_s), words.duration(save.total_s))
+    return (_time(save.ended), save.name, *times, words.rate(save.gbps), words.size(save.size_bytes))
+
+
+def _failures(told: History) -> list[Save]:
+    return [save for save in told.saves[-_SHOWN_SAVES:] if save.outcome == "failed"][-2:]
+
+
+def _time(at: float) -> str:
+    return words.clock(at)[11:]
+
+
+def _in_short(figures: totals.Totals) -> str:
+    facts = (
+        ("stall per save", words.duration(figures.median_stall_s)),
+        ("until durable", words.duration(figures.median_total_s)),
+        ("throughput", words.rate(figures.median_gbps)),
+        ("most work at risk", words.duration(figures.at_risk_s)),
+    )
+    return ", ".join(f"{name} {fact}" for name, fact in facts if fact)

@@ -1,0 +1,112 @@
+"""What a check found: a state, the figure behind it, and what to do about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+State = Literal["ok", "warn", "fail", "skipped"]
+_ORDER: tuple[State, ...] = ("ok", "skipped", "warn", "fail")
+Figure = int | float | str | bool | None
+
+_ADVICE = {
+    errno.EACCES: "give this user the right to write there (chown, chmod), or choose another directory",
+    errno.EPERM: "this user, or this file system, may not do that: choose another directory",
+    errno.EROFS: "it is mounted read-only: mount it for writing, or choose another directory",
+    errno.ENOSPC: "the file system is full: delete something, or choose another directory",
+    errno.EDQUOT: "the quota of this user is used up: delete something, or ask for more",
+    errno.EIO: "the disk or its server reports errors: look at dmesg, and do not keep checkpoints there",
+    errno.ESTALE: "the server no longer knows this directory: mount it again",
+    errno.ENOENT: "the path leads nowhere, as a dangling link does: choose another directory",
+    errno.ENOTDIR: "a part of the path is a file: choose another directory",
+    errno.ENAMETOOLONG: "choose a directory with a shorter path",
+    errno.EMFILE: "too many files are open: ulimit -n 65536",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The outcome of one check.
+
+    Attributes:
+        check: the name of the check.
+        state: ``"ok"``; ``"warn"``: it works, at a price; ``"fail"``: checkpoints cannot be relied on here; ``"skipped"``: it
+            could not be looked at.
+        measured: what was seen, in words.
+        advice: what to do about it, or a hint; "" where there is nothing to do.
+        where: the host and ranks concerned, where that is not all of them.
+        figures: the same in numbers, for programs; units are in the names.
+    """
+
+    check: str
+    state: State
+    measured: str
+    advice: str = ""
+    where: str = ""
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON-able data."""
+        return {**dataclasses.asdict(self), "figures": dict(self.figures)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Finding:
+        """From what ``to_json`` returned."""
+        return cls(**data)
+
+
+def ok(check: str, measured: str, advice: str = "", /, **figures: Figure) -> Finding:
+    """Nothing to do; ``advice`` is no more than a hint then."""
+    return Finding(check=check, state="ok", measured=measured, advice=advice, figures=figures)
+
+
+def warn(check: str, measured: str, advice: str, /, **figures: Figure) -> Finding:
+    """It works, at a price."""
+    return Finding(check=check, state="warn", measured=measured, advice=advice, figures=figures)
+
+
+def fail(check: str, measured: str, advice: str, /, **figures: Figure) -> Finding:
+    """Checkpoints cannot be relied on here."""
+    return Finding(check=check, state="fail", measured=measured, advice=advice, figures=figures)
+
+
+def skipped(check: str, why: str) -> Finding:
+    """It could not be looked at."""
+    return Finding(check=check, state="skipped", measured=why)
+
+
+def refused(check: str, error: OSError, doing: str = "") -> Finding:
+    """The operating system said no."""
+    code = errno.errorcode.get(error.errno or 0, "")
+    what = f"{doing}: " if doing else ""
+    where = f" ({os.path.basename(os.fsdecode(error.filename))})" if isinstance(error.filename, str | bytes) else ""
+    text = f"{what}{error.strerror or error}{f' [{code}]' if code else ''}{where}"
+    advice = _ADVICE.get(error.errno or 0, "choose a directory on another file system")
+    return fail(check, text, advice, errno=code or None)
+
+
+def worst(findings: Iterable[Finding]) -> State:
+    """The state of the whole; ``"ok"`` when there is none."""
+    return max((finding.state for finding in findings), key=_ORDER.index, default="ok")
+
+
+def size_text(count: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return ""  # pragma: no cover - the loop returns
+
+
+def time_text(seconds: float) -> str:
+    """0.0021 -> "2.1 ms"."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

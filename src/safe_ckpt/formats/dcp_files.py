@@ -1,0 +1,197 @@
+"""Directories of ``torch.distributed.checkpoint``: ``.metadata`` says which part of which tensor lies where in ``*.distcp``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safe_ckpt.errors import CorruptCheckpointError
+from safe_ckpt.formats.archives import is_archive
+from safe_ckpt.formats.files import Window, inside
+from safe_ckpt.formats.pickles import MOST_BYTES, Global, Opaque, read_pickle
+from safe_ckpt.formats.tensors import Content, Entry, Piece, Value
+from safe_ckpt.formats.torch_files import Archive, content_of, open_archive
+
+METADATA = ".metadata"
+_MODULE = "torch.distributed.checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A part of a tensor, or an object, that lies in a file.
+
+    Attributes:
+        name: of the tensor or object.
+        starts: where in the tensor the part begins; None for an object.
+        file: relative to the directory.
+        offset: where it begins there.
+        size: its bytes.
+    """
+
+    name: str
+    starts: tuple[int, ...] | None
+    file: str
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A tensor as ``.metadata`` has it: the whole, and the parts it was divided into (where each begins, its shape)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Directory:
+    """What ``.metadata`` says."""
+
+    folder: Path
+    tensors: dict[str, Shape]
+    objects: tuple[str, ...]
+    items: tuple[Item, ...]
+
+
+def read_directory(folder: Path) -> Directory:
+    """Read ``.metadata``.
+
+    Raises:
+        CorruptCheckpointError: it is not what DCP writes, or contradicts itself.
+        OSError: it could not be read.
+    """
+    with Window(folder / METADATA) as window:
+        if window.size > MOST_BYTES:
+            raise CorruptCheckpointError(path=str(folder), file=METADATA, message="is too large")
+        found = read_pickle(window.read(0, window.size), str(folder / METADATA))
+    try:
+        return _directory(folder, found)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        if isinstance(error, CorruptCheckpointError):
+            raise
+        message = f"is no metadata of DCP ({type(error).__name__}: {str(error)[:100]})"
+        raise CorruptCheckpointError(path=str(folder), file=METADATA, message=message) from error
+
+
+def _directory(folder: Path, found: Any) -> Directory:
+    facts = _fields(found, "metadata.Metadata")
+    tensors, objects = {}, []
+    for name, about in facts["state_dict_metadata"].items():
+        if str(about.made_by).endswith("BytesStorageMetadata"):
+            objects.append(_name(name))
+            continue
+        state = _fields(about, "metadata.TensorStorageMetadata")
+        chunks = [_fields(chunk, "metadata.ChunkStorageMetadata") for chunk in state["chunks"]]
+        parts = tuple((_counts(chunk["offsets"]), _counts(chunk["sizes"])) for chunk in chunks)
+        tensors[_name(name)] = _shape(name, _dtype(state["properties"]), _counts(state["size"]), parts)
+    items = []
+    for index, place in (facts.get("storage_data") or {}).items():
+        where, what = _fields(place, "filesystem._StorageInfo"), _fields(index, "metadata.MetadataIndex")
+        starts = None if what.get("offset") is None else _counts(what["offset"])
+        file = str(where["relative_path"])
+        inside(folder, file)
+        offset, size = _counts((where["offset"], where["length"]))
+        items.append(Item(name=_name(what["fqn"]), starts=starts, file=file, offset=offset, size=size))
+    known = {*tensors, *objects}
+    if any(item.name not in known for item in items) or {item.name for item in items} != known:
+        raise ValueError("it says where a tensor lies that it does not know, or knows one that lies nowhere")
+    return Directory(folder=folder, tensors=tensors, objects=tuple(objects), items=tuple(items))
+
+
+def _fields(value: Any, kind: str) -> dict[str, Any]:
+    if not isinstance(value, Opaque) or str(value.made_by) != f"{_MODULE}.{kind}":
+        raise ValueError(f"expected {kind}")
+    state = value.state
+    if isinstance(state, tuple) and len(state) == 2:  # a dataclass with slots
+        state = state[1] or state[0]
+    if not isinstance(state, dict):
+        raise TypeError(f"{kind} is empty")
+    return state
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str) or len(value) > 4096:
+        raise ValueError("a name is no text")
+    return value
+
+
+def _counts(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, tuple | list) or len(value) > 64:
+        raise ValueError("a shape is no row of numbers")
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in value):
+        raise ValueError("a shape is no row of numbers")
+    return tuple(value)
+
+
+def _dtype(properties: Any) -> str:
+    state: Any = properties.state if isinstance(properties, Opaque) else None
+    first = state[0] if isinstance(state, tuple) and state else None
+    if isinstance(state, dict):
+        first = state.get("dtype")
+    return first.name if isinstance(first, Global) else "unknown"
+
+
+def _shape(
+    name: str, dtype: str, shape: tuple[int, ...], parts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+) -> Shape:
+    for starts, sizes in parts:
+        if len(starts) != len(shape) or len(sizes) != len(shape):
+            raise ValueError(f"the parts of {name[:100]!r} have other dimensions than the whole")
+        if any(begin + size > whole for begin, size, whole in zip(starts, sizes, shape, strict=True)):
+            raise ValueError(f"a part of {name[:100]!r} reaches behind the whole")
+    return Shape(dtype=dtype, shape=shape, chunks=parts)
+
+
+def archives_in(directory: Directory, file: str, window: Window) -> Iterator[tuple[Item, Archive | None]]:
+    """The items of one file in order; with each its archive, None when it is none.
+
+    Raises:
+        CorruptCheckpointError: the file is shorter than it should be, or an archive in it is damaged.
+    """
+    for item in sorted((item for item in directory.items if item.file == file), key=lambda item: item.offset):
+        part = window.part(item.offset, item.size)
+        yield item, open_archive(part) if is_archive(part) else None
+
+
+def content_of_directory(directory: Directory) -> Content:
+    """Tensors, with where every part of them lies, and objects.
+
+    Raises:
+        CorruptCheckpointError: a file does not hold what ``.metadata`` says.
+        OSError: a file could not be read.
+    """
+    pieces: dict[str, list[Piece]] = {name: [] for name in directory.tensors}
+    values = []
+    for file in sorted({item.file for item in directory.items}):
+        path = inside(directory.folder, file)
+        with Window(path) as window:
+            for item, archive in archives_in(directory, file, window):
+                found = content_of(archive) if archive is not None else Content()
+                if item.name not in directory.tensors:
+                    values += [
+                        Value(name=item.name, text=v.text, value=v.value, is_plain=v.is_plain) for v in found.values
+                    ]
+                elif len(found.tensors) == 1 and found.tensors[0].pieces:
+                    only = found.tensors[0]
+                    starts = item.starts or tuple(0 for _ in only.shape)
+                    whole = only.pieces[0]
+                    pieces[item.name].append(
+                        Piece(file=path, offset=whole.offset, stride=whole.stride, starts=starts, shape=whole.shape)
+                    )
+    entries = [
+        Entry(name=name, dtype=about.dtype, shape=about.shape, pieces=tuple(pieces[name]), note=placement(about))
+        for name, about in directory.tensors.items()
+    ]
+    return Content(tensors=tuple(entries), values=tuple(values))
+
+
+def placement(about: Shape) -> str:
+    """How a tensor is divided: ``in 4 parts along dimension 0``."""
+    if len(about.chunks) < 2:
+        return ""
+    axes = [axis for axis in range(len(about.shape)) if len({starts[axis] for starts, _ in about.chunks}) > 1]
+    where = " and ".join(map(str, axes))
+    return f"in {len(about.chunks)} parts along dimension {where}"

@@ -1,0 +1,103 @@
+"""Are the bytes of one file of another tool those that were written, as far as its format can tell.
+
+A torch archive carries a CRC-32 of every record and says everything else twice. safetensors, JSON and plain pickles carry
+nothing: there only the structure can be looked at, and the answer is "cannot tell".
+"""
+
+from __future__ import annotations
+
+from safe_ckpt.core.json_text import MOST_BYTES, parse_json
+from safe_ckpt.errors import CorruptCheckpointError
+from safe_ckpt.formats import dcp_files, torch_files
+from safe_ckpt.formats.files import Found, Window
+from safe_ckpt.formats.safetensors_files import SUFFIX, read_safetensors
+from safe_ckpt.formats.scanning import Progress, Span, scan
+from safe_ckpt.formats.verdict import NO_CHECKSUMS, UNEQUAL, Judgement, damaged, of_error, untold, valid
+
+Metadata = dcp_files.Directory | CorruptCheckpointError | None
+"""What ``.metadata`` beside a file says; the error if it is damaged; None where there is none."""
+
+
+def check_file(file: Found, metadata: Metadata, told: Progress | None) -> Judgement:
+    """Read a file and judge it.
+
+    Raises:
+        OSError: it could not be read; that condemns nothing.
+    """
+    name, size = file.name, file.size_bytes
+    if not size:
+        tensors = file.path.suffix in (*torch_files.SUFFIXES, SUFFIX)
+        return damaged(name, "is empty") if tensors else untold(name, "is empty", size=0)
+    try:
+        if file.path.name == dcp_files.METADATA:
+            if isinstance(metadata, CorruptCheckpointError):
+                return of_error(metadata, name)
+            return untold(name, f"its structure is in order, and it {NO_CHECKSUMS}", size=size)
+        return _by_suffix(file, metadata, told)
+    except CorruptCheckpointError as error:
+        return of_error(error, name)
+
+
+def _by_suffix(file: Found, metadata: Metadata, told: Progress | None) -> Judgement:
+    suffix = file.path.suffix
+    if suffix == ".distcp":
+        return _check_distcp(file, metadata, told)
+    if suffix == SUFFIX:
+        read_safetensors(file.path)
+        return untold(file.name, f"its header fits the file, and safetensors {NO_CHECKSUMS}", size=file.size_bytes)
+    return _check_json(file) if suffix == ".json" else _check_torch(file, told)
+
+
+def _check_json(file: Found) -> Judgement:
+    if file.size_bytes > MOST_BYTES:
+        return untold(file.name, "is too large to be looked at", size=file.size_bytes)
+    with Window(file.path) as window:
+        text = window.read(0, window.size)
+    try:
+        parse_json(text)
+    except ValueError as error:
+        return damaged(file.name, f"is no JSON: {error}", size=file.size_bytes)
+    return untold(file.name, f"is JSON, which {NO_CHECKSUMS}", size=file.size_bytes)
+
+
+def _check_torch(file: Found, told: Progress | None) -> Judgement:
+    with Window(file.path) as window:
+        if not torch_files.looks_like_archive(window):
+            return _check_old(file, window)
+        archive = torch_files.open_archive(window)
+        _, bad = scan(file.path, window.size, archive.spans(), progress=told)
+        torch_files.content_of(archive)
+        names = tuple(torch_files.names_in(archive, bad)) if bad else ()
+    return damaged(file.name, UNEQUAL, size=file.size_bytes, names=names) if bad else valid(file.name, file.size_bytes)
+
+
+def _check_old(file: Found, window: Window) -> Judgement:
+    if file.path.suffix not in torch_files.SUFFIXES:
+        return untold(file.name, f"is of no known format, and {NO_CHECKSUMS}", size=file.size_bytes)
+    if torch_files.read_old_file(window) is None:
+        return damaged(file.name, "is neither an archive nor a pickle", size=file.size_bytes)
+    return untold(file.name, f"is a plain pickle, which {NO_CHECKSUMS}", size=file.size_bytes)
+
+
+def _check_distcp(file: Found, metadata: Metadata, told: Progress | None) -> Judgement:
+    size = file.size_bytes
+    if not isinstance(metadata, dcp_files.Directory):
+        reason = "its .metadata is missing or damaged, so that nothing says what is in it"
+        return untold(file.name, reason, size=size)
+    spans: list[Span] = []
+    names: dict[int, str] = {}
+    covered = 0
+    with Window(file.path) as window:
+        place = file.path.relative_to(metadata.folder).as_posix()
+        for item, archive in dcp_files.archives_in(metadata, place, window):
+            if archive is not None:
+                spans += archive.spans()
+                names |= {span.start: item.name for span in archive.spans()}
+                covered += item.size
+        _, bad = scan(file.path, window.size, spans, progress=told)
+    if bad:
+        return damaged(file.name, UNEQUAL, size=size, names=tuple(sorted({names[span.start] for span in bad})))
+    if covered == size:
+        return valid(file.name, size)
+    reason = f"{size - covered} of its bytes carry no checksums"
+    return untold(file.name, reason, size=size, covered=covered)

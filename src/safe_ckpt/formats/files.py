@@ -1,0 +1,153 @@
+"""A file, or a part of one, read at offsets; nothing but regular files, and nothing that a symbolic link leads out to."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from typing_extensions import Self
+
+from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError
+
+MOST_FILES = 200_000
+"""More files than this no checkpoint has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A file of a checkpoint.
+
+    Attributes:
+        path: where it is.
+        name: relative to the checkpoint, with forward slashes; of a checkpoint that is one file, its name.
+        size_bytes: its size.
+    """
+
+    path: Path
+    name: str
+    size_bytes: int
+
+
+class Window:
+    """A file that is read at offsets. It has no position: threads may share it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path: Path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(self._fd)
+            raise HostileCheckpointError(path=str(path), message="is not a regular file")
+        self.start = 0
+        self.size: int = status.st_size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def part(self, start: int, size: int) -> Part:
+        """A window into this one. Valid as long as this one is open.
+
+        Raises:
+            CorruptCheckpointError: it reaches behind the end.
+        """
+        return Part(self, start, size)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """``size`` bytes at ``offset``.
+
+        Raises:
+            CorruptCheckpointError: the window, or the file, ends before.
+            OSError: they could not be read.
+        """
+        if offset < 0 or size < 0 or offset + size > self.size:
+            raise CorruptCheckpointError(path=str(self.path), message="is cut off, or an offset in it is wrong")
+        pieces, at = [], offset
+        while size:
+            piece = os.pread(self._fd, size, at)
+            if not piece:
+                raise CorruptCheckpointError(path=str(self.path), message="is cut off")
+            pieces.append(piece)
+            at += len(piece)
+            size -= len(piece)
+        return b"".join(pieces)
+
+
+class Part:
+    """A part of a window, with offsets of its own."""
+
+    def __init__(self, whole: Window, start: int, size: int) -> None:
+        if start < 0 or size < 0 or start + size > whole.size:
+            raise CorruptCheckpointError(path=str(whole.path), message="is cut off, or an offset in it is wrong")
+        self._whole = whole
+        self.path = whole.path
+        self.start = start
+        self.size = size
+
+    def read(self, offset: int, size: int) -> bytes:
+        """See ``Window.read``."""
+        if offset < 0 or size < 0 or offset + size > self.size:
+            raise CorruptCheckpointError(path=str(self.path), message="is cut off, or an offset in it is wrong")
+        return self._whole.read(self.start + offset, size)
+
+
+Readable = Window | Part
+
+
+def walk(path: Path, *, follow_symlinks: bool = False) -> list[Found]:
+    """The files of a checkpoint, by name. Hidden folders of ours are not part of it.
+
+    Args:
+        path: a file or directory.
+        follow_symlinks: read what links lead to, even outside of ``path``, as the cache of a model hub has them.
+
+    Raises:
+        HostileCheckpointError: something in it is no regular file, a link leads out, or there are too many files.
+        OSError: it could not be listed.
+    """
+    if not path.is_dir():
+        return [Found(path=path, name=path.name, size_bytes=path.stat().st_size)]
+    home = path.resolve()
+    found: list[Found] = []
+    folders = [path]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                place = Path(entry.path)
+                name = place.relative_to(path).as_posix()
+                if entry.is_symlink() and not follow_symlinks and not _lies_in(place, home):
+                    message = "is a link that leads out of the checkpoint; --follow-symlinks reads it all the same"
+                    raise HostileCheckpointError(path=str(path), file=name, message=message)
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(place)
+                elif entry.is_file():
+                    found.append(Found(path=place, name=name, size_bytes=entry.stat().st_size))
+                elif not entry.is_dir():  # a link to a folder inside is met there
+                    raise HostileCheckpointError(path=str(path), file=name, message="is not a regular file")
+                if len(found) + len(folders) > MOST_FILES:
+                    message = f"has more than {MOST_FILES} files: this is no checkpoint"
+                    raise HostileCheckpointError(path=str(path), message=message)
+    return sorted(found, key=lambda file: file.name)
+
+
+def _lies_in(place: Path, home: Path) -> bool:
+    try:
+        return place.resolve(strict=True).is_relative_to(home)
+    except (OSError, RuntimeError):  # to nowhere, or in a circle
+        return False
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of ``name`` in a folder, for a name that stands in somebody's file.
+
+    Raises:
+        HostileCheckpointError: it leads out.
+    """
+    if not name or "\0" in name or name.startswith("/") or ".." in Path(name).parts:
+        message = f"a file name in it leads out of the checkpoint: {name[:200]!r}"
+        raise HostileCheckpointError(path=str(folder), message=message)
+    return folder / name

@@ -1,0 +1,379 @@
+"""The structure of a pickle, without running it: no class is imported, no function is called.
+
+A pickle is a program for a stack machine. This one knows its opcodes (from ``pickletools``, Python's own description) and
+builds plain containers; where the program asks for a class or a function it builds an inert ``Opaque`` that says which. What
+``torch.save`` writes for tensors is understood.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from safe_ckpt.errors import HostileCheckpointError
+
+MOST_BYTES = 64 << 20
+"""A larger pickle is refused: 20,000 tensors take 4 MiB."""
+_MOST_OPCODES = 4_000_000
+_MARK = object()
+
+
+@dataclass(frozen=True)
+class Global:
+    """A class or function that the pickle names."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(eq=False)
+class Opaque:
+    """What a class or function would have made: which one, of what, and what was put into it afterwards."""
+
+    made_by: Global
+    args: object = ()
+    state: object = None
+    items: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """The memory that tensors are views of: a record of the archive."""
+
+    key: str
+    dtype: str
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """A tensor: a view of a storage. ``dtype`` as torch names it, without ``torch.``; offset and stride in elements."""
+
+    storage: Storage | None
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int = 0
+    stride: tuple[int, ...] = ()
+    note: str = ""
+
+
+class _Machine:
+    def __init__(self, data: bytes, path: str) -> None:
+        self._path = path
+        self._data = data
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+
+    def run(self) -> tuple[Any, int]:
+        """The object, and how many bytes were read."""
+        count = 0
+        for opcode, arg, position in pickletools.genops(self._data):
+            count += 1
+            if count > _MOST_OPCODES:
+                raise self.refused("it is too long")
+            if opcode.name == "STOP":
+                return self.stack.pop(), (position or 0) + 1
+            if opcode.name in _CONSTANTS:
+                self.stack.append(arg)
+                continue
+            step = _STEPS.get(opcode.name)
+            if step is None:
+                raise self.refused(f"no tool writes the opcode {opcode.name} into a checkpoint")
+            step(self, arg)
+        raise self.refused("it does not end")
+
+    def refused(self, why: str) -> HostileCheckpointError:
+        return HostileCheckpointError(path=self._path, message=f"its pickle is refused: {why}")
+
+    def since_mark(self) -> list[Any]:
+        for index in range(len(self.stack) - 1, -1, -1):
+            if self.stack[index] is _MARK:
+                items = self.stack[index + 1 :]
+                del self.stack[index:]
+                return items
+        raise self.refused("it takes what it never put")
+
+    def put(self, key: int) -> None:
+        self.memo[key] = self.stack[-1]
+
+    def add_items(self, target: object, items: list[Any]) -> None:
+        if isinstance(target, list):
+            target.extend(items)
+        elif isinstance(target, Opaque):
+            target.items.extend(items)
+
+    def set_items(self, target: object, items: list[Any]) -> None:
+        pairs = list(zip(items[::2], items[1::2], strict=True))
+        if isinstance(target, dict):
+            target.update((_key(key), value) for key, value in pairs)
+        elif isinstance(target, Opaque):
+            target.items.extend(pairs)
+
+    def build(self, _: object) -> None:
+        state = self.stack.pop()
+        if isinstance(self.stack[-1], Opaque):
+            self.stack[-1].state = state
+
+    def reduce(self, _: object) -> None:
+        args = self.stack.pop()
+        self.stack.append(_made(self.stack.pop(), args))
+
+    def new_with_keywords(self, _: object) -> None:
+        del self.stack[-1:]
+        self.reduce(None)
+
+    def make(self, _: object) -> None:
+        made_by, *args = self.since_mark()
+        self.stack.append(_made(made_by, tuple(args)))
+
+    def make_named(self, name: str) -> None:
+        self.stack.append(_made(_global(name), tuple(self.since_mark())))
+
+    def name(self, _: object) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        self.stack.append(Global(str(module)[:200], str(name)[:200]))
+
+    def refer(self, key: object) -> None:
+        self.stack.append(_storage(key))
+
+    def tuple_of(self, count: int) -> None:
+        if count > len(self.stack):
+            raise self.refused("it takes what it never put")
+        items = tuple(self.stack[len(self.stack) - count :])
+        del self.stack[len(self.stack) - count :]
+        self.stack.append(items)
+
+    def dict_of(self, _: object) -> None:
+        made: dict[Any, Any] = {}
+        self.set_items(made, self.since_mark())
+        self.stack.append(made)
+
+
+_Step = Callable[[_Machine, Any], object]
+
+
+def _push(make: Callable[[_Machine], object]) -> _Step:
+    return lambda machine, _: machine.stack.append(make(machine))
+
+
+def _with_rest(act: Callable[[_Machine, object, list[Any]], None]) -> _Step:
+    def step(machine: _Machine, _: object) -> None:
+        items = machine.since_mark()
+        act(machine, machine.stack[-1], items)
+
+    return step
+
+
+def _append(machine: _Machine, _: object) -> None:
+    item = machine.stack.pop()
+    machine.add_items(machine.stack[-1], [item])
+
+
+def _set_item(machine: _Machine, _: object) -> None:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    machine.set_items(machine.stack[-1], [key, value])
+
+
+_CONSTANTS = frozenset({
+    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES",
+    "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "FLOAT",
+    "BINFLOAT",
+})  # fmt: skip
+_STEPS: dict[str, _Step] = {
+    "PROTO": lambda *_: None,
+    "FRAME": lambda *_: None,
+    "MARK": _push(lambda _: _MARK),
+    "NONE": _push(lambda _: None),
+    "NEWTRUE": _push(lambda _: True),
+    "NEWFALSE": _push(lambda _: False),
+    "EMPTY_LIST": _push(lambda _: []),
+    "EMPTY_DICT": _push(lambda _: {}),
+    "EMPTY_TUPLE": _push(lambda _: ()),
+    "EMPTY_SET": _push(lambda _: Opaque(Global("builtins", "set"))),
+    "LIST": _push(lambda machine: machine.since_mark()),
+    "TUPLE": _push(lambda machine: tuple(machine.since_mark())),
+    "FROZENSET": _push(lambda machine: Opaque(Global("builtins", "frozenset"), items=machine.since_mark())),
+    "DUP": _push(lambda machine: machine.stack[-1]),
+    "TUPLE1": lambda machine, _: machine.tuple_of(1),
+    "TUPLE2": lambda machine, _: machine.tuple_of(2),
+    "TUPLE3": lambda machine, _: machine.tuple_of(3),
+    "DICT": _Machine.dict_of,
+    "POP": lambda machine, _: machine.stack.pop(),
+    "POP_MARK": lambda machine, _: machine.since_mark(),
+    "APPEND": _append,
+    "APPENDS": _with_rest(_Machine.add_items),
+    "ADDITEMS": _with_rest(_Machine.add_items),
+    "SETITEM": _set_item,
+    "SETITEMS": _with_rest(_Machine.set_items),
+    "MEMOIZE": lambda machine, _: machine.put(len(machine.memo)),
+    "PUT": _Machine.put,
+    "BINPUT": _Machine.put,
+    "LONG_BINPUT": _Machine.put,
+    "GET": lambda machine, key: machine.stack.append(machine.memo[key]),
+    "BINGET": lambda machine, key: machine.stack.append(machine.memo[key]),
+    "LONG_BINGET": lambda machine, key: machine.stack.append(machine.memo[key]),
+    "GLOBAL": lambda machine, name: machine.stack.append(_global(name)),
+    "STACK_GLOBAL": _Machine.name,
+    "INST": _Machine.make_named,
+    "OBJ": _Machine.make,
+    "REDUCE": _Machine.reduce,
+    "NEWOBJ": _Machine.reduce,
+    "NEWOBJ_EX": _Machine.new_with_keywords,
+    "BUILD": _Machine.build,
+    "PERSID": _Machine.refer,
+    "BINPERSID": lambda machine, _: machine.refer(machine.stack.pop()),
+    "EXT1": _push(lambda _: Global("copyreg", "extension")),
+    "EXT2": _push(lambda _: Global("copyreg", "extension")),
+    "EXT4": _push(lambda _: Global("copyreg", "extension")),
+}
+
+
+def read_pickle(data: bytes, path: str) -> Any:
+    """What a pickle would build, as plain containers, ``Opaque``, ``Storage`` and ``Tensor``.
+
+    Raises:
+        HostileCheckpointError: it is no pickle, or none that a checkpoint would hold.
+    """
+    return read_pickles(data, path, count=1)[0]
+
+
+def read_pickles(data: bytes, path: str, *, count: int) -> list[Any]:
+    """The first ``count`` of several pickles that follow each other, as torch wrote them before its zip format."""
+    if len(data) > MOST_BYTES:
+        raise HostileCheckpointError(path=path, message=f"its pickle is refused: larger than {MOST_BYTES >> 20} MiB")
+    found, at = [], 0
+    for _ in range(count):
+        machine = _Machine(data[at:] if at else data, path)
+        try:
+            value, length = machine.run()
+        except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
+            if isinstance(error, HostileCheckpointError):
+                raise
+            raise machine.refused(f"it is damaged ({error})") from error
+        found.append(value)
+        at += length
+    return found
+
+
+def _global(text: str) -> Global:
+    module, _, name = text.partition(" ")
+    return Global(module[:200], name[:200])
+
+
+def _key(key: object) -> Any:
+    # Whoever made the pickle chooses the keys: none may take long to hash, as deep tuples do, or collide by design.
+    if isinstance(key, str | bytes | bool | float | Global | Opaque) or key is None:
+        return key  # an Opaque is told from others by identity
+    if isinstance(key, int):
+        return key if abs(key) < 1 << 53 else f"<{key:#x}>"[:40]
+    if isinstance(key, tuple) and len(key) <= 16 and all(isinstance(part, str | bool | int | float) for part in key):
+        return str(key)[:400]
+    return f"<{type(key).__name__} {id(key):#x}>"
+
+
+def _storage(key: object) -> object:
+    if isinstance(key, tuple) and len(key) >= 5 and key[0] == "storage" and isinstance(key[1], Global):
+        name, count = key[1].name, key[4]
+        if isinstance(key[2], str) and isinstance(count, int) and count >= 0:
+            return Storage(key[2], _STORAGES.get(name, "uint8"), count)
+    return Opaque(Global("torch", "storage"), args=())
+
+
+def _made(made_by: object, args: object) -> object:
+    if not isinstance(made_by, Global):
+        return Opaque(Global("builtins", "object"), args=args)
+    name = str(made_by)
+    if name in _DICTS:
+        return dict_of_pairs(args)
+    if name == "torch.Size" and isinstance(args, tuple) and len(args) == 1 and isinstance(args[0], tuple | list):
+        return tuple(args[0])
+    rebuild = _TENSORS.get(name)
+    if rebuild is not None and isinstance(args, tuple):
+        made = rebuild(args)
+        if made is not None:
+            return made
+    return Opaque(made_by, args=args)
+
+
+def dict_of_pairs(args: object) -> dict[Any, Any]:
+    """An ordered or defaulting dict as it is made: empty, or of one list of pairs."""
+    pairs = args[0] if isinstance(args, tuple) and args and isinstance(args[0], list | tuple) else []
+    fits = all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs)
+    return {_key(pair[0]): pair[1] for pair in pairs} if fits else {}
+
+
+def _numbers(value: object) -> tuple[int, ...] | None:
+    if not isinstance(value, tuple | list) or len(value) > 64:
+        return None
+    return tuple(value) if all(isinstance(n, int) and 0 <= n < 1 << 62 for n in value) else None
+
+
+def _tensor(args: tuple[Any, ...], dtype: str | None = None) -> Tensor | None:
+    if len(args) < 4 or not isinstance(args[0], Storage) or not isinstance(args[1], int) or args[1] < 0:
+        return None
+    shape, stride = _numbers(args[2]), _numbers(args[3])
+    if shape is None or stride is None or len(shape) != len(stride):
+        return None
+    return Tensor(args[0], dtype or args[0].dtype, shape, args[1], stride)
+
+
+def _typed(args: tuple[Any, ...]) -> Tensor | None:
+    dtype = args[6] if len(args) > 6 else None
+    return _tensor(args, dtype.name) if isinstance(dtype, Global) else None
+
+
+def _parameter(args: tuple[Any, ...]) -> Tensor | None:
+    return args[0] if args and isinstance(args[0], Tensor) else None
+
+
+def _meta(args: tuple[Any, ...]) -> Tensor | None:
+    shape = _numbers(args[1]) if len(args) > 1 else None
+    if shape is None or not isinstance(args[0], Global):
+        return None
+    return Tensor(None, args[0].name, shape, note="no data (meta)")
+
+
+def _subclass(args: tuple[Any, ...]) -> Tensor | None:
+    inner = _made(args[0], args[2]) if len(args) > 2 else None
+    if not isinstance(inner, Tensor):
+        return None
+    return Tensor(
+        inner.storage,
+        inner.dtype,
+        inner.shape,
+        inner.offset,
+        inner.stride,
+        f"subclass {args[1] if isinstance(args[1], Global) else ''}".strip(),
+    )
+
+
+_DICTS = {"collections.OrderedDict", "collections.defaultdict", "builtins.dict"}
+_TENSORS: dict[str, Callable[[tuple[Any, ...]], Tensor | None]] = {
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v3": _typed,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
+    "torch._tensor._rebuild_from_type_v2": _subclass,
+}
+_STORAGES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64",
+    "UntypedStorage": "uint8",
+}

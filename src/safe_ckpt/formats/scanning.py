@@ -1,0 +1,106 @@
+"""One pass over a file: a digest of the whole, and the CRC-32 of spans within it."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from safe_ckpt.core.checksum import crc32
+from safe_ckpt.core.reading import read_ahead
+from safe_ckpt.errors import CorruptCheckpointError
+
+_ROOM = 5 * (8 << 20)  # what read_ahead needs to be several pieces ahead
+_SAMPLES = 16
+Progress = Callable[[int], None]
+"""Called with the number of bytes that were read since the last call, on any thread."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Bytes ``start`` to ``end`` of a file, and the CRC-32 that they should have."""
+
+    start: int
+    end: int
+    crc: int
+
+
+def scan(
+    file: Path, size: int, spans: Sequence[Span] = (), *, progress: Progress | None = None, whole: bool = False
+) -> tuple[str, list[Span]]:
+    """Read a file once.
+
+    Args:
+        file: which one.
+        size: how many bytes of it.
+        spans: what to check in it; in order, without overlap.
+        progress: told what was read.
+        whole: whether the digest is wanted.
+
+    Returns:
+        xxh3-128 of the first ``size`` bytes, "" if it is not wanted; and the spans that are not what they should be.
+
+    Raises:
+        CorruptCheckpointError: the file is shorter.
+        OSError: it could not be read; that condemns nothing.
+    """
+    digest, checker, at = xxhash.xxh3_128(), _Checker(spans), 0
+    room = max(1, min(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE, _ROOM))
+    with mmap.mmap(-1, room) as memory, memoryview(memory) as view:
+        for start, end in read_ahead(file, size, view, cached=is_cached(file, size)):
+            with view[start:end] as piece:
+                if whole:
+                    digest.update(piece)
+                checker.take(piece, at)
+            at += end - start
+            if progress is not None:
+                progress(end - start)
+    if at < size:
+        raise CorruptCheckpointError(path=str(file), message=f"is cut off at byte {at} of {size}")
+    return digest.hexdigest() if whole else "", checker.bad
+
+
+class _Checker:
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._spans = spans
+        self._index = 0
+        self._crc = 0
+        self.bad: list[Span] = [span for span in spans if span.start == span.end and span.crc != 0]
+
+    def take(self, piece: memoryview, at: int) -> None:
+        """The next bytes of the file, which begin at ``at``."""
+        end = at + len(piece)
+        while self._index < len(self._spans):
+            span = self._spans[self._index]
+            if span.start >= end:
+                return
+            with piece[max(span.start, at) - at : min(span.end, end) - at] as part:
+                self._crc = crc32(part, self._crc)
+            if span.end > end:
+                return
+            if self._crc != span.crc and span.end > span.start:
+                self.bad.append(span)
+            self._index += 1
+            self._crc = 0
+
+
+def is_cached(file: Path, size: int) -> bool:
+    """Whether the kernel has the file in its page cache, going by samples: then reading past the cache would be slower."""
+    flag = getattr(os, "RWF_NOWAIT", 0)
+    if not flag or not size:
+        return False
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        room = bytearray(1)
+        return all(os.preadv(fd, [room], size * sample // _SAMPLES, flag) == 1 for sample in range(_SAMPLES))
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        return False
+    finally:
+        os.close(fd)

@@ -1,0 +1,147 @@
+"""Files of ``torch.save``: zip archives since torch 1.6, a row of pickles before. Also the archives within DCP's files."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from safe_ckpt.errors import CorruptCheckpointError
+from safe_ckpt.formats.archives import Member, is_archive, read_members
+from safe_ckpt.formats.files import Readable
+from safe_ckpt.formats.pickles import MOST_BYTES, Storage, Tensor, read_pickle, read_pickles
+from safe_ckpt.formats.scanning import Span
+from safe_ckpt.formats.tensors import ITEM_BYTES, Content, Entry, Piece, Value, describe, leaves
+
+SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".pkl", ".tar")
+_OLD_MAGIC = 0x1950A86A20F9469CFC6C
+
+
+@dataclass(frozen=True, kw_only=True)
+class Archive:
+    """A torch archive: its records, and what its pickle would build."""
+
+    source: Readable
+    members: Sequence[Member]
+    root: Any
+
+    def spans(self) -> list[Span]:
+        """The records' bytes within the file, with their checksums."""
+        start = self.source.start
+        return [Span(start=start + m.data_offset, end=start + m.data_offset + m.size, crc=m.crc) for m in self.members]
+
+    def member(self, name: str) -> Member | None:
+        """A record by its name behind the archive's own."""
+        return next((member for member in self.members if member.name.partition("/")[2] == name), None)
+
+
+def looks_like_archive(source: Readable) -> bool:
+    """Whether it is one, or was before its beginning or its end was damaged."""
+    tail = min(source.size, 256)
+    return is_archive(source) or b"PK\5\6" in source.read(source.size - tail, tail)
+
+
+def open_archive(source: Readable) -> Archive:
+    """Read the structure of an archive.
+
+    Raises:
+        CorruptCheckpointError: it contradicts itself.
+        HostileCheckpointError: no tool writes such a file.
+        OSError: it could not be read.
+    """
+    members = read_members(source)
+    pickles = [member for member in members if member.name.partition("/")[2] == "data.pkl"]
+    if len(pickles) != 1:
+        raise CorruptCheckpointError(path=str(source.path), message="the archive has no data.pkl, or several")
+    if pickles[0].size > MOST_BYTES:
+        raise CorruptCheckpointError(path=str(source.path), message="its pickle is refused: it is too large")
+    root = read_pickle(source.read(pickles[0].data_offset, pickles[0].size), str(source.path))
+    return Archive(source=source, members=members, root=root)
+
+
+def content_of(archive: Archive) -> Content:
+    """Tensors and values of an archive.
+
+    Raises:
+        CorruptCheckpointError: a tensor reaches behind its record, or has none.
+    """
+    order = archive.member("byteorder")
+    little = order is None or archive.source.read(order.data_offset, order.size) == b"little"
+    records = {member.name.partition("/")[2]: member for member in archive.members}
+    tensors, values = [], []
+    for name, leaf in leaves(archive.root, str(archive.source.path)):
+        if isinstance(leaf, Tensor):
+            tensors.append(_entry(name, leaf, archive, records, little=little))
+        elif not isinstance(leaf, Storage):
+            values.append(value_of(name, leaf))
+    return Content(tensors=tuple(tensors), values=tuple(values))
+
+
+def without_places(root: object, path: str) -> Content:
+    """Tensors and values of a file from before the zip format: the tensors' shapes, not where their bytes are."""
+    tensors, values = [], []
+    for name, leaf in leaves(root, path):
+        if isinstance(leaf, Tensor):
+            tensors.append(Entry(name=name, dtype=leaf.dtype, shape=leaf.shape, note="in torch's format before 1.6"))
+        elif not isinstance(leaf, Storage):
+            values.append(value_of(name, leaf))
+    return Content(tensors=tuple(tensors), values=tuple(values))
+
+
+def value_of(name: str, leaf: object) -> Value:
+    """A leaf that is no tensor."""
+    plain = isinstance(leaf, bool | int | float | str | bytes | list | tuple | dict) or leaf is None
+    return Value(name=name, text=describe(leaf), value=leaf if plain else None, is_plain=plain)
+
+
+def _entry(name: str, tensor: Tensor, archive: Archive, records: dict[str, Member], *, little: bool) -> Entry:
+    entry = Entry(name=name, dtype=tensor.dtype, shape=tensor.shape, note=tensor.note)
+    if tensor.storage is None:
+        return entry
+    record = records.get(f"data/{tensor.storage.key}")
+    item = ITEM_BYTES.get(tensor.dtype)
+    if record is None:
+        raise CorruptCheckpointError(path=str(archive.source.path), message=f"the bytes of {name} are missing")
+    if item is None or not little:
+        return entry
+    last = tensor.offset + sum(step * (size - 1) for step, size in zip(tensor.stride, tensor.shape, strict=True))
+    if 0 not in tensor.shape and (last + 1) * item > record.size:
+        raise CorruptCheckpointError(path=str(archive.source.path), message=f"{name} reaches behind its record")
+    piece = Piece(
+        file=archive.source.path,
+        offset=archive.source.start + record.data_offset + tensor.offset * item,
+        stride=tensor.stride,
+        starts=tuple(0 for _ in tensor.shape),
+        shape=tensor.shape,
+    )
+    return Entry(name=name, dtype=tensor.dtype, shape=tensor.shape, pieces=(piece,), note=tensor.note)
+
+
+def names_in(archive: Archive, bad: Iterable[Span]) -> list[str]:
+    """What the given spans hold: tensors by name, other records as they are called."""
+    starts = {span.start - archive.source.start for span in bad}
+    records = [member for member in archive.members if member.data_offset in starts and member.size]
+    keys = {member.name.partition("/")[2].removeprefix("data/"): member.name for member in records}
+    names = []
+    with contextlib.suppress(CorruptCheckpointError):
+        for name, leaf in leaves(archive.root, str(archive.source.path)):
+            if isinstance(leaf, Tensor) and leaf.storage is not None and leaf.storage.key in keys:
+                names.append(name)
+    return names or [member.name for member in records]
+
+
+def read_old_file(source: Readable) -> Any | None:
+    """What a file from before the zip format would build; None when it is none. Plain pickles are read too.
+
+    Raises:
+        HostileCheckpointError: it is a pickle, and one that no tool writes.
+        OSError: it could not be read.
+    """
+    head = source.read(0, min(source.size, MOST_BYTES))
+    if head[:1] != b"\x80":
+        return None
+    first = read_pickle(head, str(source.path))
+    if first != _OLD_MAGIC:
+        return first
+    return read_pickles(head, str(source.path), count=4)[3]

@@ -1,0 +1,111 @@
+"""The record: one JSON object per line in ``events.jsonl``, older ones in ``events.jsonl.1`` and so on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from safe_ckpt import __version__
+from safe_ckpt.events import Event
+
+logger = logging.getLogger(__name__)
+_BESIDE = ("torch", "lightning", "pytorch_lightning", "accelerate", "transformers", "deepspeed")
+
+
+class JsonlHook:
+    """Appends one line per event. Before its first one comes a line ``"event": "run"``, which tells runs apart.
+
+    A line is written in one piece, so that no reader sees half of two. One that a killed job left torn stays a line of its own.
+    While the disk refuses, events are left out, and the log says so once.
+
+    Args:
+        path: the file; made at the first event.
+        record_bytes: how large it may grow before it is renamed.
+        record_files: how many renamed ones are kept.
+        world_size: number of ranks, for the line that begins a run.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, record_bytes: int = 16 << 20, record_files: int = 3, world_size: int = 1
+    ) -> None:
+        self._path = Path(path)
+        self._record_bytes = record_bytes
+        self._record_files = record_files
+        self._world_size = world_size
+        self._lock = threading.Lock()
+        self._begun = False
+        self._refused = False
+
+    def __call__(self, event: Event) -> None:
+        """Append the event."""
+        line = _line(event.facts())
+        with self._lock:
+            try:
+                if not self._begun:
+                    self._append(_line(_run(self._world_size)))
+                    self._begun = True
+                self._append(line)
+                self._refused = False
+            except OSError as error:
+                # Not to the Emitter, which would drop this: a full disk is when the record is wanted most.
+                if not self._refused:
+                    logger.warning("%s: events are not recorded: %s", self._path, error)
+                self._refused = True
+
+    def _append(self, line: bytes) -> None:
+        file, size = self._open()
+        try:
+            if size and size + len(line) > self._record_bytes:
+                with contextlib.suppress(OSError):  # then the file grows on, rather than that a line is lost
+                    self._rotate()
+                os.close(file)
+                file, size = -1, 0
+                file, size = self._open()
+            torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+            os.write(file, b"\n" + line if torn else line)
+        finally:
+            if file >= 0:
+                os.close(file)
+
+    def _open(self) -> tuple[int, int]:
+        file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        return file, os.fstat(file).st_size
+
+    def _rotate(self) -> None:
+        if self._record_files == 0:
+            os.unlink(self._path)
+            return
+        names = [self._path, *(Path(f"{self._path}.{number}") for number in range(1, self._record_files + 1))]
+        for older, newer in zip(reversed(names), reversed(names[:-1]), strict=False):
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(newer, older)
+
+
+def _line(facts: dict[str, Any]) -> bytes:
+    return json.dumps(facts).encode() + b"\n"
+
+
+def _run(world_size: int) -> dict[str, Any]:
+    versions = {"safe_ckpt": __version__, "python": platform.python_version()}
+    for name in _BESIDE:
+        # Only what this program imported: looking is free, importing is not.
+        if (version := getattr(sys.modules.get(name), "__version__", None)) is not None:
+            versions[name] = str(version)
+    return {
+        "event": "run",
+        "rank": 0,
+        "at": time.time(),
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "world_size": world_size,
+        "versions": versions,
+    }

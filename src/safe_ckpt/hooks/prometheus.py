@@ -1,0 +1,120 @@
+"""Numbers in a file for node_exporter's textfile collector."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from safe_ckpt import events
+from safe_ckpt.errors import ConfigError
+from safe_ckpt.hooks.joining import Save, Saves
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Metric:
+    name: str
+    type: str
+    help: str
+
+
+_COUNTERS = (
+    _Metric(name="saves_committed_total", type="counter", help="Checkpoints committed since the run began."),
+    _Metric(name="saves_failed_total", type="counter", help="Saves that failed since the run began."),
+    _Metric(name="bytes_written_total", type="counter", help="Bytes of committed checkpoints, of all ranks."),
+    _Metric(name="respawns_total", type="counter", help="Writer processes of rank 0 that died or stalled."),
+    _Metric(name="quarantined_total", type="counter", help="Damaged checkpoints that were moved away."),
+)
+_GAUGES = (
+    _Metric(name="last_committed_step", type="gauge", help="Training step of the newest committed checkpoint."),
+    _Metric(name="last_committed_timestamp_seconds", type="gauge", help="When it was committed, since the epoch."),
+    _Metric(name="last_save_seconds", type="gauge", help="From the call of save to the commit, of the last one."),
+    _Metric(name="last_stall_seconds", type="gauge", help="How long the last save held the training on rank 0."),
+    _Metric(name="last_write_bytes_per_second", type="gauge", help="How fast rank 0 wrote its part of the last one."),
+)
+
+
+class PrometheusHook:
+    """Keeps a file up to date. It is replaced in one step, so that a scrape never sees half of it.
+
+    Counters begin at 0 with every run. Every line is labelled ``run`` with the file's name without ``.prom``: the collector
+    refuses two files in its directory that say the same. While the disk refuses, the log says so once.
+
+    Args:
+        path: the file, in an existing directory; ends in ``.prom``.
+
+    Raises:
+        ConfigError: there is no such directory, or it cannot be written to.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        folder = os.path.abspath(self._path.parent)
+        if self._path.suffix != ".prom":
+            raise ConfigError(key="prometheus_textfile", message=f"{path}: only files that end in .prom are collected")
+        if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+            message = f"{folder}: is no directory that this process may write to; make it, or name another one"
+            raise ConfigError(key="prometheus_textfile", message=message)
+        self._label = self._path.stem.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        self._lock = threading.Lock()
+        self._saves = Saves()
+        self._values: dict[str, float] = dict.fromkeys((counter.name for counter in _COUNTERS), 0)
+        self._refused = False
+
+    def __call__(self, event: events.Event) -> None:
+        """Count the event; write when one of the numbers changed."""
+        with self._lock:
+            before = dict(self._values)
+            save = self._saves.take(event)
+            if save is not None:
+                self._count(save)
+            elif isinstance(event, events.Respawned):
+                self._values["respawns_total"] += 1
+            elif isinstance(event, events.Quarantined):
+                self._values["quarantined_total"] += 1
+            if self._values != before:
+                self._write()
+
+    def _count(self, save: Save) -> None:
+        values, outcome = self._values, save.outcome
+        if isinstance(outcome, events.Failed):
+            values["saves_failed_total"] += 1
+            return
+        if not outcome.size_bytes:
+            return  # nothing but another name for what was there
+        values["saves_committed_total"] += 1
+        values["bytes_written_total"] += outcome.size_bytes
+        if outcome.weights_only:
+            return  # who asks how much work is at stake asks for what a training can go on from
+        values["last_committed_step"] = outcome.step
+        values["last_committed_timestamp_seconds"] = outcome.at
+        values["last_save_seconds"] = outcome.seconds
+        if save.snapshotted is not None:
+            values["last_stall_seconds"] = save.snapshotted.stall_s
+        if save.bytes_per_s is not None:
+            values["last_write_bytes_per_second"] = save.bytes_per_s
+
+    def _write(self) -> None:
+        # Not ending in .prom, or it would be collected; always the same, so that killed jobs leave one at most.
+        beside = self._path.with_name(f".{self._path.name}.tmp")
+        try:
+            beside.write_text(self._text(), encoding="utf-8")
+            os.replace(beside, self._path)
+            self._refused = False
+        except OSError as error:
+            if not self._refused:
+                logger.warning("%s: not brought up to date: %s", self._path, error)
+            self._refused = True
+
+    def _text(self) -> str:
+        lines = []
+        for metric in (*_GAUGES, *_COUNTERS):
+            if metric.name in self._values:
+                name = f"safe_ckpt_{metric.name}"
+                lines += [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.type}"]
+                lines.append(f'{name}{{run="{self._label}"}} {self._values[metric.name]!r}')
+        return "\n".join(lines) + "\n"

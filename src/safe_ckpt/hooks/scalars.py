@@ -1,0 +1,73 @@
+"""Numbers for experiment trackers. They belong to the thread that trains, so the background only puts numbers by for it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+from safe_ckpt import events
+from safe_ckpt.hooks.joining import Saves
+
+_MOST = 64  # saves that nobody asks for, such as exports, must not pile up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scalars:
+    """What there is to say of one save.
+
+    Attributes:
+        name: of the checkpoint.
+        step: the training step.
+        values: ``ckpt/failures`` and ``ckpt/respawns`` count since the start of the run. Of a committed one also
+            ``ckpt/seconds`` from the call to the commit, ``ckpt/bytes`` of all ranks, and as this rank saw it
+            ``ckpt/stall_s``, how long the call held the training, and ``ckpt/write_gbps``, in 10^9 bytes per second.
+    """
+
+    name: str
+    step: int
+    values: dict[str, float]
+
+
+class ScalarsHook:
+    """Takes events on any thread; gives numbers, save by save, to whoever asks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._saves = Saves()
+        self._done: deque[Scalars] = deque(maxlen=_MOST)
+        self._failures = 0
+        self._respawns = 0
+
+    def __call__(self, event: events.Event) -> None:
+        """Take one event."""
+        with self._lock:
+            self._take_in(event)
+
+    def _take_in(self, event: events.Event) -> None:
+        if isinstance(event, events.Respawned):
+            self._respawns += 1
+        save = self._saves.take(event)
+        if save is None:
+            return
+        values: dict[str, float] = {}
+        if isinstance(save.outcome, events.Committed):
+            if not save.outcome.size_bytes:
+                return  # nothing but another name for what was there
+            values = {"ckpt/seconds": save.outcome.seconds, "ckpt/bytes": float(save.outcome.size_bytes)}
+            if save.snapshotted is not None:
+                values["ckpt/stall_s"] = save.snapshotted.stall_s
+            if save.bytes_per_s is not None:
+                values["ckpt/write_gbps"] = save.bytes_per_s / 1e9
+        else:
+            self._failures += 1
+        values |= {"ckpt/failures": float(self._failures), "ckpt/respawns": float(self._respawns)}
+        self._done.append(Scalars(name=save.outcome.name, step=save.outcome.step, values=values))
+
+    def take(self, name: str) -> Scalars | None:
+        """What there is to say of the last save of this name, once; None when there is nothing (any more)."""
+        with self._lock:
+            found = [scalars for scalars in self._done if scalars.name == name]
+            others = [scalars for scalars in self._done if scalars.name != name]
+            self._done = deque(others, maxlen=_MOST)
+        return found[-1] if found else None

@@ -1,0 +1,280 @@
+"""The history of a directory: its runs, and what became of every save. Pure: events in, frozen facts out.
+
+Rank 0 speaks for a save; of what other ranks recorded only mishaps count. All times are seconds since the epoch, of the clock
+of the machine that recorded them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from safe_ckpt.report.reading import Recorded, Recording
+
+Outcome = Literal["committed", "failed", "in flight", "interrupted"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """One save. What was not recorded is None.
+
+    Attributes:
+        name: the checkpoint's name.
+        step: the training step.
+        run: the number of its run, from 1.
+        outcome: "interrupted" means that its run ended before it did.
+        begun: when it was asked for, as far as can be told.
+        ended: when its outcome was recorded, or what was recorded of it last.
+        stall_s: how long the call held training.
+        written_bytes: what rank 0 wrote.
+        write_s: how long rank 0 wrote.
+        total_s: from the call to the end.
+        size_bytes: the whole checkpoint.
+        at_risk_s: of a committed one: the most work that a kill just before its commit would have cost, counted from the
+            call of the last committed save before it, or from the start of the run.
+        kept_bytes: of a committed one: all checkpoints on the disk in that moment, as far as the events tell.
+        path: where it was committed.
+        error: why it failed.
+        phase: in which phase it failed.
+    """
+
+    name: str
+    step: int | None
+    run: int
+    outcome: Outcome
+    begun: float
+    ended: float
+    stall_s: float | None = None
+    written_bytes: int | None = None
+    write_s: float | None = None
+    total_s: float | None = None
+    size_bytes: int | None = None
+    at_risk_s: float | None = None
+    kept_bytes: int | None = None
+    path: str = ""
+    error: str = ""
+    phase: str = ""
+
+    @property
+    def gbps(self) -> float | None:
+        """Rank 0's throughput in 10**9 bytes per second."""
+        return self.written_bytes / self.write_s / 1e9 if self.written_bytes and self.write_s else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice:
+    """Something else that a person may want to know: a resume, a quarantine, a new writer process, a signal."""
+
+    at: float
+    run: int
+    kind: str
+    text: str
+    step: int | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Removal:
+    """A checkpoint that retention deleted; its size if its commit was read."""
+
+    at: float
+    path: str
+    size_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """From the start of a process (or its resume) to the last thing that it recorded."""
+
+    number: int
+    begun: float
+    ended: float
+    host: str = ""
+    pid: int | None = None
+    world_size: int | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasted, going by its records."""
+        return max(0.0, self.ended - self.begun)
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """All of it, oldest first. ``skipped`` and ``earlier`` as in ``Recording``; ``events`` is how many were read."""
+
+    runs: tuple[Run, ...] = ()
+    saves: tuple[Save, ...] = ()
+    notices: tuple[Notice, ...] = ()
+    removals: tuple[Removal, ...] = ()
+    events: int = 0
+    skipped: int = 0
+    earlier: bool = False
+
+    def of(self, outcome: Outcome) -> tuple[Save, ...]:
+        """The saves with this outcome."""
+        return tuple(save for save in self.saves if save.outcome == outcome)
+
+
+def tell(recording: Recording) -> History:
+    """Make a history of what was recorded."""
+    teller = _Teller()
+    for event in recording.events:
+        teller.hear(event)
+    return replace(teller.history(), events=len(recording.events), skipped=recording.skipped, earlier=recording.earlier)
+
+
+class _Teller:
+    """Hears one event after the other."""
+
+    def __init__(self) -> None:
+        self._runs: list[Run] = []
+        self._saves: list[Save] = []
+        self._notices: list[Notice] = []
+        self._removals: list[Removal] = []
+        self._open: dict[tuple[str, int | None], Save] = {}
+        self._on_disk: dict[str, int] = {}
+        self._safe_since: float | None = None  # work before this moment is on the disk
+        self._kept_bytes = 0
+        self._announced = False  # the run said when it began
+        self._saving = False  # the run has come to its first save
+        self._by_kind: Mapping[str, Callable[[Recorded], None]] = {
+            "run": self._run,
+            "agreed": self._agreed,
+            "snapshotted": self._snapshotted,
+            "written": self._written,
+            "committed": self._committed,
+            "failed": self._failed,
+            "removed": self._removed,
+            "resumed": self._resumed,
+            "quarantined": self._quarantined,
+            "respawned": self._respawned,
+            "stoprequested": self._stop_requested,
+        }
+
+    def hear(self, event: Recorded) -> None:
+        """Take one event. Unknown kinds, and what other ranks say about saves, are passed over."""
+        take = self._by_kind.get(event.kind)
+        if take is None or (event.rank != 0 and event.kind not in ("quarantined", "respawned")):
+            return
+        again = event.kind == "resumed" and self._saving and not self._announced
+        if event.kind == "run" or not self._runs or again:
+            self._begin(event)
+        take(event)
+        run = self._runs[-1]
+        self._runs[-1] = replace(run, begun=min(run.begun, event.at), ended=max(run.ended, event.at))
+
+    def history(self) -> History:
+        """What was heard."""
+        saves = [*self._saves, *self._open.values()]
+        return History(
+            runs=tuple(self._runs),
+            saves=tuple(saves),
+            notices=tuple(self._notices),
+            removals=tuple(self._removals),
+        )
+
+    def _begin(self, event: Recorded) -> None:
+        self._saves += [replace(save, outcome="interrupted") for save in self._open.values()]
+        self._open.clear()
+        # The records of a save come at its end; a run that did not say when it began did so no later than its first call.
+        begun = event.at - (event.number("seconds") or 0.0)
+        self._runs.append(Run(number=len(self._runs) + 1, begun=begun, ended=event.at))
+        self._safe_since = begun
+        self._announced = event.kind == "run"
+        self._saving = False
+
+    def _run(self, event: Recorded) -> None:
+        self._runs[-1] = replace(
+            self._runs[-1],
+            host=event.text("host"),
+            pid=event.count("pid"),
+            world_size=event.count("world_size"),
+            versions=event.texts("versions"),
+        )
+
+    def _opened(self, event: Recorded) -> Save:
+        self._saving = True
+        name, step = event.text("name"), event.count("step")
+        known = self._open.pop((name, step), None)
+        if known is not None:
+            return replace(known, ended=event.at)
+        number = len(self._runs)
+        return Save(name=name, step=step, run=number, outcome="in flight", begun=event.at, ended=event.at)
+
+    def _keep_open(self, save: Save) -> None:
+        self._open[save.name, save.step] = save
+
+    def _agreed(self, event: Recorded) -> None:
+        save = self._opened(event)
+        self._keep_open(replace(save, begun=event.at - (event.number("seconds") or 0.0)))
+
+    def _snapshotted(self, event: Recorded) -> None:
+        self._keep_open(replace(self._opened(event), stall_s=event.number("stall_s")))
+
+    def _written(self, event: Recorded) -> None:
+        save = self._opened(event)
+        self._keep_open(replace(save, written_bytes=event.count("size_bytes"), write_s=event.number("seconds")))
+
+    def _committed(self, event: Recorded) -> None:
+        save, path = self._finished(event, "committed"), event.text("path")
+        self._place(path, event.count("size_bytes") or 0)
+        since = self._safe_since if self._safe_since is not None else save.begun
+        self._saves.append(
+            replace(
+                save,
+                path=path,
+                size_bytes=event.count("size_bytes"),
+                at_risk_s=max(0.0, save.ended - since),
+                kept_bytes=self._kept_bytes,
+            )
+        )
+        self._safe_since = save.begun
+
+    def _failed(self, event: Recorded) -> None:
+        save = self._finished(event, "failed")
+        self._saves.append(replace(save, error=event.text("error") or "no reason recorded", phase=event.text("phase")))
+
+    def _removed(self, event: Recorded) -> None:
+        path = event.text("path")
+        self._removals.append(Removal(at=event.at, path=path, size_bytes=self._take(path)))
+
+    def _notice(self, event: Recorded, text: str, step: int | None = None) -> None:
+        number, seconds = len(self._runs), event.number("seconds")
+        notice = Notice(at=event.at, run=number, kind=event.kind, text=text, step=step, seconds=seconds)
+        self._notices.append(notice)
+
+    def _resumed(self, event: Recorded) -> None:
+        passed_over = event.count("rejected") or 0
+        beside = f"; {passed_over} passed over as unusable" if passed_over else ""
+        self._notice(event, f"{event.text('path')}{beside}", event.count("step"))
+        self._safe_since = event.at
+
+    def _quarantined(self, event: Recorded) -> None:
+        self._take(event.text("path"))
+        self._notice(event, f"{event.text('path')}: {event.text('reason')}")
+
+    def _respawned(self, event: Recorded) -> None:
+        self._notice(event, f"the writer process was replaced on rank {event.rank}: {event.text('ended')}")
+
+    def _stop_requested(self, event: Recorded) -> None:
+        self._notice(event, f"{event.text('signal') or 'a signal'} asked all ranks to save and stop")
+
+    def _finished(self, event: Recorded, outcome: Outcome) -> Save:
+        save, total_s = self._opened(event), event.number("seconds")
+        begun = min(save.begun, event.at) if total_s is None else event.at - total_s
+        run = self._runs[-1]
+        self._runs[-1] = replace(run, begun=min(run.begun, begun))
+        return replace(save, outcome=outcome, begun=begun, ended=event.at, total_s=total_s)
+
+    def _place(self, path: str, size_bytes: int) -> None:
+        self._take(path)
+        self._on_disk[path] = size_bytes
+        self._kept_bytes += size_bytes
+
+    def _take(self, path: str) -> int | None:
+        size_bytes = self._on_disk.pop(path, None)
+        self._kept_bytes -= size_bytes or 0
+        return size_bytes

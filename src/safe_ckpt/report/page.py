@@ -1,0 +1,121 @@
+"""One self-contained page: no script, nothing from elsewhere, and a policy in it that forbids both. Pure."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from datetime import datetime
+
+from safe_ckpt.report import sections, totals, words
+from safe_ckpt.report.history import History
+from safe_ckpt.report.html import Html, tag
+from safe_ckpt.report.sections import Subject
+from safe_ckpt.report.style import CSS
+from safe_ckpt.report.totals import Totals
+
+
+def render(history: History, subject: Subject) -> str:
+    """The whole page."""
+    figures = totals.total(history)
+    parts = [
+        _header(figures, subject),
+        _tiles(figures),
+        sections.timeline(history, subject),
+        sections.stalls(history, figures),
+        sections.throughput(history),
+        sections.failures(history, subject),
+        sections.retention(history, figures),
+        sections.existing(subject),
+        sections.notices(history, subject),
+        sections.all_saves(history, subject),
+        _footer(history),
+    ]
+    body = tag("body", tag("main", *parts))
+    return f"<!DOCTYPE html>\n{tag('html', _head(subject), body, lang='en')}\n"
+
+
+def _head(subject: Subject) -> Html:
+    digest = base64.b64encode(hashlib.sha256(CSS.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    return tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name_="referrer", content="no-referrer"),
+        tag("title", f"Checkpoints of {subject.directory}"),
+        tag("style", Html(CSS)),
+    )
+
+
+def _header(figures: Totals, subject: Subject) -> Html:
+    made = words.clock(subject.made_at, subject.zone)
+    zone = datetime.fromtimestamp(subject.made_at, tz=subject.zone).astimezone(subject.zone).strftime("UTC%z")
+    good = figures.failed == 0 and figures.committed > 0
+    path = "M8 15.5L13 20.5L22.5 10" if good else "M15 8V16.5M15 22V22.1"
+    sign = tag(
+        "svg",
+        tag("circle", cx=15, cy=15, r=15, class_="good" if good else "bad"),
+        tag("path", d=path, class_="sign"),
+        viewBox="0 0 30 30",
+        role="img",
+        aria_label="all saves were committed" if good else "not all is well",
+    )
+    return tag(
+        "header",
+        tag("p", "Checkpoints of ", tag("code", subject.directory), f", seen {made} ({zone})", class_="where"),
+        tag("div", sign, tag("h1", totals.verdict(figures)), class_="verdict"),
+        tag("p", " ".join(totals.sentences(figures, subject.made_at)), class_="lead"),
+    )
+
+
+def _tiles(figures: Totals) -> Html:
+    unfinished = [f"{figures.failed} failed"]
+    if figures.interrupted:
+        unfinished.append(f"{figures.interrupted} cut short")
+    if figures.in_flight:
+        unfinished.append(f"{figures.in_flight} in flight")
+    share = f"{words.percent(figures.stall_share)} of the time" if figures.stall_share is not None else ""
+    tiles = (
+        ("Saves committed", words.grouped(figures.committed), ", ".join(unfinished)),
+        ("Median stall", words.duration(figures.median_stall_s), _worst("longest", figures.longest_stall_s, share)),
+        ("Median time until durable", words.duration(figures.median_total_s), _worst("longest", figures.longest_total_s)),
+        ("Median throughput", words.rate(figures.median_gbps), f"of rank 0; slowest {words.rate(figures.slowest_gbps)}"),
+        ("Most work at risk", words.duration(figures.at_risk_s), f"usually {words.duration(figures.median_at_risk_s)}"),
+        ("Removed", words.grouped(figures.removed), f"by retention; {words.size(figures.freed_bytes)} freed"),
+    )
+    shown = [
+        tag(
+            "div",
+            tag("dt", name),
+            tag("dd", figure or "not recorded", class_="figure"),
+            tag("dd", more if figure else "", class_="more"),
+            class_="tile",
+        )
+        for name, figure, more in tiles
+    ]
+    return tag("dl", *shown, class_="tiles")
+
+
+def _worst(word: str, seconds: float | None, beside: str = "") -> str:
+    return ", ".join(
+        part for part in (f"{word} {words.duration(seconds)}" if seconds is not None else "", beside) if part
+    )
+
+
+def _footer(history: History) -> Html:
+    read = [f"Read from events.jsonl: {words.counted(history.events, 'event')}."]
+    if history.earlier:
+        read.append("There are older ones, which were not read and are not counted here.")
+    if history.skipped:
+        read.append(
+            f"{words.counted(history.skipped, 'line')} could not be read as an event and {_was(history.skipped)} skipped."
+        )
+    read.append("Only rank 0 records: stalls and throughput are its own. Times are those of its clock.")
+    versions = next((run.versions for run in reversed(history.runs) if run.versions), {})
+    made = ", ".join(f"{name} {number}" for name, number in versions.items())
+    return tag("footer", tag("p", " ".join(read)), *([tag("p", f"Last run with {made}.")] if made else []))
+
+
+def _was(count: int) -> str:
+    return "was" if count == 1 else "were"

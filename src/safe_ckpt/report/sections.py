@@ -1,0 +1,217 @@
+"""The sections of the page, from the timeline to the list of all saves. Pure; an empty one where there is nothing to say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import tzinfo
+
+from safe_ckpt.report import bars, strips, words
+from safe_ckpt.report.bars import Bar
+from safe_ckpt.report.existing import Existing
+from safe_ckpt.report.history import History, Save
+from safe_ckpt.report.html import Html, join, tag
+from safe_ckpt.report.tables import table
+from safe_ckpt.report.totals import Totals
+
+_MOST_FAILURES = 30
+_MOST_NOTICES = 60
+_MOST_SAVES = 200
+_MOST_EXISTING = 100
+_KINDS = {
+    "resumed": "resumed",
+    "quarantined": "quarantined",
+    "respawned": "new writer",
+    "stoprequested": "asked to stop",
+}
+_MARKS = "A cross is a save that failed, a dotted line the beginning of a new run."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What a page is about.
+
+    Attributes:
+        directory: as the user knows it.
+        made_at: when the page is made, seconds since the epoch.
+        existing: the checkpoints that are there now.
+        problem: what kept some from being listed; "" for nothing.
+        zone: of the times on the page; None for that of this machine.
+    """
+
+    directory: str
+    made_at: float
+    existing: Sequence[Existing] = ()
+    problem: str = ""
+    zone: tzinfo | None = None
+
+
+def timeline(history: History, subject: Subject) -> Html:
+    """When what happened, run by run."""
+    return _section("Timeline", strips.timeline(history, subject.zone)) if history.runs else join()
+
+
+def stalls(history: History, figures: Totals) -> Html:
+    """What saving cost training, and what not saving more often may cost."""
+    held = bars.chart(
+        "Stall per save",
+        f"How long the call to save held training. {_MARKS}",
+        _series(history, "stall_s"),
+        "seconds",
+        "longest",
+    )
+    risk = bars.chart(
+        "Work at risk",
+        "What a kill just before the commit would have cost, counted from the save before it.",
+        _series(history, "at_risk_s"),
+        "seconds",
+        "longest",
+    )
+    if not held and not risk:
+        return join()
+    lost = f"Saves held training for {words.duration(figures.stall_s)} of {words.duration(figures.wall_s)}."
+    return _section("Stalls", tag("p", lost), held, risk)
+
+
+def throughput(history: History) -> Html:
+    """How fast bytes came to the disk."""
+    speed = bars.chart(
+        "Throughput of rank 0",
+        "Bytes written by the time until they are durable; 1 GB is 10⁹ bytes.",
+        _series(history, "gbps"),
+        "gbps",
+        "slowest",
+    )
+    until = bars.chart(
+        "Until durable",
+        "From the call to save to the commit.",
+        _series(history, "total_s", failed_too=False),
+        "seconds",
+        "longest",
+    )
+    return _section("Throughput", speed, until) if speed or until else join()
+
+
+def failures(history: History, subject: Subject) -> Html:
+    """Every failure with its text; the last ones where there are many."""
+    found = [save for save in history.saves if save.outcome in ("failed", "interrupted")]
+    if not found:
+        return _section("Failures", tag("p", "None."))
+    shown = found[: -_MOST_FAILURES - 1 : -1]
+    rows = [
+        (
+            words.clock(save.ended, subject.zone),
+            _label(save),
+            save.phase,
+            save.error or "its run ended before the save did",
+        )
+        for save in shown
+    ]
+    return _section(
+        "Failures",
+        tag("p", f"{_some(shown, found, 'failure')}. A failed save leaves earlier checkpoints as they are."),
+        table("Failures", ("when", "save", "phase", "what happened"), rows),
+    )
+
+
+def retention(history: History, figures: Totals) -> Html:
+    """What was deleted, and what the disk had to hold."""
+    held = bars.chart(
+        "On the disk at each commit",
+        "The new checkpoint and those kept until then, as far as the events tell.",
+        _series(history, "kept_bytes", failed_too=False),
+        "bytes",
+        "largest",
+    )
+    removed = f"{words.counted(figures.removed, 'checkpoint')} removed, {words.size(figures.freed_bytes)} freed."
+    return _section("Retention", tag("p", removed), held)
+
+
+def existing(subject: Subject) -> Html:
+    """The checkpoints that are there now."""
+    shown = subject.existing[:_MOST_EXISTING]
+    rows = [
+        (
+            row.name,
+            str(row.step) if row.step is not None else "",
+            row.created_at,
+            words.size(row.size_bytes),
+            row.metrics,
+            row.state,
+        )
+        for row in shown
+    ]
+    told = "As their manifests tell; their bytes were not read. To have them checked: safe-ckpt verify."
+    problem = [tag("p", f"Not all could be listed: {subject.problem}", class_="bad-text")] if subject.problem else []
+    if not rows:
+        return _section("There now", *problem, tag("p", "No checkpoint."))
+    columns = ("name", "step", "created", "size", "metrics", "state")
+    return _section("There now", *problem, tag("p", told), table("Checkpoints that are there now", columns, rows))
+
+
+def notices(history: History, subject: Subject) -> Html:
+    """Resumes, quarantines, new writer processes, signals."""
+    if not history.notices:
+        return _section("Resumes and mishaps", tag("p", "None."))
+    shown = history.notices[: -_MOST_NOTICES - 1 : -1]
+    rows = [
+        (
+            words.clock(notice.at, subject.zone),
+            _KINDS.get(notice.kind, notice.kind),
+            str(notice.step) if notice.step is not None else "",
+            words.duration(notice.seconds),
+            notice.text,
+        )
+        for notice in shown
+    ]
+    columns = ("when", "what", "step", "took", "more")
+    return _section(
+        "Resumes and mishaps",
+        tag("p", f"{_some(shown, history.notices, 'event')}."),
+        table("Resumes and mishaps", columns, rows),
+    )
+
+
+def all_saves(history: History, subject: Subject) -> Html:
+    """The charts in figures."""
+    if not history.saves:
+        return join()
+    shown = history.saves[: -_MOST_SAVES - 1 : -1]
+    rows = [
+        (
+            words.clock(save.ended, subject.zone),
+            _label(save),
+            save.outcome,
+            words.duration(save.stall_s),
+            words.duration(save.total_s),
+            words.rate(save.gbps),
+            words.size(save.size_bytes),
+        )
+        for save in shown
+    ]
+    columns = ("when", "save", "outcome", "stall", "until durable", "throughput", "size")
+    summary = tag("summary", _some(shown, history.saves, "save"))
+    return _section("Saves in figures", tag("details", summary, table("Saves", columns, rows)))
+
+
+def _section(title: str, *children: str) -> Html:
+    return tag("section", tag("h2", title), *children)
+
+
+def _label(save: Save) -> str:
+    return f"step {save.step}" if save.step is not None else save.name or "a save"
+
+
+def _series(history: History, value: str, *, failed_too: bool = True) -> list[Bar]:
+    found, run = [], history.saves[0].run if history.saves else 0
+    for save in history.saves:
+        failed = save.outcome in ("failed", "interrupted")
+        known = getattr(save, value) if failed_too or not failed else None
+        found.append(Bar(label=_label(save), value=known, failed=int(failed), resumed=save.run != run))
+        run = save.run
+    return found
+
+
+def _some(shown: Sequence[object], of: Sequence[object], noun: str) -> str:
+    all_of_them = words.counted(len(of), noun)
+    return f"The last {len(shown)} of {all_of_them}, newest first" if len(shown) < len(of) else f"{all_of_them}, newest first"

@@ -1,0 +1,108 @@
+"""The figures of a whole history, and the sentences that open every view of it. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from safe_ckpt.report import words
+from safe_ckpt.report.history import History, Save
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """What the saves of a history come to. What cannot be told is None.
+
+    Attributes:
+        last: the last committed save.
+        wall_s: how long the runs lasted together, going by their records.
+        stall_s: how long saves held training, all together.
+        stall_share: of ``wall_s``.
+        at_risk_s: the most work that a kill at the worst moment would have cost.
+        removed: how many checkpoints retention deleted.
+        freed_bytes: what that freed, as far as their sizes were read.
+    """
+
+    committed: int
+    failed: int
+    interrupted: int
+    in_flight: int
+    last: Save | None
+    wall_s: float
+    stall_s: float
+    stall_share: float | None
+    median_stall_s: float | None
+    longest_stall_s: float | None
+    median_gbps: float | None
+    slowest_gbps: float | None
+    median_total_s: float | None
+    longest_total_s: float | None
+    median_at_risk_s: float | None
+    at_risk_s: float | None
+    removed: int
+    freed_bytes: int
+
+
+def total(history: History) -> Totals:
+    """Add up."""
+    committed = history.of("committed")
+    stalls = [save.stall_s for save in history.saves if save.stall_s is not None]
+    rates = [save.gbps for save in history.saves if save.gbps is not None]
+    totals = [save.total_s for save in committed if save.total_s is not None]
+    risks = [save.at_risk_s for save in committed if save.at_risk_s is not None] + _since_last_commit(history)
+    wall_s = sum(run.seconds for run in history.runs)
+    return Totals(
+        committed=len(committed),
+        failed=len(history.of("failed")),
+        interrupted=len(history.of("interrupted")),
+        in_flight=len(history.of("in flight")),
+        last=committed[-1] if committed else None,
+        wall_s=wall_s,
+        stall_s=sum(stalls),
+        stall_share=min(1.0, sum(stalls) / wall_s) if stalls and wall_s > 0 else None,
+        median_stall_s=_median(stalls),
+        longest_stall_s=max(stalls, default=None),
+        median_gbps=_median(rates),
+        slowest_gbps=min(rates, default=None),
+        median_total_s=_median(totals),
+        longest_total_s=max(totals, default=None),
+        median_at_risk_s=_median(risks),
+        at_risk_s=max(risks, default=None),
+        removed=len(history.removals),
+        freed_bytes=sum(removal.size_bytes or 0 for removal in history.removals),
+    )
+
+
+def verdict(totals: Totals) -> str:
+    """The first sentence."""
+    if not totals.committed + totals.failed + totals.interrupted + totals.in_flight:
+        return "No saves recorded."
+    failed = f"{totals.failed} failed" if totals.failed else "none failed"
+    return f"{words.counted(totals.committed, 'save')} committed, {failed}."
+
+
+def sentences(totals: Totals, now: float) -> list[str]:
+    """What follows it: the last commit, as seen at ``now`` (seconds since the epoch), and what saving cost."""
+    said = []
+    if (last := totals.last) is not None:
+        which = f"step {last.step}" if last.step is not None else last.name
+        said.append(f"Last committed: {which}, {words.age(max(0.0, now - last.ended))} ago.")
+    if totals.stall_share is not None:
+        said.append(f"Stalls took {words.percent(totals.stall_share)} of the time.")
+    return said
+
+
+def _since_last_commit(history: History) -> list[float]:
+    """Per run the work that was at risk when it ended, where more was recorded after its last commit."""
+    latest = {save.run: save for save in history.saves}
+    done = {save.run: save for save in history.of("committed")}
+    found = []
+    for run in history.runs:
+        if run.number in latest and latest[run.number] is not done.get(run.number):
+            begun = done[run.number].begun if run.number in done else run.begun
+            found.append(max(0.0, run.ended - begun))
+    return found
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
