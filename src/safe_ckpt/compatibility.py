@@ -19,7 +19,7 @@ from safe_ckpt.errors import UnsupportedVersionError
 
 logger = logging.getLogger(__name__)
 
-Verdict = Literal["too old", "run", "newer release", "newer series"]
+Verdict = Literal["too old", "allowed", "newer release", "newer series"]
 _told: set[str] = set()
 
 
@@ -43,7 +43,9 @@ class Supported:
 SUPPORTED: Mapping[str, Supported] = {
     "python": Supported(lowest="3.10", newest="3.13", because="its syntax is used"),
     "torch": Supported(
-        lowest="2.7", newest="2.15.0", because="with gloo a timeout that is raised later does not hold, nor FSDP2 on CPUs"
+        lowest="2.7",
+        newest="2.15.0",
+        because="with gloo a timeout that is raised later does not hold, nor FSDP2 on CPUs",
     ),
     "lightning": Supported(
         lowest="2.5.3", newest="2.6.6", because="ModelCheckpoint has no save_on_exception", extra="lightning"
@@ -54,7 +56,10 @@ SUPPORTED: Mapping[str, Supported] = {
     "accelerate": Supported(lowest="1.8", newest="1.15.0", because="older ones were not run", extra="accelerate"),
     "transformers": Supported(lowest="4.50", newest="5.23.0", because="older ones were not run", extra="transformers"),
     "deepspeed": Supported(
-        lowest="0.17.5", newest="0.19.8", because="its checkpoint engines are told of a save otherwise", extra="deepspeed"
+        lowest="0.17.5",
+        newest="0.19.8",
+        because="its checkpoint engines are told of a save otherwise",
+        extra="deepspeed",
     ),
 }
 
@@ -92,13 +97,13 @@ def judge(found: str, supported: Supported) -> Verdict:
     here, newest = numbers(found), numbers(supported.newest)
     if here < numbers(supported.lowest):
         return "too old"
-    if here[: len(newest)] <= newest:
-        return "run"
+    if here <= newest:
+        return "allowed"
     return "newer series" if _series(here) > _series(newest) else "newer release"
 
 
 def numbers(found: str) -> tuple[int, ...]:
-    """The release as numbers: ``"2.13.0+cpu"`` is ``(2, 13)``, for zeros at the end mean nothing; ``()`` for what is no version."""
+    """The release as numbers: ``"2.13.0+cpu"`` is ``(2, 13)``, for zeros at the end mean nothing; ``()`` for no version."""
     head = re.match(r"v?(?:\d+!)?(\d+(?:\.\d+)*)", found)
     parts = [int(part) for part in head.group(1).split(".")] if head else []
     while parts and parts[-1] == 0:
@@ -122,7 +127,7 @@ def _compare(package: str, found: str | None) -> None:
         raise UnsupportedVersionError(
             package=package, found=found, lowest=supported.lowest, because=supported.because, remedy=_remedy(package)
         )
-    if verdict == "run" or package in _told:
+    if verdict == "allowed" or package in _told:
         return
     _told.add(package)
     level = logging.WARNING if verdict == "newer series" else logging.INFO

@@ -74,6 +74,7 @@ trainer:
       init_args:
         dirpath: {tmp_path / "run"}
         filename: it
+        resume: auto
         config:
           snapshot: eager
           timeouts:
@@ -88,7 +89,7 @@ trainer:
         False,
     )
     assert (tmp_path / "run/it.ckpt").is_file()
-    again = callback(parse(f"--config={tmp_path / 'config.yaml'}"))
+    again = callback(parse("fit", f"--config={tmp_path / 'config.yaml'}", run=True, save_config_callback=None))
     assert (again.dirpath, again.filename, again.config) == (built.dirpath, built.filename, built.config)
 
 

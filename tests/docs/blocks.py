@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LANGUAGES = ("python", "yaml", "sh", "console", "text")
 ANYTHING = "…"
+_INSTALL = "pip install "
 _FENCE = re.compile(r"^(?P<indent>\s*)(?P<fence>`{3,}|~{3,})(?P<language>\w*)(?P<info>[^`]*)$")
 _TITLE = re.compile(r'\btitle="([^"]+)"')
 _MARK = re.compile(r"^\s*<!-- (not run|run in): ?(.+?) -->\s*$")
@@ -68,12 +69,13 @@ def needs(page: str) -> str:
     return found.group(1) if found else ""
 
 
-def blocks_of(page: str, text: str | None = None) -> list[Block]:
+def blocks_of(page: str | Path, text: str | None = None) -> list[Block]:
     """The blocks of a page in order, those in HTML comments included.
 
     Raises:
         ValueError: a fence is not closed, or says no language.
     """
+    name = Path(page).relative_to(ROOT).as_posix() if Path(page).is_relative_to(ROOT) else Path(page).name
     lines = ((ROOT / page).read_text(encoding="utf-8") if text is None else text).splitlines()
     found: list[Block] = []
     at = 0
@@ -85,12 +87,12 @@ def blocks_of(page: str, text: str | None = None) -> list[Block]:
         closing = re.compile(rf"^\s*{opened['fence']}\s*$")
         end = next((n for n in range(at + 1, len(lines)) if closing.match(lines[n])), None)
         if end is None or opened["language"] not in LANGUAGES:
-            raise ValueError(f"{page}:{at + 1}: a fence that is not closed or names none of {', '.join(LANGUAGES)}")
+            raise ValueError(f"{name}:{at + 1}: a fence that is not closed or names none of {', '.join(LANGUAGES)}")
         mark = _MARK.match(lines[at - 1]) if at else None
         title = _TITLE.search(opened["info"])
         found.append(
             Block(
-                page=page,
+                page=name,
                 line=at + 1,
                 language=opened["language"],
                 title=title.group(1) if title else "",
@@ -101,6 +103,17 @@ def blocks_of(page: str, text: str | None = None) -> list[Block]:
         )
         at = end + 1
     return found
+
+
+def is_install(line: str) -> bool:
+    """Whether a line of a ``sh`` block installs something: such a line is checked, not run."""
+    return line.startswith(_INSTALL)
+
+
+def install_lines(block: Block) -> list[str]:
+    """What a ``sh`` block has pip install, line by line."""
+    lines = block.code.splitlines() if block.language == "sh" else []
+    return [line[len(_INSTALL) :].split("#")[0] for line in lines if is_install(line)]
 
 
 def commands_of(block: Block) -> list[Command]:

@@ -1,6 +1,7 @@
-"""Run one page's code blocks as a reader would: ``python tests/docs/page.py docs/cli.md``, in a folder of its own.
+"""Run one page's code blocks in the current folder; by hand: ``python tests/docs/page.py --show docs/cli.md``.
 
-Prints what differs from the page, and exits with 1 if anything does; with ``--show``, prints what every block printed.
+Prints what differs from the page, and exits with 1 if anything does. With ``--show`` it works in a fresh folder and prints what
+every block printed.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -16,9 +16,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from blocks import ROOT, Block, blocks_of, commands_of, difference
+from blocks import Block, blocks_of, commands_of, difference, is_install
+from running import as_a_reader
 
-_INSTALL = re.compile(r"^(?:sudo )?(pip install|apt-get install) (.+)$")
 _LIMIT_S = 90.0
 
 
@@ -62,7 +62,7 @@ class Page:
         return difference(block.code, printed)
 
     def _sh(self, block: Block) -> str:
-        lines = [line for line in block.code.splitlines() if not _INSTALL.match(line)]
+        lines = [line for line in block.code.splitlines() if not is_install(line)]
         return self._shell(block, "set -e\n" + "\n".join(lines), 0)
 
     def _console(self, block: Block) -> str:
@@ -99,7 +99,7 @@ class Page:
         data = yaml.safe_load(block.code)
         try:
             _parse(data)
-        except BaseException as error:  # jsonargparse raises SystemExit
+        except Exception as error:
             return f"does not parse: {error!r}"
         return ""
 
@@ -110,43 +110,28 @@ class Page:
 
 
 def _parse(data: Any) -> None:
-    if "trainer" in data:
+    if "trainer" in data:  # as LightningCLI takes it
         from jsonargparse import ArgumentParser
         from lightning.pytorch import Trainer
 
-        parser = ArgumentParser()
+        parser = ArgumentParser(exit_on_error=False)
         parser.add_class_arguments(Trainer, "trainer")
-        parser.instantiate_classes(parser.parse_object(data))
+        parser.parse_object(data)
         return
     from safe_ckpt import CheckpointConfig
 
     CheckpointConfig.from_mapping(data.get("safe_ckpt", data))
 
 
-def as_a_reader() -> dict[str, str]:
-    """The environment of somebody who has just activated a virtual environment on a machine without a GPU."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "SAFE_CKPT", "PYTHON"))}
-    return {
-        **own,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{own.get('PATH', '')}",
-        "PYTHONUNBUFFERED": "1",  # stdout and stderr in the order in which a terminal shows them
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "HOME": os.getcwd(),
-        "RES_OPTIONS": "timeout:1",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_EXTENSIONS_DIR": own.get("TORCH_EXTENSIONS_DIR", f"{ROOT}/.venv/torch_extensions"),
-    }
-
-
 def main() -> int:
-    """Run the page named by the first argument in the current folder, or in a fresh one with ``--show``."""
+    """Run the page that the last argument names."""
     show = "--show" in sys.argv
+    blocks = blocks_of(os.path.abspath(sys.argv[-1]))
     page = Page(show=show)
     if show:
         os.chdir(tempfile.mkdtemp())
-    os.environ.update(as_a_reader())
-    for block in blocks_of(sys.argv[1]):
+        os.environ.update(as_a_reader(Path.cwd()))
+    for block in blocks:
         page.run(block)
     print("\n\n".join(page.problems))
     return 1 if page.problems else 0

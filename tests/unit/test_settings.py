@@ -43,8 +43,9 @@ def refused(file, text):
     ("text", "said"),
     [
         ("retention:\n\n  keep_lst: 3", ':3: retention.keep_lst: unknown key; did you mean "keep_last"?'),
-        ("# a\nkeep_last: 3", ':2: keep_last: unknown key; did you mean "retention.keep_last"?'),
-        ("retention.keep_last: 3", ':1: retention.keep_last: unknown key; did you mean "retention.keep_last"?'),
+        ("# a\nkeep_last: 3", ':2: keep_last: unknown key; "keep_last" belongs under "retention"'),
+        ("retention.keep_last: 3", ':1: retention.keep_last: unknown key; "keep_last" belongs under "retention"'),
+        ("retention: {lease_s: 3}", ':1: retention.lease_s: unknown key; "lease_s" belongs at the top level'),
         ("a: 1\nsafe_ckpt:\n  lease_s: 0", ":3: lease_s: expected at least 1, got 0.0"),
         ("timeouts: {\n  barrier_s: soon}", ":2: timeouts.barrier_s: expected seconds or \"HH:MM:SS\", got 'soon'"),
         (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from safe_ckpt import compatibility
 
-compatibility.check("accelerate")  # before what may fail on an older one
+compatibility.check("accelerate")  # before what fails on an older one
 
-from safe_ckpt.accelerate.handle import Handle, SafeCheckpointPlugin, register
+from safe_ckpt.accelerate.handle import Handle, SafeCheckpointPlugin, register  # noqa: E402
 
 __all__ = ["Handle", "SafeCheckpointPlugin", "register"]

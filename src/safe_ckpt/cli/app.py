@@ -11,9 +11,11 @@ import typer
 
 from safe_ckpt.cli import config
 from safe_ckpt.cli.doctor import doctor
+from safe_ckpt.cli.gc import gc
 from safe_ckpt.cli.inspect import inspect
 from safe_ckpt.cli.listing import list_checkpoints
 from safe_ckpt.cli.report import report
+from safe_ckpt.cli.resume_path import resume_path
 from safe_ckpt.cli.unlock import unlock
 from safe_ckpt.cli.verify import verify
 from safe_ckpt.cli.watch import watch
@@ -22,6 +24,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich
 app.command("list")(list_checkpoints)
 app.command("verify")(verify)
 app.command("inspect")(inspect)
+app.command("resume-path")(resume_path)
+app.command("gc")(gc)
 app.command("unlock")(unlock)
 app.command("doctor")(doctor)
 app.command("report")(report)

@@ -27,7 +27,7 @@ def verify(
 ) -> None:
     """Read every byte of the checkpoints at PATHS and compare it with what was written.
 
-    Ours carry digests of everything; files of torch.save (Lightning, Accelerate, DeepSpeed, DCP) a CRC-32 of every record, which
+    Ours carry digests of everything; files of torch.save (Lightning, Accelerate, DeepSpeed, DCP) a CRC-32 of every record, that
     torch.load never looks at. safetensors, JSON and plain pickles carry nothing: there the structure is checked, and the answer
     is "cannot tell". Exit status: 0 all valid, 1 something is damaged, 3 nothing is damaged but not all could be told.
     """

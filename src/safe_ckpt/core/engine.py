@@ -87,6 +87,7 @@ class Engine:
             problem = self._add_hooks() if self.rank == 0 else None
             self.agree("open", {"settings": digest}, answer=problem, decide=raise_first)
         except BaseException:
+            self._closed = True
             self._end()
             raise
         if self.rank == 0:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import os
 import re
+import socket
 import sys
 import zipfile
 import zlib
@@ -18,11 +20,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from safe_ckpt.core.json_text import MOST_BYTES, parse_json
 from safe_ckpt.core.zip_format import COMMENT_BYTES, COMMENT_PREFIX
 from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 
@@ -30,7 +33,6 @@ FORMAT = "safe_ckpt"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 RECORD_NAME = "archive/.safe_ckpt/manifest.json"
-_MOST_BYTES = 256 << 20  # of a manifest: room for a million files, but not for a bomb
 # What zipfile raises on damaged archives; RuntimeError for a flag that says "encrypted".
 UNREADABLE = (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, RuntimeError, zlib.error)
 _DIGEST = re.compile(r"^[0-9a-f]{32}$")
@@ -65,6 +67,7 @@ class Manifest:
         sequence: commit order within a directory; neither the step nor a clock tells which is newer.
         items: name given to ``save`` -> how it was stored.
         notes: what an adapter wants to remember.
+        written_by: host and process of rank 0; empty in manifests of earlier releases.
         files: every file of a directory checkpoint; empty for a single file.
     """
 
@@ -78,6 +81,7 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=_versions)
     items: Mapping[str, Any] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
+    written_by: Mapping[str, Any] = field(default_factory=lambda: {"host": socket.gethostname(), "pid": os.getpid()})
     files: tuple[FileEntry, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -113,6 +117,7 @@ class Manifest:
             texts = {key: _typed(data[key], str) for key in keys}
             numbers = {key: _typed(data[key], int) for key in ("sequence", "step", "world_size")}
             maps = {key: _typed(data[key], dict) for key in ("metrics", "versions", "items", "notes")}
+            maps["written_by"] = _typed(data.get("written_by", {}), dict)
         except (KeyError, TypeError) as error:
             raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=f"damaged manifest: {error}") from error
         return cls(**texts, **numbers, **maps, files=files)
@@ -199,9 +204,9 @@ def _read_from_archive(path: Path) -> Manifest:
     try:
         with zipfile.ZipFile(path) as archive:
             info = archive.getinfo(RECORD_NAME)
-            if info.file_size > _MOST_BYTES:
+            if info.file_size > MOST_BYTES:
                 raise CorruptCheckpointError(path=str(path), file=RECORD_NAME, message="the manifest is too large")
-            data = json.loads(archive.read(info))
+            data = parse_json(archive.read(info))
     except KeyError:
         if archive_digest(path) is not None:
             raise CorruptCheckpointError(path=str(path), file=RECORD_NAME, message="is missing") from None
@@ -229,9 +234,9 @@ def _has_trace_of_ours(path: Path) -> bool:
 def _read_from_directory(path: Path) -> Manifest:
     file = path / MANIFEST_NAME
     try:
-        if file.stat().st_size > _MOST_BYTES:
+        if file.stat().st_size > MOST_BYTES:
             raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message="the manifest is too large")
-        data = json.loads(file.read_bytes())
+        data = parse_json(file.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message="is missing") from None
     except ValueError as error:
@@ -245,8 +250,8 @@ def _read_from_directory(path: Path) -> Manifest:
 
 def _entry(row: Any, path: str) -> FileEntry:
     name, size, digest, rank = row["path"], row["size_bytes"], row["xxh3_128"], row["rank"]
-    pure = PurePosixPath(_typed(name, str))
-    if pure.is_absolute() or ".." in pure.parts or not pure.parts or "\0" in name:
+    parts = _typed(name, str).split("/")
+    if name.startswith("/") or ".." in parts or not any(part not in ("", ".") for part in parts) or "\0" in name:
         message = f"a path in the manifest leads out of the checkpoint: {name!r}"
         raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=message)
     if not _DIGEST.match(_typed(digest, str)):

@@ -160,7 +160,7 @@ def _raise(error: OSError) -> None:
 
 
 def _entries(root: Path) -> list[Path]:
-    return [path for path in sorted(root.iterdir()) if path.name != HIDDEN]
+    return [root / name for name in sorted(os.listdir(root)) if name != HIDDEN]
 
 
 def _step_of(name: str) -> int | None:

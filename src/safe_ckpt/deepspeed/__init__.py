@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from safe_ckpt import compatibility
 
-compatibility.check("deepspeed")  # before what may fail on an older one
+compatibility.check("deepspeed")  # before what fails on an older one
 
-from safe_ckpt.deepspeed.decoupled import SafeCheckpointEngine
-from safe_ckpt.deepspeed.handle import Handle, install
+from safe_ckpt.deepspeed.decoupled import SafeCheckpointEngine  # noqa: E402
+from safe_ckpt.deepspeed.handle import Handle, install  # noqa: E402
 
 __all__ = ["Handle", "SafeCheckpointEngine", "install"]

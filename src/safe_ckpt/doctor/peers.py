@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from safe_ckpt.config import CheckpointConfig, Timeouts
 from safe_ckpt.core import directory, ranks
-from safe_ckpt.core.channel import Channel, KeyTimeout
 from safe_ckpt.core.ranks import Store
 from safe_ckpt.core.rendezvous import Session
 from safe_ckpt.doctor import judging, surroundings
@@ -130,31 +129,51 @@ def _meeting_store(world: World, timeout_s: float) -> Store:
     """The store of the launcher, or one on rank 0.
 
     Raises:
-        PeerLostError: rank 0 cannot host it.
-        RendezvousTimeout: nobody hosts it, or the address cannot be looked up.
+        PeerLostError: rank 0 cannot host it, or what listens there is no store.
+        RendezvousTimeout: nobody listens there.
     """
     hosts = world.rank == 0 and not world.hosted
-
-    def connect() -> Store:
-        if not hosts:
-            return ranks.connect_store(world.address, world.port, timeout_s)
-        limit = timedelta(seconds=timeout_s)
-        return TCPStore(
-            world.address, world.port, is_master=True, timeout=limit, wait_for_workers=False, use_libuv=True
-        )
-
-    channel = Channel(connect, name="doctor", answer_s=timeout_s / 2, whose=f"{world.address}:{world.port}")
+    where = f"{world.address}:{world.port}"
+    deadline = time.monotonic() + timeout_s
     try:
-        return channel.call(lambda store: store, phase="meeting", wait_s=timeout_s)
-    except (KeyTimeout, dist.DistNetworkError, dist.DistStoreError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
         if hosts:
-            reason = f"cannot listen on {world.address}:{world.port}: {first}"
-            raise PeerLostError(phase="meeting", ranks=(0,), reason=reason) from error
-        phase = f"meeting at {world.address}:{world.port} ({first})"
+            return bounded(lambda: _host(world, timeout_s), timeout_s)
+        bounded(lambda: _await_listener(world, deadline), timeout_s + 1)
+    except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
+        if hosts:
+            raise PeerLostError(
+                phase="meeting", ranks=(0,), reason=f"cannot listen on {where}: {_first(error)}"
+            ) from error
+        phase = f"meeting at {where} ({_first(error)})"
         raise RendezvousTimeout(phase=phase, seconds=timeout_s, missing=(0,)) from error
-    finally:
-        channel.close()
+    try:
+        return bounded(lambda: ranks.connect_store(world.address, world.port, timeout_s), timeout_s)
+    except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
+        reason = f"no store answers at {where}: {_first(error)}"
+        raise PeerLostError(phase="meeting", ranks=(0,), reason=reason) from error
+
+
+def _host(world: World, timeout_s: float) -> Store:
+    limit = timedelta(seconds=timeout_s)
+    return TCPStore(world.address, world.port, is_master=True, timeout=limit, wait_for_workers=False, use_libuv=True)
+
+
+def _await_listener(world: World, deadline: float) -> None:
+    # torch's own client goes on beyond its timeout and fills the screen while nobody listens.
+    while True:
+        try:
+            left_s = max(0.1, deadline - time.monotonic())
+            socket.create_connection((world.address, world.port), timeout=left_s).close()
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.1)
+        else:
+            return
+
+
+def _first(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _self(path: Path) -> dict[str, Any]:
@@ -249,7 +268,7 @@ def _try_group(session: Session, store: Store, timeout_s: float) -> str:
     try:
         bounded(make, timeout_s)
     except Exception as error:  # whatever gloo says, rank 0 tells it
-        return (str(error).splitlines() or [type(error).__name__])[0]
+        return _first(error)
     return ""
 
 

@@ -27,19 +27,24 @@ class OpenTelemetryHook:
     """A span ``safe_ckpt.save`` for every save, made when it is over, with ``snapshot``, ``write`` and ``commit`` below it.
 
     Besides a span ``safe_ckpt.resume``, and with the global meter: ``safe_ckpt.saves``, ``safe_ckpt.bytes``,
-    ``safe_ckpt.respawns``, ``safe_ckpt.quarantined``, ``safe_ckpt.save.duration`` and ``safe_ckpt.save.stall``. The providers
-    are those that are set when this is made, or later.
+    ``safe_ckpt.respawns``, ``safe_ckpt.quarantined``, ``safe_ckpt.save.duration`` and ``safe_ckpt.save.stall``.
+
+    Args:
+        tracer_provider: makes the spans; None for the global one, also if that is set later.
+        meter_provider: the same for numbers.
 
     Raises:
         ConfigError: ``opentelemetry-api`` is not installed.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, tracer_provider: trace.TracerProvider | None = None, meter_provider: metrics.MeterProvider | None = None
+    ) -> None:
         if _missing is not None:
             message = 'needs opentelemetry-api: pip install "safe-ckpt[opentelemetry]"'
             raise ConfigError(key="opentelemetry", message=message) from _missing
-        self._tracer = trace.get_tracer(_SCOPE, __version__)
-        meter = metrics.get_meter(_SCOPE, __version__)
+        self._tracer = trace.get_tracer(_SCOPE, __version__, tracer_provider)
+        meter = metrics.get_meter(_SCOPE, __version__, meter_provider)
         self._outcomes = meter.create_counter("safe_ckpt.saves", "{save}", "Saves that are over, by outcome")
         self._bytes = meter.create_counter("safe_ckpt.bytes", "By", "Bytes of committed checkpoints, of all ranks")
         self._respawns = meter.create_counter("safe_ckpt.respawns", "{process}", "Writer processes that were replaced")

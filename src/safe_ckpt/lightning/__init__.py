@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from safe_ckpt import compatibility
 
-compatibility.check_either("lightning", "pytorch-lightning")  # before what may fail on an older one
+compatibility.check_either("lightning", "pytorch-lightning")  # before what fails on an older one
 
-from safe_ckpt.lightning.callback import SafeCheckpointCallback
-from safe_ckpt.lightning.loader import resumable
+from safe_ckpt.lightning.callback import SafeCheckpointCallback  # noqa: E402
+from safe_ckpt.lightning.loader import resumable  # noqa: E402
 
 __all__ = ["SafeCheckpointCallback", "resumable"]

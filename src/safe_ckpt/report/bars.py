@@ -68,7 +68,7 @@ def chart(
     caption = tag(
         "figcaption", tag("h3", title, " ", tag("span", axis.unit, class_="unit")), tag("p", " ".join(remarks))
     )
-    return tag("figure", caption, plot, _ends(bars))
+    return tag("figure", caption, plot, _ends(values))
 
 
 def _binned(values: Sequence[Bar], worst: str) -> tuple[list[Bar], int]:
@@ -94,8 +94,8 @@ def _y(axis: scale.Scale, value: float) -> float:
 
 
 def _labels(axis: scale.Scale) -> Html:
-    texts = [tag("text", label, x=46, y=_y(axis, value) + 4, text_anchor="end") for value, label in axis.ticks]
-    return tag("svg", *texts, class_="axis", width=54, height=_HEIGHT)
+    texts = [tag("text", label, x=54, y=_y(axis, value) + 4, text_anchor="end") for value, label in axis.ticks]
+    return tag("svg", *texts, class_="axis", width=62, height=_HEIGHT)
 
 
 def _grid(axis: scale.Scale) -> list[Html]:
@@ -107,28 +107,31 @@ def _grid(axis: scale.Scale) -> list[Html]:
 
 def _marks(bars: Sequence[Bar], axis: scale.Scale, say: Callable[[float | None], str]) -> list[Html]:
     slots = max(len(bars), _FEWEST_SLOTS)
-    found = []
+    columns, crosses = [], []
     for number, bar in enumerate(bars):
         left, middle = f"{100 * number / slots:.4g}%", f"{100 * (number + 0.5) / slots:.4g}%"
         if bar.resumed:
-            found.append(tag("line", x1=left, x2=left, y1=0, y2=_HEIGHT - _BELOW, class_="resumed"))
+            columns.append(tag("line", x1=left, x2=left, y1=0, y2=_HEIGHT - _BELOW, class_="resumed"))
         if bar.value is not None:
-            top = _y(axis, bar.value)
+            height = max(1.0, _HEIGHT - _BELOW - _y(axis, bar.value))
+            x, width = f"{100 * (number + 0.09) / slots:.4g}%", f"{82 / slots:.4g}%"
             told = tag("title", f"{bar.label}: {say(bar.value)}")
-            height, width = max(1.0, _HEIGHT - _BELOW - top), f"{82 / slots:.4g}%"
-            top = _HEIGHT - _BELOW - height
-            found.append(
-                tag("rect", told, x=f"{100 * (number + 0.09) / slots:.4g}%", y=top, width=width, height=height)
-            )
+            columns.append(tag("rect", told, x=x, y=_HEIGHT - _BELOW - height, width=width, height=height))
             if bar.value > axis.top:
-                found.append(shape(middle, _ABOVE - 6, "M-4 4L0 -4L4 4Z", "cut"))
+                columns.append(shape(middle, _ABOVE - 6, "M-4 4L0 -4L4 4Z", "cut"))
         if bar.failed:
             what = f"{bar.label}: failed" if bar.failed == 1 else f"around {bar.label}: {bar.failed} failed"
-            found.append(shape(middle, _HEIGHT - _BELOW - 7, CROSS, "failed", what))
-    return found
+            crosses.append((middle, what))
+    return [*columns, *failures(crosses, _HEIGHT - _BELOW - 7)]
 
 
 CROSS = "M-3.5 -3.5L3.5 3.5M-3.5 3.5L3.5 -3.5"
+
+
+def failures(places: Sequence[tuple[str, str]], y: float) -> list[Html]:
+    """A cross at each place, with its text. What sets them off from what is below comes first: none hides its neighbour."""
+    halos = [shape(x, y, CROSS, "halo") for x, _ in places]
+    return [*halos, *(shape(x, y, CROSS, "failed", told) for x, told in places)]
 
 
 def shape(x: str, y: float, path: str, class_: str, told: str = "") -> Html:
@@ -137,9 +140,9 @@ def shape(x: str, y: float, path: str, class_: str, told: str = "") -> Html:
     return tag("svg", tag("path", *title, d=path), x=x, y=y, class_=f"mark {class_}", overflow="visible")
 
 
-def _ends(bars: Sequence[Bar]) -> Html:
-    first, last = bars[0].label, bars[-1].label
-    full = len(bars) >= _FEWEST_SLOTS
+def _ends(values: Sequence[Bar]) -> Html:
+    first, last = values[0].label, values[-1].label
+    full = len(values) >= _FEWEST_SLOTS
     return tag(
         "div", tag("span", first), tag("span", last if full else f"to {last}"), class_="ends" if full else "ends few"
     )

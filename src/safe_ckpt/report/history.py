@@ -32,7 +32,8 @@ class Save:
         total_s: from the call to the end.
         size_bytes: the whole checkpoint.
         at_risk_s: of a committed one: the most work that a kill just before its commit would have cost, counted from the
-            call of the last committed save before it, or from the start of the run.
+            call of the last committed save before it, or from the resume. None for the first save of a run that did not
+            resume: when its work began is not recorded.
         kept_bytes: of a committed one: all checkpoints on the disk in that moment, as far as the events tell.
         path: where it was committed.
         error: why it failed.
@@ -103,12 +104,18 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """All of it, oldest first. ``skipped`` and ``earlier`` as in ``Recording``; ``events`` is how many were read."""
+    """All of it, oldest first.
+
+    Attributes:
+        freed_bytes: what the removals freed, where that was recorded.
+        events: how many were read; ``skipped`` and ``earlier`` as in ``Recording``.
+    """
 
     runs: tuple[Run, ...] = ()
     saves: tuple[Save, ...] = ()
     notices: tuple[Notice, ...] = ()
     removals: tuple[Removal, ...] = ()
+    freed_bytes: int | None = None
     events: int = 0
     skipped: int = 0
     earlier: bool = False
@@ -138,6 +145,7 @@ class _Teller:
         self._on_disk: dict[str, int] = {}
         self._safe_since: float | None = None  # work before this moment is on the disk
         self._kept_bytes = 0
+        self._freed_bytes: int | None = None
         self._announced = False  # the run said when it began
         self._saving = False  # the run has come to its first save
         self._by_kind: Mapping[str, Callable[[Recorded], None]] = {
@@ -148,6 +156,7 @@ class _Teller:
             "committed": self._committed,
             "failed": self._failed,
             "removed": self._removed,
+            "retained": self._retained,
             "resumed": self._resumed,
             "quarantined": self._quarantined,
             "respawned": self._respawned,
@@ -174,6 +183,7 @@ class _Teller:
             saves=tuple(saves),
             notices=tuple(self._notices),
             removals=tuple(self._removals),
+            freed_bytes=self._freed_bytes,
         )
 
     def _begin(self, event: Recorded) -> None:
@@ -182,7 +192,7 @@ class _Teller:
         # The records of a save come at its end; a run that did not say when it began did so no later than its first call.
         begun = event.at - (event.number("seconds") or 0.0)
         self._runs.append(Run(number=len(self._runs) + 1, begun=begun, ended=event.at))
-        self._safe_since = begun
+        self._safe_since = None
         self._announced = event.kind == "run"
         self._saving = False
 
@@ -221,13 +231,12 @@ class _Teller:
     def _committed(self, event: Recorded) -> None:
         save, path = self._finished(event, "committed"), event.text("path")
         self._place(path, event.count("size_bytes") or 0)
-        since = self._safe_since if self._safe_since is not None else save.begun
         self._saves.append(
             replace(
                 save,
                 path=path,
                 size_bytes=event.count("size_bytes"),
-                at_risk_s=max(0.0, save.ended - since),
+                at_risk_s=None if self._safe_since is None else max(0.0, save.ended - self._safe_since),
                 kept_bytes=self._kept_bytes,
             )
         )
@@ -240,6 +249,10 @@ class _Teller:
     def _removed(self, event: Recorded) -> None:
         path = event.text("path")
         self._removals.append(Removal(at=event.at, path=path, size_bytes=self._take(path)))
+
+    def _retained(self, event: Recorded) -> None:
+        if (freed_bytes := event.count("freed_bytes")) is not None:
+            self._freed_bytes = (self._freed_bytes or 0) + freed_bytes
 
     def _notice(self, event: Recorded, text: str, step: int | None = None) -> None:
         number, seconds = len(self._runs), event.number("seconds")

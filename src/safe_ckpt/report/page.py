@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from datetime import datetime
 
 from safe_ckpt.report import sections, totals, words
@@ -12,6 +13,9 @@ from safe_ckpt.report.html import Html, tag
 from safe_ckpt.report.sections import Subject
 from safe_ckpt.report.style import CSS
 from safe_ckpt.report.totals import Totals
+
+
+_NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=\S)")
 
 
 def render(history: History, subject: Subject) -> str:
@@ -79,8 +83,16 @@ def _tiles(figures: Totals) -> Html:
     tiles = (
         ("Saves committed", words.grouped(figures.committed), ", ".join(unfinished)),
         ("Median stall", words.duration(figures.median_stall_s), _worst("longest", figures.longest_stall_s, share)),
-        ("Median time until durable", words.duration(figures.median_total_s), _worst("longest", figures.longest_total_s)),
-        ("Median throughput", words.rate(figures.median_gbps), f"of rank 0; slowest {words.rate(figures.slowest_gbps)}"),
+        (
+            "Durable after",
+            words.duration(figures.median_total_s),
+            _worst("median; longest", figures.longest_total_s),
+        ),
+        (
+            "Median throughput",
+            words.rate(figures.median_gbps),
+            f"of rank 0; slowest {words.rate(figures.slowest_gbps)}",
+        ),
         ("Most work at risk", words.duration(figures.at_risk_s), f"usually {words.duration(figures.median_at_risk_s)}"),
         ("Removed", words.grouped(figures.removed), f"by retention; {words.size(figures.freed_bytes)} freed"),
     )
@@ -89,12 +101,16 @@ def _tiles(figures: Totals) -> Html:
             "div",
             tag("dt", name),
             tag("dd", figure or "not recorded", class_="figure"),
-            tag("dd", more if figure else "", class_="more"),
+            tag("dd", _unbroken(more) if figure else "", class_="more"),
             class_="tile",
         )
         for name, figure, more in tiles
     ]
     return tag("dl", *shown, class_="tiles")
+
+
+def _unbroken(text: str) -> str:
+    return _NUMBER_AND_UNIT.sub("\N{NO-BREAK SPACE}", text)
 
 
 def _worst(word: str, seconds: float | None, beside: str = "") -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import tzinfo
@@ -24,6 +26,7 @@ _KINDS = {
     "respawned": "new writer",
     "stoprequested": "asked to stop",
 }
+_NUMBER = re.compile(r"\d+")
 _MARKS = "A cross is a save that failed, a dotted line the beginning of a new run."
 
 
@@ -97,20 +100,24 @@ def failures(history: History, subject: Subject) -> Html:
     found = [save for save in history.saves if save.outcome in ("failed", "interrupted")]
     if not found:
         return _section("Failures", tag("p", "None."))
-    shown = found[: -_MOST_FAILURES - 1 : -1]
+    alike = [list(group) for _, group in itertools.groupby(found, key=_cause)]
+    shown = alike[: -_MOST_FAILURES - 1 : -1]
     rows = [
         (
-            words.clock(save.ended, subject.zone),
-            _label(save),
-            save.phase,
-            save.error or "its run ended before the save did",
+            words.clock(group[-1].ended, subject.zone),
+            _label(group[0]) if len(group) == 1 else f"{_label(group[0])} to {_label(group[-1])}",
+            str(len(group)) if len(group) > 1 else "",
+            group[-1].phase,
+            group[-1].error or "its run ended before the save did",
         )
-        for save in shown
+        for group in shown
     ]
+    some = _some([save for group in shown for save in group], found, "failure")
+    joined = " Failures in a row that differ in numbers only are one entry." if len(alike) < len(found) else ""
     return _section(
         "Failures",
-        tag("p", f"{_some(shown, found, 'failure')}. A failed save leaves earlier checkpoints as they are."),
-        table("Failures", ("when", "save", "phase", "what happened"), rows),
+        tag("p", f"{some}. A failed save leaves earlier checkpoints as they are.{joined}"),
+        table("Failures", ("when", "save", "saves", "phase", "what happened"), rows),
     )
 
 
@@ -202,6 +209,10 @@ def _label(save: Save) -> str:
     return f"step {save.step}" if save.step is not None else save.name or "a save"
 
 
+def _cause(save: Save) -> tuple[str, str, str]:
+    return save.outcome, save.phase, _NUMBER.sub("#", save.error)
+
+
 def _series(history: History, value: str, *, failed_too: bool = True) -> list[Bar]:
     found, run = [], history.saves[0].run if history.saves else 0
     for save in history.saves:
@@ -214,4 +225,8 @@ def _series(history: History, value: str, *, failed_too: bool = True) -> list[Ba
 
 def _some(shown: Sequence[object], of: Sequence[object], noun: str) -> str:
     all_of_them = words.counted(len(of), noun)
-    return f"The last {len(shown)} of {all_of_them}, newest first" if len(shown) < len(of) else f"{all_of_them}, newest first"
+    return (
+        f"The last {len(shown)} of {all_of_them}, newest first"
+        if len(shown) < len(of)
+        else f"{all_of_them}, newest first"
+    )

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from datetime import tzinfo
 
 from safe_ckpt.report import words
-from safe_ckpt.report.bars import CROSS, shape
+from safe_ckpt.report.bars import CROSS, failures, shape
 from safe_ckpt.report.history import History, Notice, Run, Save
 from safe_ckpt.report.html import Html, join, tag
 
 _MOST_RUNS = 12
 _MOST_MARKS = 200  # per strip, of what did not go well
-_HEIGHT, _MIDDLE = 34, 17
+_HEIGHT, _MIDDLE, _ABOVE = 36, 22, 6
 _PLACES = 1000  # along a strip
 _TRIANGLE, _DIAMOND, _SQUARE = "M-4 -5L5 0L-4 5Z", "M0 -5L5 0L0 5L-5 0Z", "M-4 -4H4V4H-4Z"
 _SHAPES = {"resumed": (_TRIANGLE, "resume"), "stoprequested": (_SQUARE, "notice")}
@@ -48,8 +48,8 @@ def _row(run: Run, saves: Sequence[Save], notices: Sequence[Notice], longest_s: 
         "svg",
         tag("rect", width="100%", height=12, y=_MIDDLE - 6, rx=3, class_="track"),
         _ticks(run, committed),
-        *(_mark(run, save.ended, CROSS, "failed", f"{save.name}: {save.outcome}") for save in bad[-_MOST_MARKS:]),
-        *(_mark(run, n.at, *_SHAPES.get(n.kind, _OTHER), f"{n.kind}: {n.text}") for n in notices[-_MOST_MARKS:]),
+        *failures([(_x(run, save.ended), f"{save.name}: {save.outcome}") for save in bad[-_MOST_MARKS:]], _MIDDLE),
+        *(_mark(run, notice) for notice in notices[-_MOST_MARKS:]),
         width=f"{max(2.0, 100 * run.seconds / longest_s):.4g}%",
         height=_HEIGHT,
         role="img",
@@ -70,8 +70,15 @@ def _ticks(run: Run, committed: Sequence[Save]) -> Html:
     return tag("svg", drawn, y=_MIDDLE - 10, width="100%", height=20, viewBox="0 0 1000 20", preserveAspectRatio="none")
 
 
-def _mark(run: Run, at: float, path: str, class_: str, told: str) -> Html:
-    return shape(f"{100 * _place(run, at):.4g}%", _MIDDLE, path, class_, told)
+def _x(run: Run, at: float) -> str:
+    return f"{100 * _place(run, at):.4g}%"
+
+
+def _mark(run: Run, notice: Notice) -> Html:
+    path, class_ = _SHAPES.get(notice.kind, _OTHER)
+    # A run begins with its resume: what else happened then would lie below that mark.
+    y = _MIDDLE if notice.kind == "resumed" else _ABOVE
+    return shape(_x(run, notice.at), y, path, class_, f"{notice.kind}: {notice.text}")
 
 
 def _marks_in_words(notices: Sequence[Notice]) -> str:

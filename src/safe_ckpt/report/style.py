@@ -43,11 +43,12 @@ svg text{fill:var(--soft);font-size:11.5px;font-variant-numeric:tabular-nums}
 .plot .resumed{stroke:var(--zero);stroke-dasharray:2 3}
 .mark path{stroke-linecap:round}
 .mark.failed path{stroke:var(--bad);stroke-width:2.4;fill:none}
+.mark.halo path{stroke:var(--card);stroke-width:5.5}
 .mark.cut path{fill:var(--text)}
 .mark.resume path{fill:var(--text);stroke:var(--card);stroke-width:1.5;paint-order:stroke}
 .mark.notice path{fill:var(--note);stroke:var(--card);stroke-width:1.5;paint-order:stroke}
 .ends{display:flex;justify-content:space-between;gap:16px;color:var(--soft);font-size:.8125rem}
-figure .ends{padding-left:54px}
+figure .ends{padding-left:62px}
 figure .ends.few{justify-content:flex-start;gap:.35em}
 .runs{list-style:none;margin:10px 0 0;padding:0}
 .runs li{margin-top:8px}
@@ -86,6 +87,8 @@ td::before{content:attr(data-label);color:var(--soft);font-size:.8125rem;line-he
 td:has(span:empty){display:none}
 td:first-child{display:block;font-weight:600}
 td:first-child::before{content:none}
+td:not(.short){display:block}
+td:not(.short)::before{display:block}
 }
 @media print{body{background:#fff}section,.tile{break-inside:avoid;box-shadow:none}}
 """

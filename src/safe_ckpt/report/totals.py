@@ -50,6 +50,7 @@ def total(history: History) -> Totals:
     rates = [save.gbps for save in history.saves if save.gbps is not None]
     totals = [save.total_s for save in committed if save.total_s is not None]
     risks = [save.at_risk_s for save in committed if save.at_risk_s is not None] + _since_last_commit(history)
+    known_bytes = sum(removal.size_bytes or 0 for removal in history.removals)
     wall_s = sum(run.seconds for run in history.runs)
     return Totals(
         committed=len(committed),
@@ -69,7 +70,7 @@ def total(history: History) -> Totals:
         median_at_risk_s=_median(risks),
         at_risk_s=max(risks, default=None),
         removed=len(history.removals),
-        freed_bytes=sum(removal.size_bytes or 0 for removal in history.removals),
+        freed_bytes=known_bytes if history.freed_bytes is None else history.freed_bytes,
     )
 
 

@@ -80,4 +80,4 @@ def _parsed(text: str, key: Key, name: str) -> object:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(key=key.path, source=name, message=f"cannot be read as YAML: {text!r}") from error
     # A metric may be called 1 or off, and nobody quotes a value for YAML in a shell.
-    return text if key.kind is str and value is not None else value
+    return text if key.kind is str and not isinstance(value, str | None) else value

@@ -101,10 +101,14 @@ def value_at(settings: Any, path: str) -> Any:
 
 def suggestion(root: type, section: type, name: object) -> str:
     """What somebody may have meant who wrote ``name`` within ``section`` of ``root``: words for the end of an error."""
-    here = list(hints(section))
-    near = difflib.get_close_matches(str(name), here, n=1)
+    here, last = list(hints(section)), str(name).rpartition(".")[2]
+    places = {key.name: key.path.rpartition(".")[0] for key in keys(root)}
+    near = [] if last in places else difflib.get_close_matches(str(name), here, n=1)
     if near:
         return f'did you mean "{near[0]}"?'
-    by_name = {key.name: key.path for key in keys(root)}
-    near = difflib.get_close_matches(str(name).rpartition(".")[2], by_name, n=1)
-    return f'did you mean "{by_name[near[0]]}"?' if near else f"known here: {', '.join(here)}"
+    elsewhere = difflib.get_close_matches(last, places, n=1)
+    if not elsewhere:
+        return f"known here: {', '.join(here)}"
+    place = places[elsewhere[0]]
+    where = f'under "{place}"' if place else "at the top level"
+    return f'"{elsewhere[0]}" belongs {where}'

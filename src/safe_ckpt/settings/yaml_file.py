@@ -79,7 +79,8 @@ class _Reader:
 
     def _plain(self, node: yaml.Node, path: str, depth: int) -> object:
         if depth > _DEEPEST:  # aliases of aliases could otherwise grow without bound
-            raise self._error(node, path, "nested deeper than any setting")
+            line = self._origins[path].line  # of the key: the node may be an alias of what is elsewhere
+            raise ConfigError(key=path, message="nested deeper than any setting", source=self._source, line=line)
         if isinstance(node, yaml.MappingNode):
             data: dict[str, object] = {}
             for name, (key, value) in self._entries(node, path).items():

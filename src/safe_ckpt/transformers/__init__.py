@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from safe_ckpt import compatibility
 
-compatibility.check("transformers", "accelerate")  # before what may fail on an older one
+compatibility.check("transformers", "accelerate")  # before what fails on an older one
 
-from safe_ckpt.transformers.mixin import SafeCheckpointMixin
+from safe_ckpt.transformers.mixin import SafeCheckpointMixin  # noqa: E402
 
 __all__ = ["SafeCheckpointMixin"]

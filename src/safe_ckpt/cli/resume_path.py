@@ -1,0 +1,73 @@
+"""``safe-ckpt resume-path``: what a job would go on from."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from safe_ckpt.cli.output import CANNOT_TELL, DAMAGED, AsJson, Directory, print_json, say
+from safe_ckpt.core.select import Candidate
+from safe_ckpt.errors import SafeCheckpointError
+from safe_ckpt.formats.checkpoint_check import judge, plan
+from safe_ckpt.formats.shelf import find_shelf
+from safe_ckpt.formats.verdict import Verdict
+
+
+def resume_path(
+    directory: Directory,
+    quick: Annotated[bool, typer.Option("--quick", help="Believe the manifests; do not read the payloads.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print the path of the checkpoint that resume="auto" would take: the newest whose every byte is what was written.
+
+    The path alone goes to stdout; why newer ones are passed over to stderr. Exit status: 0; 1 when there is none; 3 when
+    the one that it is was written by another tool and cannot be verified.
+    """
+    try:
+        shelf = find_shelf(directory)
+        rejected = [(candidate, candidate.problem) for candidate in shelf.unusable]
+        chosen, why = _choose(shelf.usable, quick=quick)
+    except (SafeCheckpointError, OSError) as error:
+        say(str(error))
+        raise typer.Exit(DAMAGED) from error
+    rejected += why
+    if as_json:
+        said = [{"path": str(candidate.path), "reason": reason} for candidate, reason in rejected]
+        verified = chosen is not None and not chosen.foreign and not quick
+        print_json({"path": str(chosen.path) if chosen else None, "verified": verified, "rejected": said})
+    else:
+        for candidate, reason in rejected:
+            say(f"not {candidate.path}: {reason}")
+        for path in shelf.quarantined:
+            say(f"not {path}: in quarantine, since a resume found it damaged")
+        if chosen is not None:
+            typer.echo(str(chosen.path))
+    if chosen is None:
+        there = rejected or shelf.quarantined
+        say(
+            f"no usable checkpoint in {directory}"
+            if there
+            else f"no checkpoint in {directory}: a job would start afresh"
+        )
+        raise typer.Exit(DAMAGED)
+    if chosen.foreign:
+        say("another tool wrote it: it cannot be verified")
+        raise typer.Exit(CANNOT_TELL)
+
+
+def _choose(usable: tuple[Candidate, ...], *, quick: bool) -> tuple[Candidate | None, list[tuple[Candidate, str]]]:
+    rejected: list[tuple[Candidate, str]] = []
+    for candidate in usable:
+        if quick:
+            return candidate, rejected
+        verdict = judge([plan(candidate.path)])[0]
+        if verdict.state != "damaged":
+            return candidate, rejected
+        rejected.append((candidate, _reason(verdict)))
+    return None, rejected
+
+
+def _reason(verdict: Verdict) -> str:
+    bad = [judgement for judgement in verdict.files if judgement.state == "damaged"]
+    return "; ".join(f"{judgement.file} {judgement.reason}" for judgement in bad[:3])

@@ -1,0 +1,101 @@
+"""A directory in which a job keeps its checkpoints, whichever adapter or tool it uses, as one finds it from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from safe_ckpt.core import select
+from safe_ckpt.core.root import HIDDEN
+from safe_ckpt.core.select import Candidate
+
+_HIDDEN_TOO = "_safe_ckpt"  # where the Transformers Trainer would push what begins with a dot
+_STEP = re.compile(r"^(?:step-|checkpoint_|checkpoint-|global_step|epoch_|step_)(\d{1,18})$")
+_STEP_IN_FILE = re.compile(r"step=(\d{1,18})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shelf:
+    """Where checkpoints are kept.
+
+    Attributes:
+        folder: which directory they are in.
+        hidden: where the lock, saves under way and the quarantine are; None where safe_ckpt never worked.
+        usable: what a resume would try, in its order.
+        unusable: what it would not, and why (``problem``).
+        under_way: folders of saves that are not committed: of a job that saves now, or left by one that was killed.
+        quarantined: what was found damaged and moved away.
+    """
+
+    folder: Path
+    hidden: Path | None
+    usable: tuple[Candidate, ...]
+    unusable: tuple[Candidate, ...]
+    under_way: tuple[Path, ...]
+    quarantined: tuple[Path, ...]
+
+
+def find_shelf(directory: Path) -> Shelf:
+    """Look at names and manifests; payloads are not read.
+
+    Args:
+        directory: the one given to safe_ckpt or another tool, or the ``checkpoints`` folder of an Accelerate project.
+
+    Raises:
+        OSError: it could not be listed.
+        UnsupportedFormatError: a checkpoint is of a newer format version.
+    """
+    folder, hidden = _places(directory)
+    found = select.list_directories(folder, _number_of, _problem_of_stock)
+    if folder == directory:
+        found += [_with_step(candidate) for candidate in select.list_files(folder, ".ckpt")]
+    return Shelf(
+        folder=folder,
+        hidden=hidden,
+        usable=tuple(select.newest_first(found)),
+        unusable=tuple(candidate for candidate in found if candidate.problem),
+        under_way=_listed(hidden, "staging"),
+        quarantined=_listed(hidden, "quarantine"),
+    )
+
+
+def _places(directory: Path) -> tuple[Path, Path | None]:
+    own = next((directory / name for name in (HIDDEN, _HIDDEN_TOO) if (directory / name).is_dir()), None)
+    below = directory / "checkpoints"
+    if below.is_dir() and not below.is_symlink() and not any(map(_is_numbered, directory.iterdir())):
+        return below, own
+    if own is None and directory.name == "checkpoints" and (directory.resolve().parent / HIDDEN).is_dir():
+        return directory, directory.resolve().parent / HIDDEN
+    return directory, own
+
+
+def _is_numbered(path: Path) -> bool:
+    return _number_of(path.name) is not None
+
+
+def _number_of(name: str) -> int | None:
+    found = _STEP.match(name)
+    return int(found.group(1)) if found else None
+
+
+def _problem_of_stock(path: Path) -> str:
+    if path.name.startswith("step-"):
+        return "has no manifest.json: never committed, or altered"
+    with contextlib.suppress(OSError):
+        if select.looks_like_checkpoint(path):
+            return ""
+    return "holds no checkpoint: empty, or cut off"
+
+
+def _with_step(candidate: Candidate) -> Candidate:
+    found = _STEP_IN_FILE.search(candidate.path.name) if candidate.foreign else None
+    if found is None:
+        return candidate
+    return Candidate(path=candidate.path, foreign=True, problem=candidate.problem, step=int(found.group(1)))
+
+
+def _listed(hidden: Path | None, name: str) -> tuple[Path, ...]:
+    folder = hidden / name if hidden is not None else None
+    return tuple(sorted(folder.iterdir())) if folder is not None and folder.is_dir() else ()

@@ -1,0 +1,89 @@
+"""What a contract with a framework says, and a look through our sources for private parts that no contract covers."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SOURCES = Path(__file__).resolve().parents[2] / "src" / "safe_ckpt"
+OURS = frozenset({"_safe_ckpt", "_getframe", "_exit", "_codecs"})
+"""Names of ours on a framework's objects, and CPython's."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a framework that it does not promise.
+
+    Attributes:
+        owner: the class, module or object that has it.
+        name: of the attribute.
+        used_by: our file, within ``src/safe_ckpt``.
+        use: what for.
+        arguments: the names of its leading arguments; None where it is no function.
+    """
+
+    owner: Any
+    name: str
+    used_by: str
+    use: str
+    arguments: tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        owner = getattr(self.owner, "__name__", type(self.owner).__name__)
+        return f"{owner}.{self.name}"
+
+    def check(self) -> None:
+        """It is there and takes what we give it."""
+        told = f"{self} has changed. safe_ckpt/{self.used_by} relies on it: {self.use}"
+        assert hasattr(self.owner, self.name), told
+        if self.arguments is not None:
+            found = tuple(inspect.signature(getattr(self.owner, self.name)).parameters)
+            assert found[: len(self.arguments)] == self.arguments, f"{told}. It takes {found} now"
+        assert f"{self.name}" in (SOURCES / self.used_by).read_text(encoding="utf-8"), f"{self} is not used any more"
+
+
+def private_names(*folders: str) -> dict[str, str]:
+    """Private names in our sources below ``folders`` that our own classes do not define -> where the first use is."""
+    found: dict[str, str] = {}
+    for folder in folders:
+        for path in sorted((SOURCES / folder).rglob("*.py")):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            own = _own(tree)
+            pieces = {piece for text in ast.walk(tree) if isinstance(text, ast.JoinedStr) for piece in text.values}
+            for node in ast.walk(tree):
+                if node in pieces:
+                    continue
+                for name in _mentioned(node):
+                    if _is_private(name) and name not in own | OURS:
+                        found.setdefault(name, f"{path.relative_to(SOURCES)}:{getattr(node, 'lineno', 0)}")
+    return found
+
+
+def _is_private(name: str) -> bool:
+    return len(name) > 1 and name.startswith("_") and not name.startswith("__") and name.isidentifier()
+
+
+def _own(tree: ast.Module) -> set[str]:
+    own: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id == "self":
+                own.add(node.attr)
+    return own
+
+
+def _mentioned(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Attribute):
+        return [node.attr]
+    if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("safe_ckpt"):
+        return [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):  # getattr, stand-ins, tables of names
+        return [node.value]
+    return []

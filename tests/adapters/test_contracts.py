@@ -1,0 +1,238 @@
+"""The parts of torch, torchdata, Accelerate, Transformers and Lightning that they do not promise and that we use.
+
+When one of these fails with a new release, the message says which file of ours needs a look. Lightning's hooks, which are
+overridden as a whole, are in test_lightning_contract.py, DeepSpeed's parts in test_deepspeed_contracts.py.
+"""
+
+import importlib
+import inspect
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint._traverse
+import torch.distributed.checkpoint.filesystem
+import torch.distributed.checkpoint.metadata
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.utils.offload import PrefixedDataset
+from contracts import Part, private_names
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, model_parallel
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.storage import TypedStorage
+from torchdata.stateful_dataloader import StatefulDataLoader
+from transformers import Trainer, modeling_utils
+
+from accelerate_runs import forget
+
+STORAGE = ("storage", "storage_offset", "size", "stride", "requires_grad", "backward_hooks")
+TENSOR = torch.zeros(1)
+SELF = ("self",)
+
+TORCH = [
+    Part(torch, "_C", "core/parsing.py", "the module of PyTorchFileReader"),
+    Part(torch._C, "PyTorchFileReader", "core/parsing.py", "reads an archive from memory"),
+    Part(torch._C, "_distributed_c10d", "core/ranks.py", "the types of the stores, for type checkers"),
+    Part(torch.serialization, "_load", "core/parsing.py", "reads an archive without a copy",
+         ("zip_file", "map_location", "pickle_module", "pickle_file", "overall_storage")),
+    Part(torch.serialization, "_weights_only_unpickler", "core/parsing.py", "runs no code of a pickle"),
+    Part(torch.serialization, "_get_layout", "core/resharding.py", "stands in a .metadata file", ("name",)),
+    Part(torch, "_storage_classes", "core/pickling.py", "the classes that weights_only admits"),
+    Part(torch, "_utils", "core/pickling.py", "the module of the functions that rebuild a tensor"),
+    Part(torch._utils, "_rebuild_tensor_v2", "core/distcp.py", "rebuilds a tensor of a plain type", STORAGE),
+    Part(torch._utils, "_rebuild_tensor_v3", "core/distcp.py", "rebuilds a tensor of a newer type", (*STORAGE, "dtype")),
+    Part(TypedStorage, "_pickle_storage_type", "core/pickling.py", "the name of a storage's type", SELF),
+    Part(TypedStorage, "_size", "core/pickling.py", "the number of its elements", SELF),
+    Part(TypedStorage(3, dtype=torch.float32), "_untyped_storage",
+         "core/pickling.py", "its bytes"),
+    Part(TENSOR.untyped_storage(), "_cdata", "core/pickling.py", "tells one storage from another"),
+    Part(TENSOR, "_backward_hooks", "core/pickling.py", "a tensor with hooks is not plain"),
+    Part(TENSOR, "_version", "core/witness.py", "counts the changes of a tensor"),
+    Part(TENSOR, "_post_accumulate_grad_hooks", "core/overlap.py", "an optimizer that steps within backward"),
+    Part(torch.nn.Module(), "_parameters", "accelerate/offloaded.py", "the parameters of one module"),
+    Part(torch.nn.Module(), "_buffers", "accelerate/offloaded.py", "the buffers of one module"),
+    Part(torch.nn.Module(), "_non_persistent_buffers_set", "accelerate/offloaded.py", "those that are not saved"),
+    Part(torch.nn.Module().state_dict(), "_metadata", "core/layout.py", "the versions of the modules"),
+    Part(dist.distributed_c10d, "_get_default_store", "core/ranks.py", "where the ranks find each other", ()),
+    Part(dist.distributed_c10d, "_get_default_group", "core/exchange.py", "WORLD itself", ()),
+    Part(torch.distributed.checkpoint, "_traverse", "core/resharding.py", "the module of set_element"),
+    Part(torch.distributed.checkpoint._traverse, "set_element", "core/resharding.py", "puts what is missing into a state",
+         ("root_dict", "path", "value")),
+    Part(torch.distributed.checkpoint.filesystem, "_StorageInfo", "core/sharded.py", "where an entry lies in a file",
+         ("relative_path", "offset", "length")),
+    Part(torch.distributed.checkpoint.metadata, "_MEM_FORMAT_ENCODING", "core/resharding.py", "stands in .metadata"),
+]  # fmt: skip
+
+ACCELERATE = [
+    Part(Accelerator, "save_state", "accelerate/handle.py", "is stood in for",
+         ("self", "output_dir", "safe_serialization", "save_model_func_kwargs")),
+    Part(Accelerator, "load_state", "accelerate/handle.py", "is stood in for",
+         ("self", "input_dir", "load_kwargs", "load_model_func_kwargs")),
+    Part(Accelerator, "end_training", "accelerate/handle.py", "is stood in for", SELF),
+    Part(Accelerator, "prepare_data_loader", "accelerate/handle.py", "is stood in for", ("self", "data_loader")),
+    Part(Accelerator, "get_state_dict", "accelerate/saving.py", "the models as they are saved", ("self", "model", "unwrap")),
+    Part(modeling_utils, "safe_save_file", "transformers/capturing.py", "is stood in for while a Trainer saves",
+         ("tensors", "filename", "metadata")),
+    Part(safetensors.torch, "save_file", "transformers/capturing.py", "is stood in for while a Trainer saves",
+         ("tensors", "filename", "metadata")),
+]  # fmt: skip
+
+TRANSFORMERS = [
+    Part(Trainer, "_save_checkpoint", "transformers/mixin.py", "is overridden", ("self", "model", "trial")),
+    Part(Trainer, "_load_best_model", "transformers/mixin.py", "is overridden", SELF),
+    Part(Trainer, "train", "transformers/mixin.py", "is overridden", ("self", "resume_from_checkpoint")),
+    Part(Trainer, "_get_output_dir", "transformers/mixin.py", "where the checkpoints go", ("self", "trial")),
+    Part(Trainer, "_push_from_checkpoint", "transformers/mixin.py", "pushes one", ("self", "checkpoint_folder")),
+    Part(Trainer, "store_flos", "transformers/mixin.py", "is called before a save", SELF),
+    Part(Trainer, "save_model", "transformers/saver.py", "writes the model", ("self", "output_dir", "_internal_call")),
+    Part(Trainer, "_save_optimizer_and_scheduler", "transformers/saver.py", "writes them", ("self", "output_dir")),
+    Part(Trainer, "_save_scaler", "transformers/saver.py", "writes it", ("self", "output_dir")),
+    Part(Trainer, "_save_rng_state", "transformers/saver.py", "writes it", ("self", "output_dir")),
+]
+
+LIGHTNING = [
+    Part(CombinedLoader, "_state_dicts", "lightning/continuation.py", "where the loaders are", SELF),
+    Part(ModelParallelStrategy(), "_save_distributed_checkpoint", "lightning/sharding.py", "which layout it writes"),
+    Part(model_parallel, "_align_compiled_param_names_with_module", "lightning/sharding.py",
+         "the names of a compiled module, where there is such a function", ("state_dict", "module")),
+]  # fmt: skip
+
+ELSEWHERE = {
+    "_get_backend": "test_the_timeouts_of_a_process_group",
+    "_timeout": "test_the_timeouts_of_a_process_group",
+    "_set_default_timeout": "test_the_timeouts_of_a_process_group",
+    "_device_types": "test_the_timeouts_of_a_process_group",
+    "_orig_mod": "test_a_compiled_module_has_the_plain_one",
+    "_hf_hook": "test_what_offloads_a_module_is_found",
+    "_models": "test_what_an_accelerator_keeps",
+    "_optimizers": "test_what_an_accelerator_keeps",
+    "_schedulers": "test_what_an_accelerator_keeps",
+    "_dataloaders": "test_what_an_accelerator_keeps",
+    "_custom_objects": "test_what_an_accelerator_keeps",
+    "_save_model_state_pre_hook": "test_what_an_accelerator_keeps",
+    "_iterator_finished": "test_the_state_of_a_stateful_loader",
+    "_num_yielded": "test_the_state_of_a_stateful_loader",
+    "_sampler_iter": "test_the_state_of_a_stateful_loader",
+    "_sampler_iter_yielded": "test_the_state_of_a_stateful_loader",
+    "_steps_since_snapshot": "test_the_state_of_a_stateful_loader",
+    "_initial_iter_for_state_dict": "test_the_state_of_a_stateful_loader",
+    "_restarting": "test_the_fields_of_lightnings_loops",
+    "_state_dict_type": "test_the_fields_of_lightnings_loops",
+    **dict.fromkeys(
+        [
+            "_checkpoint_connector",
+            "_restore_modules_and_callbacks",
+            "_combined_loader",
+            "_skip_next_val",
+            "_should_check_val_fx",
+            "_should_save_on_exception",
+            "_sigterm_notifier_fn",
+            "_last_checkpoint_saved",
+            "_last_global_step_saved",
+        ],
+        "test_lightning_contract.py",
+    ),
+}
+"""Names that need an object to be looked at -> the test that does."""
+
+
+@pytest.mark.parametrize("part", [*TORCH, *ACCELERATE, *TRANSFORMERS, *LIGHTNING], ids=str)
+def test_a_private_part_is_as_it_was(part):
+    """It is there, takes what we give it, and the file that is named does use it."""
+    part.check()
+
+
+def test_no_private_part_is_used_without_a_contract():
+    """Who uses one more private part of a framework says here what for."""
+    known = {part.name for part in [*TORCH, *ACCELERATE, *TRANSFORMERS, *LIGHTNING]} | set(ELSEWHERE)
+    found = private_names("core", "accelerate", "transformers", "lightning")
+    assert {name: where for name, where in found.items() if name not in known} == {}
+    assert set(ELSEWHERE) <= set(found), "no longer used"
+
+
+def test_the_timeouts_of_a_process_group():
+    """core/ranks.py reads and sets the timeout of each backend; core/exchange.py asks for which devices there is one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        world = dist.group.WORLD
+        assert [kind.type for kind in world._device_types][:1] == ["cpu"], "core/exchange.py: wire_device"
+        backend = world._get_backend(torch.device("cpu"))
+        before = backend.options._timeout
+        backend._set_default_timeout(before * 2)
+        assert backend.options._timeout == before * 2, "core/ranks.py: lengthy_timeouts would raise nothing"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_compiled_module_has_the_plain_one():
+    """core/weights.py takes a module out of ``torch.compile``."""
+    module = torch.nn.Linear(1, 1)
+    assert torch._dynamo.OptimizedModule(module, torch._dynamo.disable)._orig_mod is module
+
+
+def test_what_offloads_a_module_is_found():
+    """accelerate/offloaded.py looks through hooks for where the values of a module on the meta device are."""
+    module = torch.nn.Linear(1, 1)
+    values = PrefixedDataset({"a.weight": torch.zeros(1)}, "a.")
+    add_hook_to_module(module, AlignDevicesHook(offload=True, weights_map=values))
+    hook = module._hf_hook
+    assert hook.offload
+    assert hook.weights_map is values
+    assert (values.prefix, list(values.dataset)) == ("a.", ["a.weight"])
+
+
+def test_what_an_accelerator_keeps():
+    """accelerate/*.py reads what ``prepare`` and the registrations were given, and the settings of the project."""
+    forget()
+    accelerator = Accelerator(cpu=True)
+    for name in ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects"):
+        assert isinstance(getattr(accelerator, name), list), f"accelerate/capture.py, accelerate/saving.py: {name}"
+    assert hasattr(accelerator._save_model_state_pre_hook, "values"), "accelerate/saving.py calls the hooks"
+    for name in ("iteration", "total_limit", "automatic_checkpoint_naming", "save_on_each_node"):
+        assert hasattr(accelerator.project_configuration, name), f"accelerate/support.py: {name}"
+
+
+def test_the_state_of_a_stateful_loader():
+    """accelerate/loaders.py lets torchdata's loader go on, and accelerate/capture.py compares where it is."""
+    loader = StatefulDataLoader(range(4))
+    assert loader._initial_iter_for_state_dict is False, "accelerate/loaders.py: _is_ready"
+    loader.state_dict()
+    assert loader._initial_iter_for_state_dict is True, "accelerate/loaders.py: _is_ready"
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    assert {"_num_yielded", "_iterator_finished"} <= set(state), "accelerate/capture.py: _place"
+    assert state["_sampler_iter_yielded"] == 1, "accelerate/capture.py: _place"
+    loader.load_state_dict(state)
+    assert loader.next_iter_state is state, "accelerate/loaders.py: resume"
+    assert hasattr(iter(loader), "_sampler_iter"), "accelerate/loaders.py: _draw_order"
+    worked = importlib.import_module("torchdata.stateful_dataloader.stateful_dataloader")
+    kind = worked._StatefulMultiProcessingDataLoaderIter
+    assert kind._STEPS_SINCE_SNAPSHOT == "_steps_since_snapshot", "accelerate/capture.py: _place"
+    shard = DataLoaderShard([1], use_stateful_dataloader=True)
+    assert isinstance(shard.base_dataloader, StatefulDataLoader), "accelerate/loaders.py: watch"
+    assert shard.iteration == 0, "accelerate/loaders.py: state"
+
+
+def test_the_trainer_saves_what_we_save():
+    """transformers/saver.py writes what ``_save_checkpoint`` does; where the end of training deletes, the mixin stands before."""
+    source = inspect.getsource(Trainer._save_checkpoint)
+    for step in ("store_flos", "save_model", "best_model_checkpoint", "ExportableState", "save_to_json"):
+        assert step in source, f"transformers/saver.py: _write does not know how this release handles {step}"
+    end = [name for name in ("_finalize_training", "_sorted_checkpoints") if hasattr(Trainer, name)]
+    assert end, "transformers/mixin.py: nothing keeps the end of training from deleting the newest checkpoint"
+
+
+def test_the_fields_of_lightnings_loops():
+    """lightning/continuation.py ends the state of restarting; lightning/sharding.py asks FSDP for its layout."""
+    import lightning.pytorch as pl
+
+    loop = pl.Trainer(logger=False, enable_progress_bar=False, accelerator="cpu", enable_checkpointing=False).fit_loop
+    assert loop._restarting is False, "lightning/continuation.py: let_next_epoch_begin"
+    assert "self._state_dict_type = state_dict_type" in inspect.getsource(FSDPStrategy.__init__), (
+        "lightning/sharding.py"
+    )
+    assert isinstance(StatefulDataLoader([1]), _Stateful), "lightning/loader.py: such a loader is asked for its state"

@@ -1,0 +1,41 @@
+"""Running a page in a fresh process, in a folder of its own, as a reader would."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+_RUNNER = Path(__file__).with_name("page.py")
+_VENV = Path(sys.executable).parent
+_LIMIT_S = 110.0
+
+
+def as_a_reader(home: Path) -> dict[str, str]:
+    """The environment of somebody who has just activated a virtual environment on a machine without a GPU."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "SAFE_CKPT", "PYTHON"))}
+    return {
+        **own,
+        "PATH": f"{_VENV}{os.pathsep}{own.get('PATH', '')}",
+        "PYTHONUNBUFFERED": "1",  # stdout and stderr in the order in which a terminal shows them
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "HOME": str(home),
+        "LC_ALL": "C.UTF-8",
+        "RES_OPTIONS": "timeout:1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a page's blocks in ``folder``. Exits with 1 and says on stdout what differs from the page."""
+    return subprocess.run(
+        [sys.executable, str(_RUNNER), str(page)],
+        cwd=folder,
+        env=as_a_reader(folder),
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+        check=False,
+    )

@@ -1,0 +1,14 @@
+"""The page about DeepSpeed, for ``make test-deepspeed``: it is not installed for the other tests."""
+
+import pytest
+from blocks import ROOT, needs, pages
+from running import run_page
+
+pytest.importorskip("deepspeed")
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if needs(page) == "deepspeed"])
+def test_every_block_of_a_page_runs_with_deepspeed(page, tmp_path):
+    """Pasted in order into an empty folder, the blocks of the page work, and their output is the output shown."""
+    done = run_page(ROOT / page, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
