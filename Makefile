@@ -7,7 +7,7 @@ ACCELERATE := $(BIN)/python -m accelerate.commands.launch --multi_gpu --num_proc
 
 DEEPSPEED_ENV := PATH="$(CURDIR)/$(BIN):$$PATH" DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR="$(CURDIR)/.venv/torch_extensions"
 
-.PHONY: demo test test-deepspeed faults lint docs-reference bench examples clean
+.PHONY: demo test test-deepspeed faults lint docs docs-reference bench examples clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -25,7 +25,7 @@ faults: .venv/ready  ## the whole fault matrix, printed with counts: about 20 mi
 	SAFE_CKPT_THOROUGH=1 $(BIN)/python -m pytest -q tests/faults
 
 test-deepspeed: .venv/deepspeed  ## the DeepSpeed adapter with real engines on the CPU
-	$(DEEPSPEED_ENV) $(BIN)/python -m pytest -q tests/adapters/test_deepspeed*.py
+	$(DEEPSPEED_ENV) $(BIN)/python -m pytest -q tests/adapters/test_deepspeed*.py tests/docs/test_deepspeed_page.py
 	rm -rf runs/examples/deepspeed
 	EPOCHS=1 $(DEEPSPEED_ENV) $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/deepspeed_zero3_nvme.py runs/examples/deepspeed
 	EPOCHS=2 $(DEEPSPEED_ENV) $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/deepspeed_zero3_nvme.py runs/examples/deepspeed
@@ -43,6 +43,9 @@ lint: .venv/ready  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: .venv/ready  ## the site of docs/ into site/; a link or an anchor that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 docs-reference: .venv/ready  ## docs/reference: the page of all settings and their JSON schema
 	$(BIN)/safe-ckpt config reference > docs/reference/configuration.md
@@ -70,4 +73,4 @@ examples: .venv/ready  ## run every example, twice where it resumes
 	$(BIN)/safe-ckpt verify runs/examples/plain/step-00000004 runs/examples/lightning/last.ckpt
 
 clean:
-	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv runs site .pytest_cache .mypy_cache .ruff_cache

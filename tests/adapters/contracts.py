@@ -63,7 +63,7 @@ def private_names(*folders: str) -> dict[str, str]:
 
 
 def _is_private(name: str) -> bool:
-    return len(name) > 1 and name.startswith("_") and not name.startswith("__") and name.isidentifier()
+    return name.isidentifier() and name[0] == "_" and name[1:2].isalpha()
 
 
 def _own(tree: ast.Module) -> set[str]:
@@ -73,9 +73,8 @@ def _own(tree: ast.Module) -> set[str]:
             own.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             own.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if isinstance(node.value, ast.Name) and node.value.id == "self":
-                own.add(node.attr)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            own.add(node.attr)
     return own
 
 

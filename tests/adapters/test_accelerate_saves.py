@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DataLoaderConfiguration
 from safetensors.torch import load_file
@@ -603,22 +602,3 @@ def test_seeds_do_not_move(tmp_path):
         before = training.fingerprint()
         accelerator.save_state(async_save=False)
         assert training.fingerprint() == before
-
-
-def test_stock_behaviour_that_this_replaces_is_still_there():
-    """The private parts that the adapter reads and the signatures that it stands in for."""
-    import inspect
-
-    forget()
-    accelerator = Accelerator(cpu=True)
-    for name in ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects"):
-        assert isinstance(getattr(accelerator, name), list), name
-    assert hasattr(accelerator._save_model_state_pre_hook, "values")
-    for name in ("iteration", "total_limit", "automatic_checkpoint_naming", "save_on_each_node"):
-        assert hasattr(accelerator.project_configuration, name), name
-    save = inspect.signature(Accelerator.save_state)
-    assert list(save.parameters) == ["self", "output_dir", "safe_serialization", "save_model_func_kwargs"]
-    load = inspect.signature(Accelerator.load_state)
-    assert list(load.parameters) == ["self", "input_dir", "load_kwargs", "load_model_func_kwargs"]
-    assert list(inspect.signature(Accelerator.end_training).parameters) == ["self"]
-    assert "unwrap" in inspect.signature(Accelerator.get_state_dict).parameters

@@ -30,6 +30,7 @@ from accelerate_runs import forget
 
 STORAGE = ("storage", "storage_offset", "size", "stride", "requires_grad", "backward_hooks")
 TENSOR = torch.zeros(1)
+TYPED = TypedStorage(wrap_storage=TENSOR.untyped_storage(), dtype=torch.float32, _internal=True)
 SELF = ("self",)
 
 TORCH = [
@@ -46,7 +47,7 @@ TORCH = [
     Part(torch._utils, "_rebuild_tensor_v3", "core/distcp.py", "rebuilds a tensor of a newer type", (*STORAGE, "dtype")),
     Part(TypedStorage, "_pickle_storage_type", "core/pickling.py", "the name of a storage's type", SELF),
     Part(TypedStorage, "_size", "core/pickling.py", "the number of its elements", SELF),
-    Part(TypedStorage(3, dtype=torch.float32), "_untyped_storage",
+    Part(TYPED, "_untyped_storage",
          "core/pickling.py", "its bytes"),
     Part(TENSOR.untyped_storage(), "_cdata", "core/pickling.py", "tells one storage from another"),
     Part(TENSOR, "_backward_hooks", "core/pickling.py", "a tensor with hooks is not plain"),
@@ -158,7 +159,7 @@ def test_the_timeouts_of_a_process_group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         world = dist.group.WORLD
-        assert [kind.type for kind in world._device_types][:1] == ["cpu"], "core/exchange.py: wire_device"
+        assert "cpu" in {str(kind) for kind in world._device_types}, "core/exchange.py: wire_device"
         backend = world._get_backend(torch.device("cpu"))
         before = backend.options._timeout
         backend._set_default_timeout(before * 2)
@@ -218,7 +219,7 @@ def test_the_state_of_a_stateful_loader():
 
 
 def test_the_trainer_saves_what_we_save():
-    """transformers/saver.py writes what ``_save_checkpoint`` does; where the end of training deletes, the mixin stands before."""
+    """transformers/saver.py writes what ``_save_checkpoint`` does; the mixin stands before what deletes at the end."""
     source = inspect.getsource(Trainer._save_checkpoint)
     for step in ("store_flos", "save_model", "best_model_checkpoint", "ExportableState", "save_to_json"):
         assert step in source, f"transformers/saver.py: _write does not know how this release handles {step}"

@@ -278,32 +278,3 @@ def test_latest_never_names_what_lacks_a_rank(tmp_path, stage, moment):
     outcomes = spawn(lose_a_rank, str(tmp_path), stage, moment)
     assert [outcome.exit_code for outcome in outcomes] == [0, -9]
     assert (latest(tmp_path), tags(tmp_path)) == ("good", ["good"])
-
-
-def test_the_hooks_into_deepspeed_are_what_they_were():
-    """What is replaced while DeepSpeed is listened to, and what is read of it, has the shape that was tested."""
-    import inspect
-
-    import deepspeed.runtime.engine as upstream
-    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-
-    kind = upstream.DeepSpeedEngine
-
-    def names(function):
-        return list(inspect.signature(function).parameters)[1:]
-
-    arguments = ["save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters"]
-    assert names(kind.save_checkpoint) == arguments
-    assert names(kind.load_checkpoint)[:3] == ["load_dir", "tag", "load_module_strict"]
-    assert names(kind._checkpoint_tag_validation) == ["tag"]
-    assert names(kind._copy_recovery_script) == ["save_path"]
-    assert names(kind._get_zero_ckpt_name) == ["checkpoints_path", "tag"]
-    assert names(kind.zero_nvme_offload_optimizer) == []
-    assert callable(upstream.dist.barrier)
-    source = inspect.getsource(kind.save_checkpoint)
-    assert source.index("checkpoint_engine.create") < source.index("_save_checkpoint(")
-    for name in ("reset_swap_buffers", "_set_fp32_optimizer_param_groups", "_clear_fp32_optimizer_param_groups"):
-        assert names(getattr(DeepSpeedZeroOptimizer_Stage3, name)) == []
-    taken = ["create", "save", "load", "commit", "makedirs", "is_data_parallel_writer", "is_decoupled", "cleanup"]
-    assert all(callable(getattr(CheckpointEngine, name)) for name in [*taken, "get_commit_info"])

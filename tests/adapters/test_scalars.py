@@ -87,6 +87,7 @@ def test_lightning_loggers_can_be_left_alone(tmp_path):
     assert [event.step for event in seen if event.kind == "committed"] == [3, 6, 9]
 
 
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")  # Lightning's own calls
 def test_lightning_cli_takes_hooks(monkeypatch):
     """By class_path, as everything else in its YAML."""
     hook = {"class_path": "safe_ckpt.hooks.logs.LoggingHook"}

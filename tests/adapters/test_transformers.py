@@ -1,9 +1,7 @@
 """``SafeCheckpointMixin``: a tiny randomly initialised model, trained by a real Trainer."""
 
-import contextlib
 import hashlib
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -301,19 +299,3 @@ def test_rotation_is_that_of_the_trainer(sequences, limit, best):
         assert len(left) >= min(limit, len(infos))
     plain = [info for info in left if info.path != chosen]
     assert all(gone.sequence < min(p.sequence for p in plain) for gone in doomed) if plain else True
-
-
-def test_the_private_parts_that_the_mixin_stands_in_for():
-    """Names and arguments, as this release has them."""
-    import inspect
-
-    assert list(inspect.signature(Trainer._save_checkpoint).parameters) == ["self", "model", "trial"]
-    for name in ("_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"):
-        assert list(inspect.signature(getattr(Trainer, name)).parameters) == ["self", "output_dir"], name
-    assert list(inspect.signature(Trainer._load_best_model).parameters) == ["self"]
-    assert "resume_from_checkpoint" in inspect.signature(Trainer.train).parameters
-    source = inspect.getsource(Trainer._save_checkpoint)
-    for part in ("store_flos", "save_model", "best_model_checkpoint", "ExportableState", "save_to_json"):
-        assert part in source, part
-    with contextlib.suppress(ImportError):
-        logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -6,7 +6,6 @@ The marks are explained in CONTRIBUTING.md. Pure: nothing here runs anything.
 from __future__ import annotations
 
 import re
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +29,7 @@ class Block:
         line: of the opening fence, counted from 1.
         language: of ``LANGUAGES``.
         title: the file that it is written to; "" for none.
-        code: what is between the fences, dedented.
+        code: what is between the fences, without their indentation.
         not_run: why it is not run; "" when it is.
         run_in: the page on which the same block is run; "" for this one.
     """
@@ -75,8 +74,9 @@ def blocks_of(page: str | Path, text: str | None = None) -> list[Block]:
     Raises:
         ValueError: a fence is not closed, or says no language.
     """
-    name = Path(page).relative_to(ROOT).as_posix() if Path(page).is_relative_to(ROOT) else Path(page).name
-    lines = ((ROOT / page).read_text(encoding="utf-8") if text is None else text).splitlines()
+    file = ROOT / page
+    name = file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else file.name
+    lines = (file.read_text(encoding="utf-8") if text is None else text).splitlines()
     found: list[Block] = []
     at = 0
     while at < len(lines):
@@ -96,7 +96,7 @@ def blocks_of(page: str | Path, text: str | None = None) -> list[Block]:
                 line=at + 1,
                 language=opened["language"],
                 title=title.group(1) if title else "",
-                code=textwrap.dedent("\n".join(lines[at + 1 : end]) + "\n"),
+                code="".join(line.removeprefix(opened["indent"]) + "\n" for line in lines[at + 1 : end]),
                 not_run=mark.group(2) if mark and mark.group(1) == "not run" else "",
                 run_in=mark.group(2) if mark and mark.group(1) == "run in" else "",
             )

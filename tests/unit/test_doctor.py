@@ -345,6 +345,15 @@ def test_what_a_scheduler_says():
     assert surroundings.judge_scheduler({}, 1000.0).advice == ""
 
 
+def test_releases_that_do_not_fit():
+    """What is too old fails, what is of a newer series than was run is a warning, what is missing is said."""
+    too_old, newer, _ = surroundings.judge_versions({"torch": "2.0.1", "deepspeed": "99.0", "numpy": "9"})
+    assert (too_old.state, "torch 2.0.1" in too_old.measured) == ("fail", True)
+    assert (newer.state, "deepspeed 99.0" in newer.measured) == ("warn", True)
+    assert surroundings.judge_versions({"numpy": "2.0"})[0].state == "fail"
+    assert [finding.state for finding in surroundings.judge_versions({"torch": "2.13.0+cpu"})] == ["ok"]
+
+
 def test_what_a_launcher_says():
     """Ranks need all that they need; one process alone needs nothing."""
     whole = {"WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import typer
 
 from safe_ckpt.cli import config
+from safe_ckpt.cli.convert import convert
 from safe_ckpt.cli.doctor import doctor
 from safe_ckpt.cli.gc import gc
 from safe_ckpt.cli.inspect import inspect
@@ -26,6 +27,7 @@ app.command("verify")(verify)
 app.command("inspect")(inspect)
 app.command("resume-path")(resume_path)
 app.command("gc")(gc)
+app.command("convert")(convert)
 app.command("unlock")(unlock)
 app.command("doctor")(doctor)
 app.command("report")(report)

@@ -102,9 +102,10 @@ def view(told: History | None, directory: Path, now: float) -> RenderableType:
     figures = totals.total(told)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column, justify in _COLUMNS:
-        table.add_column(column, justify=justify, no_wrap=True)
+        table.add_column(column, justify=justify, no_wrap=column != "save")  # on a narrow screen long names break
     for save in told.saves[: -_SHOWN_SAVES - 1 : -1]:
-        table.add_row(*map(Text, _cells(save)), Text(save.outcome, style=_STYLES[save.outcome]))
+        outcome = Text(save.outcome, style=_STYLES[save.outcome])
+        table.add_row(_time(save.ended), outcome, *map(Text, _cells(save)))
     failed = [Text(f"{_time(save.ended)}  {save.name}: {save.error}", style="red") for save in _failures(told)]
     notices = [Text(line_of_notice(notice), style="yellow") for notice in told.notices[: -_SHOWN_NOTICES - 1 : -1]]
     parts: list[RenderableType] = [
@@ -145,31 +146,33 @@ def after(happened: list[str], printed: list[str]) -> list[str]:
 def line_of(save: Save) -> str:
     """One save."""
     if save.outcome != "committed":
-        return f"{_time(save.ended)}  {save.outcome}  {save.name}: {save.error or 'its run ended before the save did'}"
-    name, held, total, rate, size = _cells(save)[1:]
+        return f"{words.clock(save.ended)}  {save.outcome}  {save.name}: {save.error or 'its run ended before the save did'}"
+    name, held, total, rate, size = _cells(save)
     facts = (f"size {size}", f"stall {held}", f"durable after {total}", rate)
-    return f"{_time(save.ended)}  committed  {name}: {', '.join(fact for fact in facts if not fact.endswith(' '))}"
+    return (
+        f"{words.clock(save.ended)}  committed  {name}: {', '.join(fact for fact in facts if not fact.endswith(' '))}"
+    )
 
 
 def line_of_notice(notice: Notice) -> str:
     """One resume or mishap."""
-    return f"{_time(notice.at)}  {notice.kind}  {notice.text}"
+    return f"{words.clock(notice.at)}  {notice.kind}  {notice.text}"
 
 
 _COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
     ("when", "left"),
+    ("", "left"),
     ("save", "left"),
     ("stall", "right"),
-    ("until durable", "right"),
+    ("durable after", "right"),
     ("throughput", "right"),
     ("size", "right"),
-    ("", "left"),
 )
 
 
 def _cells(save: Save) -> tuple[str, ...]:
     times = (words.duration(save.stall_s), words.duration(save.total_s))
-    return (_time(save.ended), save.name, *times, words.rate(save.gbps), words.size(save.size_bytes))
+    return (save.name, *times, words.rate(save.gbps), words.size(save.size_bytes))
 
 
 def _failures(told: History) -> list[Save]:
@@ -183,7 +186,7 @@ def _time(at: float) -> str:
 def _in_short(figures: totals.Totals) -> str:
     facts = (
         ("stall per save", words.duration(figures.median_stall_s)),
-        ("until durable", words.duration(figures.median_total_s)),
+        ("durable after", words.duration(figures.median_total_s)),
         ("throughput", words.rate(figures.median_gbps)),
         ("most work at risk", words.duration(figures.at_risk_s)),
     )

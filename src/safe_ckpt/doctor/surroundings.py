@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
 
+from safe_ckpt.compatibility import SUPPORTED, judge, numbers
 from safe_ckpt.doctor.examined import Examined
 from safe_ckpt.doctor.finding import Finding, fail, ok, time_text, warn
 
@@ -31,11 +32,29 @@ def versions_here() -> dict[str, str]:
 
 def versions(_: Examined) -> list[Finding]:
     """What is installed."""
-    found = versions_here()
+    return judge_versions(versions_here())
+
+
+def judge_versions(found: Mapping[str, str]) -> list[Finding]:
+    """Whether these releases are such as work together: one finding for each that is not, or one for all.
+
+    Args:
+        found: package to version, Python among them.
+    """
     text = ", ".join(f"{name} {version}" for name, version in found.items())
     if "torch" not in found:
         return [fail("versions", text, "torch is missing: pip install torch", **found)]
-    return [ok("versions", text, **found)]
+    odd = []
+    for name, version in found.items():
+        supported = SUPPORTED.get(name)
+        verdict = judge(version, supported) if supported is not None and numbers(version) else "allowed"
+        if supported is not None and verdict == "too old":
+            advice = f"use {name} {supported.lowest} or later; before that, {supported.because}"
+            odd.append(fail("versions", f"{name} {version} is too old", advice))
+        elif supported is not None and verdict == "newer series":
+            advice = f"{supported.newest} is the newest that this release was run with: try a save and a resume first"
+            odd.append(warn("versions", f"{name} {version} is of a newer series", advice))
+    return [*odd, ok("versions", text, **found)]
 
 
 def resolver(examined: Examined) -> list[Finding]:

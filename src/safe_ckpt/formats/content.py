@@ -37,7 +37,7 @@ def read_content(path: Path, *, follow_symlinks: bool = False) -> Content:
         if file.path.name not in _BESIDE and not (file.path.suffix == ".distcp" and file.path.parent in sharded):
             found = _of_file(file)
             if found is not None:
-                parts.append(found.under(_stem(file.name)))
+                parts.append(found.under(stem_of(file.name)))
     if not parts:
         raise UnsupportedFormatError(path=str(path), message="has no file that can be read without running it")
     return _joined(parts)
@@ -51,7 +51,8 @@ def _joined(parts: Iterable[Content]) -> Content:
     )
 
 
-def _stem(name: str) -> str:
+def stem_of(name: str) -> str:
+    """The name of a file without its ending, the same for all shards of one."""
     stem = name.rpartition(".")[0] or name
     return _SHARD.sub("", stem.removesuffix(".safetensors"))
 

@@ -48,12 +48,13 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Directory:
-    """What ``.metadata`` says."""
+    """What ``.metadata`` says. ``paths``: where in the nested state each name was, keys and indices from outside in."""
 
     folder: Path
     tensors: dict[str, Shape]
     objects: tuple[str, ...]
     items: tuple[Item, ...]
+    paths: dict[str, tuple[str | int, ...]]
 
 
 def read_directory(folder: Path) -> Directory:
@@ -98,7 +99,17 @@ def _directory(folder: Path, found: Any) -> Directory:
     known = {*tensors, *objects}
     if any(item.name not in known for item in items) or {item.name for item in items} != known:
         raise ValueError("it says where a tensor lies that it does not know, or knows one that lies nowhere")
-    return Directory(folder=folder, tensors=tensors, objects=tuple(objects), items=tuple(items))
+    paths = _paths(facts.get("planner_data"), known)
+    return Directory(folder=folder, tensors=tensors, objects=tuple(objects), items=tuple(items), paths=paths)
+
+
+def _paths(data: Any, known: set[str]) -> dict[str, tuple[str | int, ...]]:
+    found: dict[str, tuple[str | int, ...]] = {name: (name,) for name in known}
+    for name, path in data.items() if isinstance(data, dict) else []:
+        fits = name in known and isinstance(path, tuple) and 0 < len(path) <= 64
+        if fits and all(isinstance(key, str | int) for key in path):
+            found[name] = path
+    return found
 
 
 def _fields(value: Any, kind: str) -> dict[str, Any]:

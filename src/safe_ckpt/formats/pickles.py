@@ -41,6 +41,12 @@ class Opaque:
     items: list[Any] = field(default_factory=list)
 
 
+class Ordered(dict[Any, Any]):
+    """A dict that was made by a class of its own, with what was put on it: a module's state dict has ``_metadata``."""
+
+    state: object = None
+
+
 @dataclass(frozen=True, eq=False)
 class Storage:
     """The memory that tensors are views of: a record of the archive."""
@@ -116,7 +122,7 @@ class _Machine:
 
     def build(self, _: object) -> None:
         state = self.stack.pop()
-        if isinstance(self.stack[-1], Opaque):
+        if isinstance(self.stack[-1], Opaque | Ordered):
             self.stack[-1].state = state
 
     def reduce(self, _: object) -> None:
@@ -300,11 +306,11 @@ def _made(made_by: object, args: object) -> object:
     return Opaque(made_by, args=args)
 
 
-def dict_of_pairs(args: object) -> dict[Any, Any]:
+def dict_of_pairs(args: object) -> Ordered:
     """An ordered or defaulting dict as it is made: empty, or of one list of pairs."""
     pairs = args[0] if isinstance(args, tuple) and args and isinstance(args[0], list | tuple) else []
     fits = all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs)
-    return {_key(pair[0]): pair[1] for pair in pairs} if fits else {}
+    return Ordered({_key(pair[0]): pair[1] for pair in pairs} if fits else {})
 
 
 def _numbers(value: object) -> tuple[int, ...] | None:

@@ -66,13 +66,11 @@ def content_of(archive: Archive) -> Content:
     Raises:
         CorruptCheckpointError: a tensor reaches behind its record, or has none.
     """
-    order = archive.member("byteorder")
-    little = order is None or archive.source.read(order.data_offset, order.size) == b"little"
-    records = {member.name.partition("/")[2]: member for member in archive.members}
+    locate = Locator(archive)
     tensors, values = [], []
     for name, leaf in leaves(archive.root, str(archive.source.path)):
         if isinstance(leaf, Tensor):
-            tensors.append(_entry(name, leaf, archive, records, little=little))
+            tensors.append(locate(name, leaf))
         elif not isinstance(leaf, Storage):
             values.append(value_of(name, leaf))
     return Content(tensors=tuple(tensors), values=tuple(values))
@@ -95,27 +93,40 @@ def value_of(name: str, leaf: object) -> Value:
     return Value(name=name, text=describe(leaf), value=leaf if plain else None, is_plain=plain)
 
 
-def _entry(name: str, tensor: Tensor, archive: Archive, records: dict[str, Member], *, little: bool) -> Entry:
-    entry = Entry(name=name, dtype=tensor.dtype, shape=tensor.shape, note=tensor.note)
-    if tensor.storage is None:
-        return entry
-    record = records.get(f"data/{tensor.storage.key}")
-    item = ITEM_BYTES.get(tensor.dtype)
-    if record is None:
-        raise CorruptCheckpointError(path=str(archive.source.path), message=f"the bytes of {name} are missing")
-    if item is None or not little:
-        return entry
-    last = tensor.offset + sum(step * (size - 1) for step, size in zip(tensor.stride, tensor.shape, strict=True))
-    if 0 not in tensor.shape and (last + 1) * item > record.size:
-        raise CorruptCheckpointError(path=str(archive.source.path), message=f"{name} reaches behind its record")
-    piece = Piece(
-        file=archive.source.path,
-        offset=archive.source.start + record.data_offset + tensor.offset * item,
-        stride=tensor.stride,
-        starts=tuple(0 for _ in tensor.shape),
-        shape=tensor.shape,
-    )
-    return Entry(name=name, dtype=tensor.dtype, shape=tensor.shape, pieces=(piece,), note=tensor.note)
+class Locator:
+    """Finds the bytes of tensors in an archive."""
+
+    def __init__(self, archive: Archive) -> None:
+        self._source = archive.source
+        self._records = {member.name.partition("/")[2]: member for member in archive.members}
+        order = self._records.get("byteorder")
+        self._little = order is None or self._source.read(order.data_offset, min(order.size, 16)) == b"little"
+
+    def __call__(self, name: str, tensor: Tensor) -> Entry:
+        """A tensor with where its bytes are; without that where they are none, or in another order than this machine's.
+
+        Raises:
+            CorruptCheckpointError: it reaches behind its record, or has none.
+        """
+        entry = Entry(name=name, dtype=tensor.dtype, shape=tensor.shape, note=tensor.note)
+        if tensor.storage is None:
+            return entry
+        record, item = self._records.get(f"data/{tensor.storage.key}"), ITEM_BYTES.get(tensor.dtype)
+        if record is None:
+            raise CorruptCheckpointError(path=str(self._source.path), message=f"the bytes of {name} are missing")
+        if item is None or not self._little:
+            return entry
+        last = tensor.offset + sum(step * (size - 1) for step, size in zip(tensor.stride, tensor.shape, strict=True))
+        if 0 not in tensor.shape and (last + 1) * item > record.size:
+            raise CorruptCheckpointError(path=str(self._source.path), message=f"{name} reaches behind its record")
+        piece = Piece(
+            file=self._source.path,
+            offset=self._source.start + record.data_offset + tensor.offset * item,
+            stride=tensor.stride,
+            starts=tuple(0 for _ in tensor.shape),
+            shape=tensor.shape,
+        )
+        return Entry(name=name, dtype=tensor.dtype, shape=tensor.shape, pieces=(piece,), note=tensor.note)
 
 
 def names_in(archive: Archive, bad: Iterable[Span]) -> list[str]:

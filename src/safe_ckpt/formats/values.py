@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 from pathlib import Path
@@ -15,10 +16,16 @@ _BLOCK = 4 << 20  # elements that are compared at a time
 
 
 class Mapped:
-    """The files of a checkpoint, mapped when they are first needed. Private: nothing that is done to a tensor reaches them."""
+    """The files of a checkpoint, mapped when they are first needed. Private: nothing that is done to a tensor reaches them.
 
-    def __init__(self) -> None:
+    Args:
+        scratch: a folder on a disk for tensors that lie in several parts and are put together; None for memory.
+    """
+
+    def __init__(self, scratch: Path | None = None) -> None:
         self._maps: dict[Path, mmap.mmap] = {}
+        self._scratch = scratch
+        self._count = itertools.count()
 
     def tensor(self, entry: Entry) -> torch.Tensor:
         """The whole tensor.
@@ -34,13 +41,20 @@ class Mapped:
             return self._part(entry.pieces[0], dtype)
         if sum(math.prod(piece.shape) for piece in entry.pieces) < math.prod(entry.shape):
             raise UnsupportedFormatError(path=entry.name, message="parts of it are missing")
-        whole = torch.empty(entry.shape, dtype=dtype)
+        whole = self._room(entry, dtype)
         for piece in entry.pieces:
             place = whole
             for axis, (start, size) in enumerate(zip(piece.starts, piece.shape, strict=True)):
                 place = place.narrow(axis, start, size)
             place.copy_(self._part(piece, dtype))
         return whole
+
+    def _room(self, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
+        count = math.prod(entry.shape)
+        if self._scratch is None or not count:
+            return torch.empty(entry.shape, dtype=dtype)
+        file = self._scratch / f"{next(self._count)}"
+        return torch.from_file(str(file), shared=True, size=count, dtype=dtype).view(entry.shape)
 
     def _part(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
         if 0 in piece.shape:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import re
 from datetime import datetime
 
 from safe_ckpt.report import sections, totals, words
@@ -13,9 +12,6 @@ from safe_ckpt.report.html import Html, tag
 from safe_ckpt.report.sections import Subject
 from safe_ckpt.report.style import CSS
 from safe_ckpt.report.totals import Totals
-
-
-_NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=\S)")
 
 
 def render(history: History, subject: Subject) -> str:
@@ -101,16 +97,12 @@ def _tiles(figures: Totals) -> Html:
             "div",
             tag("dt", name),
             tag("dd", figure or "not recorded", class_="figure"),
-            tag("dd", _unbroken(more) if figure else "", class_="more"),
+            tag("dd", words.unbroken(more) if figure else "", class_="more"),
             class_="tile",
         )
         for name, figure, more in tiles
     ]
     return tag("dl", *shown, class_="tiles")
-
-
-def _unbroken(text: str) -> str:
-    return _NUMBER_AND_UNIT.sub("\N{NO-BREAK SPACE}", text)
 
 
 def _worst(word: str, seconds: float | None, beside: str = "") -> str:

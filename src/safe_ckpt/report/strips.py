@@ -43,7 +43,7 @@ def _row(run: Run, saves: Sequence[Save], notices: Sequence[Notice], longest_s: 
         facts.append(words.counted(run.world_size, "rank"))
     if run.host:
         facts.append(f"host {run.host}")
-    heading = tag("p", tag("strong", f"Run {run.number}"), " ", tag("span", " · ".join(facts)))
+    heading = tag("p", tag("strong", f"Run {run.number}"), " ", tag("span", " · ".join(map(words.unbroken, facts))))
     strip = tag(
         "svg",
         tag("rect", width="100%", height=12, y=_MIDDLE - 6, rx=3, class_="track"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from datetime import datetime, tzinfo
 
 _MOST_CHARACTERS = 1000
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=\S)")
 _AGES = ((86400.0, "day"), (3600.0, "hour"), (60.0, "minute"), (1.0, "second"))
 
 
@@ -25,6 +27,11 @@ def _harmless(character: str) -> str:
     if character in "\n\t\r":
         return " "
     return "�" if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp") else character
+
+
+def unbroken(text: str) -> str:
+    """Text in which no line breaks between a number and what it counts."""
+    return _NUMBER_AND_UNIT.sub("\N{NO-BREAK SPACE}", text)
 
 
 def grouped(count: int) -> str:

@@ -1,0 +1,133 @@
+"""``safe-ckpt convert``: the same checkpoint for another tool."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from safe_ckpt.cli.output import DAMAGED, AsJson, FollowSymlinks, bytes_text, print_json, say
+from safe_ckpt.core.manifest import read_manifest
+from safe_ckpt.errors import ConfigError, CorruptCheckpointError, SafeCheckpointError, UnsupportedFormatError
+from safe_ckpt.formats.checkpoint_check import judge, plan
+
+if TYPE_CHECKING:
+    from safe_ckpt.core.manifest import CheckpointInfo
+
+_FORMS = ("safetensors", "lightning", "torch", "dcp", "safe_ckpt")
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(exists=True, help="A checkpoint of any tool.", metavar="SRC")],
+    destination: Annotated[Path, typer.Argument(help="What is to be written; nothing may be there.", metavar="DST")],
+    to: Annotated[str, typer.Option(help=f"One of {', '.join(_FORMS)}; without it DST's ending says.")] = "",
+    item: Annotated[str, typer.Option(help="Only this part, keys joined by dots, as in 'state_dict'.")] = "",
+    max_shard_size: Annotated[str, typer.Option(help="safetensors: how large a file may become.")] = "5GB",
+    dtype: Annotated[
+        str, typer.Option(help="safetensors: convert floating-point tensors to it, as in 'bfloat16'.")
+    ] = "",
+    step: Annotated[int | None, typer.Option(help="safe_ckpt: the training step; without it the source's.")] = None,
+    drop_objects: Annotated[
+        bool, typer.Option("--drop-objects", help="Leave out what only running the checkpoint would build.")
+    ] = False,
+    allow_pickle: Annotated[
+        bool,
+        typer.Option(
+            "--allow-pickle", help="Run the pickle in SRC, a file of torch.save. Only if you trust who made it."
+        ),
+    ] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not verify SRC first.")] = False,
+    follow_symlinks: FollowSymlinks = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write SRC in another format, with bounded memory; it appears at DST when all of it is on the disk.
+
+    safetensors: a model's weights in Hugging Face's layout, which Accelerate reads too. lightning: the same weights as a file
+    for load_from_checkpoint. torch: everything in one file for torch.load. dcp: everything in a directory for
+    torch.distributed.checkpoint. safe_ckpt: everything as a checkpoint of Checkpointer, in the directory DST.
+    """
+    try:
+        form = _form(to, destination)
+        if not no_verify:
+            _refuse_damaged(source, follow_symlinks=follow_symlinks)
+        structure = _opened(source, form, allow_pickle=allow_pickle, follow_symlinks=follow_symlinks)
+        options = {"item": item, "max_shard_size": max_shard_size, "dtype": dtype, "drop_objects": drop_objects}
+        options["strict"] = not allow_pickle
+        info = _written(source, destination, form, structure, _step_of(source, step, structure), options)
+    except (SafeCheckpointError, OSError) as error:
+        say(str(error))
+        raise typer.Exit(2 if isinstance(error, ConfigError) else DAMAGED) from error
+    if as_json:
+        print_json(info.to_json())
+    else:
+        typer.echo(str(info.path))
+        say(f"{form}, {bytes_text(info.size_bytes)}")
+
+
+def _form(to: str, destination: Path) -> str:
+    form = to or {".ckpt": "lightning", ".pt": "torch", ".pth": "torch"}.get(destination.suffix, "")
+    if form not in _FORMS:
+        raise ConfigError(key="--to", message=f"expected one of {', '.join(_FORMS)}, got {form!r}")
+    return form
+
+
+def _refuse_damaged(source: Path, *, follow_symlinks: bool) -> None:
+    verdict = judge([plan(source, follow_symlinks=follow_symlinks)])[0]
+    bad = next((judgement for judgement in verdict.files if judgement.state == "damaged"), None)
+    if bad is not None:
+        raise CorruptCheckpointError(path=str(source), file=bad.file, message=f"{bad.reason}; nothing was converted")
+
+
+def _opened(source: Path, form: str, *, allow_pickle: bool, follow_symlinks: bool) -> Any:
+    if not allow_pickle:
+        from safe_ckpt.formats.structure import read_structure
+
+        return read_structure(source, follow_symlinks=follow_symlinks)
+    if source.is_dir() or form != "torch":
+        message = "is for one file of torch.save that becomes another (--to torch); go on from that without it"
+        raise ConfigError(key="--allow-pickle", message=message)
+    import torch
+
+    return torch.load(source, map_location="cpu", weights_only=False, mmap=_is_zip(source))
+
+
+def _is_zip(source: Path) -> bool:
+    with source.open("rb") as stream:
+        return stream.read(4) == b"PK\3\4"
+
+
+def _step_of(source: Path, given: int | None, structure: Any) -> int:
+    if given is not None:
+        return given
+    with contextlib.suppress(UnsupportedFormatError, CorruptCheckpointError):
+        return read_manifest(source).step
+    found = structure.get("global_step") if isinstance(structure, Mapping) else None
+    return found if isinstance(found, int) and not isinstance(found, bool) else 0
+
+
+def _written(
+    source: Path, destination: Path, form: str, structure: Any, step: int, options: Mapping[str, Any]
+) -> CheckpointInfo:
+    from safe_ckpt.convert import target
+    from safe_ckpt.convert.source import filled, part_of, weights_of
+    from safe_ckpt.formats.values import Mapped
+
+    destination = destination.absolute()
+    target.refuse_existing(destination)
+    if form == "safetensors":
+        entries = weights_of(structure, options["item"], source)
+        kind, size = target.dtype_named(options["dtype"]), options["max_shard_size"]
+        return target.write_safetensors(destination, entries, Mapped(), max_shard_size=size, dtype=kind)
+    with target.scratch_beside(destination) as scratch:
+        make = Mapped(scratch).tensor
+        if form == "lightning":
+            weights = {name: make(entry) for name, entry in weights_of(structure, options["item"], source).items()}
+            return target.write_archive(destination, target.as_lightning(weights, step))
+        chosen = filled(part_of(structure, options["item"], source), make, drop_objects=options["drop_objects"])
+        if form == "torch":
+            return target.write_archive(destination, chosen, strict=options["strict"])
+        parts = target.as_items(chosen)
+        return target.write_dcp(destination, parts) if form == "dcp" else target.write_steps(destination, parts, step)

@@ -1,0 +1,125 @@
+"""What is to be converted: all of a checkpoint, or the weights of a model in it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safe_ckpt.errors import StateError, UnsupportedFormatError
+from safe_ckpt.formats.pickles import Global, Opaque, Ordered
+from safe_ckpt.formats.structure import tensors_in
+from safe_ckpt.formats.tensors import Entry, describe
+
+_USUAL = ("state_dict", "model", "model_state_dict", "module", "pytorch_model", "weights")
+_MOST_SHOWN = 8
+Make = Callable[[Entry], Any]
+
+
+def part_of(structure: Any, item: str, path: Path) -> Any:
+    """The part of a structure that ``item`` names, keys joined by dots; the whole for "".
+
+    Raises:
+        UnsupportedFormatError: there is none; says what there is.
+    """
+    at = structure
+    for key in item.split(".") if item else ():
+        parts = dict(enumerate(at)) if isinstance(at, list | tuple) else at
+        named = {str(name): part for name, part in parts.items()} if isinstance(parts, dict) else {}
+        if key not in named:
+            raise UnsupportedFormatError(path=str(path), message=f"has no {item!r}; there is {_names(named)}")
+        at = named[key]
+    return at
+
+
+def weights_of(structure: Any, item: str, path: Path) -> dict[str, Entry]:
+    """A model's weights by name: those under ``item``, or, where it is "", under the name that they usually have.
+
+    Raises:
+        UnsupportedFormatError: they cannot be told from the rest, or there are none.
+    """
+    chosen = part_of(structure, item, path)
+    if not item and isinstance(chosen, dict) and not all(isinstance(part, Entry) for part in chosen.values()):
+        key = next((name for name in _USUAL if isinstance(chosen.get(name), dict)), None)
+        if key is None:
+            message = f"--item must say where the weights are; there is {_names(chosen)}"
+            raise UnsupportedFormatError(path=str(path), message=message)
+        chosen = chosen[key]
+    found = dict(tensors_in(chosen))
+    if not found:
+        raise UnsupportedFormatError(path=str(path), message=f"{item or 'it'} holds no tensors")
+    lost = [name for name, entry in found.items() if not entry.pieces]
+    if lost:
+        message = f"the numbers of {', '.join(lost[:_MOST_SHOWN])} cannot be read without running the checkpoint"
+        raise UnsupportedFormatError(path=str(path), message=message)
+    return found
+
+
+def filled(structure: Any, make: Make, *, drop_objects: bool) -> Any:
+    """The structure with real tensors, for whoever writes it.
+
+    Args:
+        structure: as ``read_structure`` returns it.
+        make: from where a tensor's bytes are to the tensor.
+        drop_objects: leave out what is of a class that only running the checkpoint would build.
+
+    Raises:
+        StateError: there are such objects, and they are not to be left out; names them.
+    """
+    objects: list[str] = []
+    made = _filled(structure, make, "", objects)
+    if objects and not drop_objects:
+        shown = "; ".join(objects[:_MOST_SHOWN]) + ("; ..." if len(objects) > _MOST_SHOWN else "")
+        message = f"{len(objects)} objects can only be built by running the checkpoint ({shown})"
+        raise StateError(key="convert", message=f"{message}: --drop-objects leaves them out, --allow-pickle runs it")
+    return made
+
+
+_GONE = object()
+
+
+def _filled(value: Any, make: Make, name: str, objects: list[str]) -> Any:
+    if isinstance(value, Mapping):
+        return _mapping(value, make, name, objects)
+    if isinstance(value, list | tuple):
+        return type(value)(_kept(value, make, name, objects))
+    if isinstance(value, Entry) and value.pieces:
+        return make(value)
+    if isinstance(value, Global) and value.module == "torch":
+        return _torch_constant(value)
+    if isinstance(value, Opaque | Global | Entry):
+        odd = f"a {value.dtype} tensor that is not plain numbers" if isinstance(value, Entry) else describe(value)
+        objects.append(f"{name}: {odd}")
+        return _GONE
+    return value
+
+
+def _kept(value: Sequence[Any], make: Make, name: str, objects: list[str]) -> list[Any]:
+    made = [_filled(part, make, f"{name}.{index}".lstrip("."), objects) for index, part in enumerate(value)]
+    return [None if part is _GONE else part for part in made]  # the others keep their places
+
+
+def _mapping(value: Mapping[Any, Any], make: Make, name: str, objects: list[str]) -> dict[Any, Any]:
+    made = {key: _filled(part, make, f"{name}.{key}".lstrip("."), objects) for key, part in value.items()}
+    kept = {key: part for key, part in made.items() if part is not _GONE}
+    if not isinstance(value, Ordered):
+        return kept
+    ordered = OrderedDict(kept)
+    state = value.state if isinstance(value.state, dict) else {}
+    if isinstance(state.get("_metadata"), dict):  # the versions of a module's parts, which load_state_dict goes by
+        ordered._metadata = _filled(state["_metadata"], make, f"{name}._metadata", [])  # type: ignore[attr-defined]
+    return ordered
+
+
+def _torch_constant(value: Global) -> Any:
+    import torch
+
+    found = getattr(torch, value.name, None)
+    return found if isinstance(found, torch.dtype | torch.layout | torch.memory_format) else str(value)
+
+
+def _names(parts: Mapping[Any, Any]) -> str:
+    names = [str(name) for name in parts]
+    more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
+    return (", ".join(names[:_MOST_SHOWN]) + more) or "nothing"

@@ -1,0 +1,83 @@
+"""The parts of DeepSpeed that the adapter stands in for, calls or reads; the messages say which file of ours needs a look."""
+
+import inspect
+
+import pytest
+
+pytest.importorskip("deepspeed")
+import deepspeed.runtime.engine as upstream
+from contracts import Part, private_names
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+
+ENGINE = upstream.DeepSpeedEngine
+SELF = ("self",)
+
+PARTS = [
+    Part(ENGINE, "save_checkpoint", "deepspeed/handle.py", "is stood in for",
+         ("self", "save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters")),
+    Part(ENGINE, "load_checkpoint", "deepspeed/handle.py", "is stood in for",
+         ("self", "load_dir", "tag", "load_module_strict", "load_optimizer_states", "load_lr_scheduler_states",
+          "load_module_only", "custom_load_fn")),
+    Part(ENGINE, "load_universal_checkpoint", "deepspeed/handle.py", "is left to DeepSpeed", SELF),
+    Part(ENGINE, "_checkpoint_tag_validation", "deepspeed/capture.py", "is a collective: we agree on the tag", ("self", "tag")),
+    Part(ENGINE, "_copy_recovery_script", "deepspeed/capture.py", "what lies beside the tags", ("self", "save_path")),
+    Part(ENGINE, "_optimizer_has_ckpt_event_epilogue", "deepspeed/capture.py", "tidies after an error", SELF),
+    Part(ENGINE, "zero_nvme_offload_optimizer", "deepspeed/capture.py", "the copy of the swap files is ours", SELF),
+    Part(ENGINE, "checkpoint_writer_enabled", "deepspeed/support.py", "is refused", SELF),
+    Part(ENGINE, "use_node_local_storage", "deepspeed/swapping.py", "which name a rank's swap files have", SELF),
+    Part(ENGINE, "_get_zero_ckpt_name", "deepspeed/swapping.py", "the file of the optimizer's states",
+         ("self", "checkpoints_path", "tag")),
+    Part(upstream, "get_fp32_state_dict_from_zero_checkpoint", "deepspeed/loading.py", "is bound to the tag that is loaded",
+         ("checkpoint_dir", "tag")),
+    Part(upstream.dist, "barrier", "deepspeed/capture.py", "nothing is on the disk yet that one could wait for"),
+    Part(ds_to_universal, "dp_index_to_str", "deepspeed/swapping.py", "the folder of a rank's swap files", ("dp_index",)),
+    Part(CheckpointEngine, "create", "deepspeed/decoupled.py", "a save begins", ("self", "info")),
+    Part(CheckpointEngine, "makedirs", "deepspeed/decoupled.py", "is overridden", ("self", "path", "exist_ok")),
+    Part(CheckpointEngine, "save", "deepspeed/decoupled.py", "one file", ("self", "state_dict", "path")),
+    Part(CheckpointEngine, "load", "deepspeed/decoupled.py", "one file", ("self", "path", "map_location")),
+    Part(CheckpointEngine, "commit", "deepspeed/decoupled.py", "the save is complete", ("self", "info")),
+    Part(CheckpointEngine, "get_commit_info", "deepspeed/decoupled.py", "what is to be committed", SELF),
+    Part(CheckpointEngine, "is_decoupled", "deepspeed/decoupled.py", "is asked after the last file", SELF),
+    Part(CheckpointEngine, "cleanup", "deepspeed/decoupled.py", "the end", SELF),
+    Part(CheckpointEngine, "is_data_parallel_writer", "deepspeed/capture.py", "is overridden", ("self", "dp_rank")),
+    Part(Stage3, "_set_fp32_optimizer_param_groups", "deepspeed/swapping.py", "the order of the states", SELF),
+    Part(Stage3, "_clear_fp32_optimizer_param_groups", "deepspeed/swapping.py", "the order of the states", SELF),
+    Part(Stage3, "_reassign_or_swap_out_partitioned_parameters", "deepspeed/swapping.py", "small parameters come back"),
+    Part(Stage3, "_swappable_optimizer_subgroup", "deepspeed/swapping.py", "which ones are in files", ("self", "sub_group_id")),
+    Part(Stage3, "checkpoint_event_prologue", "deepspeed/swapping.py", "before states change", SELF),
+    Part(Stage3, "checkpoint_event_epilogue", "deepspeed/swapping.py", "after states have changed", SELF),
+    Part(Stage3, "reset_swap_buffers", "deepspeed/swapping.py", "after files have changed", SELF),
+    Part(OptimizerSwapper, "_get_param_swap_info", "deepspeed/swapping.py", "makes states known", ("self", "parameter")),
+    Part(OptimizerSwapper, "purge_state", "deepspeed/swapping.py", "forgets states", SELF),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_a_private_part_is_as_it_was(part):
+    """It is there, takes what we give it, and the file that is named does use it."""
+    part.check()
+
+
+def test_no_private_part_is_used_without_a_contract():
+    """Who uses one more private part of DeepSpeed says here what for."""
+    known = {part.name for part in PARTS}
+    assert {name: where for name, where in private_names("deepspeed").items() if name not in known} == {}
+
+
+def test_a_save_goes_as_the_engines_expect():
+    """deepspeed/decoupled.py: a save is created, then handed over file by file, then it is asked whether it is decoupled."""
+    assert list(inspect.signature(CheckpointCommitInfo).parameters) == ["tag", "save_dir", "save_latest"]
+    source = inspect.getsource(ENGINE.save_checkpoint)
+    order = [source.index(call) for call in ("checkpoint_engine.create", "_save_checkpoint(", "is_decoupled")]
+    assert order == sorted(order)
+
+
+def test_the_fields_of_the_optimizer_exist():
+    """deepspeed/swapping.py reads where the parameters of ZeRO-3 are, and puts the scaling of the loss back."""
+    source = inspect.getsource(Stage3)
+    names = ["fp32_partitioned_groups_flat", "fp16_groups", "optimizer_swapper", "sub_group_to_group_id", "overflow",
+             "fp16_partitioned_groups_flat_numel", "dynamic_loss_scale", "loss_scaler"]  # fmt: skip
+    assert [name for name in names if f"self.{name}" not in source] == []
