@@ -43,9 +43,9 @@ class Supported:
 SUPPORTED: Mapping[str, Supported] = {
     "python": Supported(lowest="3.10", newest="3.13", because="its syntax is used"),
     "torch": Supported(
-        lowest="2.7",
+        lowest="2.9",
         newest="2.15.0",
-        because="with gloo a timeout that is raised later does not hold, nor FSDP2 on CPUs",
+        because="with gloo, a timeout that is raised for a lengthy collective has no effect",
     ),
     "lightning": Supported(
         lowest="2.5.3", newest="2.6.6", because="ModelCheckpoint has no save_on_exception", extra="lightning"

@@ -45,7 +45,7 @@ def test_every_argument_of_model_checkpoint_is_ours_too(name):
 
     theirs = list(inspect.signature(package(name).callbacks.ModelCheckpoint.__init__).parameters)
     ours = inspect.signature(SafeCheckpointCallback.__init__).parameters
-    assert list(ours) == [*theirs, "config", "resume", "async_save", "export_to", "export_max_shard_size"]
+    assert list(ours) == [*theirs, "config", "resume", "async_save", "export_to", "export_max_shard_size", "hooks"]
     for argument in theirs[1:]:
         assert (
             ours[argument].default

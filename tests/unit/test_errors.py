@@ -22,6 +22,11 @@ SAMPLES = {
     "rank": 2,
     "rejected": {"a": "cut off"},
     "source": "/nvme/a.swp",
+    "package": "torch",
+    "found": "2.4.1",
+    "lowest": "2.9",
+    "remedy": "pip install torch",
+    "because": "it lacks something",
 }
 
 
@@ -58,6 +63,7 @@ def test_survives_pickling_and_the_wire(error):
         ("SaveError", RuntimeError),
         ("CorruptCheckpointError", ValueError),
         ("NoValidCheckpointError", FileNotFoundError),
+        ("UnsupportedVersionError", ImportError),
     ],
 )
 def test_is_the_natural_builtin(kind, builtin):

@@ -219,12 +219,44 @@ def test_what_became_of_each_save():
     assert whole.saves[2].error == "no space"
     figures = totals.total(whole)
     assert (figures.committed, figures.failed, figures.interrupted, figures.in_flight) == (3, 1, 1, 1)
-    assert figures.stall_share == pytest.approx(0.4 / 89.5)
+    # From the call for step 10 to the one for step 40, and from that for step 30 to that for step 40.
+    assert figures.spanned_s == pytest.approx(69.5 - 18 + 119 - 108)
+    assert figures.stall_share == pytest.approx(0.4 / figures.spanned_s)
     assert figures.at_risk_s == 70 - 38  # run 1 ended with saves after the last one that was committed
     assert (figures.removed, figures.freed_bytes) == (1, 1000)
     assert totals.verdict(figures) == "3 saves committed, 1 failed."
     assert totals.sentences(figures, START + 230)[0] == "Last committed: step 30, 2 minutes ago."
     assert "1 passed over" in whole.notices[0].text
+
+
+def test_what_a_killed_job_deleted_and_did_not_record_is_not_counted():
+    """What retention kept is what is there; checkpoints in other folders are none of its business."""
+    other = {**a_save(1, 5)[-1], "path": "/other/step-1"}
+    kept = line("retained", 41, kept=["step-20", "step-30"], removed=[], freed_bytes=0, seconds=0.1)
+    whole = told([other, *a_save(10, 20), *a_save(20, 30), *a_save(30, 40), kept, *a_save(40, 50)])
+    assert [save.kept_bytes for save in whole.saves] == [1000, 2000, 3000, 4000, 4000]
+
+
+def test_failures_in_a_row_are_one_entry():
+    """Those that differ in numbers only, with no commit in between: the last text and how many they are."""
+    full = [event for step in (10, 20, 30) for event in a_save(step, step, error=f"{step} bytes free")]
+    text = rendered([*full, *a_save(40, 40), *a_save(50, 50, error="50 bytes free"), *a_save(60, 60, error="stalled")])
+    seen = Elements().read(text)
+    start = seen.texts.index("step 10 to step 30")
+    assert seen.texts[start : start + 3] == ["step 10 to step 30", "3", "30 bytes free"]
+    assert "20 bytes free" not in seen.texts
+    assert {"50 bytes free", "stalled"} <= set(seen.texts)
+    assert "5 failures, newest first." in text
+
+
+def test_weights_alone_are_nothing_to_resume_from():
+    """An export counts as a save, but neither as the last commit nor as work that is safe, nor as a checkpoint on the disk."""
+    export = {**a_save(0, 50)[-1], "name": "weights", "weights_only": True}
+    whole = told([*a_save(10, 20), *a_save(20, 40), export, *a_save(30, 60)])
+    figures = totals.total(told([*a_save(10, 20), export]))
+    assert (figures.committed, figures.last.step) == (2, 10)
+    assert [save.at_risk_s for save in whole.saves] == [None, 22, None, 22]
+    assert [save.kept_bytes for save in whole.saves] == [1000, 2000, None, 3000]
 
 
 def test_runs_are_told_apart_in_older_records():

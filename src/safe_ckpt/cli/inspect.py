@@ -23,6 +23,7 @@ from safe_ckpt.cli.output import (
 from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.errors import CorruptCheckpointError, SafeCheckpointError, UnsupportedFormatError
 from safe_ckpt.formats.content import read_content
+from safe_ckpt.formats.equality import same
 from safe_ckpt.formats.files import walk
 from safe_ckpt.formats.kinds import kind_of
 from safe_ckpt.formats.tensors import Content, Entry
@@ -106,17 +107,23 @@ def _compare(first: Content, second: Content, *, as_json: bool) -> bool:
         row = _difference(name, one.get(name), other.get(name), maps)
         if row is not None:
             rows.append(row)
-    here, there = ({value.name: value.text for value in content.values} for content in (first, second))
-    rows += [
-        {"name": name, "max_abs_difference": None, "what": f"{here.get(name, 'absent')} / {there.get(name, 'absent')}"}
-        for name in sorted({*here, *there})
-        if here.get(name) != there.get(name)
-    ]
+    rows += _different_values(first, second)
     if as_json:
         print_json({"tensors_compared": len({*one} & {*other}), "equal": not rows, "differences": rows})
     else:
         _print_differences(rows, len({*one} & {*other}))
     return not rows
+
+
+def _different_values(first: Content, second: Content) -> list[dict[str, Any]]:
+    here, there = ({value.name: value for value in content.values} for content in (first, second))
+    rows: list[dict[str, Any]] = []
+    for name in sorted({*here, *there}):
+        one, other = here.get(name), there.get(name)
+        if one is None or other is None or not same(one.value, other.value):
+            what = " / ".join("absent" if value is None else value.text for value in (one, other))
+            rows.append({"name": name, "max_abs_difference": None, "what": what})
+    return rows
 
 
 def _print_differences(rows: Sequence[dict[str, Any]], compared: int) -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from safe_ckpt.core.json_text import parse_json
+from safe_ckpt.core.json_text import MOST_BYTES, parse_json
 from safe_ckpt.core.manifest import MANIFEST_NAME, FileEntry, archive_digest, read_manifest
 from safe_ckpt.core.zip_format import COMMENT_BYTES
 from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
@@ -132,6 +132,8 @@ def _located(folder: Path, name: str, size: int) -> Judgement:
         reason = f"{UNEQUAL} ({found.reason})"
     elif place.suffix == SUFFIX:
         reason = f"{UNEQUAL}; in which of its tensors cannot be told, for safetensors {NO_CHECKSUMS}"
+    elif found.state == "cannot tell" and found.covered_bytes:
+        reason = f"{UNEQUAL}; in which of its tensors cannot be told, for {found.reason}"
     return damaged(name, reason, size=size, names=found.names)
 
 
@@ -164,15 +166,13 @@ def _missing(path: Path, files: Sequence[Found], known: dict[Path, Metadata]) ->
     found = []
     for folder, metadata in known.items():
         if isinstance(metadata, dcp_files.Directory):
-            names = sorted({item.file for item in metadata.items})
-            found += [
-                (n, "is missing: .metadata says that tensors are in it") for n in names if not (folder / n).is_file()
-            ]
+            absent = [name for name in sorted(metadata.items) if not (folder / name).is_file()]
+            found += [(name, "is missing: .metadata says that tensors are in it") for name in absent]
     for file in files:
         if file.name.endswith(".safetensors.index.json") and path.is_dir():
             try:
                 with Window(file.path) as window:
-                    where = parse_json(window.read(0, window.size)).get("weight_map", {})
+                    where = parse_json(window.read(0, min(window.size, MOST_BYTES + 1))).get("weight_map", {})
                 names = sorted({str(name) for name in where.values()})
                 absent = [name for name in names if not inside(file.path.parent, name).is_file()]
             except (ValueError, AttributeError) as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,15 @@ from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.formats.archives import is_archive
 from safe_ckpt.formats.files import Window, inside
 from safe_ckpt.formats.pickles import MOST_BYTES, Global, Opaque, read_pickle
-from safe_ckpt.formats.tensors import Content, Entry, Piece, Value
+from safe_ckpt.formats.tensors import Content, Entry, Piece
 from safe_ckpt.formats.torch_files import Archive, content_of, open_archive
 
 METADATA = ".metadata"
+_MOST_CHUNKS = 2_000_000
 _MODULE = "torch.distributed.checkpoint"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
     """A part of a tensor, or an object, that lies in a file.
 
@@ -48,12 +51,20 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Directory:
-    """What ``.metadata`` says. ``paths``: where in the nested state each name was, keys and indices from outside in."""
+    """What ``.metadata`` says.
+
+    Attributes:
+        folder: where it lies.
+        tensors: the tensors by name.
+        objects: the names of the objects.
+        items: what each file holds, in order, without overlap.
+        paths: where in the nested state each name was, keys and indices from outside in.
+    """
 
     folder: Path
     tensors: dict[str, Shape]
     objects: tuple[str, ...]
-    items: tuple[Item, ...]
+    items: dict[str, list[Item]]
     paths: dict[str, tuple[str | int, ...]]
 
 
@@ -79,35 +90,49 @@ def read_directory(folder: Path) -> Directory:
 
 def _directory(folder: Path, found: Any) -> Directory:
     facts = _fields(found, "metadata.Metadata")
-    tensors, objects = {}, []
+    tensors, objects, count = {}, [], 0
     for name, about in facts["state_dict_metadata"].items():
         if str(about.made_by).endswith("BytesStorageMetadata"):
             objects.append(_name(name))
             continue
         state = _fields(about, "metadata.TensorStorageMetadata")
+        count += len(state["chunks"])
+        if count > _MOST_CHUNKS:
+            raise ValueError(f"more than {_MOST_CHUNKS} parts of tensors")
         chunks = [_fields(chunk, "metadata.ChunkStorageMetadata") for chunk in state["chunks"]]
         parts = tuple((_counts(chunk["offsets"]), _counts(chunk["sizes"])) for chunk in chunks)
         tensors[_name(name)] = _shape(name, _dtype(state["properties"]), _counts(state["size"]), parts)
-    items = []
+    items: dict[str, list[Item]] = {}
     for index, place in (facts.get("storage_data") or {}).items():
         where, what = _fields(place, "filesystem._StorageInfo"), _fields(index, "metadata.MetadataIndex")
         starts = None if what.get("offset") is None else _counts(what["offset"])
         file = str(where["relative_path"])
         inside(folder, file)
         offset, size = _counts((where["offset"], where["length"]))
-        items.append(Item(name=_name(what["fqn"]), starts=starts, file=file, offset=offset, size=size))
+        items.setdefault(file, []).append(
+            Item(name=_name(what["fqn"]), starts=starts, file=file, offset=offset, size=size)
+        )
     known = {*tensors, *objects}
-    if any(item.name not in known for item in items) or {item.name for item in items} != known:
+    if {item.name for row in items.values() for item in row} != known:
         raise ValueError("it says where a tensor lies that it does not know, or knows one that lies nowhere")
+    for row in items.values():
+        _order(row)
     paths = _paths(facts.get("planner_data"), known)
-    return Directory(folder=folder, tensors=tensors, objects=tuple(objects), items=tuple(items), paths=paths)
+    return Directory(folder=folder, tensors=tensors, objects=tuple(objects), items=items, paths=paths)
+
+
+def _order(row: list[Item]) -> None:
+    row.sort(key=lambda item: (item.offset, item.size))
+    for one, other in pairwise(row):
+        if other.offset < one.offset + one.size:
+            raise ValueError(f"{one.name[:100]!r} and {other.name[:100]!r} overlap in their file")
 
 
 def _paths(data: Any, known: set[str]) -> dict[str, tuple[str | int, ...]]:
     found: dict[str, tuple[str | int, ...]] = {name: (name,) for name in known}
     for name, path in data.items() if isinstance(data, dict) else []:
         fits = name in known and isinstance(path, tuple) and 0 < len(path) <= 64
-        if fits and all(isinstance(key, str | int) for key in path):
+        if fits and all(isinstance(key, str) or (isinstance(key, int) and 0 <= key < 1 << 53) for key in path):
             found[name] = path
     return found
 
@@ -153,6 +178,8 @@ def _shape(
             raise ValueError(f"the parts of {name[:100]!r} have other dimensions than the whole")
         if any(begin + size > whole for begin, size, whole in zip(starts, sizes, shape, strict=True)):
             raise ValueError(f"a part of {name[:100]!r} reaches behind the whole")
+    if math.prod(shape) >= 1 << 62:
+        raise ValueError(f"{name[:100]!r} is larger than any tensor")
     return Shape(dtype=dtype, shape=shape, chunks=parts)
 
 
@@ -162,7 +189,7 @@ def archives_in(directory: Directory, file: str, window: Window) -> Iterator[tup
     Raises:
         CorruptCheckpointError: the file is shorter than it should be, or an archive in it is damaged.
     """
-    for item in sorted((item for item in directory.items if item.file == file), key=lambda item: item.offset):
+    for item in directory.items.get(file, ()):
         part = window.part(item.offset, item.size)
         yield item, open_archive(part) if is_archive(part) else None
 
@@ -175,20 +202,23 @@ def content_of_directory(directory: Directory) -> Content:
         OSError: a file could not be read.
     """
     pieces: dict[str, list[Piece]] = {name: [] for name in directory.tensors}
+    chunks = {name: set(about.chunks) for name, about in directory.tensors.items()}
+    dtypes = {name: about.dtype for name, about in directory.tensors.items()}
     values = []
-    for file in sorted({item.file for item in directory.items}):
+    for file in sorted(directory.items):
         path = inside(directory.folder, file)
         with Window(path) as window:
             for item, archive in archives_in(directory, file, window):
                 found = content_of(archive) if archive is not None else Content()
                 if item.name not in directory.tensors:
-                    values += [
-                        Value(name=item.name, text=v.text, value=v.value, is_plain=v.is_plain) for v in found.values
-                    ]
+                    values += [replace(v, name=f"{item.name}.{v.name}" if v.name else item.name) for v in found.values]
                 elif len(found.tensors) == 1 and found.tensors[0].pieces:
                     only = found.tensors[0]
                     starts = item.starts or tuple(0 for _ in only.shape)
                     whole = only.pieces[0]
+                    if (starts, whole.shape) not in chunks[item.name] or only.dtype != dtypes[item.name]:
+                        message = f"does not hold that part of {item.name} which .metadata says"
+                        raise CorruptCheckpointError(path=str(directory.folder), file=file, message=message)
                     pieces[item.name].append(
                         Piece(file=path, offset=whole.offset, stride=whole.stride, starts=starts, shape=whole.shape)
                     )

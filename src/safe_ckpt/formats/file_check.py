@@ -68,7 +68,16 @@ def _check_torch(file: Found, told: Progress | None) -> Judgement:
         _, bad = scan(file.path, window.size, archive.spans(), progress=told)
         torch_files.content_of(archive)
         names = tuple(torch_files.names_in(archive, bad)) if bad else ()
-    return damaged(file.name, UNEQUAL, size=file.size_bytes, names=names) if bad else valid(file.name, file.size_bytes)
+    if bad:
+        return damaged(file.name, UNEQUAL, size=file.size_bytes, names=names)
+    return _as_far_as_covered(file, file.size_bytes - archive.untold_bytes)
+
+
+def _as_far_as_covered(file: Found, covered: int) -> Judgement:
+    size = file.size_bytes
+    if covered == size:
+        return valid(file.name, size)
+    return untold(file.name, f"{size - covered} of its bytes carry no checksums", size=size, covered=covered)
 
 
 def _check_old(file: Found, window: Window) -> Judgement:
@@ -93,11 +102,8 @@ def _check_distcp(file: Found, metadata: Metadata, told: Progress | None) -> Jud
             if archive is not None:
                 spans += archive.spans()
                 names |= {span.start: item.name for span in archive.spans()}
-                covered += item.size
+                covered += item.size - archive.untold_bytes
         _, bad = scan(file.path, window.size, spans, progress=told)
     if bad:
         return damaged(file.name, UNEQUAL, size=size, names=tuple(sorted({names[span.start] for span in bad})))
-    if covered == size:
-        return valid(file.name, size)
-    reason = f"{size - covered} of its bytes carry no checksums"
-    return untold(file.name, reason, size=size, covered=covered)
+    return _as_far_as_covered(file, covered)

@@ -15,7 +15,7 @@ MOST_FILES = 200_000
 """More files than this no checkpoint has."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
     """A file of a checkpoint.
 
@@ -149,5 +149,9 @@ def inside(folder: Path, name: str) -> Path:
     """
     if not name or "\0" in name or name.startswith("/") or ".." in Path(name).parts:
         message = f"a file name in it leads out of the checkpoint: {name[:200]!r}"
+        raise HostileCheckpointError(path=str(folder), message=message)
+    raw = name.encode("utf-8", "surrogatepass")
+    if any("\ud800" <= mark <= "\udfff" for mark in name) or len(raw) > 4000 or max(map(len, raw.split(b"/"))) > 255:
+        message = f"a file name in it is none that a file can have: {name[:200]!r}"
         raise HostileCheckpointError(path=str(folder), message=message)
     return folder / name

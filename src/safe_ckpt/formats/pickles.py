@@ -7,6 +7,7 @@ builds plain containers; where the program asks for a class or a function it bui
 
 from __future__ import annotations
 
+import math
 import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,11 +17,12 @@ from safe_ckpt.errors import HostileCheckpointError
 
 MOST_BYTES = 64 << 20
 """A larger pickle is refused: 20,000 tensors take 4 MiB."""
-_MOST_OPCODES = 4_000_000
+_MOST_WORK = 4_000_000  # opcodes, and elements that one opcode copies
+_MOST_ELEMENTS = 1 << 62
 _MARK = object()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Global:
     """A class or function that the pickle names."""
 
@@ -31,7 +33,7 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Opaque:
     """What a class or function would have made: which one, of what, and what was put into it afterwards."""
 
@@ -47,7 +49,7 @@ class Ordered(dict[Any, Any]):
     state: object = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Storage:
     """The memory that tensors are views of: a record of the archive."""
 
@@ -56,7 +58,7 @@ class Storage:
     count: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Tensor:
     """A tensor: a view of a storage. ``dtype`` as torch names it, without ``torch.``; offset and stride in elements."""
 
@@ -72,16 +74,14 @@ class _Machine:
     def __init__(self, data: bytes, path: str) -> None:
         self._path = path
         self._data = data
+        self._left = _MOST_WORK
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
 
     def run(self) -> tuple[Any, int]:
         """The object, and how many bytes were read."""
-        count = 0
         for opcode, arg, position in pickletools.genops(self._data):
-            count += 1
-            if count > _MOST_OPCODES:
-                raise self.refused("it is too long")
+            self.spend(1)
             if opcode.name == "STOP":
                 return self.stack.pop(), (position or 0) + 1
             if opcode.name in _CONSTANTS:
@@ -92,6 +92,12 @@ class _Machine:
                 raise self.refused(f"no tool writes the opcode {opcode.name} into a checkpoint")
             step(self, arg)
         raise self.refused("it does not end")
+
+    def spend(self, work: int) -> None:
+        """A few bytes can ask for much: for a copy of a long list, again and again."""
+        self._left -= work
+        if self._left < 0:
+            raise self.refused("it is too long")
 
     def refused(self, why: str) -> HostileCheckpointError:
         return HostileCheckpointError(path=self._path, message=f"its pickle is refused: {why}")
@@ -127,7 +133,7 @@ class _Machine:
 
     def reduce(self, _: object) -> None:
         args = self.stack.pop()
-        self.stack.append(_made(self.stack.pop(), args))
+        self.stack.append(self.made(self.stack.pop(), args))
 
     def new_with_keywords(self, _: object) -> None:
         del self.stack[-1:]
@@ -135,14 +141,23 @@ class _Machine:
 
     def make(self, _: object) -> None:
         made_by, *args = self.since_mark()
-        self.stack.append(_made(made_by, tuple(args)))
+        self.stack.append(self.made(made_by, tuple(args)))
 
     def make_named(self, name: str) -> None:
-        self.stack.append(_made(_global(name), tuple(self.since_mark())))
+        self.stack.append(self.made(_global(name), tuple(self.since_mark())))
+
+    def made(self, made_by: object, args: object) -> object:
+        if isinstance(made_by, Global) and str(made_by) in _DICTS:
+            pairs = _pairs(args)
+            self.spend(len(pairs))
+            return Ordered((_key(pair[0]), pair[1]) for pair in pairs)
+        return _made(made_by, args)
 
     def name(self, _: object) -> None:
         name, module = self.stack.pop(), self.stack.pop()
-        self.stack.append(Global(str(module)[:200], str(name)[:200]))
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise self.refused("the name of a class in it is no text")
+        self.stack.append(Global(module[:200], name[:200]))
 
     def refer(self, key: object) -> None:
         self.stack.append(_storage(key))
@@ -161,6 +176,8 @@ class _Machine:
 
 
 _Step = Callable[[_Machine, Any], object]
+_SET, _FROZENSET = Global("builtins", "set"), Global("builtins", "frozenset")
+_EXTENSION = Global("copyreg", "extension")
 
 
 def _push(make: Callable[[_Machine], object]) -> _Step:
@@ -200,10 +217,10 @@ _STEPS: dict[str, _Step] = {
     "EMPTY_LIST": _push(lambda _: []),
     "EMPTY_DICT": _push(lambda _: {}),
     "EMPTY_TUPLE": _push(lambda _: ()),
-    "EMPTY_SET": _push(lambda _: Opaque(Global("builtins", "set"))),
+    "EMPTY_SET": _push(lambda _: Opaque(_SET)),
     "LIST": _push(lambda machine: machine.since_mark()),
     "TUPLE": _push(lambda machine: tuple(machine.since_mark())),
-    "FROZENSET": _push(lambda machine: Opaque(Global("builtins", "frozenset"), items=machine.since_mark())),
+    "FROZENSET": _push(lambda machine: Opaque(_FROZENSET, items=machine.since_mark())),
     "DUP": _push(lambda machine: machine.stack[-1]),
     "TUPLE1": lambda machine, _: machine.tuple_of(1),
     "TUPLE2": lambda machine, _: machine.tuple_of(2),
@@ -233,9 +250,9 @@ _STEPS: dict[str, _Step] = {
     "BUILD": _Machine.build,
     "PERSID": _Machine.refer,
     "BINPERSID": lambda machine, _: machine.refer(machine.stack.pop()),
-    "EXT1": _push(lambda _: Global("copyreg", "extension")),
-    "EXT2": _push(lambda _: Global("copyreg", "extension")),
-    "EXT4": _push(lambda _: Global("copyreg", "extension")),
+    "EXT1": _push(lambda _: _EXTENSION),
+    "EXT2": _push(lambda _: _EXTENSION),
+    "EXT4": _push(lambda _: _EXTENSION),
 }
 
 
@@ -260,7 +277,7 @@ def read_pickles(data: bytes, path: str, *, count: int) -> list[Any]:
         except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
             if isinstance(error, HostileCheckpointError):
                 raise
-            raise machine.refused(f"it is damaged ({error})") from error
+            raise machine.refused(f"it is damaged ({str(error)[:200]})") from error
         found.append(value)
         at += length
     return found
@@ -276,10 +293,16 @@ def _key(key: object) -> Any:
     if isinstance(key, str | bytes | bool | float | Global | Opaque) or key is None:
         return key  # an Opaque is told from others by identity
     if isinstance(key, int):
-        return key if abs(key) < 1 << 53 else f"<{key:#x}>"[:40]
-    if isinstance(key, tuple) and len(key) <= 16 and all(isinstance(part, str | bool | int | float) for part in key):
-        return str(key)[:400]
+        return key if key.bit_length() <= 53 else f"<{key:#x}>" if key.bit_length() <= 256 else f"<int {id(key):#x}>"
+    if isinstance(key, tuple) and len(key) <= 16 and all(map(_is_short, key)):
+        return str(key)
     return f"<{type(key).__name__} {id(key):#x}>"
+
+
+def _is_short(part: object) -> bool:
+    if isinstance(part, str):
+        return len(part) <= 400
+    return isinstance(part, float) or (isinstance(part, int) and part.bit_length() <= 256)
 
 
 def _storage(key: object) -> object:
@@ -294,10 +317,9 @@ def _made(made_by: object, args: object) -> object:
     if not isinstance(made_by, Global):
         return Opaque(Global("builtins", "object"), args=args)
     name = str(made_by)
-    if name in _DICTS:
-        return dict_of_pairs(args)
-    if name == "torch.Size" and isinstance(args, tuple) and len(args) == 1 and isinstance(args[0], tuple | list):
-        return tuple(args[0])
+    if name == "torch.Size" and isinstance(args, tuple) and len(args) == 1:
+        shape = _numbers(args[0])
+        return Opaque(made_by, args=args) if shape is None else shape
     rebuild = _TENSORS.get(name)
     if rebuild is not None and isinstance(args, tuple):
         made = rebuild(args)
@@ -306,11 +328,10 @@ def _made(made_by: object, args: object) -> object:
     return Opaque(made_by, args=args)
 
 
-def dict_of_pairs(args: object) -> Ordered:
-    """An ordered or defaulting dict as it is made: empty, or of one list of pairs."""
+def _pairs(args: object) -> list[Any] | tuple[Any, ...]:
+    """What an ordered or defaulting dict is made of: nothing, or one list of pairs."""
     pairs = args[0] if isinstance(args, tuple) and args and isinstance(args[0], list | tuple) else []
-    fits = all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs)
-    return Ordered({_key(pair[0]): pair[1] for pair in pairs} if fits else {})
+    return pairs if all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs) else []
 
 
 def _numbers(value: object) -> tuple[int, ...] | None:
@@ -319,10 +340,15 @@ def _numbers(value: object) -> tuple[int, ...] | None:
     return tuple(value) if all(isinstance(n, int) and 0 <= n < 1 << 62 for n in value) else None
 
 
+def _shape(value: object) -> tuple[int, ...] | None:
+    shape = _numbers(value)
+    return shape if shape is not None and math.prod(shape) < _MOST_ELEMENTS else None
+
+
 def _tensor(args: tuple[Any, ...], dtype: str | None = None) -> Tensor | None:
     if len(args) < 4 or not isinstance(args[0], Storage) or not isinstance(args[1], int) or args[1] < 0:
         return None
-    shape, stride = _numbers(args[2]), _numbers(args[3])
+    shape, stride = _shape(args[2]), _numbers(args[3])
     if shape is None or stride is None or len(shape) != len(stride):
         return None
     return Tensor(args[0], dtype or args[0].dtype, shape, args[1], stride)
@@ -338,15 +364,18 @@ def _parameter(args: tuple[Any, ...]) -> Tensor | None:
 
 
 def _meta(args: tuple[Any, ...]) -> Tensor | None:
-    shape = _numbers(args[1]) if len(args) > 1 else None
+    shape = _shape(args[1]) if len(args) > 1 else None
     if shape is None or not isinstance(args[0], Global):
         return None
     return Tensor(None, args[0].name, shape, note="no data (meta)")
 
 
 def _subclass(args: tuple[Any, ...]) -> Tensor | None:
-    inner = _made(args[0], args[2]) if len(args) > 2 else None
-    if not isinstance(inner, Tensor):
+    rebuild = _TENSORS.get(str(args[0])) if len(args) > 2 and isinstance(args[0], Global) else None
+    if rebuild is None or rebuild is _subclass or not isinstance(args[2], tuple):
+        return None
+    inner = rebuild(args[2])
+    if inner is None:
         return None
     return Tensor(
         inner.storage,

@@ -19,7 +19,7 @@ DTYPES = {
     "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
-_ALIASES, _STRIDES = "safe_ckpt.aliases", "safe_ckpt.strides"
+_ALIASES, _STRIDES = "safe_ckpt.aliases", "safe_ckpt.strides"  # strides: of memory, not of the file
 
 
 def read_safetensors(path: Path) -> Content:
@@ -36,17 +36,12 @@ def read_safetensors(path: Path) -> Content:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise _damaged(path, "its metadata is not text")
-    strides = _extra(metadata, _STRIDES, path)
     spans, entries = [], []
     for name, row in header.items():
         dtype, shape, begin, end = _row(name, row, path)
         spans.append((begin, end))
-        stride = strides.get(name)
-        if stride is None or len(stride) != len(shape):
-            stride = contiguous(shape)
-        whole = Piece(
-            file=path, offset=start + begin, stride=tuple(stride), starts=tuple(0 for _ in shape), shape=shape
-        )
+        starts = tuple(0 for _ in shape)
+        whole = Piece(file=path, offset=start + begin, stride=contiguous(shape), starts=starts, shape=shape)
         entries.append(Entry(name=name, dtype=dtype, shape=shape, pieces=(whole,)))
     at = 0
     for begin, end in sorted(spans):
@@ -99,7 +94,7 @@ def _row(name: str, row: Any, path: Path) -> tuple[str, tuple[int, ...], int, in
         dtype, shape, offsets = DTYPES.get(str(row["dtype"])), row["shape"], row["data_offsets"]
         if dtype and _is_counts(shape) and len(shape) <= 64 and _is_counts(offsets) and len(offsets) == 2:
             begin, end = offsets
-            if end - begin == math.prod(shape) * ITEM_BYTES[dtype]:
+            if end - begin == math.prod(shape) * ITEM_BYTES[dtype]:  # so its size is bounded, too
                 return dtype, tuple(shape), begin, end
     raise _damaged(path, f"what its header says of {name[:200]!r} cannot be")
 

@@ -11,7 +11,7 @@ from safe_ckpt.core.manifest import MANIFEST_NAME
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.formats import dcp_files, safetensors_files, torch_files
 from safe_ckpt.formats.content import stem_of
-from safe_ckpt.formats.files import Found, Window, walk
+from safe_ckpt.formats.files import Found, Window, inside, walk
 from safe_ckpt.formats.pickles import Ordered, Tensor
 from safe_ckpt.formats.tensors import Entry
 
@@ -116,7 +116,11 @@ def _of_folder(folder: Path) -> dict[str, Any]:
     directory = dcp_files.read_directory(folder)
     content = dcp_files.content_of_directory(directory)
     leaves: dict[str, Any] = {entry.name: entry for entry in content.tensors}
-    leaves |= {value.name: value.value for value in content.values}
+    for file in sorted(directory.items):
+        with Window(inside(folder, file)) as window:
+            for item, archive in dcp_files.archives_in(directory, file, window):
+                if archive is not None and item.name not in directory.tensors:
+                    leaves[item.name] = _Builder(archive).build(archive.root, item.name, 0)
     root: dict[str, Any] = {}
     for name, path in sorted(directory.paths.items(), key=lambda pair: repr(pair[1])):
         if name in leaves:

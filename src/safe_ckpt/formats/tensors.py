@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from safe_ckpt.errors import HostileCheckpointError
 from safe_ckpt.formats.pickles import Global, Opaque, Storage, Tensor
@@ -16,12 +15,14 @@ ITEM_BYTES = {
     "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1, "complex128": 16, "complex64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "quint8": 1, "qint8": 1, "qint32": 4,
 }  # fmt: skip
-_MOST_NODES = 2_000_000
+_MOST_WORK = 8_000_000  # in nodes, and 16 characters of names and texts
+_WORK_OF_LEAF = 6
 _MOST_DEPTH = 64
 _LONGEST_TEXT = 80
+_CONTAINERS = (dict, list, tuple)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
     """A part of a tensor, as it lies in a file.
 
@@ -40,7 +41,7 @@ class Piece:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
     """A tensor of a checkpoint.
 
@@ -64,9 +65,9 @@ class Entry:
         return math.prod(self.shape) * ITEM_BYTES.get(self.dtype, 0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Value:
-    """Something that is no tensor: a number, a text, or an object of some class (of which only the name is known)."""
+    """Something that is no tensor: a number, a text, or an object of some class, of which only the structure is known."""
 
     name: str
     text: str
@@ -95,46 +96,65 @@ def leaves(root: object, path: str) -> Iterator[tuple[str, object]]:
     Raises:
         HostileCheckpointError: it is deeper or has more parts than any checkpoint, as when it contains itself.
     """
-    stack: list[tuple[str, object, int]] = [("", root, 0)]
-    count = 0
+    left = _MOST_WORK
+    stack: list[tuple[str, Iterator[tuple[str, object]]]] = [("", iter([("", root)]))]
     while stack:
-        name, value, depth = stack.pop()
-        count += 1
-        if count > _MOST_NODES or depth > _MOST_DEPTH:
+        prefix, parts = stack[-1]
+        key, value = next(parts, (None, None))
+        if key is None:
+            stack.pop()
+            continue
+        name = f"{prefix}.{key}" if prefix else key
+        # Whatever one part holds costs as often as it is referred to: a few bytes can refer to a long list a million times.
+        left -= _WORK_OF_LEAF + len(name) // 16 + _work(value)
+        if left < 0 or len(stack) > _MOST_DEPTH:
             raise HostileCheckpointError(path=path, message="its structure is too large, or contains itself")
-        parts = _parts(value)
-        if not parts:
+        below = _parts(value)
+        if below is None:
             yield name, value
-        stack += [(f"{name}.{key}" if name else key, part, depth + 1) for key, part in reversed(parts)]
+        else:
+            stack.append((name, below))
 
 
-def _parts(value: object) -> list[tuple[str, object]]:
-    if isinstance(value, dict):
-        return [(_text(key), part) for key, part in value.items()]
-    if isinstance(value, list | tuple):
-        if all(isinstance(part, bool | int | float | str) for part in value):
-            return []  # told as one value
-        return [(str(index), part) for index, part in enumerate(value)]
+def _work(value: object) -> int:
+    if isinstance(value, str | bytes):
+        return len(value) // 16
+    if isinstance(value, dict | list | tuple):
+        return len(value)
+    if isinstance(value, Opaque):
+        return len(value.items) + sum(len(part) for part in (value.args, value.state) if isinstance(part, _CONTAINERS))
+    return value.bit_length() // 64 if isinstance(value, int) else 0
+
+
+def _parts(value: object) -> Iterator[tuple[str, object]] | None:
+    """What is in it; None for a leaf."""
+    if isinstance(value, dict) and value:
+        return ((_text(key), part) for key, part in value.items())
+    if isinstance(value, list | tuple) and not all(isinstance(part, bool | int | float | str) for part in value):
+        return ((str(index), part) for index, part in enumerate(value))  # a row of plain values is told as one value
     if isinstance(value, Opaque):
         held = [("args", value.args), ("state", value.state), ("items", value.items)]
-        return [(key, part) for key, part in held if _holds_tensors(part)]
-    return []
+        below = [(key, part) for key, part in held if _holds_tensors(part)]
+        return iter(below) if below else None
+    return None
 
 
 def _holds_tensors(value: object) -> bool:
     # What an object of an unknown class holds is shown only as far as tensors are in it; two levels are enough for states.
     if isinstance(value, Tensor | Storage):
         return True
-    inner: list[Any] = []
+    inner: Iterable[object] = ()
     if isinstance(value, dict):
-        inner = list(value.values())
+        inner = value.values()
     elif isinstance(value, list | tuple):
-        inner = list(value)
+        inner = value
     return any(isinstance(part, Tensor | Opaque | dict) for part in inner)
 
 
 def _text(key: object) -> str:
-    return key[:400] if isinstance(key, str) else str(key)[:400] if not isinstance(key, Opaque) else "<object>"
+    if isinstance(key, str | bytes):
+        return str(key[:400])
+    return "<object>" if isinstance(key, Opaque) else str(key)[:400]
 
 
 def describe(value: object) -> str:
@@ -143,12 +163,21 @@ def describe(value: object) -> str:
         return f"<{value.made_by}>"
     if isinstance(value, Global):
         return f"<{value}>"
-    if isinstance(value, list | tuple) and len(value) > 8:
-        return f"{type(value).__name__} of {len(value)}"
-    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
+    if isinstance(value, list | tuple):
+        if len(value) > 8:
+            return f"{type(value).__name__} of {len(value)}"
+        inner = ", ".join(map(_plain, value))
+        return _cut(f"[{inner}]" if isinstance(value, list) else f"({inner},)" if len(value) == 1 else f"({inner})")
+    return _cut(_plain(value))
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, str | bytes):
+        return repr(value[:200])
+    if isinstance(value, int) and value.bit_length() > 256:
         return f"integer of {value.bit_length()} bits"
-    try:
-        text = repr(value[:200] if isinstance(value, str | bytes) else value)
-    except ValueError:  # numbers with thousands of digits
-        return f"{type(value).__name__} of large numbers"
+    return repr(value)
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 1] + "…"

@@ -13,6 +13,7 @@ from safe_ckpt.errors import UnsupportedFormatError
 from safe_ckpt.formats.tensors import ITEM_BYTES, Entry, Piece
 
 _BLOCK = 4 << 20  # elements that are compared at a time
+_MOST_REPEATED_BYTES = 1 << 30  # of a tensor that is larger than its file, since strides of 0 repeat what is there
 
 
 class Mapped:
@@ -39,8 +40,8 @@ class Mapped:
             raise UnsupportedFormatError(path=entry.name, message=f"{entry.dtype} {entry.note} cannot be read".strip())
         if len(entry.pieces) == 1 and entry.pieces[0].shape == entry.shape:
             return self._part(entry.pieces[0], dtype)
-        if sum(math.prod(piece.shape) for piece in entry.pieces) < math.prod(entry.shape):
-            raise UnsupportedFormatError(path=entry.name, message="parts of it are missing")
+        if sum(math.prod(piece.shape) for piece in entry.pieces) != math.prod(entry.shape):
+            raise UnsupportedFormatError(path=entry.name, message="parts of it are missing, or overlap")
         whole = self._room(entry, dtype)
         for piece in entry.pieces:
             place = whole
@@ -60,7 +61,12 @@ class Mapped:
         if 0 in piece.shape:
             return torch.empty(piece.shape, dtype=dtype)
         count = 1 + sum(step * (size - 1) for step, size in zip(piece.stride, piece.shape, strict=True))
-        flat = torch.frombuffer(self._map(piece.file), dtype=dtype, count=count, offset=piece.offset)
+        bytes_there, room = count * dtype.itemsize, self._map(piece.file)
+        if piece.offset + bytes_there > len(room):
+            raise UnsupportedFormatError(path=str(piece.file), message="was cut off meanwhile")
+        if math.prod(piece.shape) * dtype.itemsize > max(bytes_there, _MOST_REPEATED_BYTES):
+            raise UnsupportedFormatError(path=str(piece.file), message="it is larger than any that was computed with")
+        flat = torch.frombuffer(room, dtype=dtype, count=count, offset=piece.offset)
         return flat.as_strided(piece.shape, piece.stride)
 
     def _map(self, file: Path) -> mmap.mmap:

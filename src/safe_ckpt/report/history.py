@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from safe_ckpt.report.disk import Disk
 from safe_ckpt.report.reading import Recorded, Recording
 
 Outcome = Literal["committed", "failed", "in flight", "interrupted"]
@@ -36,6 +37,7 @@ class Save:
             resume: when its work began is not recorded.
         kept_bytes: of a committed one: all checkpoints on the disk in that moment, as far as the events tell.
         path: where it was committed.
+        weights_only: it holds a model's weights alone: nothing to resume from.
         error: why it failed.
         phase: in which phase it failed.
     """
@@ -54,6 +56,7 @@ class Save:
     at_risk_s: float | None = None
     kept_bytes: int | None = None
     path: str = ""
+    weights_only: bool = False
     error: str = ""
     phase: str = ""
 
@@ -142,9 +145,8 @@ class _Teller:
         self._notices: list[Notice] = []
         self._removals: list[Removal] = []
         self._open: dict[tuple[str, int | None], Save] = {}
-        self._on_disk: dict[str, int] = {}
+        self._disk = Disk()
         self._safe_since: float | None = None  # work before this moment is on the disk
-        self._kept_bytes = 0
         self._freed_bytes: int | None = None
         self._announced = False  # the run said when it began
         self._saving = False  # the run has come to its first save
@@ -230,14 +232,17 @@ class _Teller:
 
     def _committed(self, event: Recorded) -> None:
         save, path = self._finished(event, "committed"), event.text("path")
-        self._place(path, event.count("size_bytes") or 0)
+        if event.facts.get("weights_only") is True:
+            self._saves.append(replace(save, path=path, size_bytes=event.count("size_bytes"), weights_only=True))
+            return
+        self._disk.put(path, event.count("size_bytes") or 0)
         self._saves.append(
             replace(
                 save,
                 path=path,
                 size_bytes=event.count("size_bytes"),
                 at_risk_s=None if self._safe_since is None else max(0.0, save.ended - self._safe_since),
-                kept_bytes=self._kept_bytes,
+                kept_bytes=self._disk.kept_bytes,
             )
         )
         self._safe_since = save.begun
@@ -248,9 +253,10 @@ class _Teller:
 
     def _removed(self, event: Recorded) -> None:
         path = event.text("path")
-        self._removals.append(Removal(at=event.at, path=path, size_bytes=self._take(path)))
+        self._removals.append(Removal(at=event.at, path=path, size_bytes=self._disk.take(path)))
 
     def _retained(self, event: Recorded) -> None:
+        self._disk.keep_only(event.names("kept"))
         if (freed_bytes := event.count("freed_bytes")) is not None:
             self._freed_bytes = (self._freed_bytes or 0) + freed_bytes
 
@@ -266,7 +272,7 @@ class _Teller:
         self._safe_since = event.at
 
     def _quarantined(self, event: Recorded) -> None:
-        self._take(event.text("path"))
+        self._disk.take(event.text("path"))
         self._notice(event, f"{event.text('path')}: {event.text('reason')}")
 
     def _respawned(self, event: Recorded) -> None:
@@ -281,13 +287,3 @@ class _Teller:
         run = self._runs[-1]
         self._runs[-1] = replace(run, begun=min(run.begun, begun))
         return replace(save, outcome=outcome, begun=begun, ended=event.at, total_s=total_s)
-
-    def _place(self, path: str, size_bytes: int) -> None:
-        self._take(path)
-        self._on_disk[path] = size_bytes
-        self._kept_bytes += size_bytes
-
-    def _take(self, path: str) -> int | None:
-        size_bytes = self._on_disk.pop(path, None)
-        self._kept_bytes -= size_bytes or 0
-        return size_bytes

@@ -52,6 +52,15 @@ class Recorded:
         value = self.facts.get(key)
         return words.clean(value) if isinstance(value, str) else ""
 
+    def names(self, key: str) -> frozenset[str]:
+        """A list of short texts; empty if it is anything else."""
+        value = self.facts.get(key)
+        return (
+            frozenset(words.clean(name) for name in value if isinstance(name, str))
+            if isinstance(value, list)
+            else frozenset()
+        )
+
     def texts(self, key: str) -> dict[str, str]:
         """A mapping of short texts; empty if it is anything else."""
         value = self.facts.get(key)

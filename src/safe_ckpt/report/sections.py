@@ -72,7 +72,8 @@ def stalls(history: History, figures: Totals) -> Html:
     )
     if not held and not risk:
         return join()
-    lost = f"Saves held training for {words.duration(figures.stall_s)} of {words.duration(figures.wall_s)}."
+    spanned = f"{words.duration(figures.stall_s)} of {words.duration(figures.spanned_s)}"
+    lost = f"Between the first save of a run and its last, saves held training for {spanned}."
     return _section("Stalls", tag("p", lost), held, risk)
 
 
@@ -100,7 +101,7 @@ def failures(history: History, subject: Subject) -> Html:
     found = [save for save in history.saves if save.outcome in ("failed", "interrupted")]
     if not found:
         return _section("Failures", tag("p", "None."))
-    alike = [list(group) for _, group in itertools.groupby(found, key=_cause)]
+    alike = [list(group) for cause, group in itertools.groupby(history.saves, key=_cause) if cause]
     shown = alike[: -_MOST_FAILURES - 1 : -1]
     rows = [
         (
@@ -206,11 +207,12 @@ def _section(title: str, *children: str) -> Html:
 
 
 def _label(save: Save) -> str:
-    return f"step {save.step}" if save.step is not None else save.name or "a save"
+    return f"step {save.step}" if save.step is not None and not save.weights_only else save.name or "a save"
 
 
-def _cause(save: Save) -> tuple[str, str, str]:
-    return save.outcome, save.phase, _NUMBER.sub("#", save.error)
+def _cause(save: Save) -> tuple[object, ...]:
+    failed = save.outcome in ("failed", "interrupted")
+    return (save.run, save.outcome, save.phase, _NUMBER.sub("#", save.error)) if failed else ()
 
 
 def _series(history: History, value: str, *, failed_too: bool = True) -> list[Bar]:

@@ -14,10 +14,11 @@ class Totals:
     """What the saves of a history come to. What cannot be told is None.
 
     Attributes:
-        last: the last committed save.
-        wall_s: how long the runs lasted together, going by their records.
-        stall_s: how long saves held training, all together.
-        stall_share: of ``wall_s``.
+        last: the last committed save that one can resume from.
+        spanned_s: from the first save of each run to its last one, all runs together: a time that is known, unlike that
+            before the first save and after the last one.
+        stall_s: how long saves held training within that time.
+        stall_share: the one of the other.
         at_risk_s: the most work that a kill at the worst moment would have cost.
         removed: how many checkpoints retention deleted.
         freed_bytes: what that freed, as far as their sizes were read.
@@ -28,7 +29,7 @@ class Totals:
     interrupted: int
     in_flight: int
     last: Save | None
-    wall_s: float
+    spanned_s: float
     stall_s: float
     stall_share: float | None
     median_stall_s: float | None
@@ -51,16 +52,17 @@ def total(history: History) -> Totals:
     totals = [save.total_s for save in committed if save.total_s is not None]
     risks = [save.at_risk_s for save in committed if save.at_risk_s is not None] + _since_last_commit(history)
     known_bytes = sum(removal.size_bytes or 0 for removal in history.removals)
-    wall_s = sum(run.seconds for run in history.runs)
+    spanned_s, stall_s = _spanned(history)
+    whole = [save for save in committed if not save.weights_only]
     return Totals(
         committed=len(committed),
         failed=len(history.of("failed")),
         interrupted=len(history.of("interrupted")),
         in_flight=len(history.of("in flight")),
-        last=committed[-1] if committed else None,
-        wall_s=wall_s,
-        stall_s=sum(stalls),
-        stall_share=min(1.0, sum(stalls) / wall_s) if stalls and wall_s > 0 else None,
+        last=whole[-1] if whole else None,
+        spanned_s=spanned_s,
+        stall_s=stall_s,
+        stall_share=min(1.0, stall_s / spanned_s) if stalls and spanned_s > 0 else None,
         median_stall_s=_median(stalls),
         longest_stall_s=max(stalls, default=None),
         median_gbps=_median(rates),
@@ -93,10 +95,20 @@ def sentences(totals: Totals, now: float) -> list[str]:
     return said
 
 
+def _spanned(history: History) -> tuple[float, float]:
+    by_run: dict[int, list[Save]] = {}
+    for save in history.saves:
+        if not save.weights_only:
+            by_run.setdefault(save.run, []).append(save)
+    spans = [max(0.0, saves[-1].begun - saves[0].begun) for saves in by_run.values()]
+    # The last stall of a run lies behind its span.
+    return sum(spans), sum(save.stall_s or 0.0 for saves in by_run.values() for save in saves[:-1])
+
+
 def _since_last_commit(history: History) -> list[float]:
     """Per run the work that was at risk when it ended, where more was recorded after its last commit."""
-    latest = {save.run: save for save in history.saves}
-    done = {save.run: save for save in history.of("committed")}
+    latest = {save.run: save for save in history.saves if not save.weights_only}
+    done = {save.run: save for save in history.of("committed") if not save.weights_only}
     found = []
     for run in history.runs:
         if run.number in latest and latest[run.number] is not done.get(run.number):

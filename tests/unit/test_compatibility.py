@@ -1,0 +1,123 @@
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from safe_ckpt import compatibility
+from safe_ckpt.compatibility import SUPPORTED, Supported, judge
+from safe_ckpt.errors import UnsupportedVersionError
+
+ROOT = Path(__file__).resolve().parents[2]
+SOME = Supported(lowest="2.9", newest="2.15.0", because="x is not in it", extra="lightning")
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Versions that stand in for what is installed."""
+    versions = {"torch": SUPPORTED["torch"].newest, "accelerate": "1.9"}
+    monkeypatch.setattr(compatibility, "_found", versions.get)
+    monkeypatch.setattr(compatibility, "_told", set())
+    return versions
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        ("2.8.1", "too old"),
+        ("1.13", "too old"),
+        ("2.9.0rc1", "allowed"),
+        ("2.9.0a0+build.5", "allowed"),
+        ("2.9", "allowed"),
+        ("2.13.0+cpu", "allowed"),
+        ("v2.15", "allowed"),
+        ("2.15.0.post1", "allowed"),
+        ("2.15.1", "newer release"),
+        ("2.100.0.dev20270101", "newer release"),
+        ("3.0", "newer series"),
+    ],
+)
+def test_a_release_is_judged_by_its_numbers(found, verdict):
+    """Local builds, pre-releases and zeros at the end change nothing; only the first number makes a series."""
+    assert judge(found, SOME) == verdict
+
+
+def test_before_1_0_the_second_number_makes_a_series():
+    """0.20 may break what 0.19 had."""
+    early = Supported(lowest="0.17.5", newest="0.19.8", because="")
+    assert [judge(found, early) for found in ("0.17.4", "0.19.9", "0.20.0", "1.0")] == [
+        "too old",
+        "newer release",
+        "newer series",
+        "newer series",
+    ]
+
+
+def test_one_that_is_too_old_is_an_import_error_that_says_what_to_do(installed):
+    """Its fields name the package, both releases, and the command."""
+    installed["accelerate"] = "1.2.0"
+    with pytest.raises(ImportError) as caught:
+        compatibility.check("accelerate")
+    error = caught.value
+    assert isinstance(error, UnsupportedVersionError)
+    assert (error.package, error.found, error.lowest) == ("accelerate", "1.2.0", SUPPORTED["accelerate"].lowest)
+    assert 'pip install --upgrade "safe-ckpt[accelerate]" "accelerate>=1.8"' in str(error)
+    installed.update(torch="2.8.0", accelerate="1.9")
+    with pytest.raises(UnsupportedVersionError, match=r"torch 2\.8\.0 is too old"):
+        compatibility.check("accelerate")
+
+
+def test_one_that_is_not_there_is_named(installed):
+    """The extra that brings it is in the message."""
+    with pytest.raises(UnsupportedVersionError, match=r"deepspeed is not installed: .*safe-ckpt\[deepspeed\]"):
+        compatibility.check("deepspeed")
+
+
+def test_a_newer_series_warns_once_and_a_newer_release_never(installed, caplog):
+    """A patch must not nag; what may have broken is said, once per process."""
+    caplog.set_level(logging.INFO, "safe_ckpt")
+    installed.update(torch="2.99.0", accelerate="2.0.0")
+    for _ in range(2):
+        compatibility.check("accelerate")
+    assert [(record.levelname, record.message.split()[0]) for record in caplog.records] == [
+        ("INFO", "torch"),
+        ("WARNING", "accelerate"),
+    ]
+
+
+def test_one_without_a_version_is_let_through(installed, caplog):
+    """Code on the path that nobody installed says nothing of itself."""
+    caplog.set_level(logging.INFO, "safe_ckpt")
+    installed["accelerate"] = ""
+    compatibility.check("accelerate")
+    assert "not known" in caplog.text
+
+
+def test_one_of_lightnings_two_names_is_enough_and_both_must_fit(installed):
+    """Our classes derive from those of both where both are installed."""
+    with pytest.raises(UnsupportedVersionError, match="lightning is not installed"):
+        compatibility.check_either("lightning", "pytorch-lightning")
+    installed["pytorch-lightning"] = "2.6"
+    compatibility.check_either("lightning", "pytorch-lightning")
+    installed["lightning"] = "2.4"
+    with pytest.raises(UnsupportedVersionError, match=r"lightning 2\.4"):
+        compatibility.check_either("lightning", "pytorch-lightning")
+
+
+def test_what_is_installed_here_is_found():
+    """Releases are read from what pip wrote down, under the names that it uses."""
+    compatibility.check("accelerate", "transformers")
+    compatibility.check_either("lightning", "pytorch-lightning")
+
+
+def test_the_table_is_what_pip_and_the_documentation_say():
+    """pyproject.toml allows from the same release on, and docs/compatibility.md names both ends."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    assert f'requires-python = ">={SUPPORTED["python"].lowest}"' in project
+    for package, supported in SUPPORTED.items():
+        if package != "python":
+            found = set(re.findall(rf'"{package}>=([\d.]+)"', project))
+            assert found == {supported.lowest}, package
+        (row,) = re.findall(rf"^\| {package} \|.*$", page, flags=re.IGNORECASE | re.MULTILINE)
+        assert {supported.lowest, supported.newest} <= set(re.findall(r"\d+(?:\.\d+)+", row)), package
