@@ -7,7 +7,7 @@ ACCELERATE := $(BIN)/python -m accelerate.commands.launch --multi_gpu --num_proc
 
 DEEPSPEED_ENV := PATH="$(CURDIR)/$(BIN):$$PATH" DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR="$(CURDIR)/.venv/torch_extensions"
 
-.PHONY: demo test test-deepspeed faults lint docs docs-reference bench examples clean
+.PHONY: demo test test-deepspeed faults lint package docs docs-reference bench examples clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -46,6 +46,9 @@ lint: .venv/ready  ## ruff and mypy
 
 docs: .venv/ready  ## the site of docs/ into site/; a link or an anchor that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+package: .venv/ready  ## build the sdist and the wheel, and use the wheel where nothing else is installed
+	$(BIN)/python tests/package/smoke.py
 
 docs-reference: .venv/ready  ## docs/reference: the page of all settings and their JSON schema
 	$(BIN)/safe-ckpt config reference > docs/reference/configuration.md

@@ -28,9 +28,9 @@ class Supported:
     """The releases of one package.
 
     Attributes:
-        lowest: the oldest that works; what is older certainly fails.
+        lowest: the oldest that is supported; an older one is refused.
         newest: the newest that was run. All from ``lowest`` to it are allowed, not all of them were run.
-        because: what is missing before ``lowest``.
+        because: why no older one is.
         extra: the extra of ours that installs it; "" for what is always installed.
     """
 
@@ -41,7 +41,7 @@ class Supported:
 
 
 SUPPORTED: Mapping[str, Supported] = {
-    "python": Supported(lowest="3.10", newest="3.13", because="its syntax is used"),
+    "python": Supported(lowest="3.10", newest="3.13", because="it is written for that one"),
     "torch": Supported(
         lowest="2.9",
         newest="2.15.0",
@@ -53,19 +53,21 @@ SUPPORTED: Mapping[str, Supported] = {
     "pytorch-lightning": Supported(
         lowest="2.5.3", newest="2.6.6", because="ModelCheckpoint has no save_on_exception", extra="lightning"
     ),
-    "accelerate": Supported(lowest="1.8", newest="1.15.0", because="older ones were not run", extra="accelerate"),
-    "transformers": Supported(lowest="4.50", newest="5.23.0", because="older ones were not run", extra="transformers"),
+    "accelerate": Supported(lowest="1.8", newest="1.15.0", because="older releases were not run", extra="accelerate"),
+    "transformers": Supported(
+        lowest="4.50", newest="5.23.0", because="older releases were not run", extra="transformers"
+    ),
     "deepspeed": Supported(
         lowest="0.17.5",
         newest="0.19.8",
-        because="its checkpoint engines are told of a save otherwise",
+        because="older releases were not run",
         extra="deepspeed",
     ),
 }
 
 
 def check(*packages: str) -> None:
-    """Refuse releases with which an adapter certainly fails. Called when the adapter is imported, on every rank.
+    """Refuse releases that are too old for an adapter. Called when the adapter is imported, on every rank.
 
     A newer release than was run is logged: as information, or once as a warning where its series is newer too.
 

@@ -334,14 +334,14 @@ class NoValidCheckpointError(SafeCheckpointError, FileNotFoundError):
 
 @dataclass(eq=False, kw_only=True)
 class UnsupportedVersionError(SafeCheckpointError, ImportError):
-    """A package that an adapter needs is not installed, or a release of it with which the adapter certainly fails.
+    """A package that an adapter needs is not installed, or a release of it that is too old for the adapter.
 
     Attributes:
         package: its name on the package index.
-        lowest: the oldest release that works.
+        lowest: the oldest release that is supported.
         remedy: what to do.
         found: the release that is installed; "" for none.
-        because: what is missing in it.
+        because: why it is too old.
     """
 
     package: str
@@ -357,7 +357,7 @@ class UnsupportedVersionError(SafeCheckpointError, ImportError):
         if not self.found:
             return f"{self.package} is not installed: {self.remedy}"
         because = f" ({self.because})" if self.because else ""
-        return f"{self.package} {self.found} is too old, {self.lowest} is the oldest that works{because}: {self.remedy}"
+        return f"{self.package} {self.found} is too old, {self.lowest} is the oldest that is supported{because}: {self.remedy}"
 
 
 @dataclass(eq=False, kw_only=True)

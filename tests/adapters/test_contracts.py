@@ -98,7 +98,7 @@ LIGHTNING = [
     Part(CombinedLoader, "_state_dicts", "lightning/continuation.py", "where the loaders are", SELF),
     Part(ModelParallelStrategy(), "_save_distributed_checkpoint", "lightning/sharding.py", "which layout it writes"),
     Part(model_parallel, "_align_compiled_param_names_with_module", "lightning/sharding.py",
-         "the names of a compiled module, where there is such a function", ("state_dict", "module")),
+         "the names of a compiled module", ("state_dict", "module"), optional=True),
 ]  # fmt: skip
 
 ELSEWHERE = {

@@ -17,6 +17,7 @@ NOT_RUN = {
     ("README.md", "make demo   # trains on real data"),
     ("README.md", "   kill | at step | within a save"),
     ("docs/PERFORMANCE.md", "make bench "),
+    ("docs/reference/configuration.md", "python train.py fit "),
 }
 
 

@@ -12,7 +12,7 @@ not happen: another exception, code of the input that runs, an answer that takes
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import importlib
 import json
 import os
 import resource
@@ -34,16 +34,11 @@ MOST_GROWTH_BYTES = 512 << 20
 CORPUS = Path(__file__).with_name("corpus")
 
 
-def _imports():
-    from safe_ckpt import errors
-    from safe_ckpt.core import manifest
-    from safe_ckpt.formats import checkpoint_check, content, dcp_files, files, pickles, safetensors_files, tensors
-    from safe_ckpt.formats import torch_files
-    from safe_ckpt.report import reading
-
-    return locals()
-
-
+MODULES = (
+    "errors", "core.manifest", "formats.checkpoint_check", "formats.content", "formats.dcp_files", "formats.equality",
+    "formats.files", "formats.pickles", "formats.safetensors_files", "formats.structure", "formats.tensors",
+    "formats.torch_files", "report.reading",
+)  # fmt: skip
 m = {}  # the modules, imported under instrumentation when that is wanted
 
 
@@ -61,6 +56,8 @@ def zip_of(records):
 
 def told(found):
     """What ``inspect`` would say of it."""
+    for value in found.values:
+        m["equality"].same(value.value, value.value)
     values = [[value.name, value.text, value.value if value.is_plain else None] for value in found.values]
     json.dumps([values, [[e.name, e.dtype, e.shape, e.size_bytes, e.note] for e in found.tensors]], default=str)
 
@@ -112,6 +109,8 @@ def _check(path):
     verdicts = m["checkpoint_check"].judge([m["checkpoint_check"].plan(path)])
     json.dumps([vars(judgement) for verdict in verdicts for judgement in verdict.files])
     told(m["content"].read_content(path))
+    for _ in m["structure"].tensors_in(m["structure"].read_structure(path)):
+        pass
 
 
 def dcp_metadata(data, folder):
@@ -178,7 +177,15 @@ TARGETS = (
     pickle, pickles, archive, pickle_in_archive, safetensors, safetensors_header, old_file, dcp_metadata, dcp_directory,
     manifest, manifest_resigned, own_file, any_directory, recorded_events,
 )  # fmt: skip
-FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pickle.find_class", "socket.connect")
+FORBIDDEN = (
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.spawn",
+    "subprocess.Popen",
+    "pickle.find_class",
+    "socket.connect",
+)
 
 
 class BrokenPromise(BaseException):
@@ -196,7 +203,7 @@ def _too_long(*_):
 
 def load(part=b""):
     """Import what is fuzzed."""
-    m.update(_imports())
+    m.update({name.rpartition(".")[2]: importlib.import_module(f"safe_ckpt.{name}") for name in MODULES})
     m["part"] = part or zip_of({"a/data.pkl": b"\x80\x02N.", "a/byteorder": b"little"})
     m["safetensors"] = (2).to_bytes(8, "little") + b"{}"
 
@@ -240,7 +247,9 @@ class _Recorder:
             file = self._found / mark
             if not file.exists() or file.stat().st_size > len(data):
                 file.write_bytes(data)
-                (self._found / f"{mark}.txt").write_text("".join(traceback.format_exception(error))[-4000:], "utf-8", "replace")
+                (self._found / f"{mark}.txt").write_text(
+                    "".join(traceback.format_exception(error))[-4000:], "utf-8", "replace"
+                )
         if time.monotonic() - self._since > 60:
             self._since = time.monotonic()
             rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10

@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from safe_ckpt.cli.output import DAMAGED, AsJson, Directory, bytes_text, print_json, say
+from safe_ckpt.cli.output import DAMAGED, AsJson, Directory, bytes_text, print_json, say, tell
 from safe_ckpt.config import Retention
 from safe_ckpt.core.manifest import CheckpointInfo
 from safe_ckpt.core.retention import to_delete
 from safe_ckpt.core.root import HIDDEN, Root
-from safe_ckpt.errors import ConfigError, SafeCheckpointError
+from safe_ckpt.errors import ConfigError, DirectoryError, SafeCheckpointError
 from safe_ckpt.formats.shelf import Shelf, find_shelf
 
 
@@ -69,6 +69,10 @@ def _collect(
     directory: Path, shelf: Shelf, policy: Retention, *, quarantine: bool
 ) -> tuple[Shelf, list[CheckpointInfo], list[Path], list[Path]]:
     root = Root(shelf.folder, lease_s=60.0, hidden=shelf.hidden or shelf.folder / HIDDEN)
+    for folder in (root.hidden, root.staging, root.trash, root.quarantine, root.kept):
+        if folder.is_symlink():
+            message = "is a link, and what is behind it would be deleted: put the folder itself there"
+            raise DirectoryError(path=str(folder), message=message)
     root.open()  # takes the lock, and sweeps what a killed job left
     try:
         shelf = find_shelf(directory)  # once more: now nobody else changes it
@@ -93,6 +97,6 @@ def _tell(
         return
     for row in rows:
         done = "would delete" if dry_run else "deleted" if row["deleted"] else "could not delete"
-        typer.echo(f"{done} {row['path']} {bytes_text(row['size_bytes'])}".rstrip())
+        tell(f"{done} {row['path']} {bytes_text(row['size_bytes'])}".rstrip())
     freed = bytes_text(sum(info.size_bytes for info in doomed if dry_run or info.path in gone))
     say(f"{kept} kept; {freed} {'would be freed' if dry_run else 'freed'}")

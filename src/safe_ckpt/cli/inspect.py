@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +27,9 @@ from safe_ckpt.formats.content import read_content
 from safe_ckpt.formats.equality import same
 from safe_ckpt.formats.files import walk
 from safe_ckpt.formats.kinds import kind_of
-from safe_ckpt.formats.tensors import Content, Entry
+from safe_ckpt.formats.tensors import Content, Entry, Value
+
+_MOST_BITS = 10_000  # of an integer: JSON has no limit, its readers do
 
 
 def inspect(
@@ -85,7 +88,7 @@ def _show(path: Path, content: Content, *, as_json: bool, follow_symlinks: bool)
             {"name": e.name, "dtype": e.dtype, "shape": e.shape, "size_bytes": e.size_bytes, "note": e.note}
             for e in content.tensors
         ]
-        values = [{"name": v.name, "value": v.value if v.is_plain else None, "text": v.text} for v in content.values]
+        values = [{"name": v.name, "value": _as_json(v), "text": v.text} for v in content.values]
         print_json({"path": str(path), **facts, "tensor_bytes": total, "tensors": tensors, "values": values})
         return
     say(", ".join(f"{key} {metrics_text(v) if key == 'metrics' else v}" for key, v in facts.items() if v != {}))
@@ -95,6 +98,16 @@ def _show(path: Path, content: Content, *, as_json: bool, follow_symlinks: bool)
     if content.values:
         print_table(("value", ""), [(value.name, value.text) for value in content.values])
     say(f"{len(content.tensors)} tensors, {bytes_text(total)}; {len(content.values)} values")
+
+
+def _as_json(value: Value) -> object:
+    """A value as JSON has it: None for objects, for what is no number (NaN, infinity) and what is beyond any number."""
+    parts = value.value if isinstance(value.value, list | tuple) else (value.value,)
+    fits = all(
+        math.isfinite(part) if isinstance(part, float) else not isinstance(part, int) or part.bit_length() <= _MOST_BITS
+        for part in parts
+    )
+    return value.value if value.is_plain and fits else None
 
 
 def _compare(first: Content, second: Content, *, as_json: bool) -> bool:
@@ -151,5 +164,7 @@ def _difference(name: str, one: Entry | None, other: Entry | None, maps: tuple[A
     except UnsupportedFormatError as error:
         return row(f"cannot be compared: {error.message}")
     if one.dtype != other.dtype:
-        return row(f"{one.dtype} / {other.dtype}", largest)
+        return row(f"{one.dtype} / {other.dtype}", None if math.isinf(largest) else largest)
+    if math.isinf(largest):
+        return row("values: one has NaN or an infinity where the other has not")
     return row("values", largest) if largest else None

@@ -43,17 +43,29 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, tit
     if sys.stdout.isatty():
         table = Table(*columns, title=title)
         for row in cells:
-            table.add_row(*row)
+            table.add_row(*map(_visible, row))
         console().print(table, markup=False)
         return
+    cells = [[_visible(cell) for cell in row] for row in cells]
     widths = [max(len(row[index]) for row in [list(columns), *cells]) for index in range(len(columns))]
     for row in [list(columns), *cells]:
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        tell("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def say(message: str) -> None:
     """A remark beside the result: on stderr, so that stdout stays for programs."""
-    typer.echo(message, err=True)
+    tell(message, error=True)
+
+
+def tell(line: str, *, error: bool = False) -> None:
+    """A line of the result. Names in it may be anybody's: nothing in them acts on a terminal, or fails in an encoding."""
+    shown = "\n".join(map(_visible, line.split("\n")))
+    encoding = (sys.stderr if error else sys.stdout).encoding or "utf-8"
+    typer.echo(shown.encode(encoding, "backslashreplace").decode(encoding), err=error)
+
+
+def _visible(text: str) -> str:
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def bytes_text(count: float | None) -> str:
@@ -68,4 +80,11 @@ def bytes_text(count: float | None) -> str:
 
 def metrics_text(metrics: Mapping[str, Any]) -> str:
     """``loss=0.1, accuracy=0.9``."""
-    return ", ".join(f"{key}={value:g}" for key, value in metrics.items())
+    return ", ".join(f"{key}={_number_text(value)}" for key, value in metrics.items())
+
+
+def _number_text(value: Any) -> str:
+    try:
+        return f"{value:g}"
+    except (TypeError, ValueError, OverflowError):  # somebody else's manifest
+        return str(value)[:80]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -42,7 +43,7 @@ def resume_path(
         for path in shelf.quarantined:
             say(f"not {path}: in quarantine, since a resume found it damaged")
         if chosen is not None:
-            typer.echo(str(chosen.path))
+            typer.echo(os.fsencode(chosen.path))  # as it is, whatever bytes are in it: programs open it
     if chosen is None:
         there = rejected or shelf.quarantined
         say(

@@ -11,13 +11,26 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from safe_ckpt.cli.output import CANNOT_TELL, DAMAGED, AsJson, FollowSymlinks, bytes_text, console, print_json, say
+from safe_ckpt.cli.output import (
+    CANNOT_TELL,
+    DAMAGED,
+    AsJson,
+    FollowSymlinks,
+    bytes_text,
+    console,
+    print_json,
+    say,
+    tell,
+)
 from safe_ckpt.core import select
 from safe_ckpt.core.root import HIDDEN
+from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.formats.checkpoint_check import Task, judge, plan
 from safe_ckpt.formats.verdict import Judgement, Verdict
 
 _MOST_NAMES = 8
+_MOST_FILES = 20
+_UNREAD = "could not be read, which says nothing about its bytes"
 
 
 def verify(
@@ -35,8 +48,8 @@ def verify(
     try:
         tasks = [plan(path, follow_symlinks=follow_symlinks) for path in _checkpoints(paths)]
         verdicts = _judged(tasks)
-    except OSError as error:
-        say(f"could not be read, which says nothing about its bytes: {error}")
+    except (SafeCheckpointError, OSError) as error:
+        say(str(error) if isinstance(error, SafeCheckpointError) else f"{_UNREAD}: {error}")
         raise typer.Exit(DAMAGED) from error
     if as_json:
         print_json([_row(verdict) for verdict in verdicts])
@@ -77,12 +90,16 @@ def _print(verdict: Verdict) -> None:
     size = sum(judgement.size_bytes for judgement in verdict.files)
     covered = sum(judgement.covered_bytes for judgement in verdict.files)
     line = f"{verdict.state:<11} {verdict.path} ({verdict.kind}, {len(verdict.files)} files, {bytes_text(size)}"
-    typer.echo(f"{line}, {_share(covered, size)} under checksums)" if verdict.state == "cannot tell" else f"{line})")
-    for judgement in verdict.files:
-        if judgement.state == "damaged" or (verdict.state == "cannot tell" and judgement.state != "valid"):
-            typer.echo(f"            {judgement.file}: {_what(judgement)}")
+    tell(f"{line}, {_share(covered, size)} under checksums)" if verdict.state == "cannot tell" else f"{line})")
+    told = [judgement for judgement in verdict.files if judgement.state == "damaged"]
+    if verdict.state == "cannot tell":
+        told = [judgement for judgement in verdict.files if judgement.state != "valid"]
+    for judgement in told[:_MOST_FILES]:
+        tell(f"            {judgement.file}: {_what(judgement)}")
+    if len(told) > _MOST_FILES:
+        tell(f"            and {len(told) - _MOST_FILES} more files; --json names all")
     for remark in verdict.remarks:
-        typer.echo(f"            {remark}")
+        tell(f"            {remark}")
 
 
 def _share(covered: int, size: int) -> str:

@@ -164,7 +164,7 @@ class JobLock:
             path=str(self._subject),
             message=message,
             host=owner.hostname.split("?")[0] if owner else str(record.get("host", "?")),
-            pid=owner.pid if owner else int(record.get("pid", 0)),
+            pid=owner.pid if owner else pid if isinstance(pid := record.get("pid", 0), int) else 0,
             started_at=str(record.get("started_at", "?")),
         )
 
@@ -172,8 +172,10 @@ class JobLock:
 def read_holder(directory: Path) -> dict[str, Any]:
     """The record of who holds the lock in ``directory``; empty when there is none or it cannot be read."""
     try:
+        if not (directory / HOLDER_NAME).is_file():  # a pipe would keep us waiting
+            return {}
         record = json.loads((directory / HOLDER_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
 

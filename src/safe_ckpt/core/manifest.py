@@ -7,21 +7,23 @@ the whole file in the archive's comment.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import json
 import os
 import re
 import socket
+import stat
 import sys
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -35,6 +37,8 @@ MANIFEST_NAME = "manifest.json"
 RECORD_NAME = "archive/.safe_ckpt/manifest.json"
 # What zipfile raises on damaged archives; RuntimeError for a flag that says "encrypted".
 UNREADABLE = (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, RuntimeError, zlib.error)
+_MOST_FILES = 200_000
+_MOST_DIRECTORY_BYTES = 16 << 20
 _DIGEST = re.compile(r"^[0-9a-f]{32}$")
 
 
@@ -187,6 +191,35 @@ def read_manifest(path: Path) -> Manifest:
     return _read_from_archive(path) if path.is_file() else _read_from_directory(path)
 
 
+@contextlib.contextmanager
+def open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    """Open a single-file checkpoint with ``zipfile``, unless its directory is larger than that of any checkpoint.
+
+    Raises:
+        ValueError: it is, or what else ``UNREADABLE`` names: it is damaged.
+        OSError: it could not be read.
+    """
+    with path.open("rb") as stream:
+        bounded = _Bounded(stream)
+        with zipfile.ZipFile(bounded) as archive:
+            bounded.most_bytes = sys.maxsize
+            yield archive
+
+
+class _Bounded:
+    """A file of which not much is read at a time: ``zipfile`` takes 10 seconds for a directory of a million records."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.most_bytes = _MOST_DIRECTORY_BYTES
+        self.seek, self.tell, self.seekable = stream.seek, stream.tell, stream.seekable
+
+    def read(self, size: int = -1) -> bytes:
+        if size > self.most_bytes:
+            raise ValueError(f"a directory of {size} bytes is refused, at most {self.most_bytes} are read")
+        return self._stream.read(size)
+
+
 def archive_digest(path: Path) -> str | None:
     """The whole-file digest that a single-file checkpoint of ours carries; None when it is not ours."""
     size = path.stat().st_size
@@ -202,7 +235,7 @@ def archive_digest(path: Path) -> str | None:
 
 def _read_from_archive(path: Path) -> Manifest:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_archive(path) as archive:
             info = archive.getinfo(RECORD_NAME)
             if info.file_size > MOST_BYTES:
                 raise CorruptCheckpointError(path=str(path), file=RECORD_NAME, message="the manifest is too large")
@@ -232,20 +265,31 @@ def _has_trace_of_ours(path: Path) -> bool:
 
 
 def _read_from_directory(path: Path) -> Manifest:
-    file = path / MANIFEST_NAME
     try:
-        if file.stat().st_size > MOST_BYTES:
-            raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message="the manifest is too large")
-        data = parse_json(file.read_bytes())
+        data = parse_json(_read_file(path))
     except (FileNotFoundError, NotADirectoryError):
         raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message="is missing") from None
     except ValueError as error:
         raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message=f"is not JSON: {error}") from error
+    if isinstance(data, dict) and isinstance(rows := data.get("files"), list) and len(rows) > _MOST_FILES:
+        message = f"names {len(rows)} files, more than any checkpoint has"
+        raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message=message)
     # Before the version is believed: every format has had, and will have, this digest.
     if isinstance(data, dict) and data.get("format") == FORMAT and data.pop("digest", None) != _digest(data):
         message = "its bytes are not those that were written"
         raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message=message)
     return Manifest.from_json(data, str(path))
+
+
+def _read_file(path: Path) -> bytes:
+    fd = os.open(path / MANIFEST_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would keep us waiting
+    with open(fd, "rb") as stream:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message="is not a regular file")
+        if status.st_size > MOST_BYTES:
+            raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message="the manifest is too large")
+        return stream.read(MOST_BYTES)
 
 
 def _entry(row: Any, path: str) -> FileEntry:
@@ -256,7 +300,9 @@ def _entry(row: Any, path: str) -> FileEntry:
         raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=message)
     if not _DIGEST.match(_typed(digest, str)):
         raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=f"a damaged digest for {name!r}")
-    return FileEntry(path=name, size_bytes=_typed(size, int), xxh3_128=digest, rank=_typed(rank, int))
+    if not 0 <= _typed(size, int) < 1 << 62:
+        raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=f"an impossible size for {name!r}")
+    return FileEntry(path=name, size_bytes=size, xxh3_128=digest, rank=_typed(rank, int))
 
 
 def _typed(value: Any, kind: type) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -96,7 +97,7 @@ def list_files(root: Path, suffix: str, is_directory: Callable[[Path], bool] = l
         UnsupportedFormatError: one is of a newer format version.
     """
     found, whole = [], []
-    for folder, below, names in os.walk(root, onerror=_raise):
+    for folder, below, names in _walk(root):
         # A checkpoint that is a directory is one thing: nothing below it is looked at.
         named = [Path(folder, name) for name in below if name.endswith(suffix)]
         ours = [path for path in named if (path / MANIFEST_NAME).exists() or is_directory(path)]
@@ -128,12 +129,26 @@ def newest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 def looks_like_checkpoint(path: Path) -> bool:
     """Whether a stock tool or ours may have written a checkpoint here: decided by names, sizes and archive ends only."""
-    if path.is_dir():
-        if path.name == HIDDEN:
-            return False
-        if (path / MANIFEST_NAME).exists():
-            return not _look(path).problem
-        return any(looks_like_checkpoint(child) for child in path.iterdir())
+    # No recursion, and no links to folders: somebody may have nested them deeply, or in a circle.
+    folders = [path] if path.is_dir() else []
+    while folders:
+        folder = folders.pop()
+        if folder.name == HIDDEN:
+            continue
+        if (folder / MANIFEST_NAME).exists():
+            if not _look(folder).problem:
+                return True
+            continue
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(folder / entry.name)
+                elif _is_stock_file(folder / entry.name):
+                    return True
+    return _is_stock_file(path)
+
+
+def _is_stock_file(path: Path) -> bool:
     if path.suffix not in _STOCK_FILES or not path.is_file() or path.stat().st_size == 0:
         return False
     if path.suffix in (".ckpt", ".pt", ".pth", ".bin"):
@@ -155,8 +170,21 @@ def sequence_beside(path: Path) -> int:
     return newest_sequence(list_files(root, path.suffix)) + 1 if root.is_dir() else 1
 
 
-def _raise(error: OSError) -> None:
-    raise error
+def _walk(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """As ``os.walk``, which before Python 3.12 recurses; what cannot be listed raises."""
+    folders = [os.fspath(root)]
+    while folders:
+        folder = folders.pop()
+        below: list[str] = []
+        names: list[str] = []
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                is_folder = False
+                with contextlib.suppress(OSError):  # a link in a circle
+                    is_folder = entry.is_dir()
+                (below if is_folder else names).append(entry.name)
+        yield folder, below, names
+        folders += [path for path in (os.path.join(folder, name) for name in below) if not os.path.islink(path)]
 
 
 def _entries(root: Path) -> list[Path]:

@@ -6,10 +6,17 @@ An ``OSError`` while reading condemns nothing: it is raised as it is. Only bytes
 from __future__ import annotations
 
 import stat
-import zipfile
 from pathlib import Path
 
-from safe_ckpt.core.manifest import MANIFEST_NAME, UNREADABLE, FileEntry, Manifest, archive_digest, read_manifest
+from safe_ckpt.core.manifest import (
+    MANIFEST_NAME,
+    UNREADABLE,
+    FileEntry,
+    Manifest,
+    archive_digest,
+    open_archive,
+    read_manifest,
+)
 from safe_ckpt.core.reading import digest_of
 from safe_ckpt.core.zip_format import COMMENT_BYTES
 from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
@@ -105,7 +112,7 @@ def _verify_archive(path: Path) -> int:
 
 def _damaged_record(path: Path) -> str:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_archive(path) as archive:
             return archive.testzip() or ""
     except (OSError, *UNREADABLE):
         return ""

@@ -17,7 +17,7 @@ from safe_ckpt.formats.tensors import Content, Entry, Piece
 from safe_ckpt.formats.torch_files import Archive, content_of, open_archive
 
 METADATA = ".metadata"
-_MOST_CHUNKS = 2_000_000
+_MOST_CHUNKS = 1_000_000
 _MODULE = "torch.distributed.checkpoint"
 
 

@@ -15,7 +15,7 @@ ITEM_BYTES = {
     "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1, "complex128": 16, "complex64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "quint8": 1, "qint8": 1, "qint32": 4,
 }  # fmt: skip
-_MOST_WORK = 8_000_000  # in nodes, and 16 characters of names and texts
+_MOST_WORK = 6_000_000  # in nodes, and 16 characters of names and texts
 _WORK_OF_LEAF = 6
 _MOST_DEPTH = 64
 _LONGEST_TEXT = 80

@@ -40,6 +40,7 @@ where the program gives no `config`. Two underscores stand between the parts of 
 
 With **LightningCLI** the settings are arguments of the callback, there with seconds as numbers only:
 
+<!-- not run: train.py is the reader's own -->
 ```sh
 python train.py fit --trainer.callbacks+=safe_ckpt.lightning.SafeCheckpointCallback \\
   --trainer.callbacks.dirpath=runs/exp --trainer.callbacks.save_top_k=2 --trainer.callbacks.config.timeouts.barrier_s=600
