@@ -72,7 +72,7 @@ def pickle(data, _):
 
 
 def pickles(data, _):
-    for root in m["pickles"].read_pickles(data, "x", count=4):
+    for root in m["pickles"].read_pickles(data, "x", count=4)[0]:
         _leaves(root)
 
 

@@ -11,7 +11,7 @@ from safe_ckpt import Checkpointer
 from safe_ckpt.core.checksum import crc32
 from safe_ckpt.core.direct import save_archive
 from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.errors import CorruptCheckpointError
+from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from safe_ckpt.formats.checkpoint_check import judge, plan
 from safe_ckpt.formats.torch_files import open_archive
 
@@ -94,11 +94,10 @@ def test_every_bit_of_a_stock_file_counts(tmp_path, make):
     """A flip of any single bit of what torch.save wrote is found: in a payload, a header, padding or the directory."""
     torch.save(make(), tmp_path / "x.ckpt")
     data = bytearray((tmp_path / "x.ckpt").read_bytes())
-    step = 1 if len(data) < 3000 else len(data) // 3000 + 1
-    if step == 1:
+    if len(data) < 3000:
         assert unfound(data, Memory(data)) == []
     else:
-        assert [at for at in range(0, len(data), step) if _is_missed(data, at)] == []
+        assert [at for at in range(0, len(data), 4) if _is_missed(data, at)] == []
     places = random.sample(range(len(data)), 40)
     assert [at for at in flips(tmp_path / "x.ckpt", places) if verdict_of(tmp_path / "x.ckpt").state != "damaged"] == []
     assert verdict_of(tmp_path / "x.ckpt").state == "valid"
@@ -158,10 +157,10 @@ def test_every_byte_of_a_checkpoint_of_ours_counts(tmp_path):
             assert found.state == "damaged", (file, at)
             assert file.name in {judgement.file for judgement in found.files if judgement.state == "damaged"}
     data = bytearray((place / "manifest.json").read_bytes())
-    for at in range(0, len(data)):
+    for at in range(len(data)):
         data[at] ^= 1 << at % 8
         (place / "manifest.json").write_bytes(data)
-        with pytest.raises(CorruptCheckpointError):
+        with pytest.raises((CorruptCheckpointError, UnsupportedFormatError)):
             read_manifest(place)
         data[at] ^= 1 << at % 8
 

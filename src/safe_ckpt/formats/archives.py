@@ -7,9 +7,11 @@ torch writes none of these, and bombs are made of them. Format: PKWARE APPNOTE.T
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
 
+from safe_ckpt.core.zip_format import COMMENT_PREFIX
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError
 from safe_ckpt.formats.files import Readable
 
@@ -19,6 +21,7 @@ _LIMIT16, _LIMIT32 = 0xFFFF, 0xFFFFFFFF
 _PADDING = {0x4246: b"Z", 0xD935: b"\0"}  # torch's, and zipalign's, which this package writes
 _END = struct.Struct("<4s4H2IH")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
+_OURS = re.compile(re.escape(COMMENT_PREFIX) + rb"[0-9a-f]{32}")
 _LOCAL = struct.Struct("<4s5H3I2H")
 
 
@@ -105,6 +108,8 @@ class _Reader:
                 break
         self._check(place >= 0, "it has no directory: cut off, or altered")
         _, disk, first, count, total, length, start, _ = _END.unpack_from(tail, place)
+        accounted = place + 22 == len(tail) or _OURS.fullmatch(tail, place + 22)  # torch writes no comment
+        self._check(bool(accounted), "it ends in bytes that nothing accounts for")
         self._check(disk == first == 0 and count == total, "its end record contradicts itself")
         at = size - len(tail) + place
         if at < 76 or (locator := self._source.read(at - 20, 20))[:4] != b"PK\6\7":

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt.errors import CorruptCheckpointError
-from safe_ckpt.formats.archives import is_archive
 from safe_ckpt.formats.files import Window, inside
 from safe_ckpt.formats.pickles import MOST_BYTES, Global, Opaque, read_pickle
 from safe_ckpt.formats.tensors import Content, Entry, Piece
-from safe_ckpt.formats.torch_files import Archive, content_of, open_archive
+from safe_ckpt.formats.torch_files import Archive, content_of, looks_like_archive, open_archive
 
 METADATA = ".metadata"
 _MOST_CHUNKS = 1_000_000
@@ -191,7 +190,7 @@ def archives_in(directory: Directory, file: str, window: Window) -> Iterator[tup
     """
     for item in directory.items.get(file, ()):
         part = window.part(item.offset, item.size)
-        yield item, open_archive(part) if is_archive(part) else None
+        yield item, open_archive(part) if looks_like_archive(part) else None
 
 
 def content_of_directory(directory: Directory) -> Content:

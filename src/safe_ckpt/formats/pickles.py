@@ -276,11 +276,18 @@ def read_pickle(data: bytes, path: str) -> Any:
     Raises:
         HostileCheckpointError: it is no pickle, or none that a checkpoint would hold.
     """
-    return read_pickles(data, path, count=1)[0]
+    return read_pickles(data, path, count=1)[0][0]
 
 
-def read_pickles(data: bytes, path: str, *, count: int) -> list[Any]:
-    """The first ``count`` of several pickles that follow each other, as torch wrote them before its zip format."""
+def read_pickles(data: bytes, path: str, *, count: int) -> tuple[list[Any], int]:
+    """The first ``count`` of several pickles that follow each other, as torch wrote them before its zip format.
+
+    Returns:
+        What they would build, and how many bytes they take.
+
+    Raises:
+        HostileCheckpointError: one is no pickle, or none that a checkpoint would hold.
+    """
     if len(data) > MOST_BYTES:
         raise HostileCheckpointError(path=path, message=f"its pickle is refused: larger than {MOST_BYTES >> 20} MiB")
     found, at = [], 0
@@ -294,7 +301,7 @@ def read_pickles(data: bytes, path: str, *, count: int) -> list[Any]:
             raise machine.refused(f"it is damaged ({str(error)[:200]})") from error
         found.append(value)
         at += length
-    return found
+    return found, at
 
 
 def _global(text: str) -> Global:

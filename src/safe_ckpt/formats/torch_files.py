@@ -158,6 +158,7 @@ def read_old_file(source: Readable) -> Any | None:
     """What a file from before the zip format would build; None when it is none. Plain pickles are read too.
 
     Raises:
+        CorruptCheckpointError: it is shorter or longer than it says.
         HostileCheckpointError: it is a pickle, and one that no tool writes.
         OSError: it could not be read.
     """
@@ -167,4 +168,19 @@ def read_old_file(source: Readable) -> Any | None:
     first = read_pickle(head, str(source.path))
     if first != _OLD_MAGIC:
         return first
-    return read_pickles(head, str(source.path), count=4)[3]
+    (_, _, _, root, keys), at = read_pickles(head, str(source.path), count=5)
+    _check_old_length(source, root, keys, at)
+    return root
+
+
+def _check_old_length(source: Readable, root: object, keys: object, at: int) -> None:
+    """Behind the pickles lie the numbers of each storage, in the order of ``keys``, each behind its count."""
+    found = (leaf.storage for _, leaf in leaves(root, str(source.path)) if isinstance(leaf, Tensor))
+    items = {storage.key: ITEM_BYTES.get(storage.dtype) for storage in found if storage is not None}
+    for key in keys if isinstance(keys, list) else []:
+        item = items.get(key) if isinstance(key, str) else None
+        if item is None:
+            return  # of a tensor in some object, whose type is not known here
+        at += 8 + int.from_bytes(source.read(at, 8), "little") * item
+    if at != source.size:
+        raise CorruptCheckpointError(path=str(source.path), message=f"has {source.size} bytes instead of {at}")
