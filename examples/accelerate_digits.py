@@ -52,7 +52,9 @@ def main(directory: str) -> None:
     try:
         accelerator.load_state()  # the newest valid one, the same on every process
         accelerator.print(f"resumed after epoch {progress.epoch}")
-    except NoValidCheckpointError:
+    except NoValidCheckpointError as error:
+        if error.rejected:  # there are some and none is usable: not a fresh run
+            raise
         accelerator.print("fresh run")
 
     for epoch in range(progress.epoch, EPOCHS):

@@ -47,7 +47,9 @@ def main(directory: str) -> None:
     try:
         trainer = make_trainer(directory)
         trainer.train(resume_from_checkpoint=True)  # the newest valid one, verified
-    except NoValidCheckpointError:
+    except NoValidCheckpointError as error:
+        if error.rejected:  # there are some and none is usable: not a fresh run
+            raise
         print("fresh run")
         trainer = make_trainer(directory)
         trainer.train()

@@ -1,4 +1,4 @@
-"""``python limited.py FOLDER CASE...``: makes hostile checkpoints below FOLDER and lets every command look at them, within limits.
+"""``python limited.py FOLDER CASE...``: lets every command look at hostile checkpoints, made below FOLDER, within limits.
 
 Each command is a process of its own, forked from here, where everything is imported already: its memory and time are its own.
 Prints one line of JSON per run.
@@ -32,8 +32,9 @@ def run(command: list[str], output: Path) -> dict[str, object]:
         _child(command, output)
     _, status, usage = os.wait4(pid, 0)
     said = output.read_text("utf-8", "replace")
-    result = {"status": os.waitstatus_to_exitcode(status), "seconds": time.monotonic() - began, "said": said[:100_000]}
-    return {"command": command[0], "rss_bytes": usage.ru_maxrss << 10, **result}
+    result = {"status": os.waitstatus_to_exitcode(status), "said": said[:100_000]}
+    seconds = {"wall_s": time.monotonic() - began, "cpu_s": usage.ru_utime + usage.ru_stime}
+    return {"command": command[0], "rss_bytes": usage.ru_maxrss << 10, **seconds, **result}
 
 
 def _child(command: list[str], output: Path) -> None:
