@@ -139,7 +139,7 @@ _TEXT = b"X" + struct.pack("<I", len(COMMAND)) + COMMAND.encode()
 PAYLOADS = {
     "reduce": pickle.dumps({"state_dict": _Payload((os.system, (COMMAND,)))}, 2),
     "stack_global": pickle.dumps(_Payload((os.system, (COMMAND,))), 4),
-    "eval": b"\x80\x02c__builtin__\neval\nX\x1a\x00\x00\x00__import__('os').getpid()  \x85R.",
+    "eval": b"\x80\x02c__builtin__\neval\n" + _TEXT + b"\x85R.",
     "newobj": b"\x80\x02csubprocess\nPopen\n" + _TEXT + b"\x85\x81.",
     "newobj_ex": b"\x80\x04csubprocess\nPopen\n" + _TEXT + b"\x85}\x92.",
     "inst": b"(S'" + COMMAND.encode() + b"'\nios\nsystem\n.",
@@ -466,6 +466,12 @@ CASES = {
     )
 } | {f"pickle_{name}": _of_pickle(data) for name, data in (PAYLOADS | _PICKLES).items()}  # fmt: skip
 """Every one of these is refused."""
+HEAVY = frozenset({
+    "million_records", "header_of_megabytes", "header_of_many_tensors", "manifest_of_a_million_files", "deep_folders",
+    "metadata_that_shares_chunks", "byteorder_of_gigabytes", "pickle_laughs", "pickle_wide", "pickle_ordered", "pickle_sets",
+    "pickle_sizes", "pickle_colliding_keys", "pickle_long_names",
+})  # fmt: skip
+"""Those that take a second or more to make or to refuse: each second in CI counts."""
 QUIET = {"manifest_of_odd_values": manifest_of_odd_values, "byteorder_of_gigabytes": byteorder_of_gigabytes} | {
     f"pickle_{name}": _of_pickle(data) for name, data in (QUIET_PAYLOADS | _QUIET_PICKLES).items()
 }

@@ -15,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+import typer
+
 from safe_ckpt.cli.app import app
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -22,6 +24,7 @@ from fuzz import hostile
 
 MOST_ADDRESSES_BYTES = 3 << 30
 MOST_S = 30
+COMMANDS = typer.main.get_command(app)
 
 
 def run(command: list[str], output: Path) -> dict[str, object]:
@@ -45,7 +48,7 @@ def _child(command: list[str], output: Path) -> None:
         os.dup2(fd, 2)
         resource.setrlimit(resource.RLIMIT_AS, (MOST_ADDRESSES_BYTES, MOST_ADDRESSES_BYTES))
         signal.alarm(MOST_S)
-        app(command, standalone_mode=True)
+        COMMANDS(command)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 71
     except BaseException as error:

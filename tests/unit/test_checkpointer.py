@@ -524,9 +524,9 @@ def test_a_save_that_moves_bytes_is_not_given_up_at_the_end(tmp_path, end, here)
         if {here}:
             sys.executable = None
         slow = WriterConfig(chunk_bytes=4096, flush_every_bytes=4096, direct_io="off")
-        config = CheckpointConfig(timeouts=Timeouts(shutdown_s=0.3), writer=slow)
+        config = CheckpointConfig(timeouts=Timeouts(shutdown_s=0.05), writer=slow)
         ckpt = Checkpointer(sys.argv[1], config)
-        ckpt.save(1, {{"m": {{"w": torch.zeros(6_000_000)}}}})
+        ckpt.save(1, {{"m": {{"w": torch.zeros(500_000)}}}})
         {end}
     """
     done = run_script(code, str(tmp_path / "exp"))
@@ -561,10 +561,17 @@ def test_close_does_not_return_as_if_all_were_well(tmp_path):
 def test_the_deadline_of_a_save_begins_when_its_turn_comes(tmp_path):
     """A long save in front of it does not use up its time."""
     slow = WriterConfig(chunk_bytes=4096, flush_every_bytes=4096, direct_io="off")
-    settings = CheckpointConfig(timeouts=replace(QUICK, lengthy_s=4), writer=slow, max_in_flight=3)
-    with Checkpointer(tmp_path, settings) as ckpt:
-        handles = [ckpt.save(step, {"m": {"w": torch.zeros(4_000_000)}}) for step in (1, 2, 3)]
-        assert [handle.result().step for handle in handles] == [1, 2, 3]
+    state = {"m": {"w": torch.zeros(300_000)}}
+    with Checkpointer(tmp_path / "alone", CheckpointConfig(timeouts=QUICK, writer=slow)) as ckpt:
+        begun = time.monotonic()
+        ckpt.save(1, state).result()
+        alone_s = time.monotonic() - begun
+    enough_for_two = CheckpointConfig(
+        timeouts=replace(QUICK, lengthy_s=2.5 * alone_s), writer=slow, max_in_flight=5, max_consecutive_failures=9
+    )
+    with Checkpointer(tmp_path / "row", enough_for_two) as ckpt:
+        handles = [ckpt.save(step, state) for step in range(1, 6)]
+        assert [handle.result().step for handle in handles] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(

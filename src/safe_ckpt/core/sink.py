@@ -261,6 +261,16 @@ def write_all(fd: int, data: memoryview, offset: int, progress: Progress, *, dir
         progress.moved(written)
 
 
+def _started(run: Callable[[], None]) -> threading.Thread | None:
+    """A thread that hashes while this one writes; None where none can begin any more."""
+    thread = threading.Thread(target=run, name="safe_ckpt-hash", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the last save, written in this process while Python 3.12 shuts down: hashed first, then
+        return None
+    return thread
+
+
 class _Hasher:
     """Hashes an image in file order, fills in the data descriptors, and makes the bytes that follow the image."""
 
@@ -282,9 +292,8 @@ class _Hasher:
         self.digest = ""
         self._thread: threading.Thread | None = None
         if len(image) > 2 * chunk_bytes:
-            self._thread = threading.Thread(target=self._run, name="safe_ckpt-hash", daemon=True)
-            self._thread.start()
-        else:
+            self._thread = _started(self._run)
+        if self._thread is None:
             self._run()
 
     def wait_for(self, end: int) -> None:

@@ -110,7 +110,10 @@ def walk(path: Path, *, follow_symlinks: bool = False) -> list[Found]:
         OSError: it could not be listed.
     """
     if not path.is_dir():
-        return [Found(path=path, name=path.name, size_bytes=path.stat().st_size)]
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise HostileCheckpointError(path=str(path), message="is not a regular file")
+        return [Found(path=path, name=path.name, size_bytes=status.st_size)]
     home = path.resolve()
     found: list[Found] = []
     folders = [path]
