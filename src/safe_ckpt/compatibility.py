@@ -77,7 +77,7 @@ def check(*packages: str) -> None:
     Raises:
         UnsupportedVersionError: an ``ImportError``: one is too old, or not installed.
     """
-    _compare("python", platform.python_version())
+    _compare("python", ".".join(platform.python_version_tuple()[:2]))
     for package in ("torch", *packages):
         _compare(package, _found(package))
 

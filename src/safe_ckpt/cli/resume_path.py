@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from safe_ckpt.cli.output import CANNOT_TELL, DAMAGED, AsJson, Directory, print_json, say
-from safe_ckpt.core.select import Candidate
+from safe_ckpt.core.select import Candidate, newest_first
 from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.formats.checkpoint_check import judge, plan
-from safe_ckpt.formats.shelf import find_shelf
+from safe_ckpt.formats.shelf import find_shelf, look_inside
 from safe_ckpt.formats.verdict import Verdict
 
 
@@ -28,7 +29,9 @@ def resume_path(
     try:
         shelf = find_shelf(directory)
         rejected = [(candidate, candidate.problem) for candidate in shelf.unusable]
-        chosen, why = _choose(shelf.usable, quick=quick)
+        looked = look_inside(shelf.usable)
+        rejected += [(candidate, candidate.problem) for candidate in looked if candidate.problem]
+        chosen, why = _choose(newest_first(looked), quick=quick)
     except (SafeCheckpointError, OSError) as error:
         say(str(error))
         raise typer.Exit(DAMAGED) from error
@@ -57,7 +60,7 @@ def resume_path(
         raise typer.Exit(CANNOT_TELL)
 
 
-def _choose(usable: tuple[Candidate, ...], *, quick: bool) -> tuple[Candidate | None, list[tuple[Candidate, str]]]:
+def _choose(usable: Sequence[Candidate], *, quick: bool) -> tuple[Candidate | None, list[tuple[Candidate, str]]]:
     rejected: list[tuple[Candidate, str]] = []
     for candidate in usable:
         if quick:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safe_ckpt.core import select
 from safe_ckpt.core.root import HIDDEN
 from safe_ckpt.core.select import Candidate
+from safe_ckpt.errors import CorruptCheckpointError
+from safe_ckpt.formats.files import Window
+from safe_ckpt.formats.torch_files import looks_like_archive, open_archive, read_old_file
 
 _HIDDEN_TOO = "_safe_ckpt"  # where the Transformers Trainer would push what begins with a dot
+_SHARDED = "meta.pt"  # the last file that Lightning writes into a sharded checkpoint
+_NO_STATE = "holds weights only, no state of the training"
 _STEP = re.compile(r"^(?:step-|checkpoint_|checkpoint-|global_step|epoch_|step_)(\d{1,18})$")
 _STEP_IN_FILE = re.compile(r"step=(\d{1,18})")
 
@@ -50,7 +56,8 @@ def find_shelf(directory: Path) -> Shelf:
     folder, hidden = _places(directory)
     found = select.list_directories(folder, _number_of, _problem_of_stock)
     if folder == directory:
-        found += [_with_step(candidate) for candidate in select.list_files(folder, ".ckpt")]
+        files = select.list_files(folder, ".ckpt", lambda path: (path / _SHARDED).is_file())
+        found += [_told_by_name(candidate) for candidate in files]
     return Shelf(
         folder=folder,
         hidden=hidden,
@@ -89,11 +96,36 @@ def _problem_of_stock(path: Path) -> str:
     return "holds no checkpoint: empty, or cut off"
 
 
-def _with_step(candidate: Candidate) -> Candidate:
+def look_inside(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """With what only the files of another tool themselves tell: their step, and whether there is more in them than weights.
+
+    Raises:
+        OSError: one could not be read.
+    """
+    return [_looked_into(candidate) if candidate.foreign else candidate for candidate in candidates]
+
+
+def _looked_into(candidate: Candidate) -> Candidate:
+    if candidate.path.suffix != ".ckpt":
+        return candidate
+    file = candidate.path / _SHARDED if candidate.path.is_dir() else candidate.path
+    root: object = None
+    with contextlib.suppress(CorruptCheckpointError), Window(file) as window:  # verify will say what is wrong with it
+        root = open_archive(window).root if looks_like_archive(window) else read_old_file(window)
+    if not isinstance(root, dict):
+        return candidate
+    step = root.get("global_step", -1)
+    problem = _NO_STATE if "loops" not in root and ("state_dict" in root or candidate.path.is_dir()) else ""
+    return replace(candidate, step=step if isinstance(step, int) else -1, problem=problem)
+
+
+def _told_by_name(candidate: Candidate) -> Candidate:
+    if candidate.manifest is not None and candidate.manifest.notes.get("weights_only"):
+        return replace(candidate, problem=_NO_STATE)
     found = _STEP_IN_FILE.search(candidate.path.name) if candidate.foreign else None
     if found is None:
         return candidate
-    return Candidate(path=candidate.path, foreign=True, problem=candidate.problem, step=int(found.group(1)))
+    return replace(candidate, step=int(found.group(1)))
 
 
 def _listed(hidden: Path | None, name: str) -> tuple[Path, ...]:
