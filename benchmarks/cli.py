@@ -20,8 +20,10 @@ import torch.distributed.checkpoint as dcp
 from disk import CHUNK, evict
 
 from safe_ckpt import Checkpointer
-from safe_ckpt.core.manifest import Manifest
+from safe_ckpt.core.manifest import FileEntry, Manifest
 from safe_ckpt.formats.checkpoint_check import judge, plan
+
+FILES = ("model.safetensors", "optimizer.pt", "trainer.json")
 
 
 def make_checkpoints(folder: Path, size: int) -> dict[str, Path]:
@@ -81,8 +83,15 @@ def make_many(folder: Path, count: int) -> None:
     for step in range(count):
         place = folder / f"step-{step:08d}"
         place.mkdir(parents=True)
+        files = [FileEntry(path=name, size_bytes=1 << 30, xxh3_128=f"{step:032x}", rank=0) for name in FILES]
         manifest = Manifest(
-            name=place.name, sequence=step, step=step, op_id=f"{step:032x}", world_size=8, metrics={"loss": 1}
+            files=tuple(files),
+            name=place.name,
+            sequence=step,
+            step=step,
+            op_id=f"{step:032x}",
+            world_size=8,
+            metrics={"loss": 1},
         )
         (place / "manifest.json").write_bytes(manifest.to_bytes())
 

@@ -44,7 +44,8 @@ class Candidate:
         """What is known about it without reading its payload."""
         if self.manifest is None:
             return None
-        size = self.path.stat().st_size if self.path.is_file() else sum(f.size_bytes for f in self.manifest.files)
+        files = self.manifest.files
+        size = sum(f.size_bytes for f in files) if files or self.path.is_dir() else self.path.stat().st_size
         return CheckpointInfo.of(self.manifest, self.path, size)
 
 
@@ -68,7 +69,7 @@ def list_directories(
     for path in _entries(root):
         number = number_of(path.name)
         described = (path / MANIFEST_NAME).exists()
-        if path.is_symlink() or not path.is_dir() or (number is None and not described):
+        if number is None and not described:
             continue
         if not described and problem_of_stock is not None:
             found.append(Candidate(path=path, foreign=True, step=number or 0, problem=problem_of_stock(path)))
@@ -188,7 +189,9 @@ def _walk(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
 
 
 def _entries(root: Path) -> list[Path]:
-    return [root / name for name in sorted(os.listdir(root)) if name != HIDDEN]
+    with os.scandir(root) as entries:  # which says what is a folder without asking for each
+        names = sorted(entry.name for entry in entries if entry.name != HIDDEN and entry.is_dir(follow_symlinks=False))
+    return [root / name for name in names]
 
 
 def _step_of(name: str) -> int | None:

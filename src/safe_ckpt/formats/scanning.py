@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from safe_ckpt.core.reading import read_ahead
 from safe_ckpt.errors import CorruptCheckpointError
 
 _ROOM = 5 * (8 << 20)  # what read_ahead needs to be several pieces ahead
+_CACHED_ROOM = 512 << 10  # stays in the processor's own cache: 23 GB/s where 8 MiB, read by other threads, gave 8
 _SAMPLES = 16
 Progress = Callable[[int], None]
 """Called with the number of bytes that were read since the last call, on any thread."""
@@ -50,9 +51,11 @@ def scan(
         OSError: it could not be read; that condemns nothing.
     """
     digest, checker, at = xxhash.xxh3_128(), _Checker(spans), 0
-    room = max(1, min(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE, _ROOM))
+    cached = is_cached(file, size)
+    room = max(1, min(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE, _CACHED_ROOM if cached else _ROOM))
     with mmap.mmap(-1, room) as memory, memoryview(memory) as view:
-        for start, end in read_ahead(file, size, view, cached=is_cached(file, size)):
+        pieces = _one_by_one(file, size, view) if cached else read_ahead(file, size, view)
+        for start, end in pieces:
             with view[start:end] as piece:
                 if whole:
                     digest.update(piece)
@@ -63,6 +66,22 @@ def scan(
     if at < size:
         raise CorruptCheckpointError(path=str(file), message=f"is cut off at byte {at} of {size}")
     return digest.hexdigest() if whole else "", checker.bad
+
+
+def _one_by_one(file: Path, size: int, memory: memoryview) -> Iterator[tuple[int, int]]:
+    """As ``read_ahead`` for what is in memory already, where handing pieces from thread to thread costs more than reading."""
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        at = 0
+        while at < size:
+            with memory[: min(len(memory), size - at)] as room:
+                count = os.preadv(fd, [room], at)
+            if not count:
+                return
+            at += count
+            yield 0, count
+    finally:
+        os.close(fd)
 
 
 class _Checker:
