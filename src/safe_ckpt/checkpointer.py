@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import Self
 
+from safe_ckpt import compatibility
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core import items, restoring, resume, retention, select
 from safe_ckpt.core.engine import Engine
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
     from safe_ckpt.core.sharded import ShardPlanner
     from safe_ckpt.events import Hook
+
+compatibility.check()
 
 
 class Checkpointer:

@@ -19,7 +19,7 @@ from safe_ckpt.errors import UnsupportedVersionError
 
 logger = logging.getLogger(__name__)
 
-Verdict = Literal["too old", "allowed", "newer release", "newer series"]
+Verdict = Literal["too old", "reduced", "allowed", "newer release", "newer series"]
 _told: set[str] = set()
 
 
@@ -32,20 +32,26 @@ class Supported:
         newest: the newest that was run. All from ``lowest`` to it are allowed, not all of them were run.
         because: why no older one is.
         extra: the extra of ours that installs it; "" for what is always installed.
+        reduced_below: with releases older than this one, something does not work; "" for none.
+        reduced: what.
     """
 
     lowest: str
     newest: str
     because: str
     extra: str = ""
+    reduced_below: str = ""
+    reduced: str = ""
 
 
 SUPPORTED: Mapping[str, Supported] = {
     "python": Supported(lowest="3.10", newest="3.13", because="it is written for that one"),
     "torch": Supported(
-        lowest="2.9",
+        lowest="2.6",
         newest="2.15.0",
-        because="with gloo, a timeout that is raised for a lengthy collective has no effect",
+        because="older releases were not run",
+        reduced_below="2.9",
+        reduced="with gloo a raised timeout has no effect there, so that lengthy_timeouts has none",
     ),
     "lightning": Supported(
         lowest="2.5.3", newest="2.6.6", because="ModelCheckpoint has no save_on_exception", extra="lightning"
@@ -99,6 +105,8 @@ def judge(found: str, supported: Supported) -> Verdict:
     here, newest = numbers(found), numbers(supported.newest)
     if here < numbers(supported.lowest):
         return "too old"
+    if here < numbers(supported.reduced_below):
+        return "reduced"
     if here <= newest:
         return "allowed"
     return "newer series" if _series(here) > _series(newest) else "newer release"
@@ -132,6 +140,9 @@ def _compare(package: str, found: str | None) -> None:
     if verdict == "allowed" or package in _told:
         return
     _told.add(package)
+    if verdict == "reduced":
+        logger.warning("%s %s is older than %s: %s", package, found, supported.reduced_below, supported.reduced)
+        return
     level = logging.WARNING if verdict == "newer series" else logging.INFO
     logger.log(
         level, "%s %s is newer than what this release of safe_ckpt was run with, %s", package, found, supported.newest

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from safe_ckpt.errors import ConfigError
+from safe_ckpt.settings.deviations import deviations
 from safe_ckpt.settings.limits import limits
 from safe_ckpt.settings.parsing import build, check
 
+_LONGEST_S = 365 * 24 * 3600  # longer is a slip, and some waits cannot be told more
 _SIGNAL = r"^SIG(?!KILL$|STOP$)[A-Z0-9]+$"
 
 
@@ -26,7 +28,7 @@ def _require(condition: bool, key: str, message: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """How long anything may take. All in seconds, all finite, all above zero.
+    """How long anything may take. All in seconds, all above zero and at most a year.
 
     Attributes:
         lengthy_s: one save from agreement to verdict, however large, as long as its ranks are alive.
@@ -37,12 +39,12 @@ class Timeouts:
         shutdown_s: how long ``close`` and interpreter exit may wait for what makes no progress.
     """
 
-    lengthy_s: float = field(default=3600.0, metadata=limits(above=0))
-    barrier_s: float = field(default=300.0, metadata=limits(above=0))
-    writer_stall_s: float = field(default=60.0, metadata=limits(above=0))
-    fsync_stall_s: float = field(default=300.0, metadata=limits(above=0))
-    peer_stall_s: float = field(default=30.0, metadata=limits(above=0))
-    shutdown_s: float = field(default=120.0, metadata=limits(above=0))
+    lengthy_s: float = field(default=3600.0, metadata=limits(above=0, at_most=_LONGEST_S))
+    barrier_s: float = field(default=300.0, metadata=limits(above=0, at_most=_LONGEST_S))
+    writer_stall_s: float = field(default=60.0, metadata=limits(above=0, at_most=_LONGEST_S))
+    fsync_stall_s: float = field(default=300.0, metadata=limits(above=0, at_most=_LONGEST_S))
+    peer_stall_s: float = field(default=30.0, metadata=limits(above=0, at_most=_LONGEST_S))
+    shutdown_s: float = field(default=120.0, metadata=limits(above=0, at_most=_LONGEST_S))
 
     def __post_init__(self) -> None:
         check(self)
@@ -159,14 +161,21 @@ class CheckpointConfig:
     save_on_signals: tuple[str, ...] = field(
         default=(), metadata=limits(pattern=_SIGNAL, words="the name of a signal that can be handled")
     )
-    signal_grace_s: float = field(default=60.0, metadata=limits(above=0))
-    lease_s: float = field(default=60.0, metadata=limits(at_least=1))
+    signal_grace_s: float = field(default=60.0, metadata=limits(above=0, at_most=_LONGEST_S))
+    lease_s: float = field(default=60.0, metadata=limits(at_least=1, at_most=_LONGEST_S))
     record_events: bool = True
 
     def __post_init__(self) -> None:
         check(self)
         for name in self.save_on_signals:
             _require(name in signal.Signals.__members__, "save_on_signals", f"there is no signal {name!r} here")
+
+    def deviations(self) -> str:
+        """What differs from the defaults, such as ``retention.keep_last=3, timeouts.barrier_s=25.0``, or ``the defaults``.
+
+        Equal for equal settings, different for different ones. What is longer than 600 characters ends in a hash of all of it.
+        """
+        return deviations(self)
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any], *, source: str = "") -> CheckpointConfig:

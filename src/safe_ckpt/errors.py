@@ -231,7 +231,13 @@ class DesyncError(CoordinationError):
         for rank, value in self.values.items():
             by_value.setdefault(value, []).append(int(rank))
         sides = "; ".join(f"ranks {_listed(tuple(ranks))}: {value}" for value, ranks in by_value.items())
-        return f"the ranks disagree on {self.what}: {sides}. Every rank must make the same calls in the same order"
+        advice = "Every rank must make the same calls in the same order"
+        if self.what == "settings":
+            advice = (
+                "Give all ranks the same settings: look at the arguments, SAFE_CKPT_CONFIG and SAFE_CKPT__* of each "
+                "(safe-ckpt config show)"
+            )
+        return f"the ranks disagree on {self.what}: {sides}. {advice}"
 
 
 @dataclass(eq=False, kw_only=True)

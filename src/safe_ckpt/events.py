@@ -1,7 +1,7 @@
 """What happened, as frozen facts. The core emits them; hooks decide what to do with them.
 
-Every hook is called on the thread on which the event is emitted, which may be a background thread, on the rank on which it
-happened. A hook that raises is logged and dropped: observing never fails a save. Hooks that are ready to use are in
+Every hook is called on one background thread, on the rank on which the event happened. A hook that raises is logged and
+dropped, and one that does not return is named in the log and not waited for: observing never fails a save. Hooks that are ready to use are in
 ``safe_ckpt.hooks``.
 
 Of one save a rank hears, in this order: ``Agreed``, ``Snapshotted``, ``Written``, then ``Committed`` or ``Failed``, and on rank
@@ -13,12 +13,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
+import queue
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 logger = logging.getLogger(__name__)
+_MOST_WAITING = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +95,7 @@ class Committed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Failed(Event):
-    """The save failed on every rank; nothing was committed.
+    """The save failed on every rank, and nothing was committed, unless ``outcome_unknown``: then it may be, as a resume sees.
 
     ``phase`` is where, ``seconds`` counts from the call to ``save``, ``missing`` are the ranks that did not come or were lost.
     """
@@ -102,6 +106,7 @@ class Failed(Event):
     phase: str = ""
     seconds: float = 0.0
     missing: tuple[int, ...] = ()
+    outcome_unknown: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,13 +141,14 @@ class Removed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Retained(Event):
-    """After a commit a rule chose what stays: names in ``kept``, oldest first, and paths in ``removed``.
+    """After a commit a rule chose what stays: the names of the newest ten in ``kept``, oldest first, and paths in ``removed``.
 
-    What could not be deleted is in neither. In Lightning ``kept`` is empty: there ModelCheckpoint keeps the books. ``seconds``
-    is how long choosing and deleting took, in the background.
+    What could not be deleted is in neither. ``kept_count`` counts all that stay. In Lightning nobody says what does: there
+    ModelCheckpoint keeps the books. ``seconds`` is how long choosing and deleting took, in the background.
     """
 
     kept: tuple[str, ...]
+    kept_count: int
     removed: tuple[str, ...]
     freed_bytes: int
     seconds: float
@@ -186,14 +192,29 @@ class Hook(Protocol):
     """Anything that wants to know."""
 
     def __call__(self, event: Event) -> None:
-        """Take one event. Called on the thread on which it happened."""
+        """Take one event. Called on one background thread."""
 
 
 class Emitter:
-    """Hands events to hooks and keeps their failures away from the save."""
+    """Hands events to hooks, in order, on a thread of its own, and keeps what they do wrong away from the save.
 
-    def __init__(self, hooks: Iterable[Hook]) -> None:
+    The caller waits until the hooks have returned, so that what they record is there when a save is over; but not for one that
+    does not return: after ``patience_s`` the caller goes on, the log names the hook, and events queue up behind it.
+
+    Args:
+        hooks: who wants to know.
+        patience_s: how long a call waits for the hooks.
+    """
+
+    def __init__(self, hooks: Iterable[Hook], *, patience_s: float = 2.0) -> None:
         self._hooks = list(hooks)
+        self._patience_s = patience_s
+        self._queue: queue.SimpleQueue[tuple[Event, threading.Event] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._running: Hook | None = None
+        self._stuck = False
+        self._pid = os.getpid()
 
     def add(self, hook: Hook) -> None:
         """One more that wants to know."""
@@ -205,11 +226,56 @@ class Emitter:
             self._hooks.remove(hook)
 
     def __call__(self, event: Event) -> None:
-        """Hand the event to every hook."""
+        """Hand the event to every hook. On any thread."""
+        if not self._start():
+            self._deliver(event)  # the interpreter is ending, and lets no thread begin
+            return
+        if self._queue.qsize() >= _MOST_WAITING:
+            return  # a hook has not returned for that long, and was named
+        told = threading.Event()
+        self._queue.put((event, told))
+        if self._stuck or threading.current_thread() is self._thread:
+            return
+        if not told.wait(self._patience_s):
+            self._stuck = True
+            logger.warning("hook %r has not returned for %.0f s; saves do not wait for it", self._running, self._patience_s)
+
+    def close(self) -> None:
+        """End the thread, once the hooks have heard of everything or ``patience_s`` is over. Later events are told at once."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                self._queue.put(None)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(self._patience_s)
+            if thread.is_alive():
+                logger.warning("hook %r has not returned; what it was not told of is lost", self._running)
+
+    def _start(self) -> bool:
+        with self._lock:
+            if self._thread is None or self._pid != os.getpid():
+                thread = threading.Thread(target=self._run, name="safe_ckpt-hooks", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    return False
+                self._thread, self._pid, self._stuck = thread, os.getpid(), False
+        return True
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            event, told = item
+            self._deliver(event)
+            self._stuck = False
+            told.set()
+            del event, told, item
+
+    def _deliver(self, event: Event) -> None:
         for hook in list(self._hooks):
+            self._running = hook
             try:
                 hook(event)
-            except Exception:
+            except BaseException:  # also SystemExit: nothing a hook does ends a save
                 logger.warning("hook %r failed and is dropped", hook, exc_info=True)
-                with contextlib.suppress(ValueError):  # two threads may drop it at once
-                    self._hooks.remove(hook)
+                self.remove(hook)  # two threads may drop it at once
+        self._running = None

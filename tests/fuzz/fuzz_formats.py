@@ -214,6 +214,7 @@ def run_one(data):
         return
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before_it = signal.signal(signal.SIGALRM, _too_long)
     signal.setitimer(signal.ITIMER_REAL, MOST_S)
     try:
         TARGETS[data[0]](data[1:], folder)
@@ -222,6 +223,7 @@ def run_one(data):
             raise BrokenPromise("a message of more than 4000 characters") from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before_it)
         shutil.rmtree(folder, ignore_errors=True)
     if (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 > MOST_GROWTH_BYTES:
         raise BrokenPromise("too much memory")
@@ -266,7 +268,6 @@ def main():
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     sys.addaudithook(_forbid)
     atheris.Setup([sys.argv[0], corpus, str(CORPUS), *flags], _Recorder(Path(found)))
-    signal.signal(signal.SIGALRM, _too_long)
     atheris.Fuzz()
 
 

@@ -62,9 +62,18 @@ def test_one_that_is_too_old_is_an_import_error_that_says_what_to_do(installed):
     assert isinstance(error, UnsupportedVersionError)
     assert (error.package, error.found, error.lowest) == ("accelerate", "1.2.0", SUPPORTED["accelerate"].lowest)
     assert 'pip install --upgrade "safe-ckpt[accelerate]" "accelerate>=1.8"' in str(error)
-    installed.update(torch="2.8.0", accelerate="1.9")
-    with pytest.raises(UnsupportedVersionError, match=r"torch 2\.8\.0 is too old"):
+    installed.update(torch="2.5.1", accelerate="1.9")
+    with pytest.raises(UnsupportedVersionError, match=r"torch 2\.5\.1 is too old"):
         compatibility.check("accelerate")
+
+
+def test_one_with_which_something_does_not_work_is_one_warning(installed, caplog):
+    """It is let through, and what does not work is said once."""
+    installed.update(torch="2.8.0")
+    compatibility.check()
+    compatibility.check()
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "torch 2.8.0 is older than 2.9: with gloo a raised timeout has no effect" in said
 
 
 def test_one_that_is_not_there_is_named(installed):

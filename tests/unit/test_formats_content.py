@@ -1,6 +1,9 @@
 import json
 import math
+import subprocess
+import sys
 import warnings
+import zipfile
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from safe_ckpt import Checkpointer
 from safe_ckpt.cli.app import app
 from safe_ckpt.core.direct import save_archive
 from safe_ckpt.errors import CorruptCheckpointError
+from safe_ckpt.formats import pickles
 from safe_ckpt.formats.checkpoint_check import judge, plan
 from safe_ckpt.formats.content import read_content
 from safe_ckpt.formats.equality import same
@@ -112,8 +116,6 @@ def test_what_has_no_plain_numbers_is_shown_all_the_same(tmp_path):
 def test_numbers_of_another_byte_order_are_not_misread(tmp_path):
     """A big-endian file: shapes and types are told, its numbers are not compared as if they were little-endian."""
     torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
-    import zipfile
-
     with zipfile.ZipFile(tmp_path / "x.pt") as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     records = {name: b"big" if name.endswith("byteorder") else data for name, data in records.items()}
@@ -230,7 +232,7 @@ def test_one_state_has_one_set_of_names(tmp_path):
 
 
 def test_parts_of_a_tensor_are_put_together(tmp_path):
-    """A tensor that two ranks wrote in two files of DCP: told with its parts, and equal to the whole one."""
+    """A tensor that two ranks wrote, with DCP or with us: told with its parts, and equal to the whole one."""
     whole = torch.arange(40.0).reshape(8, 5)
     script = (
         "import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp\n"
@@ -241,11 +243,10 @@ def test_parts_of_a_tensor_are_put_together(tmp_path):
         "w = distribute_tensor(torch.arange(40.0).reshape(8, 5), mesh, [Shard(0)])\n"
         "v = distribute_tensor(torch.arange(40.0).reshape(8, 5), mesh, [Shard(1)])\n"
         "dcp.save({'w': w, 'v': v, 'n': 1}, checkpoint_id=sys.argv[1])\n"
+        "from safe_ckpt import Checkpointer\n"
+        "with Checkpointer(sys.argv[1] + '-ours') as ckpt: ckpt.save(1, {'m': {'w': w, 'v': v}}).result(timeout_s=60)\n"
         "dist.destroy_process_group()\n"
     )
-    import subprocess
-    import sys
-
     arguments = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path / "dcp"), str(tmp_path / "store")]
     ranks = [subprocess.Popen([*arguments, str(rank)]) for rank in range(2)]
     assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
@@ -259,6 +260,12 @@ def test_parts_of_a_tensor_are_put_together(tmp_path):
         assert len(entry.pieces) == 2
         assert torch.equal(Mapped().tensor(entry), whole)
     assert differences(tmp_path / "dcp", saved(tmp_path, "x.pt", {"w": whole, "v": whole, "n": 1})) == {}
+    with Checkpointer(tmp_path / "whole") as ckpt:
+        unsharded = ckpt.save(1, {"m": {"w": whole, "v": whole}}).result(timeout_s=20).path
+    ours = tmp_path / "dcp-ours/step-00000001"
+    assert {entry.name: len(entry.pieces) for entry in read_content(ours).tensors} == {"m:w": 2, "m:v": 2}
+    found_differences = differences(ours, unsharded)
+    assert {name for name in found_differences if name in ("m:w", "m:v")} == set()
     (tmp_path / "dcp/__1_0.distcp").unlink()
     missing = judge([plan(tmp_path / "dcp")])[0]
     assert missing.state == "damaged"
@@ -355,3 +362,24 @@ def test_a_piece_that_is_not_what_the_metadata_says(tmp_path):
     (tmp_path / "a/.metadata").write_bytes((tmp_path / "b/.metadata").read_bytes())
     with pytest.raises(CorruptCheckpointError):
         read_content(tmp_path / "a")
+
+
+def test_what_is_too_long_to_be_looked_at_is_not_called_damaged(tmp_path, monkeypatch):
+    """The pickle of a hundred thousand tensors: its checksums are compared all the same, and the rest is "cannot tell"."""
+    monkeypatch.setattr(pickles, "_MOST_WORK", 10_000)
+    monkeypatch.setattr(pickles, "_LARGE_BYTES", 30_000)
+    pickle = b"\x80\x02](" + b"cx\ny\n)R" * 5_000 + b"e."
+    records = {"a/data.pkl": pickle, "a/byteorder": b"little", "a/data/0": bytes(100)}
+    (tmp_path / "x.pt").write_bytes(zip_of(records))
+    (found,) = judge([plan(tmp_path / "x.pt")])[0].files
+    assert (found.state, found.covered_bytes) == ("cannot tell", found.size_bytes)
+    assert "longer than is looked at" in found.reason
+    (tmp_path / "x.pt").write_bytes(zip_of(records).replace(bytes(100), bytes(99) + b"x"))
+    (found,) = judge([plan(tmp_path / "x.pt")])[0].files
+    assert (found.state, found.names) == ("damaged", ("a/data/0",))
+    done = CliRunner().invoke(app, ["inspect", str(tmp_path / "x.pt")])
+    assert (done.exit_code, "longer than is looked at" in done.stderr) == (1, True)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/.metadata").write_bytes(pickle)
+    (tmp_path / "d/__0_0.distcp").write_bytes(b"x")
+    assert judge([plan(tmp_path / "d")])[0].state == "cannot tell"

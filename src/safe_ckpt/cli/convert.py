@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import signal
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -49,6 +52,9 @@ def convert(
     for load_from_checkpoint. torch: everything in one file for torch.load. dcp: everything in a directory for
     torch.distributed.checkpoint. safe_ckpt: everything as a checkpoint of Checkpointer, in the directory DST.
     """
+    # What a save logs is about checkpoints of a run; the error says it for this one.
+    logging.getLogger("safe_ckpt").setLevel(logging.CRITICAL)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of what cleans up
     try:
         form = _form(to, destination)
         if not no_verify:
@@ -91,7 +97,11 @@ def _opened(source: Path, form: str, *, allow_pickle: bool, follow_symlinks: boo
         raise ConfigError(key="--allow-pickle", message=message)
     import torch
 
-    return torch.load(source, map_location="cpu", weights_only=False, mmap=_is_zip(source))
+    try:
+        return torch.load(source, map_location="cpu", weights_only=False, mmap=_is_zip(source))
+    except Exception as error:  # whatever the code in it does, or the classes it names that are not here
+        message = f"running its pickle failed: {type(error).__name__}: {error}"
+        raise UnsupportedFormatError(path=str(source), message=message) from error
 
 
 def _is_zip(source: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,7 @@ from safe_ckpt.core.manifest import CheckpointInfo
 from safe_ckpt.core.retention import to_delete
 from safe_ckpt.core.root import HIDDEN, Root
 from safe_ckpt.errors import ConfigError, DirectoryError, SafeCheckpointError
+from safe_ckpt.formats.checkpoint_check import judge, plan
 from safe_ckpt.formats.shelf import Shelf, find_shelf
 
 
@@ -24,12 +26,16 @@ def gc(
     mode: Annotated[Literal["min", "max"], typer.Option(help="Whether lower or higher is better.")] = "min",
     keep_every_steps: Annotated[int | None, typer.Option(help="Keep those whose step is a multiple of this.")] = None,
     quarantine: Annotated[bool, typer.Option("--quarantine", help="Empty the quarantine too.")] = False,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Believe the manifests of what is kept; do not read the payloads.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete the committed checkpoints in DIR that no rule keeps, and what a killed job left half-written.
 
-    What any rule keeps stays; the newest always stays; without a rule all of them stay. Only checkpoints of ours are deleted.
+    What any rule keeps stays; the newest always stays; without a rule all of them stay. What is kept is read and verified
+    first: a damaged one does not count, and stays where it is. Only checkpoints of ours are deleted, and no copies under other names.
     A directory that a live job holds is left alone: that job keeps its own order. Exit status: 0, or 1 when it is held or
     something could not be deleted.
     """
@@ -37,37 +43,59 @@ def gc(
         policy = Retention(
             keep_last=keep_last, keep_best=keep_best, metric=metric, mode=mode, keep_every_steps=keep_every_steps
         )
+        rule = _Rule(policy=policy, quarantine=quarantine, verify=not no_verify)
         shelf = find_shelf(directory)
-        if dry_run or not (
-            shelf.hidden or _doomed(shelf, policy)
-        ):  # of another tool altogether: nothing is locked there
-            gone: list[Path] = []
-            doomed, besides = _doomed(shelf, policy), _besides(shelf, quarantine=quarantine)
-        else:
-            shelf, doomed, besides, gone = _collect(directory, shelf, policy, quarantine=quarantine)
+        # Of another tool altogether nothing is locked, and nothing deleted.
+        ours = shelf.hidden or any(not candidate.foreign for candidate in shelf.usable)
+        found = _Found(shelf, rule) if dry_run or not ours else _collect(directory, shelf, rule)
     except ConfigError as error:
         say(str(error))
         raise typer.Exit(2) from error
     except (SafeCheckpointError, OSError) as error:
         say(str(error))
         raise typer.Exit(DAMAGED) from error
-    _tell(shelf, doomed, besides, gone, dry_run=dry_run, as_json=as_json)
-    if not dry_run and len(gone) < len(doomed) + len(besides):
+    _tell(found, dry_run=dry_run, as_json=as_json)
+    if not dry_run and len(found.gone) < len(found.doomed) + len(found.besides):
         raise typer.Exit(DAMAGED)
 
 
-def _doomed(shelf: Shelf, policy: Retention) -> list[CheckpointInfo]:
-    infos = [candidate.info for candidate in shelf.usable if not candidate.foreign]
-    return to_delete([info for info in infos if info is not None], policy)
+@dataclass(frozen=True, kw_only=True)
+class _Rule:
+    policy: Retention
+    quarantine: bool
+    verify: bool
 
 
-def _besides(shelf: Shelf, *, quarantine: bool) -> list[Path]:
-    return [*shelf.quarantined] if quarantine else []
+class _Found:
+    """What is to be deleted, and what became of it."""
+
+    def __init__(self, shelf: Shelf, rule: _Rule) -> None:
+        for path, why in shelf.unreadable.items():
+            raise DirectoryError(path=str(path), message=f"cannot be looked at, and so nothing is deleted: {why}")
+        infos = [candidate.info for candidate in shelf.usable if not candidate.foreign]
+        self.damaged: list[Path] = []
+        sound: set[Path] = set()
+        while (
+            True
+        ):  # again when one that would be kept turns out to be damaged: it does not count, and another one is kept
+            left = [info for info in infos if info is not None and info.path not in self.damaged]
+            self.doomed: list[CheckpointInfo] = to_delete(left, rule.policy)
+            kept = {info.path for info in left} - {info.path for info in self.doomed} - sound
+            bad = _damaged_of(sorted(kept)) if rule.verify and self.doomed else []
+            sound |= kept - set(bad)
+            self.damaged += bad
+            if not bad:
+                break
+        self.kept = len(shelf.usable) - len(self.doomed) - len(self.damaged)
+        self.besides = [*shelf.quarantined] if rule.quarantine else []
+        self.gone: list[Path] = []
 
 
-def _collect(
-    directory: Path, shelf: Shelf, policy: Retention, *, quarantine: bool
-) -> tuple[Shelf, list[CheckpointInfo], list[Path], list[Path]]:
+def _damaged_of(paths: list[Path]) -> list[Path]:
+    return [verdict.path for verdict in judge(map(plan, paths)) if verdict.state == "damaged"]
+
+
+def _collect(directory: Path, shelf: Shelf, rule: _Rule) -> _Found:
     root = Root(shelf.folder, lease_s=60.0, hidden=shelf.hidden or shelf.folder / HIDDEN)
     for folder in (root.hidden, root.staging, root.trash, root.quarantine, root.kept):
         if folder.is_symlink():
@@ -75,28 +103,29 @@ def _collect(
             raise DirectoryError(path=str(folder), message=message)
     root.open()  # takes the lock, and sweeps what a killed job left
     try:
-        shelf = find_shelf(directory)  # once more: now nobody else changes it
-        doomed, besides = _doomed(shelf, policy), _besides(shelf, quarantine=quarantine)
-        return shelf, doomed, besides, root.discard([*(info.path for info in doomed), *besides])
+        found = _Found(find_shelf(directory), rule)  # once more: now nobody else changes it
+        found.gone = root.discard([*(info.path for info in found.doomed), *found.besides])
+        return found
     finally:
         root.close()
         root.tidy()
 
 
-def _tell(
-    shelf: Shelf, doomed: list[CheckpointInfo], besides: list[Path], gone: list[Path], *, dry_run: bool, as_json: bool
-) -> None:
+def _tell(found: _Found, *, dry_run: bool, as_json: bool) -> None:
+    gone = found.gone
     rows: list[dict[str, Any]] = [
         {"path": str(info.path), "step": info.step, "size_bytes": info.size_bytes, "deleted": info.path in gone}
-        for info in doomed
+        for info in found.doomed
     ]
-    rows += [{"path": str(path), "step": None, "size_bytes": None, "deleted": path in gone} for path in besides]
-    kept = len(shelf.usable) - len(doomed)
+    rows += [{"path": str(path), "step": None, "size_bytes": None, "deleted": path in gone} for path in found.besides]
     if as_json:
-        print_json({"dry_run": dry_run, "kept": kept, "checkpoints": rows})
+        damaged = [str(path) for path in found.damaged]
+        print_json({"dry_run": dry_run, "kept": found.kept, "damaged": damaged, "checkpoints": rows})
         return
     for row in rows:
         done = "would delete" if dry_run else "deleted" if row["deleted"] else "could not delete"
         tell(f"{done} {row['path']} {bytes_text(row['size_bytes'])}".rstrip())
-    freed = bytes_text(sum(info.size_bytes for info in doomed if dry_run or info.path in gone))
-    say(f"{kept} kept; {freed} {'would be freed' if dry_run else 'freed'}")
+    for path in found.damaged:
+        say(f"{path} is damaged: it does not count, and stays for you to look at")
+    freed = bytes_text(sum(info.size_bytes for info in found.doomed if dry_run or info.path in gone))
+    say(f"{found.kept} kept; {freed} {'would be freed' if dry_run else 'freed'}")

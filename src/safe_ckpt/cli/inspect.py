@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import math
 from collections.abc import Sequence
@@ -21,12 +20,13 @@ from safe_ckpt.cli.output import (
     print_table,
     say,
 )
-from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.errors import CorruptCheckpointError, SafeCheckpointError, UnsupportedFormatError
+from safe_ckpt.core.manifest import MANIFEST_NAME, read_manifest
+from safe_ckpt.errors import SafeCheckpointError, UnsupportedFormatError
 from safe_ckpt.formats.content import read_content
 from safe_ckpt.formats.equality import same
 from safe_ckpt.formats.files import walk
 from safe_ckpt.formats.kinds import kind_of
+from safe_ckpt.formats.shelf import find_shelf
 from safe_ckpt.formats.tensors import Content, Entry, Value
 
 _MOST_BITS = 10_000  # of an integer: JSON has no limit, its readers do
@@ -46,11 +46,11 @@ def inspect(
     something is damaged.
     """
     try:
-        content = _matching(read_content(path, follow_symlinks=follow_symlinks), match)
+        content = _matching(read_content(_one(path), follow_symlinks=follow_symlinks), match)
         if other is None:
             _show(path, content, as_json=as_json, follow_symlinks=follow_symlinks)
             return
-        second = _matching(read_content(other, follow_symlinks=follow_symlinks), match)
+        second = _matching(read_content(_one(other), follow_symlinks=follow_symlinks), match)
         equal = _compare(content, second, as_json=as_json)
     except (SafeCheckpointError, OSError) as error:
         say(str(error))
@@ -67,17 +67,35 @@ def _matching(content: Content, pattern: str) -> Content:
 
 
 def _facts(path: Path, *, follow_symlinks: bool) -> dict[str, Any]:
-    with contextlib.suppress(UnsupportedFormatError, CorruptCheckpointError):
-        manifest = read_manifest(path)
-        return {
-            "kind": "safe_ckpt directory" if path.is_dir() else "safe_ckpt file",
-            "step": manifest.step,
-            "created_at": manifest.created_at,
-            "world_size": manifest.world_size,
-            "metrics": dict(manifest.metrics),
-            "versions": dict(manifest.versions),
-        }
+    if path.is_file() or (path / MANIFEST_NAME).exists():
+        try:
+            manifest = read_manifest(path)
+        except UnsupportedFormatError as error:
+            if "newer" in error.message:
+                raise
+        else:
+            return {
+                "kind": "safe_ckpt directory" if path.is_dir() else "safe_ckpt file",
+                "step": manifest.step,
+                "created_at": manifest.created_at,
+                "world_size": manifest.world_size,
+                "metrics": dict(manifest.metrics),
+                "versions": dict(manifest.versions),
+            }
     return {"kind": kind_of(walk(path, follow_symlinks=follow_symlinks))}
+
+
+def _one(path: Path) -> Path:
+    """The path, unless it is a directory in which several checkpoints are kept."""
+    if path.is_dir() and not (path / MANIFEST_NAME).exists():
+        shelf = find_shelf(path)
+        held = [candidate.path.relative_to(path).as_posix() for candidate in [*shelf.usable, *shelf.unusable]]
+        if held or shelf.hidden is not None:
+            names = f"name one of them: {', '.join(held[:8])}" if held else "there is none in it"
+            raise UnsupportedFormatError(
+                path=str(path), message=f"is a directory for checkpoints, and no checkpoint; {names}"
+            )
+    return path
 
 
 def _show(path: Path, content: Content, *, as_json: bool, follow_symlinks: bool) -> None:

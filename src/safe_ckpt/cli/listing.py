@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -31,7 +32,8 @@ def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
 
     Their manifests are read, their payloads are not (``safe-ckpt verify`` does). The states: valid (committed, and its manifest
     is in order), unverified (another tool wrote it), damaged, partial (a save that is under way, or was when its job died),
-    quarantined (found damaged by a resume and moved away).
+    quarantined (found damaged by a resume and moved away), unreadable (no permission, a newer format, a failing disk: a resume
+    stops there). Exit status: 0, or 1 where something is unreadable.
     """
     try:
         shelf = find_shelf(directory)
@@ -41,19 +43,24 @@ def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
     rows = list(_rows(shelf))
     if as_json:
         print_json(rows)
-        return
-    now = datetime.now(timezone.utc)
-    columns = ("name", "step", "age", "size", "metrics", "state", "written by")
-    print_table(columns, [_cells(row, now) for row in rows])
-    if not rows:
-        say(f"no checkpoints in {directory}")
+    else:
+        now = datetime.now(timezone.utc)
+        columns = ("name", "step", "age", "size", "metrics", "state", "written by")
+        print_table(columns, [_cells(row, now) for row in rows])
+        if not rows:
+            say(f"no checkpoints in {directory}")
+    if shelf.unreadable:
+        raise typer.Exit(DAMAGED)
 
 
 def _rows(shelf: Shelf) -> Iterator[dict[str, Any]]:
     for candidate in shelf.usable:
-        yield _row(shelf.folder, candidate, "unverified" if candidate.foreign else "valid")
+        with contextlib.suppress(FileNotFoundError):  # a live job has just let it go
+            yield _row(shelf.folder, candidate, "unverified" if candidate.foreign else "valid")
     for candidate in shelf.unusable:
         yield {**_row(shelf.folder, candidate, "damaged"), "reason": candidate.problem}
+    for path, why in shelf.unreadable.items():
+        yield {"name": _name(shelf, path), **_UNKNOWN, "state": "unreadable", "reason": why}
     for path in shelf.under_way:
         yield {"name": _name(shelf, path), **_UNKNOWN, "state": "partial", "reason": "not committed"}
     for path in shelf.quarantined:
@@ -61,6 +68,8 @@ def _rows(shelf: Shelf) -> Iterator[dict[str, Any]]:
 
 
 def _name(shelf: Shelf, path: Path) -> str:
+    if path.is_relative_to(shelf.folder):
+        return path.relative_to(shelf.folder).as_posix()
     hidden = shelf.hidden or shelf.folder
     return f"{hidden.name}/{path.relative_to(hidden).as_posix()}"
 

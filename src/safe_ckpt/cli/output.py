@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,8 +34,16 @@ def console(*, error: bool = False) -> Console:
 
 
 def print_json(value: object) -> None:
-    """One JSON document on stdout."""
-    typer.echo(json.dumps(value, indent=1, default=str))
+    """One JSON document on stdout; null for numbers that JSON has not, such as NaN."""
+    typer.echo(json.dumps(_jsonable(value), indent=1, default=str, allow_nan=False))
+
+
+def _jsonable(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _jsonable(part) for key, part in value.items()}
+    return [_jsonable(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from safe_ckpt.cli.output import CANNOT_TELL, DAMAGED, AsJson, Directory, print_json, say
 from safe_ckpt.core.select import Candidate, newest_first
-from safe_ckpt.errors import SafeCheckpointError
+from safe_ckpt.errors import DirectoryError, SafeCheckpointError
 from safe_ckpt.formats.checkpoint_check import judge, plan
-from safe_ckpt.formats.shelf import find_shelf, look_inside
+from safe_ckpt.formats.shelf import Shelf, find_shelf, look_inside
 from safe_ckpt.formats.verdict import Verdict
+
+_ATTEMPTS = 5
 
 
 def resume_path(
@@ -27,18 +30,12 @@ def resume_path(
     the one that it is was written by another tool and cannot be verified.
     """
     try:
-        shelf = find_shelf(directory)
-        rejected = [(candidate, candidate.problem) for candidate in shelf.unusable]
-        looked = look_inside(shelf.usable)
-        rejected += [(candidate, candidate.problem) for candidate in looked if candidate.problem]
-        chosen, why = _choose(newest_first(looked), quick=quick)
+        shelf, chosen, verified, rejected = _chosen_of(directory, quick=quick)
     except (SafeCheckpointError, OSError) as error:
         say(str(error))
         raise typer.Exit(DAMAGED) from error
-    rejected += why
     if as_json:
         said = [{"path": str(candidate.path), "reason": reason} for candidate, reason in rejected]
-        verified = chosen is not None and not chosen.foreign and not quick
         print_json({"path": str(chosen.path) if chosen else None, "verified": verified, "rejected": said})
     else:
         for candidate, reason in rejected:
@@ -55,21 +52,41 @@ def resume_path(
             else f"no checkpoint in {directory}: a job would start afresh"
         )
         raise typer.Exit(DAMAGED)
-    if chosen.foreign:
-        say("another tool wrote it: it cannot be verified")
+    if chosen.foreign and not verified and not quick:
+        say("another tool wrote it, in a format without checksums for all of it: it cannot be verified")
         raise typer.Exit(CANNOT_TELL)
 
 
-def _choose(usable: Sequence[Candidate], *, quick: bool) -> tuple[Candidate | None, list[tuple[Candidate, str]]]:
-    rejected: list[tuple[Candidate, str]] = []
+_Rejected = list[tuple[Candidate, str]]
+
+
+def _chosen_of(directory: Path, *, quick: bool) -> tuple[Shelf, Candidate | None, bool, _Rejected]:
+    for attempt in range(_ATTEMPTS):
+        shelf = find_shelf(directory)
+        for path, why in shelf.unreadable.items():
+            raise DirectoryError(path=str(path), message=f"cannot be looked at, and a resume would stop there: {why}")
+        looked = look_inside(shelf.usable)
+        rejected = [(candidate, candidate.problem) for candidate in [*shelf.unusable, *looked] if candidate.problem]
+        try:
+            chosen, verified, why_not = _choose(newest_first(looked), quick=quick)
+        except FileNotFoundError:  # a live job has just let it go: look again
+            if attempt == _ATTEMPTS - 1:
+                raise
+            continue
+        return shelf, chosen, verified, [*rejected, *why_not]
+    raise DirectoryError(path=str(directory), message="changes too fast to be looked at")
+
+
+def _choose(usable: Sequence[Candidate], *, quick: bool) -> tuple[Candidate | None, bool, _Rejected]:
+    rejected: _Rejected = []
     for candidate in usable:
         if quick:
-            return candidate, rejected
+            return candidate, False, rejected
         verdict = judge([plan(candidate.path)])[0]
         if verdict.state != "damaged":
-            return candidate, rejected
+            return candidate, verdict.state == "valid", rejected
         rejected.append((candidate, _reason(verdict)))
-    return None, rejected
+    return None, False, rejected
 
 
 def _reason(verdict: Verdict) -> str:

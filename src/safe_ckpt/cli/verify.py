@@ -22,10 +22,10 @@ from safe_ckpt.cli.output import (
     say,
     tell,
 )
-from safe_ckpt.core import select
-from safe_ckpt.core.root import HIDDEN
-from safe_ckpt.errors import SafeCheckpointError
+from safe_ckpt.core.manifest import MANIFEST_NAME
+from safe_ckpt.errors import DirectoryError, SafeCheckpointError, UnsupportedFormatError
 from safe_ckpt.formats.checkpoint_check import Task, judge, plan
+from safe_ckpt.formats.shelf import find_shelf
 from safe_ckpt.formats.verdict import Judgement, Verdict
 
 _MOST_NAMES = 8
@@ -64,16 +64,19 @@ def verify(
 
 
 def _checkpoints(paths: Sequence[Path]) -> list[Path]:
-    """Each path, or what a directory of ours keeps if the path is one."""
+    """Each path, or what is kept in it if it is a directory that holds checkpoints."""
     found: list[Path] = []
     for path in paths:
-        if not (path / HIDDEN).is_dir():
+        if not path.is_dir() or (path / MANIFEST_NAME).exists():
             found.append(path)
             continue
-        candidates = [*select.list_directories(path), *select.list_files(path, ".ckpt")]
-        found += sorted(candidate.path for candidate in candidates)
-        if not candidates:
-            say(f"{path}: no checkpoints in it")
+        shelf = find_shelf(path)
+        for unreadable, why in shelf.unreadable.items():
+            raise DirectoryError(path=str(unreadable), message=f"{_UNREAD}: {why}")
+        held = sorted(candidate.path for candidate in [*shelf.usable, *shelf.unusable])
+        if not held and (shelf.hidden is not None or not any(path.iterdir())):
+            raise UnsupportedFormatError(path=str(path), message="there is no checkpoint in it")
+        found += held or [path]
     return found
 
 

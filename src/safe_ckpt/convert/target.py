@@ -23,6 +23,7 @@ from safe_ckpt.core.layout import Image, Lazy, single, torch_image
 from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest
 from safe_ckpt.core.named import NamedRoots
 from safe_ckpt.core.operation import Request
+from safe_ckpt.core.select import WEIGHTS
 from safe_ckpt.errors import ConfigError, DirectoryError
 from safe_ckpt.formats.files import walk
 from safe_ckpt.formats.scanning import scan
@@ -89,6 +90,8 @@ def write_dcp(path: Path, state: Mapping[str, Any]) -> CheckpointInfo:
         commit.write_durably(staging / MANIFEST_NAME, manifest.to_bytes())
         os.rename(staging, path)
         commit_parent(path)
+    except RuntimeError as error:  # how torch tells of a disk that refuses
+        raise DirectoryError(path=str(path), message=f"could not be written: {str(error).splitlines()[0]}") from error
     except OSError as error:
         raise DirectoryError.of(error, path=error.filename or path, rank=0, phase=f"writing {path.name}") from error
     finally:
@@ -118,7 +121,7 @@ def _manifest_of(folder: Path, name: str) -> Manifest:
         world_size=1,
         metrics={},
         files=tuple(entries),
-        notes={"adapter": "convert"},
+        notes={"adapter": WEIGHTS},  # no resume takes it, and no retention deletes it, wherever it is put
     )
 
 

@@ -6,7 +6,6 @@ on the thread that drives training, on every rank, in the same order.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import multiprocessing.util
 import os
@@ -83,9 +82,8 @@ class Engine:
         self._closed = False
         self._preemption: Preemption | None = None
         try:
-            digest = hashlib.sha256(repr(config).encode()).hexdigest()[:16]
             problem = self._add_hooks() if self.rank == 0 else None
-            self.agree("open", {"settings": digest}, answer=problem, decide=raise_first)
+            self.agree("open", {"settings": config.deviations()}, answer=problem, decide=raise_first)
         except BaseException:
             self._closed = True
             self._end()
@@ -104,6 +102,9 @@ class Engine:
                 self.emit.add(hook)
         except ConfigError as error:
             return to_wire(error, rank=self.rank, phase="opening")
+        except Exception as error:  # whatever an exporter of somebody else's raises: the other ranks must learn of it
+            problem = ConfigError(key="telemetry", message=f"a hook cannot be set up: {type(error).__name__}: {error}")
+            return to_wire(problem, rank=self.rank, phase="opening")
         return None
 
     def _warn_of_a_short_group_timeout(self, group: ProcessGroup | None) -> None:
@@ -343,8 +344,7 @@ class Engine:
                 decide=lambda answers: grant.decide(request, answers, busy=busy),
             )
         except SafeCheckpointError as error:
-            if isinstance(error, CoordinationError):
-                self.emit(telling.refused(request, error, self.rank, time.monotonic() - begun))
+            self.emit(telling.refused(request, error, self.rank, time.monotonic() - begun))
             if request.error is None or isinstance(error, CoordinationError):
                 raise
             decision = {}
@@ -387,6 +387,7 @@ class Engine:
         if self._preemption is not None:
             self._preemption.close()
         self._taker.close()
+        self.emit.close()
         if self.rank == 0:
             for root in self._roots:
                 root.close()

@@ -125,7 +125,7 @@ def _abort(group: ProcessGroup | None) -> None:
     # An operation that is left behind would keep destroy_process_group and the interpreter's exit waiting for the lost rank.
     logger.warning("a collective was given up: its process group cannot be used any more")
     for backend, _ in ranks.backend_timeouts(group):
-        with contextlib.suppress(RuntimeError, NotImplementedError):
+        with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):  # gloo cannot before torch 2.9
             backend.abort()
 
 

@@ -19,8 +19,10 @@ from safe_ckpt.core import zip_format
 from safe_ckpt.core.manifest import RECORD_NAME
 from safe_ckpt.core.pickling import pickle_state
 from safe_ckpt.core.zip_format import PAGE, Record
+from safe_ckpt.errors import StateError
 
 ARCHIVE = "archive"
+_MOST_STORAGES = 150_000  # with more, the directory of the archive is larger than ``manifest.open_archive`` reads
 SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {
     dtype: name
     for attribute, name in {
@@ -247,6 +249,9 @@ def torch_image(path: str, obj: object, *, strict: bool, key: str) -> Image:
         StateError: something in ``obj`` cannot be saved; names where it is.
     """
     pickled = pickle_state(obj, strict=strict, key=key)
+    if len(pickled.storages) > _MOST_STORAGES:
+        message = f"{len(pickled.storages)} tensors are more than the {_MOST_STORAGES} that one file is read with"
+        raise StateError(key=key, message=message)
     records: list[Record] = []
     pieces: list[tuple[int, bytes]] = []
     tensors: list[tuple[int, torch.Tensor]] = []

@@ -48,7 +48,8 @@ def lengthy_timeouts(
         DesyncError: the ranks gave different numbers of seconds.
         PeerLostError: a rank died or stopped.
 
-    On NCCL the timeouts are set in the same way, but were never run for this project on CUDA.
+    On NCCL the timeouts are set in the same way, but were never run for this project on CUDA. With torch before 2.9 gloo
+    ignores them: its collectives end after the time that their group was made with.
     """
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
         raise ConfigError(key="lengthy_timeouts: seconds", message=f"expected a number above 0, got {seconds!r}")
@@ -60,8 +61,11 @@ def lengthy_timeouts(
             session.agree("lengthy_timeouts", {"seconds": seconds}, timeout_s=Timeouts().barrier_s)
         finally:
             session.release(keep=True)
-    with raised(found, seconds, emit):
-        yield
+    try:
+        with raised(found, seconds, emit):
+            yield
+    finally:
+        emit.close()
 
 
 @contextlib.contextmanager

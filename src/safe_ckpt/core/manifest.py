@@ -29,7 +29,7 @@ import xxhash
 
 from safe_ckpt.core.json_text import MOST_BYTES, parse_json
 from safe_ckpt.core.zip_format import COMMENT_BYTES, COMMENT_PREFIX
-from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from safe_ckpt.errors import CorruptCheckpointError, StateError, UnsupportedFormatError
 
 FORMAT = "safe_ckpt"
 FORMAT_VERSION = 1
@@ -95,9 +95,18 @@ class Manifest:
         return {"format": FORMAT, "format_version": FORMAT_VERSION, **facts, "files": files}
 
     def to_bytes(self) -> bytes:
-        """The content of ``manifest.json``, with its digest."""
+        """The content of ``manifest.json``, with its digest.
+
+        Raises:
+            StateError: it would be larger than what is read again.
+        """
         data = self.to_json()
-        return json.dumps({**data, "digest": _digest(data)}, indent=1).encode() + b"\n"
+        text = json.dumps({**data, "digest": _digest(data)}, indent=1).encode() + b"\n"
+        if len(self.files) > _MOST_FILES or len(text) > MOST_BYTES:
+            # Before anything is committed: what no resume would read must not take the place of what it does.
+            message = f"{len(self.files)} files and {len(text)} bytes of manifest are more than the {_MOST_FILES} and "
+            raise StateError(key="checkpoint", message=f"{message}{MOST_BYTES} that are read again")
+        return text
 
     @classmethod
     def from_json(cls, data: Any, path: str) -> Manifest:
@@ -121,6 +130,8 @@ class Manifest:
             texts = {key: _typed(data[key], str) for key in keys}
             numbers = {key: _typed(data[key], int) for key in ("sequence", "step", "world_size")}
             maps = {key: _typed(data[key], dict) for key in ("metrics", "versions", "items", "notes")}
+            for value in maps["metrics"].values():
+                _number(value)
             maps["written_by"] = _typed(data.get("written_by", {}), dict)
         except (KeyError, TypeError) as error:
             raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=f"damaged manifest: {error}") from error
@@ -303,6 +314,11 @@ def _entry(row: Any, path: str) -> FileEntry:
     if not 0 <= _typed(size, int) < 1 << 62:
         raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=f"an impossible size for {name!r}")
     return FileEntry(path=name, size_bytes=size, xxh3_128=digest, rank=_typed(rank, int))
+
+
+def _number(value: Any) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"expected a number, got {value!r:.80}")
 
 
 def _typed(value: Any, kind: type) -> Any:

@@ -29,6 +29,7 @@ from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, SafeCheckp
 
 logger = logging.getLogger(__name__)
 _LAST_WORDS_S = 5.0
+_NAMES_TOLD = 10
 
 
 class Pipeline:
@@ -119,7 +120,9 @@ class Pipeline:
         cause = "this rank shut down while the disk did not answer"
         for number, op in enumerate(list(self._open)):
             kind = SaveError if number else CommitOutcomeUnknown  # the first one may be anywhere
-            op.handle.finish(None, kind(name=op.name, cause=cause, rank=self._session.rank, phase="shutdown"))
+            error = kind(name=op.name, cause=cause, rank=self._session.rank, phase="shutdown")
+            self._emit(telling.refused(op.request, error, self._session.rank, time.monotonic() - op.started))
+            op.handle.finish(None, error)
 
     def _run(self) -> None:
         while True:
@@ -192,7 +195,8 @@ class Pipeline:
         self._emit(
             events.Retained(
                 rank=rank,
-                kept=tuple(decision.kept),
+                kept=tuple(decision.kept[-_NAMES_TOLD:]),
+                kept_count=len(decision.kept),
                 removed=tuple(str(path) for path in gone),
                 freed_bytes=sum(sizes[path] for path in gone),
                 seconds=time.monotonic() - begun,

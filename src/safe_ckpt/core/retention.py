@@ -18,7 +18,8 @@ def to_delete(infos: Sequence[CheckpointInfo], policy: Retention) -> list[Checkp
     """
     if not has_rules(policy):
         return []
-    by_age = sorted(infos, key=lambda info: info.sequence)
+    # Under another name than it was saved under it is a copy that somebody made, or a link: that is theirs to delete.
+    by_age = sorted((info for info in infos if info.path.name == info.name), key=lambda info: info.sequence)
     kept = {info.sequence for info in by_age[-(policy.keep_last or 1) :]}
     if policy.keep_best is not None and policy.metric is not None:
         kept |= {info.sequence for info in best(by_age, policy)[: policy.keep_best]}

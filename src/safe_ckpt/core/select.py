@@ -16,6 +16,7 @@ from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 WEIGHTS = "weights"
 """The kind of a directory that holds a model's weights alone: nothing to resume from, and nothing that retention deletes."""
 StepOf = Callable[[str], "int | None"]
+OnError = Callable[[Path, Exception], None]
 _STOCK_FILES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".distcp")
 
 
@@ -50,7 +51,10 @@ class Candidate:
 
 
 def list_directories(
-    root: Path, step_of: StepOf | None = None, problem_of_stock: Callable[[Path], str] | None = None
+    root: Path,
+    step_of: StepOf | None = None,
+    problem_of_stock: Callable[[Path], str] | None = None,
+    on_error: OnError | None = None,
 ) -> list[Candidate]:
     """The directory checkpoints below ``root``, in no order. A folder with neither such a name nor our manifest is not one.
 
@@ -59,6 +63,7 @@ def list_directories(
         step_of: the number in a name that a checkpoint would have; None for the names that ``step_name`` gives.
         problem_of_stock: why a directory of such a name, without a manifest, cannot be used; "" if another tool may have
             written it. None when only ours count.
+        on_error: told of a checkpoint that cannot be looked at, which is then left out; None to raise instead.
 
     Raises:
         OSError: the directory could not be listed.
@@ -67,23 +72,46 @@ def list_directories(
     number_of = step_of or _step_of
     found = []
     for path in _entries(root):
-        number = number_of(path.name)
-        described = (path / MANIFEST_NAME).exists()
-        if number is None and not described:
-            continue
-        if not described and problem_of_stock is not None:
-            found.append(Candidate(path=path, foreign=True, step=number or 0, problem=problem_of_stock(path)))
-            continue
-        candidate = _look(path)
-        if candidate.foreign:
-            candidate = replace(candidate, problem="its manifest was not written by safe_ckpt")
-        weights_alone = candidate.manifest is not None and candidate.manifest.notes.get("adapter") == WEIGHTS
-        if not weights_alone and (candidate.manifest is not None or number is not None):
-            found.append(candidate)
+        with _guarded(path, on_error):
+            candidate = _directory(path, number_of(path.name), problem_of_stock)
+            if candidate is not None:
+                found.append(candidate)
     return found
 
 
-def list_files(root: Path, suffix: str, is_directory: Callable[[Path], bool] = lambda _: False) -> list[Candidate]:
+def _directory(path: Path, number: int | None, problem_of_stock: Callable[[Path], str] | None) -> Candidate | None:
+    described = (path / MANIFEST_NAME).exists()
+    if number is None and not described:
+        return None
+    if not described and problem_of_stock is not None:
+        return Candidate(path=path, foreign=True, step=number or 0, problem=problem_of_stock(path))
+    candidate = _look(path)
+    if candidate.foreign:
+        candidate = replace(candidate, problem="its manifest was not written by safe_ckpt")
+    counts = candidate.manifest is not None or number is not None
+    return candidate if counts and not _is_weights(candidate) else None
+
+
+def _is_weights(candidate: Candidate) -> bool:
+    return candidate.manifest is not None and candidate.manifest.notes.get("adapter") == WEIGHTS
+
+
+@contextlib.contextmanager
+def _guarded(path: Path, on_error: OnError | None) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, UnsupportedFormatError) as error:
+        if on_error is None:
+            raise
+        on_error(path, error)
+
+
+def list_files(
+    root: Path,
+    suffix: str,
+    is_directory: Callable[[Path], bool] = lambda _: False,
+    on_error: OnError | None = None,
+) -> list[Candidate]:
     """The single-file checkpoints in ``root``, in no order; those of other tools are marked foreign.
 
     A folder below it that a job holds, or held, for itself has an order of its own and is left out.
@@ -92,22 +120,34 @@ def list_files(root: Path, suffix: str, is_directory: Callable[[Path], bool] = l
         root: where to look.
         suffix: how their names end.
         is_directory: which directories of such a name are checkpoints although they have no manifest of ours.
+        on_error: told of a file or folder that cannot be looked at, which is then left out; None to raise instead.
 
     Raises:
         OSError: the directory could not be listed.
         UnsupportedFormatError: one is of a newer format version.
     """
     found, whole = [], []
-    for folder, below, names in _walk(root):
+    for folder, below, names in _walk(root, on_error):
         # A checkpoint that is a directory is one thing: nothing below it is looked at.
         named = [Path(folder, name) for name in below if name.endswith(suffix)]
-        ours = [path for path in named if (path / MANIFEST_NAME).exists() or is_directory(path)]
+        ours = [path for path in named if _is_there(path / MANIFEST_NAME) or is_directory(path)]
         whole += ours
         besides = {HIDDEN, *(path.name for path in ours)}
-        below[:] = sorted(name for name in below if name not in besides and not Path(folder, name, HIDDEN).exists())
+        below[:] = sorted(name for name in below if name not in besides and not _is_there(Path(folder, name, HIDDEN)))
         found += [Path(folder, name) for name in sorted(names) if name.endswith(suffix)]
-    files = [path for path in found if path.is_file() and not path.is_symlink()]
-    return [*map(_look, files), *(_look_at(path) for path in whole if not path.is_symlink())]
+    candidates = []
+    for path, look in [*((path, _look) for path in found), *((path, _look_at) for path in whole)]:
+        with _guarded(path, on_error):
+            if not path.is_symlink() and (look is _look_at or path.is_file()):
+                candidates.append(look(path))
+    return [candidate for candidate in candidates if not _is_weights(candidate)]
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # whoever looks into the folder is told why
+        return False
 
 
 def _look_at(directory: Path) -> Candidate:
@@ -130,23 +170,31 @@ def newest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 def looks_like_checkpoint(path: Path) -> bool:
     """Whether a stock tool or ours may have written a checkpoint here: decided by names, sizes and archive ends only."""
-    # No recursion, and no links to folders: somebody may have nested them deeply, or in a circle.
-    folders = [path] if path.is_dir() else []
+    # No recursion, and each folder once: somebody may have nested them deeply, or linked them in a circle.
+    folders, seen = [path] if path.is_dir() else [], set()
     while folders:
         folder = folders.pop()
-        if folder.name == HIDDEN:
+        status = folder.stat()
+        if folder.name == HIDDEN or (status.st_dev, status.st_ino) in seen:
             continue
+        seen.add((status.st_dev, status.st_ino))
         if (folder / MANIFEST_NAME).exists():
             if not _look(folder).problem:
                 return True
             continue
         with os.scandir(folder) as entries:
             for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
+                if _is_folder(entry):
                     folders.append(folder / entry.name)
                 elif _is_stock_file(folder / entry.name):
                     return True
     return _is_stock_file(path)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    with contextlib.suppress(OSError):  # a link in a circle
+        return entry.is_dir()
+    return False
 
 
 def _is_stock_file(path: Path) -> bool:
@@ -171,19 +219,16 @@ def sequence_beside(path: Path) -> int:
     return newest_sequence(list_files(root, path.suffix)) + 1 if root.is_dir() else 1
 
 
-def _walk(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+def _walk(root: Path, on_error: OnError | None) -> Iterator[tuple[str, list[str], list[str]]]:
     """As ``os.walk``, which before Python 3.12 recurses; what cannot be listed raises."""
     folders = [os.fspath(root)]
     while folders:
         folder = folders.pop()
         below: list[str] = []
         names: list[str] = []
-        with os.scandir(folder) as entries:
+        with _guarded(Path(folder), None if folder == os.fspath(root) else on_error), os.scandir(folder) as entries:
             for entry in entries:
-                is_folder = False
-                with contextlib.suppress(OSError):  # a link in a circle
-                    is_folder = entry.is_dir()
-                (below if is_folder else names).append(entry.name)
+                (below if _is_folder(entry) else names).append(entry.name)
         yield folder, below, names
         folders += [path for path in (os.path.join(folder, name) for name in below) if not os.path.islink(path)]
 

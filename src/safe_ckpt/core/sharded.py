@@ -281,10 +281,10 @@ def _metadata_of(folder: str, whole: _Global, told: Mapping[int, Any]) -> bytes:
     )
     if planned != len(places):
         raise SaveError(name=folder, cause=f"{planned} entries are planned and {len(places)} would be written")
-    metadata = dataclasses.replace(
-        whole.metadata, storage_data=places, storage_meta=StorageMeta(save_id=whole.token), version=_VERSION
-    )
-    return pickle.dumps(metadata)
+    facts: dict[str, Any] = {"storage_data": places, "storage_meta": StorageMeta(save_id=whole.token)}
+    if hasattr(whole.metadata, "version"):  # since torch 2.9
+        facts["version"] = _VERSION
+    return pickle.dumps(dataclasses.replace(whole.metadata, **facts))
 
 
 def _lay_out(folder: str, item: _Local, kept: Sequence[int], rank: int) -> list[Image]:

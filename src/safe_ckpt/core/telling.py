@@ -13,7 +13,7 @@ from safe_ckpt.core.manifest import CheckpointInfo
 from safe_ckpt.core.operation import Operation, Request
 from safe_ckpt.core.phases import Phases
 from safe_ckpt.core.select import WEIGHTS
-from safe_ckpt.errors import PeerLostError, RendezvousTimeout, SafeCheckpointError
+from safe_ckpt.errors import CommitOutcomeUnknown, PeerLostError, RendezvousTimeout, SafeCheckpointError
 
 
 def agreed(op: Operation, rank: int) -> events.Agreed:
@@ -94,6 +94,7 @@ def _failed(request: Request, error: SafeCheckpointError, rank: int, seconds: fl
         phase=str(getattr(error, "phase", "")),
         seconds=seconds,
         missing=_missing(error),
+        outcome_unknown=isinstance(error, CommitOutcomeUnknown),
     )
 
 

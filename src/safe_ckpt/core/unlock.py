@@ -27,22 +27,31 @@ class Holder:
     started_at: str
 
 
-def holder(directory: Path) -> Holder | None:
-    """Who holds ``directory``; None when nobody does. Says nothing about whether that job still lives."""
-    hidden = directory / HIDDEN
-    if not (hidden / LOCK_NAME).exists():
+def holder(directory: Path, hidden: Path | None = None) -> Holder | None:
+    """Who holds ``directory``; None when nobody does. Says nothing about whether that job still lives.
+
+    Args:
+        directory: which one.
+        hidden: the hidden folder, if it does not lie in it under its usual name.
+    """
+    hidden = hidden or directory / HIDDEN
+    if not (hidden / LOCK_NAME).is_file():
         return None
     error: DirectoryInUseError = JobLock(hidden, subject=directory, lease_s=60.0).in_use("it is held")
     return Holder(host=error.host, pid=error.pid, started_at=error.started_at)
 
 
-def break_lock(directory: Path) -> None:
+def break_lock(directory: Path, hidden: Path | None = None) -> None:
     """Take the lock away from whoever holds it. A job that still lives notices before its next commit, and fails.
+
+    Args:
+        directory: which one.
+        hidden: as for ``holder``.
 
     Raises:
         OSError: it could not be removed.
     """
-    hidden = directory / HIDDEN
+    hidden = hidden or directory / HIDDEN
     aside = hidden / f"{LOCK_NAME}.{uuid.uuid4().hex}"
     try:
         os.rename(hidden / LOCK_NAME, aside)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -61,15 +63,23 @@ def judge(tasks: Iterable[Task], *, progress: Progress | None = None) -> list[Ve
     Raises:
         OSError: something could not be read; that condemns nothing.
     """
-    tasks = list(tasks)
+    tasks, stop = list(tasks), threading.Event()
+
+    def told(count: int) -> None:
+        if stop.is_set():
+            raise InterruptedError(errno.EINTR, "interrupted")
+        if progress is not None:
+            progress(count)
+
     with ThreadPoolExecutor(max(2, min(8, os.cpu_count() or 2)), thread_name_prefix="safe_ckpt-verify") as pool:
-        futures = [[pool.submit(job, progress) for job in task.jobs] for task in tasks]
+        futures = [[pool.submit(job, told) for job in task.jobs] for task in tasks]
         try:
             return [
                 Verdict(path=task.path, kind=task.kind, files=tuple(f.result() for f in found), remarks=task.remarks)
                 for task, found in zip(tasks, futures, strict=True)
             ]
         except BaseException:
+            stop.set()  # Ctrl-C: whoever reads now ends with the piece in hand
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
@@ -105,6 +115,8 @@ def _entry(folder: Path, entry: FileEntry) -> Job:
             with Window(file) as window:
                 size = window.size
         except FileNotFoundError:
+            if not folder.exists():
+                raise FileNotFoundError(errno.ENOENT, "was deleted meanwhile", str(folder)) from None
             return damaged(entry.path, "is missing", size=entry.size_bytes)
         except CorruptCheckpointError as error:
             return of_error(error, entry.path)
@@ -142,7 +154,7 @@ def _metadata(folder: Path) -> Metadata:
         return dcp_files.read_directory(folder)
     except FileNotFoundError:
         return None
-    except CorruptCheckpointError as error:
+    except (CorruptCheckpointError, UnsupportedFormatError) as error:
         return error
 
 

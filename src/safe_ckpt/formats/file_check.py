@@ -7,15 +7,16 @@ nothing: there only the structure can be looked at, and the answer is "cannot te
 from __future__ import annotations
 
 from safe_ckpt.core.json_text import MOST_BYTES, parse_json
-from safe_ckpt.errors import CorruptCheckpointError
+from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from safe_ckpt.formats import dcp_files, torch_files
+from safe_ckpt.formats.archives import read_members
 from safe_ckpt.formats.files import Found, Window
 from safe_ckpt.formats.safetensors_files import SUFFIX, read_safetensors
 from safe_ckpt.formats.scanning import Progress, Span, scan
 from safe_ckpt.formats.verdict import NO_CHECKSUMS, UNEQUAL, Judgement, damaged, of_error, untold, valid
 
-Metadata = dcp_files.Directory | CorruptCheckpointError | None
-"""What ``.metadata`` beside a file says; the error if it is damaged; None where there is none."""
+Metadata = dcp_files.Directory | CorruptCheckpointError | UnsupportedFormatError | None
+"""What ``.metadata`` beside a file says; the error if it is damaged or too long; None where there is none."""
 
 
 def check_file(file: Found, metadata: Metadata, told: Progress | None) -> Judgement:
@@ -32,6 +33,8 @@ def check_file(file: Found, metadata: Metadata, told: Progress | None) -> Judgem
         if file.path.name == dcp_files.METADATA:
             if isinstance(metadata, CorruptCheckpointError):
                 return of_error(metadata, name)
+            if isinstance(metadata, UnsupportedFormatError):
+                return untold(name, metadata.message, size=size)
             return untold(name, f"its structure is in order, and it {NO_CHECKSUMS}", size=size)
         return _by_suffix(file, metadata, told)
     except CorruptCheckpointError as error:
@@ -64,13 +67,25 @@ def _check_torch(file: Found, told: Progress | None) -> Judgement:
     with Window(file.path) as window:
         if not torch_files.looks_like_archive(window):
             return _check_old(file, window)
-        archive = torch_files.open_archive(window)
+        try:
+            archive = torch_files.open_archive(window)
+        except UnsupportedFormatError as error:
+            return _check_records(file, window, error, told)
         _, bad = scan(file.path, window.size, archive.spans(), progress=told)
         torch_files.content_of(archive)
         names = tuple(torch_files.names_in(archive, bad)) if bad else ()
     if bad:
         return damaged(file.name, UNEQUAL, size=file.size_bytes, names=names)
     return _as_far_as_covered(file, file.size_bytes - archive.untold_bytes)
+
+
+def _check_records(file: Found, window: Window, error: UnsupportedFormatError, told: Progress | None) -> Judgement:
+    """An archive of which only the structure cannot be looked at: its checksums can."""
+    records = torch_files.Archive(source=window, members=read_members(window), root=None)
+    _, bad = scan(file.path, window.size, records.spans(), progress=told)
+    if bad:
+        return damaged(file.name, UNEQUAL, size=file.size_bytes, names=tuple(torch_files.names_in(records, bad)))
+    return untold(file.name, error.message, size=file.size_bytes, covered=file.size_bytes - records.untold_bytes)
 
 
 def _as_far_as_covered(file: Found, covered: int) -> Judgement:
@@ -83,7 +98,11 @@ def _as_far_as_covered(file: Found, covered: int) -> Judgement:
 def _check_old(file: Found, window: Window) -> Judgement:
     if file.path.suffix not in torch_files.SUFFIXES:
         return untold(file.name, f"is of no known format, and {NO_CHECKSUMS}", size=file.size_bytes)
-    if torch_files.read_old_file(window) is None:
+    try:
+        found = torch_files.read_old_file(window)
+    except UnsupportedFormatError as error:
+        return untold(file.name, error.message, size=file.size_bytes)
+    if found is None:
         return damaged(file.name, "is neither an archive nor a pickle", size=file.size_bytes)
     return untold(file.name, f"is a plain pickle, which {NO_CHECKSUMS}", size=file.size_bytes)
 
@@ -91,7 +110,7 @@ def _check_old(file: Found, window: Window) -> Judgement:
 def _check_distcp(file: Found, metadata: Metadata, told: Progress | None) -> Judgement:
     size = file.size_bytes
     if not isinstance(metadata, dcp_files.Directory):
-        reason = "its .metadata is missing or damaged, so that nothing says what is in it"
+        reason = "its .metadata is missing, damaged or too long, so that nothing says what is in it"
         return untold(file.name, reason, size=size)
     spans: list[Span] = []
     names: dict[int, str] = {}

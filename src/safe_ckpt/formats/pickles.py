@@ -13,11 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from safe_ckpt.errors import HostileCheckpointError
+from safe_ckpt.errors import HostileCheckpointError, UnsupportedFormatError
 
 MOST_BYTES = 64 << 20
 """A larger pickle is refused: 20,000 tensors take 4 MiB."""
 _MOST_WORK = 4_000_000  # opcodes, and elements that one opcode copies
+_LARGE_BYTES = 8 << 20  # a smaller one that takes so much work is no tool's; a larger one may have 30,000 tensors
+_WORK_OF_OBJECT = 3  # of which each takes 10 times the memory of a number
 _MOST_ELEMENTS = 1 << 62
 _MARK = object()
 
@@ -96,8 +98,12 @@ class _Machine:
     def spend(self, work: int) -> None:
         """A few bytes can ask for much: for a copy of a long list, again and again."""
         self._left -= work
-        if self._left < 0:
+        if self._left >= 0:
+            return
+        if len(self._data) < _LARGE_BYTES:
             raise self.refused("it is too long")
+        message = f"its pickle of {len(self._data) >> 20} MiB is longer than is looked at"
+        raise UnsupportedFormatError(path=self._path, message=message)
 
     def refused(self, why: str) -> HostileCheckpointError:
         return HostileCheckpointError(path=self._path, message=f"its pickle is refused: {why}")
@@ -146,7 +152,12 @@ class _Machine:
     def make_named(self, name: str) -> None:
         self.stack.append(self.made(_global(name), tuple(self.since_mark())))
 
+    def opaque(self, made_by: Global, items: list[Any]) -> Opaque:
+        self.spend(_WORK_OF_OBJECT)
+        return Opaque(made_by, items=items)
+
     def made(self, made_by: object, args: object) -> object:
+        self.spend(_WORK_OF_OBJECT)
         if isinstance(made_by, Global) and _acts(made_by):
             raise self.refused(f"it would run {made_by} when it is loaded")
         if isinstance(made_by, Global) and str(made_by) in _DICTS:
@@ -231,10 +242,10 @@ _STEPS: dict[str, _Step] = {
     "EMPTY_LIST": _push(lambda _: []),
     "EMPTY_DICT": _push(lambda _: {}),
     "EMPTY_TUPLE": _push(lambda _: ()),
-    "EMPTY_SET": _push(lambda _: Opaque(_SET)),
+    "EMPTY_SET": _push(lambda machine: machine.opaque(_SET, [])),
     "LIST": _push(lambda machine: machine.since_mark()),
     "TUPLE": _push(lambda machine: tuple(machine.since_mark())),
-    "FROZENSET": _push(lambda machine: Opaque(_FROZENSET, items=machine.since_mark())),
+    "FROZENSET": _push(lambda machine: machine.opaque(_FROZENSET, machine.since_mark())),
     "DUP": _push(lambda machine: machine.stack[-1]),
     "TUPLE1": lambda machine, _: machine.tuple_of(1),
     "TUPLE2": lambda machine, _: machine.tuple_of(2),
@@ -275,6 +286,7 @@ def read_pickle(data: bytes, path: str) -> Any:
 
     Raises:
         HostileCheckpointError: it is no pickle, or none that a checkpoint would hold.
+        UnsupportedFormatError: it is too long to be looked at.
     """
     return read_pickles(data, path, count=1)[0][0]
 
@@ -287,6 +299,7 @@ def read_pickles(data: bytes, path: str, *, count: int) -> tuple[list[Any], int]
 
     Raises:
         HostileCheckpointError: one is no pickle, or none that a checkpoint would hold.
+        UnsupportedFormatError: one is too long to be looked at.
     """
     if len(data) > MOST_BYTES:
         raise HostileCheckpointError(path=path, message=f"its pickle is refused: larger than {MOST_BYTES >> 20} MiB")
@@ -296,7 +309,7 @@ def read_pickles(data: bytes, path: str, *, count: int) -> tuple[list[Any], int]
         try:
             value, length = machine.run()
         except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
-            if isinstance(error, HostileCheckpointError):
+            if isinstance(error, HostileCheckpointError | UnsupportedFormatError):
                 raise
             raise machine.refused(f"it is damaged ({str(error)[:200]})") from error
         found.append(value)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safe_ckpt.core import select
 from safe_ckpt.core.root import HIDDEN
 from safe_ckpt.core.select import Candidate
-from safe_ckpt.errors import CorruptCheckpointError
+from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from safe_ckpt.formats.files import Window
 from safe_ckpt.formats.torch_files import looks_like_archive, open_archive, read_old_file
 
@@ -31,6 +32,7 @@ class Shelf:
         hidden: where the lock, saves under way and the quarantine are; None where safe_ckpt never worked.
         usable: what a resume would try, in its order.
         unusable: what it would not, and why (``problem``).
+        unreadable: what could not be looked at, and why: nothing is known of it, and a resume stops with that error.
         under_way: folders of saves that are not committed: of a job that saves now, or left by one that was killed.
         quarantined: what was found damaged and moved away.
     """
@@ -39,6 +41,7 @@ class Shelf:
     hidden: Path | None
     usable: tuple[Candidate, ...]
     unusable: tuple[Candidate, ...]
+    unreadable: Mapping[Path, str]
     under_way: tuple[Path, ...]
     quarantined: tuple[Path, ...]
 
@@ -51,35 +54,37 @@ def find_shelf(directory: Path) -> Shelf:
 
     Raises:
         OSError: it could not be listed.
-        UnsupportedFormatError: a checkpoint is of a newer format version.
     """
-    folder, hidden = _places(directory)
-    found = select.list_directories(folder, _number_of, _problem_of_stock)
-    if folder == directory:
-        files = select.list_files(folder, ".ckpt", lambda path: (path / _SHARDED).is_file())
-        found += [_told_by_name(candidate) for candidate in files]
+    unreadable: dict[Path, str] = {}
+
+    def note(path: Path, error: Exception) -> None:
+        if os.path.lexists(path) or isinstance(error, PermissionError):  # else a live job has just let it go
+            unreadable[path] = str(error)
+
+    folder, hidden = directory, _hidden_of(directory)
+    found = select.list_directories(folder, _number_of, _problem_of_stock, note)
+    files = select.list_files(folder, ".ckpt", lambda path: (path / _SHARDED).is_file(), note)
+    found += [_told_by_name(candidate) for candidate in files]
+    below = directory / "checkpoints"
+    if not found and not unreadable and below.is_dir() and not below.is_symlink():  # a project of Accelerate's
+        folder = below
+        found = select.list_directories(folder, _number_of, _problem_of_stock, note)
     return Shelf(
         folder=folder,
         hidden=hidden,
         usable=tuple(select.newest_first(found)),
         unusable=tuple(candidate for candidate in found if candidate.problem),
-        under_way=_listed(hidden, "staging"),
-        quarantined=_listed(hidden, "quarantine"),
+        unreadable=unreadable,
+        under_way=_listed(hidden, "staging", unreadable),
+        quarantined=_listed(hidden, "quarantine", unreadable),
     )
 
 
-def _places(directory: Path) -> tuple[Path, Path | None]:
+def _hidden_of(directory: Path) -> Path | None:
     own = next((directory / name for name in (HIDDEN, _HIDDEN_TOO) if (directory / name).is_dir()), None)
-    below = directory / "checkpoints"
-    if below.is_dir() and not below.is_symlink() and not any(map(_is_numbered, directory.iterdir())):
-        return below, own
     if own is None and directory.name == "checkpoints" and (directory.resolve().parent / HIDDEN).is_dir():
-        return directory, directory.resolve().parent / HIDDEN
-    return directory, own
-
-
-def _is_numbered(path: Path) -> bool:
-    return _number_of(path.name) is not None
+        return directory.resolve().parent / HIDDEN
+    return own
 
 
 def _number_of(name: str) -> int | None:
@@ -110,7 +115,10 @@ def _looked_into(candidate: Candidate) -> Candidate:
         return candidate
     file = candidate.path / _SHARDED if candidate.path.is_dir() else candidate.path
     root: object = None
-    with contextlib.suppress(CorruptCheckpointError), Window(file) as window:  # verify will say what is wrong with it
+    with (
+        contextlib.suppress(CorruptCheckpointError, UnsupportedFormatError),
+        Window(file) as window,
+    ):  # verify will say what is wrong with it
         root = open_archive(window).root if looks_like_archive(window) else read_old_file(window)
     if not isinstance(root, dict):
         return candidate
@@ -128,6 +136,13 @@ def _told_by_name(candidate: Candidate) -> Candidate:
     return replace(candidate, step=int(found.group(1)))
 
 
-def _listed(hidden: Path | None, name: str) -> tuple[Path, ...]:
-    folder = hidden / name if hidden is not None else None
-    return tuple(sorted(folder.iterdir())) if folder is not None and folder.is_dir() else ()
+def _listed(hidden: Path | None, name: str, unreadable: dict[Path, str]) -> tuple[Path, ...]:
+    if hidden is None:
+        return ()
+    try:
+        return tuple(sorted((hidden / name).iterdir()))
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        unreadable[hidden / name] = str(error)
+        return ()
