@@ -15,6 +15,7 @@ from safe_ckpt import compatibility
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core import items, restoring, resume, retention, select
 from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.environment import config_of_all
 from safe_ckpt.core.export import Exporter
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.ledger import Ledger
@@ -47,7 +48,7 @@ class Checkpointer:
         hooks: called with what happens; see ``safe_ckpt.events``.
 
     Raises:
-        ConfigError: what the environment says is not allowed.
+        ConfigError: what the environment of one rank says is not allowed; on every rank.
         DirectoryError: the directory cannot be used; names path and rank, on every rank.
         DirectoryInUseError: a live job holds it; names host, pid and start.
         RendezvousTimeout: some ranks did not come within ``barrier_s``; names them.
@@ -63,7 +64,7 @@ class Checkpointer:
         group: ProcessGroup | None = None,
         hooks: Iterable[Hook] = (),
     ) -> None:
-        self.config = CheckpointConfig.from_environment() if config is None else config
+        self.config = config_of_all(config, group)
         self.directory = Path(directory)
         self._engine = Engine(self.config, group=group, hooks=hooks)
         try:

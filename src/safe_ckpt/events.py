@@ -1,8 +1,8 @@
 """What happened, as frozen facts. The core emits them; hooks decide what to do with them.
 
 Every hook is called on one background thread, on the rank on which the event happened. A hook that raises is logged and
-dropped, and one that does not return is named in the log and not waited for: observing never fails a save. Hooks that are ready to use are in
-``safe_ckpt.hooks``.
+dropped, and one that does not return is named in the log and not waited for: observing never fails a save. Hooks that are
+ready to use are in ``safe_ckpt.hooks``.
 
 Of one save a rank hears, in this order: ``Agreed``, ``Snapshotted``, ``Written``, then ``Committed`` or ``Failed``, and on rank
 0 after a commit ``Removed`` and ``Retained``. What does not happen on a rank, such as writing, it does not hear of.
@@ -238,7 +238,9 @@ class Emitter:
             return
         if not told.wait(self._patience_s):
             self._stuck = True
-            logger.warning("hook %r has not returned for %.0f s; saves do not wait for it", self._running, self._patience_s)
+            logger.warning(
+                "hook %r has not returned for %.0f s; saves do not wait for it", self._running, self._patience_s
+            )
 
     def close(self) -> None:
         """End the thread, once the hooks have heard of everything or ``patience_s`` is over. Later events are told at once."""

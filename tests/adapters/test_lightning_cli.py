@@ -137,7 +137,12 @@ def test_the_environment_is_used_where_no_config_is_given(tmp_path, monkeypatch)
     assert built.config == CheckpointConfig(timeouts=Timeouts(barrier_s=9), lease_s=8)
     assert SafeCheckpointCallback(tmp_path, config=CheckpointConfig()).config == CheckpointConfig()
     file.write_text("retention: {keep_last: 2}")
-    with pytest.raises(ConfigError, match=r"config\.retention: save_top_k"):
+    with pytest.raises(
+        ConfigError, match=r"ckpt\.yaml:1: retention\.keep_last: save_top_k.*take the rules of retention out"
+    ):
+        SafeCheckpointCallback(tmp_path)
+    monkeypatch.setenv("SAFE_CKPT__RETENTION__KEEP_LAST", "3")
+    with pytest.raises(ConfigError, match=r"^SAFE_CKPT__RETENTION__KEEP_LAST: retention\.keep_last: save_top_k"):
         SafeCheckpointCallback(tmp_path)
     with pytest.raises(ConfigError, match=r"config\.retention: save_top_k"):
         SafeCheckpointCallback(tmp_path, config=CheckpointConfig(retention=Retention(keep_last=2)))

@@ -202,14 +202,18 @@ def test_methods_that_users_override_are_honoured(tmp_path):
     verify(path, read_manifest(path))
 
 
-def test_what_does_not_fit_is_refused(tmp_path):
+def test_what_does_not_fit_is_refused(tmp_path, monkeypatch):
     """Retention beside the Trainer's own rules, and what is not covered: an error with the remedy, before training."""
 
     class Ruled(SafeTrainer):
         checkpoint_config = CheckpointConfig(retention=Retention(keep_last=1))
 
-    with pytest.raises(ConfigError, match="save_total_limit"):
+    with pytest.raises(ConfigError, match=r"^retention: .*save_total_limit.*; remove the Retention"):
         trainer(tmp_path, Ruled).train()
+    monkeypatch.setenv("SAFE_CKPT__RETENTION__KEEP_LAST", "3")
+    with pytest.raises(ConfigError, match=r"^SAFE_CKPT__RETENTION__KEEP_LAST: .*save_total_limit.*take the rules"):
+        trainer(tmp_path).train()
+    monkeypatch.delenv("SAFE_CKPT__RETENTION__KEEP_LAST")
     with pytest.raises(ConfigError, match="save_on_each_node"):
         trainer(tmp_path, save_on_each_node=True).train()
     assert names(tmp_path) == []

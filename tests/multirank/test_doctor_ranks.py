@@ -72,7 +72,7 @@ def test_what_differs_is_named(tmp_path):
     assert found["same directory"].measured.startswith("rank 1 does not see what rank 0 created")
     assert str(tmp_path / "elsewhere") in found["same directory"].measured
     assert found["same settings"].state == "fail"
-    assert found["same settings"].measured.startswith("ranks 0, 1: ")
+    assert found["same settings"].measured == "ranks 0, 1: the defaults; rank 2: max_in_flight=2"
     assert found["clocks"].measured.startswith("against rank 0's: rank 2: +100.0 s")
     assert found["process group"].state == "ok"
     assert [other[:2] for other in others] == [({}, "")] * 2

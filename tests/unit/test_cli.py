@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from fuzz.hostile import manifest_of
 from safe_ckpt import Checkpointer
 from safe_ckpt.cli.app import app
 from safe_ckpt.core.direct import save_archive
+from safe_ckpt.core.root import Root
 from safe_ckpt.errors import DirectoryInUseError
 from support import flip_bit, run_script
 
@@ -210,15 +212,39 @@ def test_the_impatient_can_break_a_lock(tmp_path):
     assert "is free" in run("unlock", tmp_path).stdout
 
 
+@pytest.mark.parametrize("place", ["_safe_ckpt", "../.safe_ckpt"], ids=["transformers", "accelerate"])
+def test_the_lock_is_found_wherever_an_adapter_has_it(tmp_path, place):
+    """In a Trainer's output directory it is in _safe_ckpt, for Accelerate's checkpoints beside it."""
+    folder = tmp_path / "project/checkpoints"
+    folder.mkdir(parents=True)
+    root = Root(folder, lease_s=60, hidden=folder / place)
+    root.open()
+    done = run("unlock", folder)
+    assert (done.exit_code, f"process {os.getpid()}" in done.stdout) == (1, True)
+    assert run("unlock", folder, "--break-lock").exit_code == 0
+    assert "is free" in run("unlock", folder).stdout
+    root.close()
+
+
+def test_what_is_no_lock_is_not_waited_for(tmp_path):
+    """Pipes in the place of the lock and of the record of who holds it: the answer comes at once."""
+    (tmp_path / ".safe_ckpt").mkdir()
+    for name in ("lock", "holder.json"):
+        os.mkfifo(tmp_path / ".safe_ckpt" / name)
+    assert "is " in run("unlock", tmp_path).stdout
+    (tmp_path / ".safe_ckpt/lock").unlink()
+    (tmp_path / ".safe_ckpt/lock").write_text("no record")
+    assert run("unlock", tmp_path).exit_code == 1
+
+
 def test_a_manifest_of_a_newer_release(tmp_path):
     """list, verify, resume-path and gc say so and that an upgrade helps; nothing is called damaged, nothing deleted."""
     save_archive({"w": torch.ones(1)}, tmp_path / "x.ckpt", sequence=1)
     save(tmp_path, 1)
-    from fuzz.hostile import manifest_of
-
     (tmp_path / "step-00000001/manifest.json").write_bytes(manifest_of(format_version=99))
     for command in ("list", "verify", "resume-path", "gc"):
         done = run(command, tmp_path)
         assert (done.exit_code, done.exception.__class__) == (1, SystemExit)
-        assert "upgrade" in done.stderr
+        assert "upgrade" in done.output
+        assert "damaged" not in done.output
     assert (tmp_path / "step-00000001").exists()

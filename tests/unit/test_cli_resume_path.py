@@ -100,7 +100,7 @@ def test_quick_believes_the_manifest(tmp_path):
 
 
 def test_ours_come_before_those_of_other_tools(tmp_path):
-    """A stock file of a later step is taken only when no verified one is left, and then with status 3."""
+    """A stock file of a later step is taken only when none of ours is left; status 3 where it carries no checksums."""
     stock = {"state_dict": {"w": torch.ones(1)}, "loops": {}, "global_step": 50}
     save_archive(stock, tmp_path / "ours.ckpt", sequence=1, step=10)
     torch.save(stock, tmp_path / "a.ckpt")
@@ -109,11 +109,14 @@ def test_ours_come_before_those_of_other_tools(tmp_path):
     assert run(tmp_path).stdout == f"{tmp_path / 'ours.ckpt'}\n"
     flip_bit(tmp_path / "ours.ckpt", 600)
     done = run(tmp_path)
-    assert (done.exit_code, done.stdout) == (3, f"{tmp_path / 'b.ckpt'}\n")
-    assert "cannot be verified" in done.stderr
+    assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'b.ckpt'}\n")
     assert "weights only" in done.stderr
     flip_bit(tmp_path / "b.ckpt", (tmp_path / "b.ckpt").stat().st_size // 2)
     assert run(tmp_path).stdout == f"{tmp_path / 'a.ckpt'}\n"
+    torch.save({**stock, "global_step": 80}, tmp_path / "c.ckpt", _use_new_zipfile_serialization=False)
+    done = run(tmp_path)
+    assert (done.exit_code, done.stdout) == (3, f"{tmp_path / 'c.ckpt'}\n")
+    assert "cannot be verified" in done.stderr
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -4,6 +4,7 @@ import pytest
 
 from safe_ckpt import CheckpointConfig, Retention, Telemetry, Timeouts, WriterConfig
 from safe_ckpt.errors import ConfigError
+from safe_ckpt.settings.keys import keys
 from safe_ckpt.settings.parsing import parse_duration
 
 
@@ -53,7 +54,7 @@ def test_a_value_that_is_not_allowed_is_refused_at_construction(build, key):
         ("timeouts: {barrier_s: soon}", "timeouts.barrier_s", "expected seconds"),
         ("timeouts: {barrier_s: -3}", "timeouts.barrier_s", "above 0"),
         ("retention: {keep_last: 0}", "retention.keep_last", "at least 1"),
-        ("retention: {keep_last: many}", "retention.keep_last", "expected int"),
+        ("retention: {keep_last: many}", "retention.keep_last", "expected a whole number"),
         ("retention: 3", "retention", "expected keys"),
         ("on_busy: drop", "on_busy", "expected one of"),
         ("- 1", "", "expected keys"),
@@ -106,6 +107,10 @@ def test_environment_names_the_file(tmp_path, monkeypatch):
         (lambda: CheckpointConfig(max_in_flight=1.5), "max_in_flight"),
         (lambda: CheckpointConfig(timeouts={"barrier_s": 5}), "timeouts"),
         (lambda: CheckpointConfig(lease_s=float("inf")), "lease_s"),
+        (lambda: CheckpointConfig(signal_grace_s=10**321), "signal_grace_s"),
+        (lambda: Timeouts(shutdown_s=10**9999), "shutdown_s"),
+        (lambda: Timeouts(fsync_stall_s=31536001), "fsync_stall_s"),
+        (lambda: CheckpointConfig(retention=None), "retention"),
         (lambda: CheckpointConfig(save_on_signals="SIGTERM"), "save_on_signals"),
         (lambda: CheckpointConfig(on_busy="sometimes"), "on_busy"),
         (lambda: WriterConfig(chunk_bytes="8M"), "chunk_bytes"),
@@ -119,3 +124,55 @@ def test_wrong_types_are_refused_when_built(build, key):
     with pytest.raises(ConfigError) as caught:
         build()
     assert caught.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (CheckpointConfig(), "the defaults"),
+        (CheckpointConfig(lease_s=60, save_on_signals=[]), "the defaults"),
+        (
+            CheckpointConfig(timeouts=Timeouts(barrier_s=25), retention=Retention(keep_last=3)),
+            "retention.keep_last=3, timeouts.barrier_s=25.0",
+        ),
+        (
+            CheckpointConfig(save_on_signals=["SIGTERM"], retention=Retention(metric="a, b=1")),
+            "retention.metric='a, b=1', save_on_signals=('SIGTERM',)",
+        ),
+    ],
+)
+def test_what_differs_from_the_defaults_is_a_text(config, text):
+    """Sorted by key, and the same for equal settings however they were written."""
+    assert config.deviations() == text
+
+
+def test_unequal_settings_never_look_equal():
+    """Two long texts that differ at their very end differ where they are cut, too; and nobody must read pages."""
+    one, other = (CheckpointConfig(telemetry=Telemetry(prometheus_textfile=f"{'x' * 700}{end}.prom")) for end in "ab")
+    assert one.deviations() != other.deviations()
+    assert one.deviations()[:600] == other.deviations()[:600]
+    assert len(one.deviations()) < 650
+
+
+def test_every_setting_is_among_the_deviations():
+    """What one rank has and another has not is seen, whichever key it is."""
+    changed = {
+        "timeouts": Timeouts(lengthy_s=1, barrier_s=1, writer_stall_s=1, fsync_stall_s=1, peer_stall_s=1, shutdown_s=1),
+        "retention": Retention(keep_last=1, keep_best=1, metric="m", mode="max", keep_every_steps=1),
+        "writer": WriterConfig(direct_io="off", chunk_bytes=4096, flush_every_bytes=4096, niceness=0, max_respawns=0),
+        "telemetry": Telemetry(
+            record_bytes=4096, record_files=0, logger_scalars=False, prometheus_textfile="a.prom", opentelemetry=True
+        ),
+        "snapshot": "eager",
+        "max_host_bytes": 1 << 20,
+        "max_in_flight": 2,
+        "on_busy": "skip",
+        "on_failure": "warn",
+        "max_consecutive_failures": 1,
+        "save_on_signals": ("SIGTERM",),
+        "signal_grace_s": 1,
+        "lease_s": 1,
+        "record_events": False,
+    }
+    texts = {CheckpointConfig(**{name: value}).deviations() for name, value in changed.items()}
+    assert sum(text.count("=") for text in texts) == len(keys(CheckpointConfig))

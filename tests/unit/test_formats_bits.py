@@ -97,7 +97,7 @@ def test_every_bit_of_a_stock_file_counts(tmp_path, make):
     if len(data) < 3000:
         assert unfound(data, Memory(data)) == []
     else:
-        assert [at for at in range(0, len(data), 4) if _is_missed(data, at)] == []
+        assert [at for at in range(0, len(data), 8) if _is_missed(data, at)] == []
     places = random.sample(range(len(data)), 40)
     assert [at for at in flips(tmp_path / "x.ckpt", places) if verdict_of(tmp_path / "x.ckpt").state != "damaged"] == []
     assert verdict_of(tmp_path / "x.ckpt").state == "valid"

@@ -1,5 +1,6 @@
 """The hooks that come along: the record, the textfile, spans, and numbers for trackers."""
 
+import errno
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from safe_ckpt import CheckpointConfig, Checkpointer, Telemetry, Timeouts
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Agreed, Committed, Failed, Quarantined, Respawned, Resumed, Snapshotted, Written
-from safe_ckpt.hooks import asked_for
+from safe_ckpt.hooks import asked_for, jsonl
 from safe_ckpt.hooks.jsonl import JsonlHook
 from safe_ckpt.hooks.opentelemetry import OpenTelemetryHook
 from safe_ckpt.hooks.prometheus import PrometheusHook
@@ -119,6 +120,38 @@ def test_the_record_goes_on_when_the_disk_does(tmp_path, caplog):
     assert [line.get("path") for line in lines(tmp_path / "later/events.jsonl")] == [None, "step-3"]
 
 
+def test_a_line_that_the_disk_takes_in_pieces_is_whole(tmp_path, monkeypatch):
+    """Writing goes on where a write was short; a disk that then is full costs that line and a warning, and no other line."""
+    path, write, room = tmp_path / "events.jsonl", os.write, [10**6]
+
+    def short(file, data):
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "no space")
+        done = write(file, data[: min(7, room[0])])
+        room[0] -= done
+        return done
+
+    hook = JsonlHook(path)
+    monkeypatch.setattr(jsonl.os, "write", short)
+    tell(hook, save(1))
+    assert [line["event"] for line in lines(path)] == ["run", "agreed", "snapshotted", "written", "committed"]
+    room[0] = 10
+    hook(removed(1))
+    room[0] = 10**6
+    hook(removed(2))
+    found = path.read_text().splitlines()
+    assert len(found[5]) == 10
+    assert json.loads(found[6])["path"] == "step-2"
+
+
+def test_a_run_does_not_begin_after_its_first_event(tmp_path):
+    """Who sorts the lines by time finds the run's own first."""
+    hook = JsonlHook(tmp_path / "events.jsonl")
+    tell(hook, save(1))
+    run, first, *_ = lines(tmp_path / "events.jsonl")
+    assert run["at"] <= first["at"]
+
+
 def samples(path):
     """Parses the text format strictly; name -> (type, value)."""
     found, types = {}, {}
@@ -164,6 +197,37 @@ def test_the_textfile_says_what_happened(tmp_path):
         "respawns_total": ("counter", 1),
         "quarantined_total": ("counter", 2),
     }
+
+
+def test_a_restarted_run_still_says_when_it_last_committed(tmp_path):
+    """An alert on the time since the last commit holds while the first saves after a restart fail; counters begin anew."""
+    path = tmp_path / "exp.prom"
+    tell(PrometheusHook(path), save(6, at=2000.0))
+    tell(hook := PrometheusHook(path), save(7, at=3000.0, failed=True))
+    found = samples(path)
+    assert found["last_committed_step"] == ("gauge", 6)
+    assert found["last_committed_timestamp_seconds"] == ("gauge", 2003)
+    assert (found["saves_committed_total"], found["saves_failed_total"]) == (("counter", 0), ("counter", 1))
+    assert "last_save_seconds" not in found
+    tell(hook, save(8, at=4000.0))
+    assert samples(path)["last_committed_step"] == ("gauge", 8)
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        b"\xff\x00",
+        b'safe_ckpt_last_committed_step{run="other"} 5\n',
+        b'safe_ckpt_last_committed_step{run="exp"} 5.5\nsafe_ckpt_last_committed_timestamp_seconds{run="exp"} 1e999\n',
+        b'safe_ckpt_last_committed_step{run="exp"} soon\nsafe_ckpt_last_committed_timestamp_seconds{run="exp"} -+\n',
+    ],
+)
+def test_what_else_lies_there_is_passed_over(tmp_path, left):
+    """Bytes of anybody, another run's numbers, and numbers that cannot be: neither an error nor a gauge."""
+    path = tmp_path / "exp.prom"
+    path.write_bytes(left)
+    tell(PrometheusHook(path), save(7, failed=True))
+    assert not [name for name in samples(path) if name.startswith("last_")]
 
 
 def test_a_textfile_that_cannot_be_is_refused_at_once(tmp_path):

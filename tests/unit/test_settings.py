@@ -46,7 +46,7 @@ def refused(file, text):
         ("# a\nkeep_last: 3", ':2: keep_last: unknown key; "keep_last" belongs under "retention"'),
         ("retention.keep_last: 3", ':1: retention.keep_last: unknown key; "keep_last" belongs under "retention"'),
         ("retention: {lease_s: 3}", ':1: retention.lease_s: unknown key; "lease_s" belongs at the top level'),
-        ("a: 1\nsafe_ckpt:\n  lease_s: 0", ":3: lease_s: expected at least 1, got 0.0"),
+        ("a: 1\nsafe_ckpt:\n  lease_s: 0", ":3: lease_s: expected 1 to 31536000, got 0.0"),
         ("timeouts: {\n  barrier_s: soon}", ":2: timeouts.barrier_s: expected seconds or \"HH:MM:SS\", got 'soon'"),
         (
             "retention:\n  keep_last: 1\n  keep_last: 2",
@@ -63,6 +63,14 @@ def refused(file, text):
             ":2: retention.keep_last.keep_last.keep_last: nested deeper than any setting",
         ),
         ("\n- 1", ":2: expected keys with values, got [1]"),
+        (
+            f"timeouts:\n  barrier_s: {'9' * 321}",
+            f':2: timeouts.barrier_s: expected seconds or "HH:MM:SS", got {"9" * 200}...',
+        ),
+        (
+            "timeouts: {barrier_s: 1.0e+12}",
+            ":1: timeouts.barrier_s: expected above 0, at most 31536000, got 1000000000000.0",
+        ),
     ],
 )
 def test_an_error_names_file_line_key_and_what_is_allowed(file, text, said):
@@ -111,7 +119,7 @@ safe_ckpt:
         writer=WriterConfig(direct_io="off"),
         save_on_signals=("SIGTERM",),
     )
-    for empty in ("", "safe_ckpt:\n", "# nothing\n"):
+    for empty in ("", "safe_ckpt:\n", "# nothing\n", "retention:\n  # keep_last: 3\n", "safe_ckpt:\n  writer:\n"):
         file.write_text(empty)
         assert CheckpointConfig.from_yaml(file) == CheckpointConfig()
 
@@ -140,6 +148,8 @@ def test_variables_are_over_the_file(file):
     assert str(loaded.origins["retention.keep_last"]) == "SAFE_CKPT__RETENTION__KEEP_LAST"
     assert str(loaded.origins["retention.keep_every_steps"]) == f"{file}:3"
     assert "lease_s" not in loaded.origins
+    file.write_text("retention:\n")
+    assert effective({"RETENTION__KEEP_LAST": "3"}, file).settings == CheckpointConfig(retention=Retention(keep_last=3))
 
 
 def test_every_key_has_a_variable_that_takes_its_default():
@@ -172,9 +182,21 @@ def test_text_needs_no_quotes_in_a_variable():
             "{}",
             "RETENTION: unknown variable; there is one for each key, such as SAFE_CKPT__RETENTION__KEEP_LAST",
         ),
-        ("LEASE_S", "0", "LEASE_S: lease_s: expected at least 1, got 0.0"),
+        ("LEASE_S", "0", "LEASE_S: lease_s: expected 1 to 31536000, got 0.0"),
         ("LEASE_S", "[", "LEASE_S: lease_s: cannot be read as YAML: '['"),
-        ("SAVE_ON_SIGNALS", "SIGTERM", "SAVE_ON_SIGNALS: save_on_signals: expected a list of names, got 'SIGTERM'"),
+        (
+            "SAVE_ON_SIGNALS",
+            "SIGTERM",
+            "SAVE_ON_SIGNALS: save_on_signals: expected a list of names such as [SIGTERM], got 'SIGTERM'",
+        ),
+        ("RECORD_EVENTS", "0", "RECORD_EVENTS: record_events: expected true or false, got 0"),
+        (
+            "MAX_HOST_BYTES",
+            "1e9",
+            "MAX_HOST_BYTES: max_host_bytes: expected a whole number such as 1000000000, got '1e9'",
+        ),
+        ("MAX_HOST_BYTES", "9G", "MAX_HOST_BYTES: max_host_bytes: expected a whole number, got '9G'"),
+        ("LEASE_S", "1e12", "LEASE_S: lease_s: expected 1 to 31536000, got 1000000000000.0"),
         ("RETENTION__KEEP_BEST", "1", "RETENTION__KEEP_BEST: retention.metric: keep_best needs the name of a metric"),
     ],
 )
@@ -183,6 +205,31 @@ def test_a_wrong_variable_is_named(name, value, said):
     with pytest.raises(ConfigError) as caught:
         effective({name: value})
     assert str(caught.value) == f"SAFE_CKPT__{said}"
+
+
+def test_a_name_that_is_nearly_one_of_ours_is_warned_of_once(caplog):
+    """One underscore missing, lower case, or a file's variable misspelt: the right name; what the tests read is left alone."""
+    environ = {
+        "SAFE_CKPT_RETENTION__KEEP_LAST": "3",
+        "safe_ckpt__timeouts__fsync_stall_s": "9",
+        "SAFE_CKPT_CONFIGS": "x",
+        "SAFE_CKPT_OF_MINE": "x",
+        "SAFE_CKPT_THOROUGH": "1",
+        "SAFE_CKPT_KILLS": "1",
+    }
+    for _ in range(2):
+        assert load_effective(CheckpointConfig, environ).settings == CheckpointConfig()
+    said = dict(
+        record.getMessage().removeprefix("the environment variable ").split(" ", 1) for record in caplog.records
+    )
+    assert len(caplog.records) == 4
+    for name, right in (
+        ("SAFE_CKPT_RETENTION__KEEP_LAST", "SAFE_CKPT__RETENTION__KEEP_LAST"),
+        ("safe_ckpt__timeouts__fsync_stall_s", "SAFE_CKPT__TIMEOUTS__FSYNC_STALL_S"),
+        ("SAFE_CKPT_CONFIGS", "SAFE_CKPT_CONFIG"),
+    ):
+        assert said[name] == f"changes nothing: did you mean {right}?"
+    assert "config reference" in said["SAFE_CKPT_OF_MINE"]
 
 
 def test_the_layer_that_brings_the_error_is_blamed(file):
@@ -241,6 +288,8 @@ def test_the_reference_of_a_key():
     [
         ("", True),
         ("safe_ckpt:", True),
+        ("retention:\ntimeouts: {barrier_s: 31536000}", True),
+        ("timeouts: {barrier_s: 31536001}", False),
         ("retention: {keep_last: 3, metric: loss}\nsave_on_signals: [SIGTERM]", True),
         ("safe_ckpt: {timeouts: {barrier_s: '01:00:00'}}\nother: 1", True),
         ("timeouts: {barrier_s: '90', lengthy_s: 5, shutdown_s: '1:30'}", True),

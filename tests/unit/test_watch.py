@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from safe_ckpt.cli import watch
 from safe_ckpt.cli.app import app
+from safe_ckpt.report.following import Follower
 from safe_ckpt.report.history import History
 
 START = 1_800_000_000.0
@@ -65,7 +66,7 @@ def test_nothing_recorded_acts_on_the_terminal(tmp_path):
     record(tmp_path, a_save(1, 0, error="\x1b]0;owned\x07 [bold]x[/nonsense] \u202e\ud800"))
     shown = once(tmp_path).stdout
     screen = Console(file=io.StringIO(), width=200, force_terminal=True)
-    told = watch.Follower(tmp_path).look()
+    told = Follower(tmp_path).look()
     screen.print(watch.view(told, tmp_path, START + 5))
     for text in (shown, screen.file.getvalue()):
         assert "[bold]x[/nonsense]" in text
@@ -81,7 +82,7 @@ def test_the_screen(tmp_path):
     assert "waiting" in screen.file.getvalue()
     record(tmp_path, "".join(a_save(step, step) for step in range(1, 31)) + a_save(31, 31, error="no space"))
     screen = Console(file=io.StringIO(), width=100)
-    screen.print(watch.view(watch.Follower(tmp_path).look(), tmp_path, START + 31))
+    screen.print(watch.view(Follower(tmp_path).look(), tmp_path, START + 31))
     text = screen.file.getvalue()
     assert "30 saves committed, 1 failed." in text
     assert "Last committed: step 30, 1 second ago." in text
@@ -102,7 +103,7 @@ def test_only_what_is_new_is_printed():
 def test_a_file_is_read_again_only_when_it_changed(tmp_path):
     """The same history comes back until something was recorded; rotation is a change."""
     record(tmp_path, a_save(1, 0))
-    follower = watch.Follower(tmp_path)
+    follower = Follower(tmp_path)
     first = follower.look()
     assert follower.look() is first
     record(tmp_path, a_save(2, 1))

@@ -19,6 +19,7 @@ from safe_ckpt.accelerate.trackers import Trackers
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core import dtensors, items, weights
 from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.environment import config_of_all
 from safe_ckpt.core.export import Exporter
 from safe_ckpt.core.stand_ins import StandIns
 from safe_ckpt.events import Hook
@@ -59,7 +60,7 @@ def register(accelerator: Any, config: CheckpointConfig | None = None, *, hooks:
     earlier = getattr(accelerator, "_safe_ckpt", None)
     if earlier is not None and earlier.closed:
         earlier.remove()
-    settings = CheckpointConfig.from_environment() if config is None else config
+    settings = config_of_all(config)
     support.check(accelerator, settings)
     return Handle(accelerator, settings, hooks=hooks)
 

@@ -6,7 +6,8 @@ import contextlib
 import logging
 import signal
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,17 +53,15 @@ def convert(
     for load_from_checkpoint. torch: everything in one file for torch.load. dcp: everything in a directory for
     torch.distributed.checkpoint. safe_ckpt: everything as a checkpoint of Checkpointer, in the directory DST.
     """
-    # What a save logs is about checkpoints of a run; the error says it for this one.
-    logging.getLogger("safe_ckpt").setLevel(logging.CRITICAL)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of what cleans up
     try:
-        form = _form(to, destination)
-        if not no_verify:
-            _refuse_damaged(source, follow_symlinks=follow_symlinks)
-        structure = _opened(source, form, allow_pickle=allow_pickle, follow_symlinks=follow_symlinks)
-        options = {"item": item, "max_shard_size": max_shard_size, "dtype": dtype, "drop_objects": drop_objects}
-        options["strict"] = not allow_pickle
-        info = _written(source, destination, form, structure, _step_of(source, step, structure), options)
+        with _quietly():
+            form = _form(to, destination)
+            if not no_verify:
+                _refuse_damaged(source, follow_symlinks=follow_symlinks)
+            structure = _opened(source, form, allow_pickle=allow_pickle, follow_symlinks=follow_symlinks)
+            options = {"item": item, "max_shard_size": max_shard_size, "dtype": dtype, "drop_objects": drop_objects}
+            options["strict"] = not allow_pickle
+            info = _written(source, destination, form, structure, _step_of(source, step, structure), options)
     except (SafeCheckpointError, OSError) as error:
         say(str(error))
         raise typer.Exit(2 if isinstance(error, ConfigError) else DAMAGED) from error
@@ -71,6 +70,21 @@ def convert(
     else:
         typer.echo(str(info.path))
         say(f"{form}, {bytes_text(info.size_bytes)}")
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """What a save logs is about checkpoints of a run: here the error says it. SIGTERM ends by way of what cleans up."""
+    logger = logging.getLogger("safe_ckpt")
+    level, here = logger.level, threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)) if here else None
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if here:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _form(to: str, destination: Path) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from safe_ckpt.cli.output import DAMAGED, AsJson, print_json, say
+from safe_ckpt.cli.output import DAMAGED, AsJson, print_json, say, tell
 from safe_ckpt.doctor import Finding, Options, Report, diagnose
 from safe_ckpt.doctor.world import World, world_of
 from safe_ckpt.errors import ConfigError, SafeCheckpointError
@@ -96,10 +96,11 @@ def _print(report: Report) -> None:
     width = max(len(finding.check) for finding in report.findings)
     for finding in report.findings:
         state = typer.style(f"{finding.state:<7}", fg=_COLOURS[finding.state])
-        typer.echo(f"{state}  {finding.check:<{width}}  {_text(finding)}")
+        typer.echo(state, nl=False)  # its colours are ours; what follows may name anybody's files
+        tell(f"  {finding.check:<{width}}  {_text(finding)}")
         if finding.advice:
-            typer.echo(f"{'':<{9 + width}}  -> {finding.advice}")
-    typer.echo(report.summary)
+            tell(f"{'':<{9 + width}}  -> {finding.advice}")
+    tell(report.summary)
 
 
 def _text(finding: Finding) -> str:

@@ -35,8 +35,8 @@ def gc(
     """Delete the committed checkpoints in DIR that no rule keeps, and what a killed job left half-written.
 
     What any rule keeps stays; the newest always stays; without a rule all of them stay. What is kept is read and verified
-    first: a damaged one does not count, and stays where it is. Only checkpoints of ours are deleted, and no copies under other names.
-    A directory that a live job holds is left alone: that job keeps its own order. Exit status: 0, or 1 when it is held or
+    first: a damaged one does not count, and stays where it is. Only checkpoints of ours are deleted, and no
+    copies under other names. A directory that a live job holds is left alone: that job keeps its own order. Exit status: 0, or 1 when it is held or
     something could not be deleted.
     """
     try:

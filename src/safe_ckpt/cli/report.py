@@ -11,18 +11,20 @@ from typing import Annotated, Any
 
 import typer
 
-from safe_ckpt.cli.output import DAMAGED, AsJson, Directory, print_json, say
+from safe_ckpt.cli.output import DAMAGED, AsJson, print_json, say, tell
 from safe_ckpt.report import history, page, reading, totals
 from safe_ckpt.report.existing import list_existing
 from safe_ckpt.report.history import History
 from safe_ckpt.report.sections import Subject
 
+AnyDirectory = Annotated[Path, typer.Argument(exists=True, file_okay=False, readable=False, metavar="DIR")]
+"""A directory, also one that may not be read: the command itself says so."""
 Output = Annotated[
     Path, typer.Option("--output", "-o", metavar="FILE", help="Where the page goes; - for stdout.", dir_okay=False)
 ]
 
 
-def report(directory: Directory, output: Output = Path("report.html"), as_json: AsJson = False) -> None:
+def report(directory: AnyDirectory, output: Output = Path("report.html"), as_json: AsJson = False) -> None:
     """Write one self-contained page about the saves in DIR: timeline, stalls, throughput, failures, retention.
 
     It tells what events.jsonl recorded, the last 20000 events; nothing else is needed to read it. --json prints the same
@@ -39,14 +41,15 @@ def report(directory: Directory, output: Output = Path("report.html"), as_json: 
     subject = Subject(directory=str(directory), made_at=time.time(), existing=existing, problem=problem)
     text = page.render(told, subject)
     if str(output) == "-":
-        sys.stdout.write(text)
+        sys.stdout.buffer.write(text.encode())  # the page says that it is UTF-8, whatever this terminal is
+        sys.stdout.buffer.flush()
         return
     try:
         _replace(output, text)
     except OSError as error:
         say(f"{output} could not be written: {error.strerror or error}. Give another place with --output")
         raise typer.Exit(DAMAGED) from None
-    typer.echo(f"{output}: {totals.verdict(totals.total(told))}")
+    tell(f"{output}: {totals.verdict(totals.total(told))}")
 
 
 def read_history(directory: Path) -> History | None:
@@ -59,8 +62,13 @@ def read_history(directory: Path) -> History | None:
         files = reading.find_events(directory)
         return history.tell(reading.read_events(files)) if files else None
     except OSError as error:
-        say(f"the events of {directory} could not be read: {error.strerror or error}")
+        say(unreadable(directory, error))
         raise typer.Exit(DAMAGED) from None
+
+
+def unreadable(directory: Path, error: OSError) -> str:
+    """What to say, and to do, where the events cannot be read."""
+    return f"the events of {directory} could not be read: {error}. Ask as a user who may read there"
 
 
 def nothing_in(directory: Path) -> str:

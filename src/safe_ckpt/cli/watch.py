@@ -13,20 +13,27 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from safe_ckpt.cli.output import AsJson, Directory, console, print_json
-from safe_ckpt.cli.report import as_data, nothing_in, read_history
-from safe_ckpt.report import reading, totals, words
+from safe_ckpt.cli.output import DAMAGED, AsJson, console, print_json, say, tell
+from safe_ckpt.cli.report import AnyDirectory, as_data, nothing_in, unreadable
+from safe_ckpt.report import totals, words
+from safe_ckpt.report.following import Follower
 from safe_ckpt.report.history import History, Notice, Save
 
 _SHOWN_SAVES = 10
 _SHOWN_NOTICES = 4
-_STYLES = {"committed": "green", "failed": "bold red", "interrupted": "red", "in flight": "yellow"}
+_STYLES = {
+    "committed": "green",
+    "failed": "bold red",
+    "outcome unknown": "bold yellow",
+    "interrupted": "red",
+    "in flight": "yellow",
+}
 
 Once = Annotated[bool, typer.Option("--once", help="Print the present state and end.")]
 Every = Annotated[float, typer.Option("--every", min=0.1, max=3600.0, metavar="SECONDS", help="How often to look.")]
 
 
-def watch(directory: Directory, once: Once = False, every_s: Every = 1.0, as_json: AsJson = False) -> None:
+def watch(directory: AnyDirectory, once: Once = False, every_s: Every = 1.0, as_json: AsJson = False) -> None:
     """Follow the saves of the job that writes to DIR. Ctrl-C ends it; the job does not notice.
 
     Where stdout is no terminal, one line is printed per save. --json prints the present state as JSON and ends.
@@ -37,41 +44,16 @@ def watch(directory: Directory, once: Once = False, every_s: Every = 1.0, as_jso
             print_json(as_data(follower.look() or History()))
         elif once:
             for line in lines(follower.look(), directory, time.time()):
-                typer.echo(line)
+                tell(line)
         elif sys.stdout.isatty():
             _live(follower, every_s)
         else:
             _stream(follower, every_s)
     except KeyboardInterrupt:
         return
-
-
-class Follower:
-    """Reads the events again when their files have changed."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._seen: tuple[tuple[int, int, int], ...] | None = None
-        self._told: History | None = None
-
-    def look(self) -> History | None:
-        """The present history; None while nothing is recorded."""
-        seen = _state(reading.find_events(self.directory))
-        if seen != self._seen:
-            self._told = read_history(self.directory)
-            self._seen = seen
-        return self._told
-
-
-def _state(files: tuple[Path, ...]) -> tuple[tuple[int, int, int], ...]:
-    found = []
-    for path in files:
-        try:
-            status = path.stat()
-        except FileNotFoundError:  # rotated away in this moment
-            continue
-        found.append((status.st_ino, status.st_size, status.st_mtime_ns))
-    return tuple(found)
+    except OSError as error:
+        say(unreadable(directory, error))
+        raise typer.Exit(DAMAGED) from None
 
 
 def _live(follower: Follower, every_s: float) -> None:
@@ -89,7 +71,7 @@ def _stream(follower: Follower, every_s: float) -> None:
         happened = happenings(told) if told is not None else []
         new = lines(told, follower.directory, time.time()) if printed is None else after(happened, printed)
         for line in new:
-            typer.echo(line)
+            tell(line)
         sys.stdout.flush()
         printed = happened or printed or []
         time.sleep(every_s)
@@ -110,7 +92,7 @@ def view(told: History | None, directory: Path, now: float) -> RenderableType:
     notices = [Text(line_of_notice(notice), style="yellow") for notice in told.notices[: -_SHOWN_NOTICES - 1 : -1]]
     parts: list[RenderableType] = [
         Text(words.clean(str(directory)), style="dim"),
-        Text(totals.verdict(figures), style="bold red" if figures.failed else "bold green"),
+        Text(totals.verdict(figures), style="bold red" if figures.failed + figures.unknown else "bold green"),
         Text(" ".join(totals.sentences(figures, now))),
         Text(_in_short(figures), style="dim"),
     ]
@@ -176,7 +158,7 @@ def _cells(save: Save) -> tuple[str, ...]:
 
 
 def _failures(told: History) -> list[Save]:
-    return [save for save in told.saves[-_SHOWN_SAVES:] if save.outcome == "failed"][-2:]
+    return [save for save in told.saves[-_SHOWN_SAVES:] if save.outcome in ("failed", "outcome unknown")][-2:]
 
 
 def _time(at: float) -> str:

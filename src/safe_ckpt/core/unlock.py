@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from safe_ckpt.core.lock import HOLDER_NAME, LOCK_NAME, JobLock, read_holder
-from safe_ckpt.core.root import HIDDEN
-from safe_ckpt.errors import DirectoryInUseError
+from filelock import SoftFileLease, Timeout
+
+from safe_ckpt.core.lock import HOLDER_NAME, LOCK_NAME, read_holder
+
+_MOST_BYTES = 4096  # a lock file is some hundred bytes
+_LEASE_S = 60.0  # of a lock file that does not say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,41 +22,87 @@ class Holder:
     """Who holds a directory.
 
     Attributes:
-        host: where.
-        pid: which process there.
-        started_at: since when, ISO 8601.
+        host: where; "" where the lock file names nobody: a job writes it at this moment, or was killed before it did.
+        pid: which process there; 0 where the lock file names nobody.
+        started_at: since when, ISO 8601; "?" where that is not recorded.
+        alive: False when it is gone, so that the next job takes the lock over at once; None when that cannot be told from
+            here.
+        lease_s: how long a holder of another host may show no sign of life before the next job takes over.
     """
 
     host: str
     pid: int
     started_at: str
+    alive: bool | None
+    lease_s: float
 
 
-def holder(directory: Path, hidden: Path | None = None) -> Holder | None:
-    """Who holds ``directory``; None when nobody does. Says nothing about whether that job still lives.
+def holder(hidden: Path | None) -> Holder | None:
+    """Who holds the directory; None when nobody does. Only read: the lock stays as it is.
 
     Args:
-        directory: which one.
-        hidden: the hidden folder, if it does not lie in it under its usual name.
+        hidden: where the directory's lock lives, ``Shelf.hidden``; None where there never was one.
+
+    Raises:
+        OSError: the lock file is there and could not be read.
     """
-    hidden = hidden or directory / HIDDEN
-    if not (hidden / LOCK_NAME).is_file():
+    marker = _marker(hidden / LOCK_NAME) if hidden is not None else None
+    if hidden is None or marker is None:
         return None
-    error: DirectoryInUseError = JobLock(hidden, subject=directory, lease_s=60.0).in_use("it is held")
-    return Holder(host=error.host, pid=error.pid, started_at=error.started_at)
+    with tempfile.TemporaryDirectory(prefix="safe_ckpt-") as scratch:
+        return _described(hidden, marker, Path(scratch) / LOCK_NAME)
 
 
-def break_lock(directory: Path, hidden: Path | None = None) -> None:
+def _described(hidden: Path, marker: bytes, copy: Path) -> Holder:
+    copy.write_bytes(marker)
+    owner = SoftFileLease(copy, lease_duration=_LEASE_S).owner
+    if owner is None:
+        return Holder(host="", pid=0, started_at="?", alive=None, lease_s=_LEASE_S)
+    record = read_holder(hidden)
+    lease_s = owner.lease_duration or _LEASE_S
+    return Holder(
+        host=owner.hostname.split("?")[0],
+        pid=owner.pid,
+        started_at=str(record.get("started_at", "?")) if record.get("token") == owner.token else "?",
+        alive=_is_alive(copy, owner.hostname, lease_s),
+        lease_s=lease_s,
+    )
+
+
+def _is_alive(copy: Path, host: str, lease_s: float) -> bool | None:
+    """Have filelock judge a copy of the lock file, as it judges the real one when the next job comes."""
+    lease = SoftFileLease(copy, lease_duration=lease_s)
+    own = SoftFileLease(copy.with_name("own"), lease_duration=lease_s)
+    with own:  # its record has the name by which filelock knows this host and container
+        if own.owner is None or own.owner.hostname != host:
+            return None
+    try:
+        lease.acquire(timeout=0)
+    except Timeout:
+        return True
+    lease.release()
+    return False
+
+
+def _marker(path: Path) -> bytes | None:
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would keep us waiting
+            return b""
+        with path.open("rb") as stream:
+            return stream.read(_MOST_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def break_lock(hidden: Path) -> None:
     """Take the lock away from whoever holds it. A job that still lives notices before its next commit, and fails.
 
     Args:
-        directory: which one.
-        hidden: as for ``holder``.
+        hidden: where the directory's lock lives, ``Shelf.hidden``.
 
     Raises:
         OSError: it could not be removed.
     """
-    hidden = hidden or directory / HIDDEN
     aside = hidden / f"{LOCK_NAME}.{uuid.uuid4().hex}"
     try:
         os.rename(hidden / LOCK_NAME, aside)

@@ -20,6 +20,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core import layout
 from safe_ckpt.core.arena import Arena
 from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.environment import config_of_all
 from safe_ckpt.core.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.operation import Pointer, Request, SaveHandle
 from safe_ckpt.core.parts import Parts
@@ -63,7 +64,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def __init__(self, config: CheckpointConfig | None = None, *, hooks: Iterable[Hook] = ()) -> None:
         super().__init__()
         self.name = "SafeCheckpointEngine"
-        settings = CheckpointConfig.from_environment() if config is None else config
+        settings = config_of_all(config)
         check_settings(settings)
         if settings.max_host_bytes is not None:
             message = "each file must be copied at once here, whatever its size: leave it out, or use install"

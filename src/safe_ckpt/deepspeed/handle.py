@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.environment import config_of_all
 from safe_ckpt.core.stand_ins import StandIns
 from safe_ckpt.deepspeed import loading, saving, support
 from safe_ckpt.deepspeed.places import Places, checked_tag
@@ -51,7 +52,7 @@ def install(
     earlier = getattr(engine, "_safe_ckpt", None)
     if earlier is not None and earlier.closed:
         earlier.remove()
-    settings = CheckpointConfig.from_environment() if config is None else config
+    settings = config_of_all(config)
     support.check(engine, settings)
     return Handle(engine, settings, async_save=async_save, hooks=hooks)
 

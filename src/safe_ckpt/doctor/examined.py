@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safe_ckpt.core import select
 from safe_ckpt.doctor.running import StuckError, bounded
-from safe_ckpt.errors import SafeCheckpointError
+from safe_ckpt.formats.shelf import find_shelf
 
 logger = logging.getLogger(__name__)
 PREFIX = ".safe_ckpt_doctor-"
@@ -82,9 +81,8 @@ def known_size(directory: Path, options: Options) -> tuple[int | None, str]:
     if options.state_bytes is not None:
         return options.state_bytes, "as given"
     try:
-        found = [*select.list_directories(directory), *select.list_files(directory, ".ckpt")]
-        infos = [candidate.info for candidate in select.newest_first(found)]
-    except (OSError, SafeCheckpointError):  # there is none, or a live job is deleting one just now
+        infos = [candidate.info for candidate in find_shelf(directory).usable]
+    except OSError:  # there is none, or a live job is deleting one just now
         return None, ""
     newest = next((info for info in infos if info is not None and info.size_bytes), None)
     return (newest.size_bytes, f"as {newest.path.name} is") if newest else (None, "")

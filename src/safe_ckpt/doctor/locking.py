@@ -13,8 +13,9 @@ import safe_ckpt
 from safe_ckpt.core import unlock
 from safe_ckpt.core.lock import JobLock
 from safe_ckpt.doctor.examined import PREFIX, Examined
-from safe_ckpt.doctor.finding import Finding, fail, ok, skipped, time_text, warn
+from safe_ckpt.doctor.finding import Figure, Finding, fail, ok, skipped, time_text, warn
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
+from safe_ckpt.formats.shelf import find_shelf
 
 _LEASE_S = 60.0
 _QUICK_S = 10.0
@@ -92,14 +93,19 @@ def holder(examined: Examined) -> list[Finding]:
     """Who holds the directory. Only read; a live job goes on undisturbed."""
     if examined.existing != examined.asked:
         return []
-    found = unlock.holder(examined.asked)
+    if not examined.asked.is_dir():
+        return []
+    found = unlock.holder(find_shelf(examined.asked).hidden)
     if found is None:
         return [ok("held by", "no job")]
-    text = f"process {found.pid} on host {found.host}, since {found.started_at}"
-    advice = (
-        "that job is not disturbed; speeds are measured beside it. If it is gone, the next job takes over by itself"
-    )
-    return [ok("held by", text, advice, pid=found.pid, host=found.host)]
+    who = f"process {found.pid} on host {found.host}" if found.host else "a job that has not written its name"
+    figures: dict[str, Figure] = {"pid": found.pid, "host": found.host, "alive": found.alive}
+    if found.alive is False:
+        return [ok("held by", f"no job: {who} is gone, and the next job takes over at once", **figures)]
+    advice = "that job is not disturbed; speeds are measured beside it"
+    if found.alive is None:
+        advice += ". Whether it is alive cannot be told from here: if it is gone, the next job takes over by itself"
+    return [ok("held by", f"{who}, since {found.started_at}", advice, **figures)]
 
 
 def leftovers(examined: Examined) -> list[Finding]:

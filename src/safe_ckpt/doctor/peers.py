@@ -6,7 +6,6 @@ No process group is needed for that; one is made in the end, only to see whether
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import socket
@@ -178,7 +177,7 @@ def _first(error: Exception) -> str:
 
 def _self(path: Path) -> dict[str, Any]:
     try:
-        settings = hashlib.sha256(repr(CheckpointConfig.from_environment()).encode()).hexdigest()[:16]
+        settings = CheckpointConfig.from_environment().deviations()
         problem = ""
     except ConfigError as error:
         settings, problem = "", str(error)

@@ -61,7 +61,7 @@ def find_shelf(directory: Path) -> Shelf:
         if os.path.lexists(path) or isinstance(error, PermissionError):  # else a live job has just let it go
             unreadable[path] = str(error)
 
-    folder, hidden = directory, _hidden_of(directory)
+    folder, hidden = directory, hidden_of(directory)
     found = select.list_directories(folder, _number_of, _problem_of_stock, note)
     files = select.list_files(folder, ".ckpt", lambda path: (path / _SHARDED).is_file(), note)
     found += [_told_by_name(candidate) for candidate in files]
@@ -80,7 +80,8 @@ def find_shelf(directory: Path) -> Shelf:
     )
 
 
-def _hidden_of(directory: Path) -> Path | None:
+def hidden_of(directory: Path) -> Path | None:
+    """Where the lock of a directory is; None where safe_ckpt never worked."""
     own = next((directory / name for name in (HIDDEN, _HIDDEN_TOO) if (directory / name).is_dir()), None)
     if own is None and directory.name == "checkpoints" and (directory.resolve().parent / HIDDEN).is_dir():
         return directory.resolve().parent / HIDDEN

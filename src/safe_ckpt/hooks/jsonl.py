@@ -51,7 +51,7 @@ class JsonlHook:
         with self._lock:
             try:
                 if not self._begun:
-                    self._append(_line(_run(self._world_size)))
+                    self._append(_line(_run(self._world_size, event.at)))
                     self._begun = True
                 self._append(line)
                 self._refused = False
@@ -71,7 +71,9 @@ class JsonlHook:
                 file, size = -1, 0
                 file, size = self._open()
             torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
-            os.write(file, b"\n" + line if torn else line)
+            rest = b"\n" + line if torn else line
+            while rest:  # a nearly full disk takes a part, and says only at the next one that it is full
+                rest = rest[os.write(file, rest) :]
         finally:
             if file >= 0:
                 os.close(file)
@@ -94,7 +96,7 @@ def _line(facts: dict[str, Any]) -> bytes:
     return json.dumps(facts).encode() + b"\n"
 
 
-def _run(world_size: int) -> dict[str, Any]:
+def _run(world_size: int, first_at: float) -> dict[str, Any]:
     versions = {"safe_ckpt": __version__, "python": platform.python_version()}
     for name in _BESIDE:
         # Only what this program imported: looking is free, importing is not.
@@ -103,7 +105,7 @@ def _run(world_size: int) -> dict[str, Any]:
     return {
         "event": "run",
         "rank": 0,
-        "at": time.time(),
+        "at": min(time.time(), first_at),  # what is told on another thread may be some time on its way here
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "world_size": world_size,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import os
+import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,13 +39,17 @@ _GAUGES = (
     _Metric(name="last_stall_seconds", type="gauge", help="How long the last save held the training on rank 0."),
     _Metric(name="last_write_bytes_per_second", type="gauge", help="How fast rank 0 wrote its part of the last one."),
 )
+_KEPT = ("last_committed_step", "last_committed_timestamp_seconds")
+_LARGEST_BYTES = 1 << 20
 
 
 class PrometheusHook:
     """Keeps a file up to date. It is replaced in one step, so that a scrape never sees half of it.
 
-    Counters begin at 0 with every run. Every line is labelled ``run`` with the file's name without ``.prom``: the collector
-    refuses two files in its directory that say the same. While the disk refuses, the log says so once.
+    Counters begin at 0 with every run. The step and the time of the last commit are taken over from the file that is there, so
+    that they are not lost when a restarted run fails before its first commit. Every line is labelled ``run`` with the file's
+    name without ``.prom``: the collector refuses two files in its directory that say the same. While the disk refuses, the log
+    says so once.
 
     Args:
         path: the file, in an existing directory; ends in ``.prom``.
@@ -63,6 +70,7 @@ class PrometheusHook:
         self._lock = threading.Lock()
         self._saves = Saves()
         self._values: dict[str, float] = dict.fromkeys((counter.name for counter in _COUNTERS), 0)
+        self._values.update(_last_commit(self._path, self._label))
         self._refused = False
 
     def __call__(self, event: events.Event) -> None:
@@ -118,3 +126,22 @@ class PrometheusHook:
                 lines += [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.type}"]
                 lines.append(f'{name}{{run="{self._label}"}} {self._values[metric.name]!r}')
         return "\n".join(lines) + "\n"
+
+
+def _last_commit(path: Path, label: str) -> dict[str, float]:
+    """What an earlier run of this label left in the file; nothing where that cannot be read, for observing fails no save."""
+    try:
+        if not path.is_file():
+            return {}
+        with path.open("rb") as file:
+            text = file.read(_LARGEST_BYTES).decode("utf-8", "replace")
+    except OSError as error:
+        logger.warning("%s: what an earlier run left there is not read: %s", path, error)
+        return {}
+    found: dict[str, float] = {}
+    for name in _KEPT:
+        line = rf'^safe_ckpt_{name}\{{run="{re.escape(label)}"\}} ([0-9.eE+-]+)$'
+        for number in re.findall(line, text, re.MULTILINE):
+            with contextlib.suppress(ValueError, OverflowError):
+                found[name] = int(number) if name == "last_committed_step" else float(number)
+    return {name: value for name, value in found.items() if math.isfinite(value)}

@@ -6,13 +6,19 @@ import os
 from pathlib import Path
 
 from safe_ckpt.config import CheckpointConfig, Retention
+from safe_ckpt.core.environment import refused_retention
 from safe_ckpt.errors import ConfigError
 
 
 def check_arguments(
-    dirpath: str | Path | None, config: CheckpointConfig, resume: str | None, *, save_weights_only: bool
+    dirpath: str | Path | None,
+    config: CheckpointConfig,
+    resume: str | None,
+    *,
+    save_weights_only: bool,
+    from_environment: bool = False,
 ) -> None:
-    """Refuse what cannot work together.
+    """Refuse what cannot work together. ``from_environment``: the program gave no ``config``.
 
     Raises:
         ConfigError: naming the argument.
@@ -24,8 +30,8 @@ def check_arguments(
         message = "a checkpoint of weights alone cannot be resumed from: use a second callback for those"
         raise ConfigError(key="save_weights_only", message=message)
     if config.retention != Retention():
-        message = "save_top_k, monitor and save_last are the retention in Lightning; remove the Retention"
-        raise ConfigError(key="config.retention", message=message)
+        own = "save_top_k, monitor and save_last are the retention in Lightning"
+        raise refused_retention(key="config.retention", instead=own, from_environment=from_environment)
     if resume not in ("auto", None):
         raise ConfigError(key="resume", message=f'expected "auto" or None, got {resume!r}')
     if resume == "auto" and dirpath is None:

@@ -98,7 +98,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
     ) -> None:
         parse_size(export_max_shard_size, "export_max_shard_size")
         settings = CheckpointConfig.from_environment() if config is None else config
-        check_arguments(dirpath, settings, resume, save_weights_only=save_weights_only)
+        check_arguments(dirpath, settings, resume, save_weights_only=save_weights_only, from_environment=config is None)
         super().__init__(
             dirpath=dirpath,
             filename=filename,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Set as AbstractSet
+from collections.abc import Sequence
 
 
 class Disk:
@@ -31,14 +31,20 @@ class Disk:
         self.kept_bytes -= size_bytes or 0
         return size_bytes
 
-    def keep_only(self, names: AbstractSet[str]) -> None:
-        """Beside the newest only these are there: a job that was killed may have deleted others and not come to say so."""
+    def keep_only(self, names: Sequence[str], count: int) -> None:
+        """Only so many are there: a job that was killed may have deleted others and not come to say so.
+
+        Args:
+            names: of the newest of them, or of all, oldest first.
+            count: of all that are there. Where that is more than there are names, those that were committed last of the
+                others are taken to be there.
+        """
         folder, newest = posixpath.split(self._newest)
-        if names and newest in names:
-            gone = [
-                path
-                for path in self._sizes
-                if posixpath.dirname(path) == folder and posixpath.basename(path) not in names
-            ]
-            for path in gone:
-                self.take(path)
+        if newest not in names:
+            return
+        known = set(names)
+        others = [
+            path for path in self._sizes if posixpath.dirname(path) == folder and posixpath.basename(path) not in known
+        ]
+        for path in others[: max(0, len(others) - (count - len(names)))]:
+            self.take(path)

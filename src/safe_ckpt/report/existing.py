@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from safe_ckpt.core import select
-from safe_ckpt.core.root import HIDDEN
 from safe_ckpt.core.select import Candidate
-from safe_ckpt.errors import UnsupportedFormatError
+from safe_ckpt.formats.shelf import find_shelf
 from safe_ckpt.report import words
-
-_BELOW = "checkpoints"  # where Accelerate's automatic naming puts them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,33 +24,32 @@ class Existing:
 
 
 def list_existing(directory: Path) -> tuple[tuple[Existing, ...], str]:
-    """The checkpoints in ``directory``, or in ``checkpoints`` below it, and what kept this from listing all; "" for nothing."""
-    candidates: list[Candidate] = []
-    problem = ""
-    for folder in (directory, directory / _BELOW):
-        if folder.is_dir():
-            try:
-                candidates += select.list_directories(folder)
-            except (OSError, UnsupportedFormatError) as error:
-                problem = words.clean(str(error))
+    """The checkpoints of a run, its quarantine, and what kept this from listing all; "" for nothing.
+
+    Args:
+        directory: as ``find_shelf`` takes it.
+    """
     try:
-        candidates += select.list_files(directory, ".ckpt")
-    except (OSError, UnsupportedFormatError) as error:
-        problem = words.clean(str(error))
-    ordered = [*select.newest_first(candidates), *(candidate for candidate in candidates if candidate.problem)]
-    rows = [_described(candidate, directory) for candidate in ordered]
-    quarantine = directory / HIDDEN / "quarantine"
-    aside = sorted(quarantine.iterdir()) if quarantine.is_dir() else []
-    return (*rows, *(_set_aside(path) for path in aside)), problem
+        shelf = find_shelf(directory)
+        found = [_described(candidate, directory) for candidate in (*shelf.usable, *shelf.unusable)]
+    except OSError as error:
+        return (), words.clean(str(error))
+    problems = [f"{path.name}: {problem}" for path, problem in shelf.unreadable.items()]
+    rows = [row for row in found if row is not None]
+    return (*rows, *map(_set_aside, shelf.quarantined)), words.clean("; ".join(problems))
 
 
-def _described(candidate: Candidate, directory: Path) -> Existing:
-    info = candidate.info
+def _described(candidate: Candidate, directory: Path) -> Existing | None:
+    try:
+        info = candidate.info
+    except FileNotFoundError:  # a live job has just let it go
+        return None
     state = f"damaged: {candidate.problem}" if candidate.problem else "unverified" if candidate.foreign else "valid"
     metrics = {} if info is None else info.metrics
+    by_name = candidate.step if candidate.step >= 0 else None
     return Existing(
         name=words.clean(candidate.path.relative_to(directory).as_posix()),
-        step=info.step if info else None,
+        step=info.step if info else by_name,
         created_at=words.clean(info.created_at[:19].replace("T", " ") + " UTC") if info else "",
         size_bytes=info.size_bytes if info else None,
         metrics=words.clean(", ".join(f"{key} {_short(value)}" for key, value in metrics.items())),

@@ -13,7 +13,9 @@ from typing import Literal
 from safe_ckpt.report.disk import Disk
 from safe_ckpt.report.reading import Recorded, Recording
 
-Outcome = Literal["committed", "failed", "in flight", "interrupted"]
+Outcome = Literal["committed", "failed", "outcome unknown", "in flight", "interrupted"]
+UNCOMMITTED: tuple[Outcome, ...] = ("failed", "outcome unknown", "interrupted")
+"""What is over and not known to be committed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,8 @@ class Save:
         name: the checkpoint's name.
         step: the training step.
         run: the number of its run, from 1.
-        outcome: "interrupted" means that its run ended before it did.
+        outcome: "interrupted" means that its run ended before it did, "outcome unknown" that it may be committed: the next
+            resume sees.
         begun: when it was asked for, as far as can be told.
         ended: when its outcome was recorded, or what was recorded of it last.
         stall_s: how long the call held training.
@@ -38,7 +41,7 @@ class Save:
         kept_bytes: of a committed one: all checkpoints on the disk in that moment, as far as the events tell.
         path: where it was committed.
         weights_only: it holds a model's weights alone: nothing to resume from.
-        error: why it failed.
+        error: why it failed, or why nobody knows.
         phase: in which phase it failed.
     """
 
@@ -130,14 +133,14 @@ class History:
 
 def tell(recording: Recording) -> History:
     """Make a history of what was recorded."""
-    teller = _Teller()
+    teller = Teller()
     for event in recording.events:
         teller.hear(event)
     return replace(teller.history(), events=len(recording.events), skipped=recording.skipped, earlier=recording.earlier)
 
 
-class _Teller:
-    """Hears one event after the other."""
+class Teller:
+    """Hears one event after the other, oldest first, and tells the history at any time."""
 
     def __init__(self) -> None:
         self._runs: list[Run] = []
@@ -248,7 +251,8 @@ class _Teller:
         self._safe_since = save.begun
 
     def _failed(self, event: Recorded) -> None:
-        save = self._finished(event, "failed")
+        unknown = event.facts.get("outcome_unknown") is True
+        save = self._finished(event, "outcome unknown" if unknown else "failed")
         self._saves.append(replace(save, error=event.text("error") or "no reason recorded", phase=event.text("phase")))
 
     def _removed(self, event: Recorded) -> None:
@@ -256,7 +260,8 @@ class _Teller:
         self._removals.append(Removal(at=event.at, path=path, size_bytes=self._disk.take(path)))
 
     def _retained(self, event: Recorded) -> None:
-        self._disk.keep_only(event.names("kept"))
+        kept = event.sequence("kept")
+        self._disk.keep_only(kept, max(event.count("kept_count") or 0, len(kept)))
         if (freed_bytes := event.count("freed_bytes")) is not None:
             self._freed_bytes = (self._freed_bytes or 0) + freed_bytes
 

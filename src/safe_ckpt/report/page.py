@@ -51,7 +51,7 @@ def _head(subject: Subject) -> Html:
 def _header(figures: Totals, subject: Subject) -> Html:
     made = words.clock(subject.made_at, subject.zone)
     zone = datetime.fromtimestamp(subject.made_at, tz=subject.zone).astimezone(subject.zone).strftime("UTC%z")
-    good = figures.failed == 0 and figures.committed > 0
+    good = figures.failed + figures.unknown == 0 and figures.committed > 0
     path = "M8 15.5L13 20.5L22.5 10" if good else "M15 8V16.5M15 22V22.1"
     sign = tag(
         "svg",
@@ -71,6 +71,8 @@ def _header(figures: Totals, subject: Subject) -> Html:
 
 def _tiles(figures: Totals) -> Html:
     unfinished = [f"{figures.failed} failed"]
+    if figures.unknown:
+        unfinished.append(f"{figures.unknown} unknown")
     if figures.interrupted:
         unfinished.append(f"{figures.interrupted} cut short")
     if figures.in_flight:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,14 +53,10 @@ class Recorded:
         value = self.facts.get(key)
         return words.clean(value) if isinstance(value, str) else ""
 
-    def names(self, key: str) -> frozenset[str]:
+    def sequence(self, key: str) -> tuple[str, ...]:
         """A list of short texts; empty if it is anything else."""
         value = self.facts.get(key)
-        return (
-            frozenset(words.clean(name) for name in value if isinstance(name, str))
-            if isinstance(value, list)
-            else frozenset()
-        )
+        return tuple(words.clean(name) for name in value if isinstance(name, str)) if isinstance(value, list) else ()
 
     def texts(self, key: str) -> dict[str, str]:
         """A mapping of short texts; empty if it is anything else."""
@@ -92,26 +89,44 @@ def find_events(directory: Path) -> tuple[Path, ...]:
 
     They lie in its hidden folder, for Transformers in ``_safe_ckpt``, and for Accelerate's ``checkpoints`` beside it. Where
     several of these have events, those that were written last are taken.
+
+    Raises:
+        OSError: none were found, and a place could not be looked at.
     """
     places = [directory / HIDDEN, directory / _ELSEWHERE]
     if directory.name in (HIDDEN, _ELSEWHERE):
         places.append(directory)
     if directory.name == _ACCELERATE:
         places.append(directory.parent / HIDDEN)
-    found = [files for place in places if (files := _series(place))]
+    found, refused = [], []
+    for place in places:
+        try:
+            found.append(_series(place))
+        except OSError as error:
+            refused.append(error)
+    found = [files for files in found if files]
+    if refused and not found:
+        raise refused[0]
     return max(found, key=lambda files: _changed(files[0]), default=())
 
 
 def _series(place: Path) -> tuple[Path, ...]:
     try:
         names = os.listdir(place)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return ()
     prefix = f"{EVENTS}."
     numbers = [name[len(prefix) :] for name in names if name.startswith(prefix)]
     rotated = [f"{prefix}{number}" for number in sorted(filter(_is_number, numbers), key=int)]
     series = [place / name for name in (EVENTS, *rotated)]
-    return tuple(path for path in series if path.is_file())
+    return tuple(path for path in series if _is_file(path))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.stat().st_mode)  # is_file hides from Python 3.14 on that it may not look
+    except FileNotFoundError:
+        return False
 
 
 def _is_number(text: str) -> bool:
@@ -125,17 +140,24 @@ def _changed(path: Path) -> float:
         return 0.0
 
 
-def read_events(files: tuple[Path, ...], most: int = MOST_EVENTS) -> Recording:
+def read_events(
+    files: tuple[Path, ...], most: int = MOST_EVENTS, *, ends: Mapping[tuple[int, int], int] | None = None
+) -> Recording:
     """The last ``most`` events of ``files``, which come newest first.
 
     A file that was rotated away meanwhile is not read twice.
+
+    Args:
+        files: where to read.
+        most: how many events.
+        ends: the byte up to which to read a file, by its device and inode; others are read to their ends.
 
     Raises:
         OSError: a file is there and cannot be read.
     """
     events: list[Recorded] = []
     skipped = 0
-    for line in _lines(files):
+    for line in _lines(files, ends or {}):
         if len(events) == most:
             return Recording(events=tuple(reversed(events)), skipped=skipped, earlier=True, files=files)
         if (event := parse(line)) is not None:
@@ -165,7 +187,7 @@ def _number(value: object) -> float | None:
     return float(value) if 0 <= value < _MOST_NUMBER and math.isfinite(value) else None
 
 
-def _lines(files: tuple[Path, ...]) -> Iterator[bytes]:
+def _lines(files: tuple[Path, ...], ends: Mapping[tuple[int, int], int]) -> Iterator[bytes]:
     seen = set()
     for path in files:
         try:
@@ -174,14 +196,15 @@ def _lines(files: tuple[Path, ...]) -> Iterator[bytes]:
             continue
         with stream:
             status = os.fstat(stream.fileno())
-            if (status.st_dev, status.st_ino) not in seen:
-                seen.add((status.st_dev, status.st_ino))
-                yield from (line for line in _backward(stream) if line.strip())
+            if (file := (status.st_dev, status.st_ino)) not in seen:
+                seen.add(file)
+                yield from (line for line in _backward(stream, ends.get(file)) if line.strip())
 
 
-def _backward(stream: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file, last first. Of one that is too long only a mark is kept."""
-    end, rest = stream.seek(0, os.SEEK_END), b""
+def _backward(stream: BinaryIO, end: int | None = None) -> Iterator[bytes]:
+    """The lines of a file up to ``end``, last first. Of one that is too long only a mark is kept."""
+    size, rest = stream.seek(0, os.SEEK_END), b""
+    end = size if end is None else min(end, size)
     while end > 0:
         start = max(0, end - _BLOCK_BYTES)
         stream.seek(start)

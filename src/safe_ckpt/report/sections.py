@@ -11,7 +11,7 @@ from datetime import tzinfo
 from safe_ckpt.report import bars, strips, words
 from safe_ckpt.report.bars import Bar
 from safe_ckpt.report.existing import Existing
-from safe_ckpt.report.history import History, Save
+from safe_ckpt.report.history import UNCOMMITTED, History, Save
 from safe_ckpt.report.html import Html, join, tag
 from safe_ckpt.report.tables import table
 from safe_ckpt.report.totals import Totals
@@ -98,7 +98,7 @@ def throughput(history: History) -> Html:
 
 def failures(history: History, subject: Subject) -> Html:
     """Every failure with its text; the last ones where there are many."""
-    found = [save for save in history.saves if save.outcome in ("failed", "interrupted")]
+    found = [save for save in history.saves if save.outcome in UNCOMMITTED]
     if not found:
         return _section("Failures", tag("p", "None."))
     alike = [list(group) for cause, group in itertools.groupby(history.saves, key=_cause) if cause]
@@ -109,7 +109,7 @@ def failures(history: History, subject: Subject) -> Html:
             _label(group[0]) if len(group) == 1 else f"{_label(group[0])} to {_label(group[-1])}",
             str(len(group)) if len(group) > 1 else "",
             group[-1].phase,
-            group[-1].error or "its run ended before the save did",
+            _why(group[-1]),
         )
         for group in shown
     ]
@@ -210,17 +210,23 @@ def _label(save: Save) -> str:
     return f"step {save.step}" if save.step is not None and not save.weights_only else save.name or "a save"
 
 
+def _why(save: Save) -> str:
+    unknown = "outcome unknown: " if save.outcome == "outcome unknown" else ""
+    return f"{unknown}{save.error or 'its run ended before the save did'}"
+
+
 def _cause(save: Save) -> tuple[object, ...]:
-    failed = save.outcome in ("failed", "interrupted")
+    failed = save.outcome in UNCOMMITTED
     return (save.run, save.outcome, save.phase, _NUMBER.sub("#", save.error)) if failed else ()
 
 
 def _series(history: History, value: str, *, failed_too: bool = True) -> list[Bar]:
     found, run = [], history.saves[0].run if history.saves else 0
     for save in history.saves:
-        failed = save.outcome in ("failed", "interrupted")
+        failed = save.outcome in UNCOMMITTED
         known = getattr(save, value) if failed_too or not failed else None
-        found.append(Bar(label=_label(save), value=known, failed=int(failed), resumed=save.run != run))
+        marked = int(failed and save.outcome != "outcome unknown")
+        found.append(Bar(label=_label(save), value=known, failed=marked, resumed=save.run != run))
         run = save.run
     return found
 

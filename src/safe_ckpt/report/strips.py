@@ -7,7 +7,7 @@ from datetime import tzinfo
 
 from safe_ckpt.report import words
 from safe_ckpt.report.bars import CROSS, failures, shape
-from safe_ckpt.report.history import History, Notice, Run, Save
+from safe_ckpt.report.history import UNCOMMITTED, History, Notice, Run, Save
 from safe_ckpt.report.html import Html, join, tag
 
 _MOST_RUNS = 12
@@ -36,7 +36,7 @@ def timeline(history: History, zone: tzinfo | None) -> Html:
 
 def _row(run: Run, saves: Sequence[Save], notices: Sequence[Notice], longest_s: float, zone: tzinfo | None) -> Html:
     committed = [save for save in saves if save.outcome == "committed"]
-    bad = [save for save in saves if save.outcome in ("failed", "interrupted")]
+    bad = [save for save in saves if save.outcome in UNCOMMITTED]
     outcome = words.counted(len(committed), "save") + (f", {len(bad)} not committed" if bad else "")
     facts = [words.clock(run.begun, zone)[:16], words.duration(run.seconds), outcome]
     if run.world_size:
@@ -91,7 +91,7 @@ def _marks_in_words(notices: Sequence[Notice]) -> str:
 def _legend() -> Html:
     entries = (
         ("M0 -8V8", "ticks", "committed"),
-        (CROSS, "failed", "failed or interrupted"),
+        (CROSS, "failed", "failed, interrupted or unknown"),
         (_TRIANGLE, "resume", "resumed"),
         (_DIAMOND, "notice", "quarantine, new writer"),
         (_SQUARE, "notice", "asked to stop"),

@@ -14,6 +14,7 @@ class Totals:
     """What the saves of a history come to. What cannot be told is None.
 
     Attributes:
+        unknown: how many may or may not be committed.
         last: the last committed save that one can resume from.
         spanned_s: from the first save of each run to its last one, all runs together: a time that is known, unlike that
             before the first save and after the last one.
@@ -26,6 +27,7 @@ class Totals:
 
     committed: int
     failed: int
+    unknown: int
     interrupted: int
     in_flight: int
     last: Save | None
@@ -57,6 +59,7 @@ def total(history: History) -> Totals:
     return Totals(
         committed=len(committed),
         failed=len(history.of("failed")),
+        unknown=len(history.of("outcome unknown")),
         interrupted=len(history.of("interrupted")),
         in_flight=len(history.of("in flight")),
         last=whole[-1] if whole else None,
@@ -78,10 +81,11 @@ def total(history: History) -> Totals:
 
 def verdict(totals: Totals) -> str:
     """The first sentence."""
-    if not totals.committed + totals.failed + totals.interrupted + totals.in_flight:
+    if not totals.committed + totals.failed + totals.unknown + totals.interrupted + totals.in_flight:
         return "No saves recorded."
     failed = f"{totals.failed} failed" if totals.failed else "none failed"
-    return f"{words.counted(totals.committed, 'save')} committed, {failed}."
+    unknown = f", {totals.unknown} with an unknown outcome" if totals.unknown else ""
+    return f"{words.counted(totals.committed, 'save')} committed, {failed}{unknown}."
 
 
 def sentences(totals: Totals, now: float) -> list[str]:

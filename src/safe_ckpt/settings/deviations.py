@@ -28,7 +28,7 @@ def deviations(settings: Any) -> str:
     text = ", ".join(sorted(found)) or NONE
     if len(text) <= _LONGEST:
         return text
-    digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return f"{text[:_LONGEST]}... (sha256 {digest})"
 
 

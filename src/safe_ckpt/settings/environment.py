@@ -6,19 +6,26 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import yaml
 
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.settings.keys import Key, keys
+from safe_ckpt.settings.keys import Key, keys, value_at
 from safe_ckpt.settings.layers import Layer, Loaded, Origin, load
 from safe_ckpt.settings.yaml_file import read_yaml
 
 _T = TypeVar("_T")
+logger = logging.getLogger(__name__)
 CONFIG_VARIABLE = "SAFE_CKPT_CONFIG"
 PREFIX = "SAFE_CKPT__"
+_OURS = PREFIX.removesuffix("_")
+_OTHERS = (CONFIG_VARIABLE, "SAFE_CKPT_SHIM", "SAFE_CKPT_THOROUGH", "SAFE_CKPT_KILLS", "SAFE_CKPT_KILL_SEED")
+"""Names that begin like ours, belong to no key, and are read: the file, and what the test kit and the tests take."""
+_HELP = "`safe-ckpt config reference` lists the keys; between the parts of a key go two underscores"
+_told: set[str] = set()
 
 
 def load_effective(kind: type[_T], environ: Mapping[str, str], *, file: str | None = None) -> Loaded[_T]:
@@ -34,7 +41,42 @@ def load_effective(kind: type[_T], environ: Mapping[str, str], *, file: str | No
     """
     named = environ.get(CONFIG_VARIABLE) if file is None else file
     layers = [read_yaml(named)] if named else []
+    for name, meant in slips(kind, environ).items():
+        if name not in _told:
+            _told.add(name)
+            logger.warning("the environment variable %s changes nothing: %s", name, meant)
     return load(kind, [*layers, read_environment(kind, environ)])
+
+
+def origin_of(kind: type, environ: Mapping[str, str], section: str) -> tuple[str, Origin] | None:
+    """Which key of ``section`` the environment sets to something that is not its default, and where; None for none.
+
+    Never raises: it is asked in order to say where something came from that is refused anyway.
+    """
+    try:
+        loaded: Loaded[Any] = load_effective(kind, environ)
+    except ConfigError:
+        return None
+    for key in keys(kind):
+        if key.path.startswith(f"{section}.") and value_at(loaded.settings, key.path) != key.default:
+            return key.path, loaded.origins[key.path]
+    return None
+
+
+def slips(kind: type, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that look like ours and are not, such as one with an underscore too few, each with what to do about it."""
+    known = {_squashed(name): name for name in (CONFIG_VARIABLE, *(variable(key.path) for key in keys(kind)))}
+    found = {}
+    for name in environ:
+        if not name.upper().startswith(_OURS) or name.startswith(PREFIX) or name in _OTHERS:
+            continue
+        near = difflib.get_close_matches(_squashed(name), known, n=1, cutoff=0.85)
+        found[name] = f"did you mean {known[near[0]]}?" if near else _HELP
+    return found
+
+
+def _squashed(name: str) -> str:
+    return name.upper().replace("_", "")
 
 
 def variable(path: str) -> str:
@@ -71,7 +113,7 @@ def _suggestion(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name.upper(), known, n=1)
     if near:
         return f"did you mean {near[0]}?"
-    return "`safe-ckpt config reference` lists the keys; between the parts of a key go two underscores"
+    return _HELP
 
 
 def _parsed(text: str, key: Key, name: str) -> object:

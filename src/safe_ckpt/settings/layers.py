@@ -81,7 +81,7 @@ def _over(upper: object, lower: object) -> object:
         return upper if isinstance(lower, Mapping) else lower
     both: dict[Any, object] = {**lower}
     for key, value in upper.items():
-        section = isinstance(value, Mapping) and key in lower
+        section = isinstance(value, Mapping) and lower.get(key) is not None  # None: a section without keys
         both[key] = _over(value, lower[key]) if section else value
     return both
 

@@ -7,7 +7,7 @@ import math
 import re
 import typing
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeGuard, TypeVar
 
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.settings.keys import hints, is_section, joined, suggestion, without_none
@@ -16,6 +16,8 @@ from safe_ckpt.settings.limits import limits_of
 _T = TypeVar("_T")
 CLOCK = r"^(?:(\d+):(?=[0-5]?\d:))?(\d{1,2}):([0-5]\d(?:\.\d+)?)$"
 """``HH:MM:SS`` or ``MM:SS``, as a regular expression that JSON Schema understands too."""
+_LONGEST_SHOWN = 200
+_LARGEST_SHOWN = 1e18
 
 
 def parse_duration(value: object, key: str) -> float:
@@ -26,18 +28,18 @@ def parse_duration(value: object, key: str) -> float:
     Raises:
         ConfigError: it is none of these; names ``key``.
     """
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, str):
-        clock = re.match(CLOCK, value.strip())
-        if clock:
-            hours, minutes, seconds = clock.groups()
-            return int(hours or 0) * 3600 + int(minutes) * 60 + float(seconds)
-        try:
+    try:
+        if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
-        except ValueError:
-            pass
-    raise ConfigError(key=key, message=f'expected seconds or "HH:MM:SS", got {value!r}')
+        if isinstance(value, str):
+            clock = re.match(CLOCK, value.strip())
+            if clock:
+                hours, minutes, seconds = clock.groups()
+                return int(hours or 0) * 3600 + int(minutes) * 60 + float(seconds)
+            return float(value)
+    except (ValueError, OverflowError):  # the latter: an integer of more digits than a float can take
+        pass
+    raise ConfigError(key=key, message=f'expected seconds or "HH:MM:SS", got {_shown(value)}')
 
 
 def build(kind: type[_T], data: object) -> _T:
@@ -50,8 +52,10 @@ def build(kind: type[_T], data: object) -> _T:
 
 
 def _section(root: type, kind: type[_T], data: object, path: str) -> _T:
+    if data is None and path:
+        return kind()  # a section whose keys are all commented out
     if not isinstance(data, Mapping):
-        raise ConfigError(key=path, message=f"expected keys with values, got {data!r}")
+        raise ConfigError(key=path, message=f"expected keys with values, got {_shown(data)}")
     known = hints(kind)
     values: dict[str, Any] = {}
     for key, value in data.items():
@@ -97,7 +101,7 @@ def check(settings: Any) -> None:
         ]
         if wrong:
             null = ", or null for none" if nullable else ""
-            raise ConfigError(key=item.name, message=f"expected {limits}{null}, got {wrong[0]!r}")
+            raise ConfigError(key=item.name, message=f"expected {limits}{null}, got {_shown(wrong[0])}")
 
 
 def _check_type(plain: Any, value: object, key: str) -> None:
@@ -106,13 +110,39 @@ def _check_type(plain: Any, value: object, key: str) -> None:
         choices = typing.get_args(plain)
         words, right = f"one of {', '.join(map(repr, choices))}", isinstance(value, str) and value in choices
     elif typing.get_origin(plain) is tuple:
-        words = "a list of names"
+        words = f"a list of names{f' such as [{value}]' if isinstance(value, str) and value else ''}"
         right = isinstance(value, tuple | list) and all(isinstance(entry, str) for entry in value)
     elif plain is float:
         words = "a finite number"
-        right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        right = _is_number(value) and (isinstance(value, int) or math.isfinite(value))
+    elif plain is bool:
+        words, right = "true or false", isinstance(value, bool)
+    elif plain is int:
+        words = f"a whole number{_whole(value)}"
+        right = isinstance(value, int) and not isinstance(value, bool)
     else:
-        words = f"{'a ' if is_section(plain) else ''}{plain.__name__}"
-        right = isinstance(value, plain) and (plain is not int or not isinstance(value, bool))
+        words = f"{'a ' if is_section(plain) else ''}{'text' if plain is str else plain.__name__}"
+        right = isinstance(value, plain)
     if not right:
-        raise ConfigError(key=key, message=f"expected {words}, got {value!r}")
+        raise ConfigError(key=key, message=f"expected {words}, got {_shown(value)}")
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _whole(value: object) -> str:
+    """How somebody who wrote 1e9 or 3.0, which YAML takes for text or for a float, writes a whole number."""
+    try:
+        number = float(value) if isinstance(value, str | float) else math.nan
+    except ValueError:
+        return ""
+    return f" such as {int(number)}" if number.is_integer() and abs(number) < _LARGEST_SHOWN else ""
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        return "a number that is too large to be shown"
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."

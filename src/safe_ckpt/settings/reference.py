@@ -36,7 +36,8 @@ timeouts:
 
 **In the environment**, one variable per key, such as `SAFE_CKPT__RETENTION__KEEP_LAST=3`, over the file, and likewise only
 where the program gives no `config`. Two underscores stand between the parts of a key. Values are written as in YAML, lists as
-`[SIGTERM, SIGUSR1]`. Give all ranks the same.
+`[SIGTERM, SIGUSR1]`. Give all ranks the same: a mistake in the environment of one of them is an error on all, which names
+the rank.
 
 With **LightningCLI** the settings are arguments of the callback, there with seconds as numbers only:
 
@@ -58,7 +59,8 @@ trainer:
             barrier_s: 600
 ```
 
-In Lightning and Transformers the framework's own arguments say what to keep: rules in `retention` are refused there.
+In Lightning and Transformers the framework's own arguments say what to keep: rules in `retention` are refused there, and the
+error names the file or the variable.
 
 `safe-ckpt config check FILE` checks a file. `safe-ckpt config show` prints what holds and where it comes from.
 `safe-ckpt config reference` prints this page, and `safe-ckpt config schema` the [JSON schema](safe_ckpt.schema.json) with which

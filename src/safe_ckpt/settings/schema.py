@@ -38,7 +38,7 @@ def _sections(kind: type) -> dict[str, Any]:
         if item.name in own:
             properties[item.name] = described | _property(own[item.name])
         elif is_section(section := hints(kind)[item.name]):
-            properties[item.name] = described | {"$ref": f"#/$defs/{section.__name__}"}
+            properties[item.name] = described | {"anyOf": [{"$ref": f"#/$defs/{section.__name__}"}, {"type": "null"}]}
             inner |= _sections(section)
     this = {
         "description": summary(kind),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core.environment import config_of_all, refused_retention
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.transformers.saver import TrainerSaver
 
@@ -51,7 +52,7 @@ class SafeCheckpointMixin(_Base):
             CorruptCheckpointError: the one at the given path is damaged.
             SafeCheckpointError: a save failed and nobody was told yet.
         """
-        config = CheckpointConfig.from_environment() if self.checkpoint_config is None else self.checkpoint_config
+        config = config_of_all(self.checkpoint_config)
         _check(self, config)
         with TrainerSaver(config) as saver:
             self._safe_saver = saver
@@ -120,5 +121,5 @@ def _check(trainer: Any, config: CheckpointConfig) -> None:
         raise ConfigError(key="TrainingArguments.save_on_each_node", message=message)
     rules = config.retention
     if rules.keep_last is not None or rules.keep_best is not None or rules.keep_every_steps is not None:
-        message = "the Trainer has its own: use save_total_limit and load_best_model_at_end"
-        raise ConfigError(key="retention", message=message)
+        own = "the Trainer has its own: use save_total_limit and load_best_model_at_end"
+        raise refused_retention(key="retention", instead=own, from_environment=trainer.checkpoint_config is None)

@@ -1,0 +1,78 @@
+"""Settings that differ between the ranks: every rank says the same, at once, and says what to change."""
+
+import os
+import time
+
+import pytest
+
+from safe_ckpt import CheckpointConfig, Checkpointer, Retention, SafeCheckpointError
+from safe_ckpt.errors import ConfigError, DesyncError
+from safe_ckpt.testing import spawn_ranks, values
+
+
+def _open(rank, directory, environment, configs=(None, None)):
+    for name in [name for name in os.environ if name.startswith("SAFE_CKPT_")]:
+        del os.environ[name]
+    os.environ.update(environment[rank])
+    begun = time.monotonic()
+    try:
+        with Checkpointer(directory, configs[rank]) as ckpt:
+            return ckpt.config.deviations(), 0.0
+    except SafeCheckpointError as error:
+        return error, time.monotonic() - begun
+
+
+def opened(*args):
+    return list(zip(*values(spawn_ranks(_open, 2, *args)), strict=True))
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_mistake_in_one_ranks_environment_is_every_ranks_error(tmp_path, bad):
+    """A variable that is not allowed, or a file that is missing on one node: rank, source and key on both, in seconds."""
+    missing = tmp_path / "none.yaml"
+    for wrong, source, key, words in (
+        ({"SAFE_CKPT__TIMEOUTS__BARRIER_S": "0"}, "SAFE_CKPT__TIMEOUTS__BARRIER_S", "timeouts.barrier_s", "above 0"),
+        ({"SAFE_CKPT_CONFIG": str(missing)}, str(missing), "", "No such file"),
+    ):
+        environment = [wrong if rank == bad else {} for rank in range(2)]
+        errors, seconds = opened(tmp_path / "runs", environment)
+        assert max(seconds) < 10
+        assert str(errors[0]) == str(errors[1])
+        for error in errors:
+            assert type(error) is ConfigError
+            assert (error.source, error.key) == (source, key)
+            assert words in error.message
+            assert error.message.endswith(f"(rank {bad})")
+
+
+def test_environments_that_differ_are_told_apart_key_by_key(tmp_path):
+    """Each side says what it has, not a hash, and where to look; equal ones open."""
+    environment = [{}, {"SAFE_CKPT__RETENTION__KEEP_LAST": "3"}]
+    errors, seconds = opened(tmp_path / "runs", environment)
+    assert max(seconds) < 10
+    for error in errors:
+        assert type(error) is DesyncError
+        assert "ranks [0]: the defaults; ranks [1]: retention.keep_last=3. Give all ranks the same settings" in str(
+            error
+        )
+    assert opened(tmp_path / "runs", 2 * [environment[1]])[0] == ("retention.keep_last=3",) * 2
+
+
+@pytest.mark.parametrize(
+    ("configs", "said"),
+    [
+        (
+            (CheckpointConfig(), CheckpointConfig(retention=Retention(keep_last=2))),
+            "on settings: ranks [0]: the defaults; ranks [1]: retention.keep_last=2. Give all ranks the same settings",
+        ),
+        ((CheckpointConfig(), None), "disagree on kind"),
+        ((None, CheckpointConfig()), "disagree on kind"),
+    ],
+)
+def test_arguments_that_differ_are_an_error_at_once(tmp_path, configs, said):
+    """Also where only one rank was given settings in Python: nobody waits for the timeout."""
+    errors, seconds = opened(tmp_path / "runs", [{}, {}], configs)
+    assert max(seconds) < 10
+    for error in errors:
+        assert type(error) is DesyncError
+        assert said in str(error)

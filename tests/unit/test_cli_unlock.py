@@ -1,0 +1,205 @@
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from safe_ckpt.cli.app import app
+from safe_ckpt.core import unlock
+from safe_ckpt.core.lock import JobLock
+from safe_ckpt.doctor import Options, locking
+from safe_ckpt.doctor.examined import Examined, known_size
+from safe_ckpt.formats.shelf import find_shelf
+from safe_ckpt.report import reading
+from safe_ckpt.report.existing import list_existing
+
+HOLD = """
+import sys
+from pathlib import Path
+from safe_ckpt.core.lock import JobLock
+lock = JobLock(Path(sys.argv[1]), subject=Path(sys.argv[1]), lease_s=60.0)
+lock.acquire()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def run(command, directory, *options):
+    return CliRunner().invoke(app, [command, str(directory), *options])
+
+
+@contextlib.contextmanager
+def held(hidden):
+    """A process that holds the lock in ``hidden``."""
+    command = [sys.executable, "-c", HOLD, str(hidden)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_the_lock_of_a_killed_job_keeps_nobody_out(tmp_path):
+    """While it lives unlock names it and exits with 1; killed, it is said to be gone, status 0; the next job gets in."""
+    hidden = tmp_path / ".safe_ckpt"
+    hidden.mkdir()
+    with held(hidden) as job:
+        said = run("unlock", tmp_path)
+        assert (said.exit_code, f"process {job.pid} on host" in said.stdout) == (1, True)
+        assert "which is alive" in said.stdout
+        assert unlock.holder(hidden).alive is True
+        before = {path.name: path.read_bytes() for path in hidden.iterdir()}
+        job.kill()
+        job.wait()
+    said = run("unlock", tmp_path)
+    assert said.exit_code == 0
+    assert "is free" in said.stdout
+    assert f"process {job.pid} " in said.stdout
+    assert "--break-lock" not in said.stdout
+    told = run("unlock", tmp_path, "--json")
+    holder = json.loads(told.stdout)["holder"]
+    assert (told.exit_code, holder["alive"], holder["pid"]) == (0, False, job.pid)
+    found = locking.holder(Examined(asked=tmp_path, existing=tmp_path))[0]
+    assert f"process {job.pid} " in found.measured
+    assert "is gone" in found.measured
+    assert {path.name: path.read_bytes() for path in hidden.iterdir()} == before
+    lock = JobLock(hidden, subject=tmp_path, lease_s=60.0)
+    lock.acquire()
+    lock.release()
+    assert run("unlock", tmp_path).stdout == f"{tmp_path} is free\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda text: text.replace("host=", "host=other-"), "other-"),
+        (lambda text: text.replace("pid=1", "pid=1").split("mode=")[0], "has not written its name"),
+        (lambda _: "", "has not written its name"),
+    ],
+    ids=["another host", "torn", "empty"],
+)
+def test_what_cannot_be_told_is_not_guessed(tmp_path, change, says):
+    """A holder of another host, and a lock file that names nobody: held, alive is null, and the next job's way in is told."""
+    hidden = tmp_path / ".safe_ckpt"
+    hidden.mkdir()
+    lock = JobLock(hidden, subject=tmp_path, lease_s=60.0)
+    lock.acquire()
+    text = (hidden / "lock").read_text()
+    lock.release()
+    (hidden / "lock").write_text(change(text))
+    said = run("unlock", tmp_path)
+    assert said.exit_code == 1
+    assert says in said.stdout
+    assert "next job takes it over after" in said.stdout
+    assert json.loads(run("unlock", tmp_path, "--json").stdout)["holder"]["alive"] is None
+    assert run("unlock", tmp_path, "--break-lock").exit_code == 0
+    assert os.listdir(hidden) == []
+
+
+def test_it_names_no_holder_of_another_lock(tmp_path):
+    """A record that an earlier job left beside the lock of another one does not tell when that began."""
+    lock = JobLock(tmp_path, subject=tmp_path, lease_s=60.0)
+    lock.acquire()
+    assert unlock.holder(tmp_path).started_at != "?"
+    (tmp_path / "holder.json").write_text('{"host": "x", "pid": 7, "started_at": "2001-01-01", "token": "old"}')
+    found = unlock.holder(tmp_path)
+    lock.release()
+    assert (found.pid, found.started_at) == (os.getpid(), "?")
+    assert unlock.holder(None) is None
+
+
+def test_names_do_not_act_on_the_terminal(tmp_path):
+    """A directory whose name is an escape sequence comes out as text, also where stdout takes ASCII only."""
+    directory = tmp_path / "\x1b]0;owned\x07é"
+    record(directory / ".safe_ckpt")
+    runner = CliRunner(charset="ascii")
+    for command in (["unlock"], ["report", "-o", str(directory / "p.html")], ["watch", "--once"], ["doctor", "--mebibytes", "0"]):
+        done = runner.invoke(app, [command[0], str(directory), *command[1:]])
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+        assert "\x1b]0" not in done.output
+        assert "\x07" not in done.output
+    page = runner.invoke(app, ["report", str(directory), "-o", "-"])
+    assert page.exit_code == 0
+    assert "é" in page.stdout_bytes.decode("utf-8")
+
+
+@contextlib.contextmanager
+def nobody():
+    """Without root's right to read everything."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("closed", ["", ".safe_ckpt"], ids=["the directory", "its hidden folder"])
+@pytest.mark.parametrize("command", [["unlock"], ["report"], ["watch", "--once"]], ids=lambda command: command[0])
+def test_a_directory_without_permission(command, closed):
+    """One sentence with the cause, status 1, no traceback; it is not said that nothing was saved, or that it is free."""
+    with tempfile.TemporaryDirectory() as place:  # all of pytest's own are root's alone
+        Path(place).chmod(0o755)
+        record(Path(place) / ".safe_ckpt")
+        Path(place, closed).chmod(0)
+        try:
+            with nobody():
+                done = run(command[0], place, *command[1:])
+        finally:
+            Path(place, closed).chmod(0o755)
+    assert (done.exit_code, type(done.exception)) == (1, SystemExit)
+    assert "Permission denied" in done.stderr
+    assert done.stdout == ""
+    assert "no job has saved" not in done.stderr
+
+
+def record(hidden):
+    hidden.mkdir(parents=True)
+    event = {"event": "committed", "at": 1_800_000_000.0, "rank": 0, "name": "step-1", "step": 1, "path": "/r/1"}
+    (hidden / "events.jsonl").write_text(json.dumps(event) + "\n")
+
+
+def stock(folder):
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"1234")
+
+
+LAYOUTS = {  # where the checkpoints are, their name, the hidden folder, what the user names
+    "Checkpointer": (".", "step-00000001", ".safe_ckpt", "."),
+    "Transformers": (".", "checkpoint-1", "_safe_ckpt", "."),
+    "Accelerate": ("checkpoints", "checkpoint_1", ".safe_ckpt", "."),
+    "Accelerate's checkpoints": ("checkpoints", "checkpoint_1", ".safe_ckpt", "checkpoints"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_commands_have_one_idea_of_a_directory(tmp_path, layout):
+    """What find_shelf finds is what unlock, doctor and report speak of: the lock, the quarantine, the checkpoints, events."""
+    below, name, hidden, asked = LAYOUTS[layout]
+    hidden, asked = tmp_path / hidden, tmp_path / asked
+    stock(tmp_path / below / name)
+    record(hidden)
+    (hidden / "quarantine" / f"{name}-bad").mkdir(parents=True)
+    lock = JobLock(hidden, subject=tmp_path, lease_s=60.0)
+    lock.acquire()
+    try:
+        shelf = find_shelf(asked)
+        unlocked = json.loads(run("unlock", asked, "--json").stdout)
+        found = locking.holder(Examined(asked=asked, existing=asked))[0]
+    finally:
+        lock.release()
+    assert shelf.hidden == hidden
+    assert unlocked["holder"]["pid"] == found.figures["pid"] == os.getpid()
+    rows, problem = list_existing(asked)
+    expected = [path.relative_to(asked).as_posix() for path in (c.path for c in (*shelf.usable, *shelf.unusable))]
+    assert [row.name for row in rows] == [*expected, f"{name}-bad"]
+    assert (Path(rows[0].name).name, problem, known_size(asked, Options())) == (name, "", (None, ""))
+    assert reading.find_events(asked) == (hidden / "events.jsonl",)
