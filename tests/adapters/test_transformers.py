@@ -210,9 +210,13 @@ def test_what_does_not_fit_is_refused(tmp_path, monkeypatch):
 
     with pytest.raises(ConfigError, match=r"^retention: .*save_total_limit.*; remove the Retention"):
         trainer(tmp_path, Ruled).train()
+
+    class FromTheEnvironment(SafeTrainer):
+        checkpoint_config = None
+
     monkeypatch.setenv("SAFE_CKPT__RETENTION__KEEP_LAST", "3")
     with pytest.raises(ConfigError, match=r"^SAFE_CKPT__RETENTION__KEEP_LAST: .*save_total_limit.*take the rules"):
-        trainer(tmp_path).train()
+        trainer(tmp_path, FromTheEnvironment).train()
     monkeypatch.delenv("SAFE_CKPT__RETENTION__KEEP_LAST")
     with pytest.raises(ConfigError, match="save_on_each_node"):
         trainer(tmp_path, save_on_each_node=True).train()

@@ -1,6 +1,7 @@
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from safe_ckpt import Checkpointer
 from safe_ckpt.cli.app import app
 from safe_ckpt.core import unlock
 from safe_ckpt.core.lock import JobLock
@@ -79,7 +81,7 @@ def test_the_lock_of_a_killed_job_keeps_nobody_out(tmp_path):
     ("change", "says"),
     [
         (lambda text: text.replace("host=", "host=other-"), "other-"),
-        (lambda text: text.replace("pid=1", "pid=1").split("mode=")[0], "has not written its name"),
+        (lambda text: text.split("mode=")[0], "has not written its name"),
         (lambda _: "", "has not written its name"),
     ],
     ids=["another host", "torn", "empty"],
@@ -117,11 +119,17 @@ def test_it_names_no_holder_of_another_lock(tmp_path):
 def test_names_do_not_act_on_the_terminal(tmp_path):
     """A directory whose name is an escape sequence comes out as text, also where stdout takes ASCII only."""
     directory = tmp_path / "\x1b]0;owned\x07é"
-    record(directory / ".safe_ckpt")
+    record(directory / ".safe_ckpt", "é")
     runner = CliRunner(charset="ascii")
-    for command in (["unlock"], ["report", "-o", str(directory / "p.html")], ["watch", "--once"], ["doctor", "--mebibytes", "0"]):
+    for command in (
+        ["unlock"],
+        ["report", "-o", str(directory / "p.html")],
+        ["watch", "--once"],
+        ["doctor", "--mebibytes", "0"],
+    ):
         done = runner.invoke(app, [command[0], str(directory), *command[1:]])
         assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+        assert done.stdout_bytes.isascii()
         assert "\x1b]0" not in done.output
         assert "\x07" not in done.output
     page = runner.invoke(app, ["report", str(directory), "-o", "-"])
@@ -161,15 +169,10 @@ def test_a_directory_without_permission(command, closed):
     assert "no job has saved" not in done.stderr
 
 
-def record(hidden):
+def record(hidden, name="step-1"):
     hidden.mkdir(parents=True)
-    event = {"event": "committed", "at": 1_800_000_000.0, "rank": 0, "name": "step-1", "step": 1, "path": "/r/1"}
+    event = {"event": "committed", "at": 1_800_000_000.0, "rank": 0, "name": name, "step": 1, "path": "/r/1"}
     (hidden / "events.jsonl").write_text(json.dumps(event) + "\n")
-
-
-def stock(folder):
-    folder.mkdir(parents=True)
-    (folder / "model.safetensors").write_bytes(b"1234")
 
 
 LAYOUTS = {  # where the checkpoints are, their name, the hidden folder, what the user names
@@ -185,7 +188,11 @@ def test_all_commands_have_one_idea_of_a_directory(tmp_path, layout):
     """What find_shelf finds is what unlock, doctor and report speak of: the lock, the quarantine, the checkpoints, events."""
     below, name, hidden, asked = LAYOUTS[layout]
     hidden, asked = tmp_path / hidden, tmp_path / asked
-    stock(tmp_path / below / name)
+    with Checkpointer(tmp_path / "made") as ckpt:
+        ckpt.save(1, {"x": 1}).result(timeout_s=20)
+    (tmp_path / below).mkdir(exist_ok=True)
+    (tmp_path / "made/step-00000001").rename(tmp_path / below / name)
+    shutil.rmtree(tmp_path / "made")
     record(hidden)
     (hidden / "quarantine" / f"{name}-bad").mkdir(parents=True)
     lock = JobLock(hidden, subject=tmp_path, lease_s=60.0)
@@ -199,7 +206,9 @@ def test_all_commands_have_one_idea_of_a_directory(tmp_path, layout):
     assert shelf.hidden == hidden
     assert unlocked["holder"]["pid"] == found.figures["pid"] == os.getpid()
     rows, problem = list_existing(asked)
-    expected = [path.relative_to(asked).as_posix() for path in (c.path for c in (*shelf.usable, *shelf.unusable))]
-    assert [row.name for row in rows] == [*expected, f"{name}-bad"]
-    assert (Path(rows[0].name).name, problem, known_size(asked, Options())) == (name, "", (None, ""))
+    (found_one,) = shelf.usable
+    assert found_one.path == tmp_path / below / name
+    assert [asked / row.name for row in rows] == [found_one.path, asked / f"{name}-bad"]
+    assert ([row.state for row in rows], problem) == (["valid", "quarantined: its bytes were wrong"], "")
+    assert known_size(asked, Options()) == (found_one.info.size_bytes, f"as {name} is")
     assert reading.find_events(asked) == (hidden / "events.jsonl",)

@@ -237,6 +237,28 @@ def test_what_a_killed_job_deleted_and_did_not_record_is_not_counted():
     assert [save.kept_bytes for save in whole.saves] == [1000, 2000, 3000, 4000, 4000]
 
 
+def test_many_kept_ones_are_named_in_part():
+    """``kept`` has the newest names, ``kept_count`` counts all: those beyond are there, as many as are counted and no more."""
+    saves = [event for step in range(1, 6) for event in a_save(step, 10 * step)]
+    for count, held in ((5, 6000), (3, 4000), (2, 3000)):
+        kept = line("retained", 55, kept=["step-4", "step-5"], kept_count=count, removed=[], freed_bytes=0)
+        assert told([*saves, kept, *a_save(6, 60)]).saves[-1].kept_bytes == held
+
+
+def test_an_outcome_that_nobody_knows():
+    """A save that may be committed is counted and told as that: verdict, timeline and failures do not say failed."""
+    unknown = line("failed", 20, name="step-2", step=2, error="rank 0 was lost", outcome_unknown=True)
+    history_ = told([*a_save(1, 10), unknown])
+    figures = totals.total(history_)
+    assert (figures.failed, figures.unknown, history_.saves[-1].outcome) == (0, 1, "outcome unknown")
+    text = rendered([*a_save(1, 10), unknown])
+    assert "1 save committed, none failed, 1 with an unknown outcome." in text
+    assert "outcome unknown: rank 0 was lost" in text
+    assert "not all is well" in text
+    assert "not committed" not in text
+    assert ": failed" not in text
+
+
 def test_failures_in_a_row_are_one_entry():
     """Those that differ in numbers only, with no commit in between: the last text and how many they are."""
     full = [event for step in (10, 20, 30) for event in a_save(step, step, error=f"{step} bytes free")]

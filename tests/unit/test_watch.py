@@ -7,12 +7,15 @@ import select
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from safe_ckpt.cli import watch
 from safe_ckpt.cli.app import app
+from safe_ckpt.report import following, history, reading
 from safe_ckpt.report.following import Follower
 from safe_ckpt.report.history import History
 
@@ -111,6 +114,79 @@ def test_a_file_is_read_again_only_when_it_changed(tmp_path):
     os.rename(tmp_path / ".safe_ckpt/events.jsonl", tmp_path / ".safe_ckpt/events.jsonl.1")
     record(tmp_path, a_save(3, 2))
     assert [save.step for save in follower.look().saves] == [1, 2, 3]
+
+
+def test_only_what_was_appended_is_read(tmp_path, monkeypatch):
+    """The history is that of all events although each line is parsed once; one that is not finished yet waits for its end."""
+    record(tmp_path, a_save(1, 0) + '{"event"')
+    follower = Follower(tmp_path)
+    assert follower.look().skipped == 0
+    parsed = []
+    with monkeypatch.context() as counting:
+        counting.setattr(reading, "parse", lambda line: parsed.append(line) or parse(line))
+        more = ': "finished"}\n' + a_save(2, 10) + "no event\n\n" + a_save(3, 20, error="no space")
+        record(tmp_path, more + '{"event": "unfin')
+        told = follower.look()
+        assert [line.decode() + "\n" for line in parsed] == [
+            row for row in ('{"event"' + more).splitlines(keepends=True) if row.strip()
+        ]
+    assert ([save.step for save in told.saves], told.events, told.skipped) == ([1, 2, 3], 9, 2)
+    record(tmp_path, 'ished"}\n' + a_save(4, 30))
+    assert follower.look() == everything(tmp_path)
+
+
+def parse(line, original=reading.parse):
+    return original(line)
+
+
+def everything(directory):
+    return history.tell(reading.read_events(reading.find_events(directory)))
+
+
+@pytest.mark.parametrize(
+    "kind", ["rotated", "cut", "cut and grown beyond", "older ones deleted", "grown by much", "many"]
+)
+def test_what_is_not_appended_is_read_anew(tmp_path, monkeypatch, kind):
+    """A rotated file, one that shrank or is another behind the same inode: the history is that of what is there now."""
+    file = tmp_path / ".safe_ckpt/events.jsonl"
+    record(tmp_path, a_save(1, 0))
+    os.rename(file, f"{file}.1")
+    record(tmp_path, a_save(2, 10) + a_save(3, 20))
+    follower = Follower(tmp_path)
+    before = follower.look()
+    assert [save.step for save in before.saves] == [1, 2, 3]
+    if kind == "rotated":
+        os.rename(f"{file}.1", f"{file}.2")
+        os.rename(file, f"{file}.1")
+        record(tmp_path, a_save(4, 30))
+    elif kind.startswith("cut"):
+        os.truncate(file, 0)
+        record(tmp_path, a_save(5, 10) * (3 if "grown" in kind else 1))
+    elif kind == "older ones deleted":
+        os.unlink(f"{file}.1")
+    else:
+        monkeypatch.setattr(following, "_MOST_APPENDED_BYTES", 100 if kind == "grown by much" else 1 << 20)
+        monkeypatch.setattr(reading, "MOST_EVENTS", 1 << 20 if kind == "grown by much" else 5)
+        record(tmp_path, a_save(4, 30))
+    parsed = []
+    with monkeypatch.context() as counting:
+        counting.setattr(reading, "parse", lambda line: parsed.append(line) or parse(line))
+        assert follower.look() != before
+    assert follower.look() == everything(tmp_path)
+    assert len(parsed) >= len(b"".join(map(Path.read_bytes, reading.find_events(tmp_path))).splitlines())
+
+
+def test_an_outcome_that_nobody_knows(tmp_path):
+    """A save that may be committed is not called failed, in lines and on the screen."""
+    unknown = line("failed", 2, name="step-2", step=2, error="rank 0 was lost", outcome_unknown=True)
+    record(tmp_path, a_save(1, 0) + unknown)
+    shown = once(tmp_path).stdout
+    assert shown.startswith("1 save committed, none failed, 1 with an unknown outcome.")
+    assert "outcome unknown  step-2: rank 0 was lost" in shown
+    screen = Console(file=io.StringIO(), width=150)
+    screen.print(watch.view(Follower(tmp_path).look(), tmp_path, START + 5))
+    assert "outcome unknown" in screen.file.getvalue()
+    assert "step-2: rank 0 was lost" in screen.file.getvalue()
 
 
 def test_it_follows_where_stdout_is_no_terminal(tmp_path):

@@ -36,8 +36,8 @@ def gc(
 
     What any rule keeps stays; the newest always stays; without a rule all of them stay. What is kept is read and verified
     first: a damaged one does not count, and stays where it is. Only checkpoints of ours are deleted, and no
-    copies under other names. A directory that a live job holds is left alone: that job keeps its own order. Exit status: 0, or 1 when it is held or
-    something could not be deleted.
+    copies under other names. A directory that a live job holds is left alone: that job keeps its own order. Exit status:
+    0, or 1 when it is held or something could not be deleted.
     """
     try:
         policy = Retention(

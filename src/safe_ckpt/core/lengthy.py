@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Group: TypeAlias = "ProcessGroup | DeviceMesh | None"
 _lock = threading.Lock()
+_YEAR_S = 31_536_000
 
 
 @contextlib.contextmanager
@@ -51,8 +52,9 @@ def lengthy_timeouts(
     On NCCL the timeouts are set in the same way, but were never run for this project on CUDA. With torch before 2.9 gloo
     ignores them: its collectives end after the time that their group was made with.
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-        raise ConfigError(key="lengthy_timeouts: seconds", message=f"expected a number above 0, got {seconds!r}")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= _YEAR_S:
+        message = f"expected a number above 0, and at most {_YEAR_S} (a year), got {seconds!r:.40}"
+        raise ConfigError(key="lengthy_timeouts: seconds", message=message)
     found = ranks.process_groups(groups)
     emit = events.Emitter([LoggingHook(), *hooks])
     for group in ranks.meeting_groups(found):

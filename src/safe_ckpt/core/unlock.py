@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import stat
 import tempfile
@@ -13,6 +15,7 @@ from filelock import SoftFileLease, Timeout
 
 from safe_ckpt.core.lock import HOLDER_NAME, LOCK_NAME, read_holder
 
+logger = logging.getLogger(__name__)
 _MOST_BYTES = 4096  # a lock file is some hundred bytes
 _LEASE_S = 60.0  # of a lock file that does not say
 
@@ -49,13 +52,7 @@ def holder(hidden: Path | None) -> Holder | None:
     marker = _marker(hidden / LOCK_NAME) if hidden is not None else None
     if hidden is None or marker is None:
         return None
-    with tempfile.TemporaryDirectory(prefix="safe_ckpt-") as scratch:
-        return _described(hidden, marker, Path(scratch) / LOCK_NAME)
-
-
-def _described(hidden: Path, marker: bytes, copy: Path) -> Holder:
-    copy.write_bytes(marker)
-    owner = SoftFileLease(copy, lease_duration=_LEASE_S).owner
+    owner = SoftFileLease(hidden / LOCK_NAME, lease_duration=_LEASE_S).owner if marker else None
     if owner is None:
         return Holder(host="", pid=0, started_at="?", alive=None, lease_s=_LEASE_S)
     record = read_holder(hidden)
@@ -64,24 +61,30 @@ def _described(hidden: Path, marker: bytes, copy: Path) -> Holder:
         host=owner.hostname.split("?")[0],
         pid=owner.pid,
         started_at=str(record.get("started_at", "?")) if record.get("token") == owner.token else "?",
-        alive=_is_alive(copy, owner.hostname, lease_s),
+        alive=_is_alive(marker, owner.hostname, lease_s),
         lease_s=lease_s,
     )
 
 
-def _is_alive(copy: Path, host: str, lease_s: float) -> bool | None:
+def _is_alive(marker: bytes, host: str, lease_s: float) -> bool | None:
     """Have filelock judge a copy of the lock file, as it judges the real one when the next job comes."""
-    lease = SoftFileLease(copy, lease_duration=lease_s)
-    own = SoftFileLease(copy.with_name("own"), lease_duration=lease_s)
-    with own:  # its record has the name by which filelock knows this host and container
-        if own.owner is None or own.owner.hostname != host:
-            return None
     try:
-        lease.acquire(timeout=0)
-    except Timeout:
-        return True
-    lease.release()
-    return False
+        with tempfile.TemporaryDirectory(prefix="safe_ckpt-") as scratch:
+            own = SoftFileLease(Path(scratch, "own"), lease_duration=lease_s)
+            with own:  # its record has the name by which filelock knows this host and container
+                if own.owner is None or own.owner.hostname != host:
+                    return None
+            copy = Path(scratch, "copy")
+            copy.write_bytes(marker)
+            lease = SoftFileLease(copy, lease_duration=lease_s)
+            with contextlib.suppress(Timeout), lease.acquire(timeout=0):
+                return False
+            return (
+                lease.owner is not None
+            )  # filelock before 4.2 takes away what a dead process left, and then times out
+    except OSError as error:
+        logger.warning("whether the holder is alive cannot be looked at: %s", error)
+        return None
 
 
 def _marker(path: Path) -> bytes | None:

@@ -37,7 +37,11 @@ def timeline(history: History, zone: tzinfo | None) -> Html:
 def _row(run: Run, saves: Sequence[Save], notices: Sequence[Notice], longest_s: float, zone: tzinfo | None) -> Html:
     committed = [save for save in saves if save.outcome == "committed"]
     bad = [save for save in saves if save.outcome in UNCOMMITTED]
-    outcome = words.counted(len(committed), "save") + (f", {len(bad)} not committed" if bad else "")
+    unknown = sum(save.outcome == "outcome unknown" for save in bad)
+    outcomes = [words.counted(len(committed), "save")]
+    outcomes += [f"{len(bad) - unknown} not committed"] if len(bad) > unknown else []
+    outcomes += [f"{unknown} with an unknown outcome"] if unknown else []
+    outcome = ", ".join(outcomes)
     facts = [words.clock(run.begun, zone)[:16], words.duration(run.seconds), outcome]
     if run.world_size:
         facts.append(words.counted(run.world_size, "rank"))
