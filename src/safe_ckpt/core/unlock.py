@@ -54,6 +54,8 @@ def holder(hidden: Path | None) -> Holder | None:
         return None
     owner = SoftFileLease(hidden / LOCK_NAME, lease_duration=_LEASE_S).owner if marker else None
     if owner is None:
+        if _marker(hidden / LOCK_NAME) is None:  # given back in this moment
+            return None
         return Holder(host="", pid=0, started_at="?", alive=None, lease_s=_LEASE_S)
     record = read_holder(hidden)
     lease_s = owner.lease_duration or _LEASE_S
@@ -79,9 +81,8 @@ def _is_alive(marker: bytes, host: str, lease_s: float) -> bool | None:
             lease = SoftFileLease(copy, lease_duration=lease_s)
             with contextlib.suppress(Timeout), lease.acquire(timeout=0):
                 return False
-            return (
-                lease.owner is not None
-            )  # filelock before 4.2 takes away what a dead process left, and then times out
+            # Before 4.2 filelock takes away what a dead process left, and times out all the same.
+            return lease.owner is not None
     except OSError as error:
         logger.warning("whether the holder is alive cannot be looked at: %s", error)
         return None

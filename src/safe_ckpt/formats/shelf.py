@@ -83,7 +83,7 @@ def find_shelf(directory: Path) -> Shelf:
 def hidden_of(directory: Path) -> Path | None:
     """Where the lock of a directory is; None where safe_ckpt never worked."""
     own = next((directory / name for name in (HIDDEN, _HIDDEN_TOO) if (directory / name).is_dir()), None)
-    if own is None and directory.name == "checkpoints" and (directory.resolve().parent / HIDDEN).is_dir():
+    if own is None and directory.resolve().name == "checkpoints" and (directory.resolve().parent / HIDDEN).is_dir():
         return directory.resolve().parent / HIDDEN
     return own
 
