@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt.errors import StateError, UnsupportedFormatError
-from safe_ckpt.formats.pickles import Global, Opaque, Ordered
+from safe_ckpt.formats.objects import Global, Opaque, Ordered
 from safe_ckpt.formats.structure import tensors_in
 from safe_ckpt.formats.tensors import Entry, describe
 

@@ -54,7 +54,9 @@ def plan(path: Path, *, follow_symlinks: bool = False) -> Task:
     try:
         return _ours(path, follow_symlinks=follow_symlinks) or _others(path, follow_symlinks=follow_symlinks)
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
-        return Task(path=path, kind="unreadable", size_bytes=0, jobs=[_known(of_error(error))])
+        of_manifest = isinstance(error, UnsupportedFormatError) and (path / MANIFEST_NAME).is_file()
+        told_by = MANIFEST_NAME if of_manifest else ""
+        return Task(path=path, kind="unreadable", size_bytes=0, jobs=[_known(of_error(error, told_by))])
 
 
 def judge(tasks: Iterable[Task], *, progress: Progress | None = None) -> list[Verdict]:

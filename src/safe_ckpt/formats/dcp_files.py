@@ -11,7 +11,8 @@ from typing import Any
 
 from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.formats.files import Window, inside
-from safe_ckpt.formats.pickles import MOST_BYTES, Global, Opaque, read_pickle
+from safe_ckpt.formats.objects import Global, Opaque
+from safe_ckpt.formats.pickles import MOST_BYTES, read_pickle
 from safe_ckpt.formats.tensors import Content, Entry, Piece
 from safe_ckpt.formats.torch_files import Archive, content_of, looks_like_archive, open_archive
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from safe_ckpt.formats.pickles import Opaque, Storage, Tensor
+from safe_ckpt.formats.objects import Opaque, Storage, Tensor
 from safe_ckpt.formats.tensors import describe
 
 _MOST_PAIRS = 4_000_000

@@ -7,69 +7,20 @@ builds plain containers; where the program asks for a class or a function it bui
 
 from __future__ import annotations
 
-import math
 import pickletools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from safe_ckpt.errors import HostileCheckpointError, UnsupportedFormatError
+from safe_ckpt.formats.objects import Global, Opaque, Ordered
+from safe_ckpt.formats.rebuilding import DICTS, key_of, made_of, pairs_of, storage_of
 
 MOST_BYTES = 64 << 20
 """A larger pickle is refused: 20,000 tensors take 4 MiB."""
 _MOST_WORK = 4_000_000  # opcodes, and elements that one opcode copies
 _LARGE_BYTES = 8 << 20  # a smaller one that takes so much work is no tool's; a larger one may have 30,000 tensors
 _WORK_OF_OBJECT = 3  # of which each takes 10 times the memory of a number
-_MOST_ELEMENTS = 1 << 62
 _MARK = object()
-
-
-@dataclass(frozen=True, slots=True)
-class Global:
-    """A class or function that the pickle names."""
-
-    module: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
-
-
-@dataclass(eq=False, slots=True)
-class Opaque:
-    """What a class or function would have made: which one, of what, and what was put into it afterwards."""
-
-    made_by: Global
-    args: object = ()
-    state: object = None
-    items: list[Any] = field(default_factory=list)
-
-
-class Ordered(dict[Any, Any]):
-    """A dict that was made by a class of its own, with what was put on it: a module's state dict has ``_metadata``."""
-
-    state: object = None
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Storage:
-    """The memory that tensors are views of: a record of the archive."""
-
-    key: str
-    dtype: str
-    count: int
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Tensor:
-    """A tensor: a view of a storage. ``dtype`` as torch names it, without ``torch.``; offset and stride in elements."""
-
-    storage: Storage | None
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int = 0
-    stride: tuple[int, ...] = ()
-    note: str = ""
 
 
 class _Machine:
@@ -128,7 +79,7 @@ class _Machine:
     def set_items(self, target: object, items: list[Any]) -> None:
         pairs = list(zip(items[::2], items[1::2], strict=True))
         if isinstance(target, dict):
-            target.update((_key(key), value) for key, value in pairs)
+            target.update((key_of(key), value) for key, value in pairs)
         elif isinstance(target, Opaque):
             target.items.extend(pairs)
 
@@ -160,11 +111,11 @@ class _Machine:
         self.spend(_WORK_OF_OBJECT)
         if isinstance(made_by, Global) and _acts(made_by):
             raise self.refused(f"it would run {made_by} when it is loaded")
-        if isinstance(made_by, Global) and str(made_by) in _DICTS:
-            pairs = _pairs(args)
+        if isinstance(made_by, Global) and str(made_by) in DICTS:
+            pairs = pairs_of(args)
             self.spend(len(pairs))
-            return Ordered((_key(pair[0]), pair[1]) for pair in pairs)
-        return _made(made_by, args)
+            return Ordered((key_of(pair[0]), pair[1]) for pair in pairs)
+        return made_of(made_by, args)
 
     def name(self, _: object) -> None:
         name, module = self.stack.pop(), self.stack.pop()
@@ -173,7 +124,7 @@ class _Machine:
         self.stack.append(Global(module[:200], name[:200]))
 
     def refer(self, key: object) -> None:
-        self.stack.append(_storage(key))
+        self.stack.append(storage_of(key))
 
     def tuple_of(self, count: int) -> None:
         if count > len(self.stack):
@@ -320,129 +271,3 @@ def read_pickles(data: bytes, path: str, *, count: int) -> tuple[list[Any], int]
 def _global(text: str) -> Global:
     module, _, name = text.partition(" ")
     return Global(module[:200], name[:200])
-
-
-def _key(key: object) -> Any:
-    # Whoever made the pickle chooses the keys: none may take long to hash, as deep tuples do, or collide by design.
-    if isinstance(key, str | bytes | bool | float | Global | Opaque) or key is None:
-        return key  # an Opaque is told from others by identity
-    if isinstance(key, int):
-        return key if key.bit_length() <= 53 else f"<{key:#x}>" if key.bit_length() <= 256 else f"<int {id(key):#x}>"
-    if isinstance(key, tuple) and len(key) <= 16 and all(map(_is_short, key)):
-        return str(key)
-    return f"<{type(key).__name__} {id(key):#x}>"
-
-
-def _is_short(part: object) -> bool:
-    if isinstance(part, str):
-        return len(part) <= 400
-    return isinstance(part, float) or (isinstance(part, int) and part.bit_length() <= 256)
-
-
-def _storage(key: object) -> object:
-    if isinstance(key, tuple) and len(key) >= 5 and key[0] == "storage" and isinstance(key[1], Global):
-        name, count = key[1].name, key[4]
-        if isinstance(key[2], str) and isinstance(count, int) and count >= 0:
-            return Storage(key[2], _STORAGES.get(name, "uint8"), count)
-    return Opaque(Global("torch", "storage"), args=())
-
-
-def _made(made_by: object, args: object) -> object:
-    if not isinstance(made_by, Global):
-        return Opaque(Global("builtins", "object"), args=args)
-    name = str(made_by)
-    if name == "torch.Size" and isinstance(args, tuple) and len(args) == 1:
-        shape = _numbers(args[0])
-        return Opaque(made_by, args=args) if shape is None else shape
-    rebuild = _TENSORS.get(name)
-    if rebuild is not None and isinstance(args, tuple):
-        made = rebuild(args)
-        if made is not None:
-            return made
-    return Opaque(made_by, args=args)
-
-
-def _pairs(args: object) -> list[Any] | tuple[Any, ...]:
-    """What an ordered or defaulting dict is made of: nothing, or one list of pairs."""
-    pairs = args[0] if isinstance(args, tuple) and args and isinstance(args[0], list | tuple) else []
-    return pairs if all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs) else []
-
-
-def _numbers(value: object) -> tuple[int, ...] | None:
-    if not isinstance(value, tuple | list) or len(value) > 64:
-        return None
-    return tuple(value) if all(isinstance(n, int) and 0 <= n < 1 << 62 for n in value) else None
-
-
-def _shape(value: object) -> tuple[int, ...] | None:
-    shape = _numbers(value)
-    return shape if shape is not None and math.prod(shape) < _MOST_ELEMENTS else None
-
-
-def _tensor(args: tuple[Any, ...], dtype: str | None = None) -> Tensor | None:
-    if len(args) < 4 or not isinstance(args[0], Storage) or not isinstance(args[1], int) or args[1] < 0:
-        return None
-    shape, stride = _shape(args[2]), _numbers(args[3])
-    if shape is None or stride is None or len(shape) != len(stride):
-        return None
-    return Tensor(args[0], dtype or args[0].dtype, shape, args[1], stride)
-
-
-def _typed(args: tuple[Any, ...]) -> Tensor | None:
-    dtype = args[6] if len(args) > 6 else None
-    return _tensor(args, dtype.name) if isinstance(dtype, Global) else None
-
-
-def _parameter(args: tuple[Any, ...]) -> Tensor | None:
-    return args[0] if args and isinstance(args[0], Tensor) else None
-
-
-def _meta(args: tuple[Any, ...]) -> Tensor | None:
-    shape = _shape(args[1]) if len(args) > 1 else None
-    if shape is None or not isinstance(args[0], Global):
-        return None
-    return Tensor(None, args[0].name, shape, note="no data (meta)")
-
-
-def _subclass(args: tuple[Any, ...]) -> Tensor | None:
-    rebuild = _TENSORS.get(str(args[0])) if len(args) > 2 and isinstance(args[0], Global) else None
-    if rebuild is None or rebuild is _subclass or not isinstance(args[2], tuple):
-        return None
-    inner = rebuild(args[2])
-    if inner is None:
-        return None
-    return Tensor(
-        inner.storage,
-        inner.dtype,
-        inner.shape,
-        inner.offset,
-        inner.stride,
-        f"subclass {args[1] if isinstance(args[1], Global) else ''}".strip(),
-    )
-
-
-_DICTS = {"collections.OrderedDict", "collections.defaultdict", "builtins.dict"}
-_TENSORS: dict[str, Callable[[tuple[Any, ...]], Tensor | None]] = {
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v3": _typed,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
-    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
-    "torch._tensor._rebuild_from_type_v2": _subclass,
-}
-_STORAGES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexDoubleStorage": "complex128",
-    "ComplexFloatStorage": "complex64",
-    "UntypedStorage": "uint8",
-}

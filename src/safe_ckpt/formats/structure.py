@@ -12,7 +12,7 @@ from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, Uns
 from safe_ckpt.formats import dcp_files, safetensors_files, torch_files
 from safe_ckpt.formats.content import stem_of
 from safe_ckpt.formats.files import Found, Window, inside, walk
-from safe_ckpt.formats.pickles import Ordered, Tensor
+from safe_ckpt.formats.objects import Ordered, Tensor
 from safe_ckpt.formats.tensors import Entry
 
 _MOST_NODES = 2_000_000

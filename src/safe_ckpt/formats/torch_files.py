@@ -10,7 +10,8 @@ from typing import Any
 from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.formats.archives import Member, is_archive, read_members
 from safe_ckpt.formats.files import Readable
-from safe_ckpt.formats.pickles import MOST_BYTES, Storage, Tensor, read_pickle, read_pickles
+from safe_ckpt.formats.objects import Storage, Tensor
+from safe_ckpt.formats.pickles import MOST_BYTES, read_pickle, read_pickles
 from safe_ckpt.formats.scanning import Span
 from safe_ckpt.formats.tensors import ITEM_BYTES, Content, Entry, Piece, Value, describe, leaves
 
