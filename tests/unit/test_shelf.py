@@ -189,6 +189,7 @@ import os, signal, sys, threading
 from pathlib import Path
 from safe_ckpt.formats.checkpoint_check import Task, judge
 from safe_ckpt.formats.scanning import scan
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 file = Path(sys.argv[1])
 def job(told):
     scan(file, file.stat().st_size, progress=lambda count: (print("reading", flush=True), told(count)), whole=True)

@@ -74,8 +74,8 @@ def judge(tasks: Iterable[Task], *, progress: Progress | None = None) -> list[Ve
             progress(count)
 
     with ThreadPoolExecutor(max(2, min(8, os.cpu_count() or 2)), thread_name_prefix="safe_ckpt-verify") as pool:
-        futures = [[pool.submit(job, told) for job in task.jobs] for task in tasks]
         try:
+            futures = [[pool.submit(job, told) for job in task.jobs] for task in tasks]
             return [
                 Verdict(path=task.path, kind=task.kind, files=tuple(f.result() for f in found), remarks=task.remarks)
                 for task, found in zip(tasks, futures, strict=True)
