@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safe_ckpt.core import layout, snapshot
+from safe_ckpt.core import layout, safetensors_names, snapshot
 from safe_ckpt.core.arena import Arena
 from safe_ckpt.core.manifest import RECORD_NAME, archive_digest, read_manifest
 from safe_ckpt.core.sink import SinkOptions, write_file
@@ -266,7 +266,7 @@ def test_safetensors_is_read_by_its_own_library(tmp_path):
     for name in loaded:
         assert loaded[name].equal(tensors[name])
     with safetensors.safe_open(file, "pt") as opened:
-        assert json.loads(opened.metadata()[layout.ALIASES_KEY]) == {"a": "b"}
+        assert json.loads(opened.metadata()[safetensors_names.ALIASES_KEY]) == {"a": "b"}
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from safe_ckpt.report import bars, history, page, reading, scale, totals, words
 from safe_ckpt.report.existing import list_existing
 from safe_ckpt.report.sections import Subject
 from safe_ckpt.report.style import CSS
+from safe_ckpt.units import bytes_text
 from support import flip_bit
 
 START = 1_800_000_000.0
@@ -469,7 +470,7 @@ def test_every_axis_begins_at_zero_and_has_room(values, quantity):
         (words.percent(0), "0 %"),
         (words.rate(1.234), "1.23 GB/s"),
         (words.rate(0.0456), "45.6 MB/s"),
-        (words.size(1536), "1.5 KiB"),
+        (bytes_text(1536), "1.5 KiB"),
         (words.counted(20000, "save"), "20\xa0000 saves"),
         (words.clean("a\nb\x1b[2J"), "a b�[2J"),
         (words.clean("x" * 5, most=3), "xxx…"),

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from safe_ckpt.cli.output import DAMAGED, AsJson, FollowSymlinks, bytes_text, print_json, say
+from safe_ckpt.cli.output import DAMAGED, AsJson, FollowSymlinks, print_json, say
 from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, SafeCheckpointError, UnsupportedFormatError
 from safe_ckpt.formats.checkpoint_check import judge, plan
+from safe_ckpt.units import bytes_text
 
 if TYPE_CHECKING:
     from safe_ckpt.core.manifest import CheckpointInfo

@@ -14,7 +14,6 @@ from safe_ckpt.cli.output import (
     DAMAGED,
     AsJson,
     FollowSymlinks,
-    bytes_text,
     metrics_text,
     print_json,
     print_table,
@@ -28,6 +27,7 @@ from safe_ckpt.formats.files import walk
 from safe_ckpt.formats.kinds import kind_of
 from safe_ckpt.formats.shelf import find_shelf
 from safe_ckpt.formats.tensors import Content, Entry, Value
+from safe_ckpt.units import bytes_text
 
 _MOST_BITS = 10_000  # of an integer: JSON has no limit, its readers do
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import typer
 
-from safe_ckpt.cli.output import DAMAGED, AsJson, Directory, bytes_text, metrics_text, print_json, print_table, say
+from safe_ckpt.cli.output import DAMAGED, AsJson, Directory, metrics_text, print_json, print_table, say
 from safe_ckpt.core.select import Candidate
 from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.formats.shelf import Shelf, find_shelf
+from safe_ckpt.units import bytes_text
 
 _UNKNOWN: dict[str, Any] = {
     "step": None,

@@ -24,7 +24,6 @@ FollowSymlinks = Annotated[
     typer.Option("--follow-symlinks", help="Read what links lead to outside, as the cache of a model hub has them."),
 ]
 Directory = Annotated[Path, typer.Argument(exists=True, file_okay=False, metavar="DIR")]
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def console(*, error: bool = False) -> Console:
@@ -75,16 +74,6 @@ def tell(line: str, *, error: bool = False) -> None:
 
 def _visible(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def bytes_text(count: float | None) -> str:
-    """1536 -> "1.5 KiB"; nothing for None."""
-    if count is None:
-        return ""
-    size, unit = float(count), 0
-    while size >= 1024 and unit < len(_UNITS) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{size:.0f} B" if unit == 0 else f"{size:.1f} {_UNITS[unit]}"
 
 
 def metrics_text(metrics: Mapping[str, Any]) -> str:

@@ -16,7 +16,6 @@ from safe_ckpt.cli.output import (
     DAMAGED,
     AsJson,
     FollowSymlinks,
-    bytes_text,
     console,
     print_json,
     say,
@@ -27,6 +26,7 @@ from safe_ckpt.errors import DirectoryError, SafeCheckpointError, UnsupportedFor
 from safe_ckpt.formats.checkpoint_check import Task, judge, plan
 from safe_ckpt.formats.shelf import find_shelf
 from safe_ckpt.formats.verdict import Judgement, Verdict
+from safe_ckpt.units import bytes_text
 
 _MOST_NAMES = 8
 _MOST_FILES = 20

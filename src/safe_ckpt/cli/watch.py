@@ -18,6 +18,7 @@ from safe_ckpt.cli.report import AnyDirectory, as_data, nothing_in, unreadable
 from safe_ckpt.report import totals, words
 from safe_ckpt.report.following import Follower
 from safe_ckpt.report.history import History, Notice, Save
+from safe_ckpt.units import bytes_text
 
 _SHOWN_SAVES = 10
 _SHOWN_NOTICES = 4
@@ -154,7 +155,7 @@ _COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
 
 def _cells(save: Save) -> tuple[str, ...]:
     times = (words.duration(save.stall_s), words.duration(save.total_s))
-    return (save.name, *times, words.rate(save.gbps), words.size(save.size_bytes))
+    return (save.name, *times, words.rate(save.gbps), bytes_text(save.size_bytes))
 
 
 def _failures(told: History) -> list[Save]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import shutil
 import tempfile
 import uuid
@@ -88,8 +87,7 @@ def write_dcp(path: Path, state: Mapping[str, Any]) -> CheckpointInfo:
             save(dict(state), storage_writer=FileSystemWriter(staging, sync_files=True), no_dist=True)
         manifest = _manifest_of(staging, path.name)
         commit.write_durably(staging / MANIFEST_NAME, manifest.to_bytes())
-        os.rename(staging, path)
-        commit_parent(path)
+        commit.publish(staging, path, lambda: staging.with_suffix(".old"))
     except RuntimeError as error:  # how torch tells of a disk that refuses
         raise DirectoryError(path=str(path), message=f"could not be written: {str(error).splitlines()[0]}") from error
     except OSError as error:
@@ -97,15 +95,6 @@ def write_dcp(path: Path, state: Mapping[str, Any]) -> CheckpointInfo:
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return CheckpointInfo.of(manifest, path, sum(entry.size_bytes for entry in manifest.files))
-
-
-def commit_parent(path: Path) -> None:
-    """Make a new name durable."""
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _manifest_of(folder: Path, name: str) -> Manifest:

@@ -18,39 +18,15 @@ import torch
 from safe_ckpt.core import zip_format
 from safe_ckpt.core.manifest import RECORD_NAME
 from safe_ckpt.core.pickling import pickle_state
+from safe_ckpt.core.safetensors_names import ALIASES_KEY, DTYPES, STRIDES_KEY, VERSIONS_KEY
 from safe_ckpt.core.zip_format import PAGE, Record
 from safe_ckpt.errors import StateError
 
 ARCHIVE = "archive"
 _MOST_STORAGES = 150_000  # with more, the directory of the archive is larger than ``manifest.open_archive`` reads
 SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {
-    dtype: name
-    for attribute, name in {
-        "complex64": "C64",
-        "float64": "F64",
-        "int64": "I64",
-        "uint64": "U64",
-        "float32": "F32",
-        "int32": "I32",
-        "uint32": "U32",
-        "float16": "F16",
-        "bfloat16": "BF16",
-        "int16": "I16",
-        "uint16": "U16",
-        "float8_e4m3fn": "F8_E4M3",
-        "float8_e5m2": "F8_E5M2",
-        "float8_e4m3fnuz": "F8_E4M3FNUZ",
-        "float8_e5m2fnuz": "F8_E5M2FNUZ",
-        "float8_e8m0fnu": "F8_E8M0",
-        "uint8": "U8",
-        "int8": "I8",
-        "bool": "BOOL",
-    }.items()
-    if (dtype := getattr(torch, attribute, None)) is not None
+    dtype: code for code, name in DTYPES.items() if (dtype := getattr(torch, name, None)) is not None
 }
-ALIASES_KEY = "safe_ckpt.aliases"
-STRIDES_KEY = "safe_ckpt.strides"
-VERSIONS_KEY = "safe_ckpt.versions"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from safe_ckpt.core import layout
+from safe_ckpt.core import layout, safetensors_names
 
 _DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in layout.SAFETENSORS_DTYPES.items()}
 
@@ -26,7 +26,7 @@ def parse_safetensors(memory: mmap.mmap, length: int) -> dict[str, torch.Tensor]
     start = 8 + int.from_bytes(memory[:8], "little")
     header = json.loads(memory[8:start])
     metadata = header.pop("__metadata__", {})
-    strides = json.loads(metadata.get(layout.STRIDES_KEY, "{}"))
+    strides = json.loads(metadata.get(safetensors_names.STRIDES_KEY, "{}"))
     tensors: dict[str, torch.Tensor] = {}
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
@@ -41,11 +41,11 @@ def parse_safetensors(memory: mmap.mmap, length: int) -> dict[str, torch.Tensor]
         if name in strides:
             tensor = torch.empty_strided(tensor.shape, strides[name], dtype=dtype).copy_(tensor)
         tensors[name] = tensor
-    for alias, name in json.loads(metadata.get(layout.ALIASES_KEY, "{}")).items():
+    for alias, name in json.loads(metadata.get(safetensors_names.ALIASES_KEY, "{}")).items():
         tensors[alias] = tensors[name]
-    if layout.VERSIONS_KEY in metadata:
+    if safetensors_names.VERSIONS_KEY in metadata:
         tensors = OrderedDict(tensors)
-        tensors._metadata = OrderedDict(json.loads(metadata[layout.VERSIONS_KEY]))  # type: ignore[attr-defined]
+        tensors._metadata = OrderedDict(json.loads(metadata[safetensors_names.VERSIONS_KEY]))  # type: ignore[attr-defined]
     return tensors
 
 

@@ -94,15 +94,6 @@ def worst(findings: Iterable[Finding]) -> State:
     return max((finding.state for finding in findings), key=_ORDER.index, default="ok")
 
 
-def size_text(count: float) -> str:
-    """1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if count < 1024 or unit == "TiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return ""  # pragma: no cover - the loop returns
-
-
 def time_text(seconds: float) -> str:
     """0.0021 -> "2.1 ms"."""
     if seconds < 1e-3:

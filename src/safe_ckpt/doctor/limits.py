@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from safe_ckpt.doctor import cgroup
 from safe_ckpt.doctor.examined import Examined
-from safe_ckpt.doctor.finding import Finding, fail, ok, size_text, warn
+from safe_ckpt.doctor.finding import Finding, fail, ok, warn
+from safe_ckpt.units import bytes_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,7 @@ def _is_low(limit: Limit, soft: int) -> bool:
 def _text(limit: Limit, soft: int) -> str:
     if soft == resource.RLIM_INFINITY:
         return "unlimited"
-    return size_text(soft) if limit.in_bytes else str(soft)
+    return bytes_text(soft) if limit.in_bytes else str(soft)
 
 
 def cores(_: Examined) -> list[Finding]:

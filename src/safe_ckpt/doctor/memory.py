@@ -8,7 +8,8 @@ from pathlib import Path
 from safe_ckpt.core import host_memory
 from safe_ckpt.doctor import cgroup
 from safe_ckpt.doctor.examined import Examined
-from safe_ckpt.doctor.finding import Finding, ok, refused, size_text, skipped, warn
+from safe_ckpt.doctor.finding import Finding, ok, refused, skipped, warn
+from safe_ckpt.units import bytes_text
 
 _PROBE_BYTES = 16 << 20
 _MEMINFO = Path("/proc/meminfo")
@@ -29,12 +30,12 @@ def memory(examined: Examined) -> list[Finding]:
 
 def judge_memory(*, free_bytes: int, limit_bytes: int | None, size: int | None) -> Finding:
     """Whether a snapshot of ``size`` bytes fits into what is free, below a control group's limit."""
-    limit = f", limited to {size_text(limit_bytes)} by a control group" if limit_bytes is not None else ""
-    text = f"{size_text(free_bytes)} can still be taken{limit}"
+    limit = f", limited to {bytes_text(limit_bytes)} by a control group" if limit_bytes is not None else ""
+    text = f"{bytes_text(free_bytes)} can still be taken{limit}"
     figures = {"free_bytes": free_bytes, "limit_bytes": limit_bytes}
     if size is not None and size > free_bytes:
         advice = (
-            f"a snapshot of {size_text(size)} on this host alone does not fit: set max_host_bytes, give the job more "
+            f"a snapshot of {bytes_text(size)} on this host alone does not fit: set max_host_bytes, give the job more "
             "memory, or spread the state over more hosts"
         )
         return warn("memory", text, advice, **figures)
@@ -53,7 +54,7 @@ def shared_memory(_: Examined) -> list[Finding]:
     try:
         os.posix_fallocate(fd, 0, _PROBE_BYTES)
     except OSError as error:
-        found = refused("shared memory", error, f"{size_text(_PROBE_BYTES)} were asked for")
+        found = refused("shared memory", error, f"{bytes_text(_PROBE_BYTES)} were asked for")
         return [warn(found.check, found.measured, "snapshots live there: give the job more memory")]
     finally:
         os.close(fd)
@@ -76,7 +77,7 @@ def dev_shm(_: Examined) -> list[Finding]:
     except OSError:
         return [ok(DEV_SHM, "is not there; snapshots do not use it")]
     size = stat.f_blocks * stat.f_frsize
-    text = f"{size_text(stat.f_bavail * stat.f_frsize)} free of {size_text(size)}; snapshots do not use it"
+    text = f"{bytes_text(stat.f_bavail * stat.f_frsize)} free of {bytes_text(size)}; snapshots do not use it"
     if size < _SMALL_SHM_BYTES:
         advice = "workers of data loaders and NCCL do use it, and die of a bus error when it is full: docker run --shm-size=8g"
         return [warn(DEV_SHM, text, advice, size_bytes=size)]
@@ -90,7 +91,7 @@ def swap(_: Examined) -> list[Finding]:
     if not found.get("SwapTotal"):
         return [ok("swap", "none")]
     used = found["SwapTotal"] - found.get("SwapFree", 0)
-    text = f"{size_text(used)} of {size_text(found['SwapTotal'])} in use"
+    text = f"{bytes_text(used)} of {bytes_text(found['SwapTotal'])} in use"
     if used > found["SwapTotal"] // 2:
         return [warn("swap", text, "memory is short on this host: saves will be slow, and so will training")]
     return [ok("swap", text, used_bytes=used)]

@@ -6,7 +6,8 @@ import errno
 import os
 
 from safe_ckpt.doctor.examined import Examined
-from safe_ckpt.doctor.finding import Finding, fail, ok, refused, size_text, skipped, warn
+from safe_ckpt.doctor.finding import Finding, fail, ok, refused, skipped, warn
+from safe_ckpt.units import bytes_text
 
 _LITTLE_BYTES = 1 << 30
 _FEW_INODES = 10_000
@@ -30,7 +31,7 @@ def judge_space(*, free_bytes: int, total_bytes: int, size: int | None, why: str
         size: bytes of one checkpoint, if that is known.
         why: where it is known from.
     """
-    text = f"{size_text(free_bytes)} free of {size_text(total_bytes)}"
+    text = f"{bytes_text(free_bytes)} free of {bytes_text(total_bytes)}"
     figures = {"free_bytes": free_bytes, "total_bytes": total_bytes, "state_bytes": size}
     if size is None:
         if free_bytes < _LITTLE_BYTES:
@@ -38,7 +39,7 @@ def judge_space(*, free_bytes: int, total_bytes: int, size: int | None, why: str
             return warn("space", text, advice, **figures)
         return ok("space", f"{text}; --state-bytes tells how many checkpoints fit", **figures)
     fit = free_bytes // size
-    text += f": {fit} {'checkpoint fits' if fit == 1 else 'checkpoints fit'} of {size_text(size)} each ({why})"
+    text += f": {fit} {'checkpoint fits' if fit == 1 else 'checkpoints fit'} of {bytes_text(size)} each ({why})"
     if fit == 0:
         advice = "delete something, keep fewer checkpoints (Retention), or choose another directory"
         return fail("space", text, advice, fit=0, **figures)
@@ -68,9 +69,9 @@ def quota(examined: Examined) -> list[Finding]:
         os.posix_fallocate(fd, 0, _PROBE_BYTES)
     except OSError as error:
         if error.errno in (errno.EDQUOT, errno.ENOSPC, errno.EFBIG):
-            return [refused("quota", error, f"{size_text(_PROBE_BYTES)} were asked for")]
+            return [refused("quota", error, f"{bytes_text(_PROBE_BYTES)} were asked for")]
         return [skipped("quota", f"space cannot be reserved on this file system ({error.strerror})")]
     finally:
         os.close(fd)
         path.unlink()
-    return [ok("quota", f"{size_text(_PROBE_BYTES)} were given; what a quota leaves beyond that cannot be seen")]
+    return [ok("quota", f"{bytes_text(_PROBE_BYTES)} were given; what a quota leaves beyond that cannot be seen")]

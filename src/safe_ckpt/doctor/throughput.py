@@ -15,7 +15,8 @@ import xxhash
 from safe_ckpt.core.checksum import crc32
 from safe_ckpt.core.sink import create_file
 from safe_ckpt.doctor.examined import Examined
-from safe_ckpt.doctor.finding import Finding, fail, ok, size_text, skipped, time_text, warn
+from safe_ckpt.doctor.finding import Finding, fail, ok, skipped, time_text, warn
+from safe_ckpt.units import bytes_text
 
 _BLOCK_BYTES = 8 << 20
 _PASS_S = 10.0
@@ -72,11 +73,11 @@ def judge_speed(passes: dict[str, Pass], size: int | None) -> Finding:
     words = {"direct": "written past the page cache", "cached": "through it", "read": "read back"}
     parts = [f"{passes[key].rate / 1e9:.2f} GB/s {text}" for key, text in words.items() if key in passes]
     moved = max(done.moved_bytes for done in passes.values())
-    text = f"{', '.join(parts)} ({size_text(moved)}, fsync included)"
+    text = f"{', '.join(parts)} ({bytes_text(moved)}, fsync included)"
     fastest = max(done.rate for key, done in passes.items() if key != "read")
     figures = {f"{key}_bytes_per_s": round(done.rate) for key, done in passes.items()}
     if size:
-        text += f"; a save of {size_text(size)} takes {time_text(size / fastest)} in the background"
+        text += f"; a save of {bytes_text(size)} takes {time_text(size / fastest)} in the background"
     if fastest < _SLOW_BYTES_PER_S:
         advice = (
             "save less often, or to a faster disk: training goes on meanwhile, but the next save waits for the last"

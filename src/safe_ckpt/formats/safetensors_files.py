@@ -7,19 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt.core.json_text import parse_json
+from safe_ckpt.core.safetensors_names import ALIASES_KEY, DTYPES, STRIDES_KEY, VERSIONS_KEY
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError
 from safe_ckpt.formats.files import Window
 from safe_ckpt.formats.tensors import ITEM_BYTES, Content, Entry, Piece, Value
 
 SUFFIX = ".safetensors"
 _MOST_HEADER_BYTES = 64 << 20
-DTYPES = {
-    "C64": "complex64", "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64",
-    "I32": "int32", "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
-    "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
-}  # fmt: skip
-_ALIASES, _STRIDES = "safe_ckpt.aliases", "safe_ckpt.strides"  # strides: of memory, not of the file
 
 
 def read_safetensors(path: Path) -> Content:
@@ -55,10 +49,10 @@ def read_safetensors(path: Path) -> Content:
         Entry(
             name=alias, dtype=named[name].dtype, shape=named[name].shape, pieces=named[name].pieces, note=f"is {name}"
         )
-        for alias, name in _extra(metadata, _ALIASES, path).items()
+        for alias, name in _extra(metadata, ALIASES_KEY, path).items()
         if isinstance(name, str) and name in named and alias not in named
     ]
-    ours = (_ALIASES, _STRIDES, "safe_ckpt.versions")
+    ours = (ALIASES_KEY, STRIDES_KEY, VERSIONS_KEY)
     values = [Value(name=key, text=text[:80], value=text) for key, text in metadata.items() if key not in ours]
     return Content(tensors=(*entries, *aliases), values=tuple(values))
 

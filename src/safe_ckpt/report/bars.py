@@ -8,6 +8,7 @@ from typing import Literal
 
 from safe_ckpt.report import scale, words
 from safe_ckpt.report.html import Html, join, tag
+from safe_ckpt.units import bytes_text
 
 _MOST_BARS = 90
 _FEWEST_SLOTS = 30
@@ -15,7 +16,7 @@ _HEIGHT = 150
 _ABOVE, _BELOW = 12, 6  # pixels above the plot and below it
 _SHOWN: dict[str, Callable[[float | None], str]] = {
     "seconds": words.duration,
-    "bytes": words.size,
+    "bytes": bytes_text,
     "gbps": words.rate,
 }
 

@@ -12,6 +12,7 @@ from safe_ckpt.report.html import Html, tag
 from safe_ckpt.report.sections import Subject
 from safe_ckpt.report.style import CSS
 from safe_ckpt.report.totals import Totals
+from safe_ckpt.units import bytes_text
 
 
 def render(history: History, subject: Subject) -> str:
@@ -92,7 +93,7 @@ def _tiles(figures: Totals) -> Html:
             f"of rank 0; slowest {words.rate(figures.slowest_gbps)}",
         ),
         ("Most work at risk", words.duration(figures.at_risk_s), f"usually {words.duration(figures.median_at_risk_s)}"),
-        ("Removed", words.grouped(figures.removed), f"by retention; {words.size(figures.freed_bytes)} freed"),
+        ("Removed", words.grouped(figures.removed), f"by retention; {bytes_text(figures.freed_bytes)} freed"),
     )
     shown = [
         tag(

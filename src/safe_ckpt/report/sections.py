@@ -15,6 +15,7 @@ from safe_ckpt.report.history import UNCOMMITTED, History, Save
 from safe_ckpt.report.html import Html, join, tag
 from safe_ckpt.report.tables import table
 from safe_ckpt.report.totals import Totals
+from safe_ckpt.units import bytes_text
 
 _MOST_FAILURES = 30
 _MOST_NOTICES = 60
@@ -131,7 +132,7 @@ def retention(history: History, figures: Totals) -> Html:
         "bytes",
         "largest",
     )
-    removed = f"{words.counted(figures.removed, 'checkpoint')} removed, {words.size(figures.freed_bytes)} freed."
+    removed = f"{words.counted(figures.removed, 'checkpoint')} removed, {bytes_text(figures.freed_bytes)} freed."
     return _section("Retention", tag("p", removed), held)
 
 
@@ -143,7 +144,7 @@ def existing(subject: Subject) -> Html:
             row.name,
             str(row.step) if row.step is not None else "",
             row.created_at,
-            words.size(row.size_bytes),
+            bytes_text(row.size_bytes),
             row.metrics,
             row.state,
         )
@@ -193,7 +194,7 @@ def all_saves(history: History, subject: Subject) -> Html:
             words.duration(save.stall_s),
             words.duration(save.total_s),
             words.rate(save.gbps),
-            words.size(save.size_bytes),
+            bytes_text(save.size_bytes),
         )
         for save in shown
     ]

@@ -7,7 +7,6 @@ import unicodedata
 from datetime import datetime, tzinfo
 
 _MOST_CHARACTERS = 1000
-_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=\S)")
 _AGES = ((86400.0, "day"), (3600.0, "hour"), (60.0, "minute"), (1.0, "second"))
 
@@ -74,16 +73,6 @@ def percent(share: float) -> str:
     if 0 < points < 0.01:
         return "less than 0.01 %"
     return f"{points:.2g} %" if points < 10 else f"{points:.0f} %"
-
-
-def size(count_bytes: float | None) -> str:
-    """1536 -> "1.5 KiB"; nothing for None."""
-    if count_bytes is None:
-        return ""
-    unit = 0
-    while count_bytes >= 1024 and unit < len(_BYTE_UNITS) - 1:
-        count_bytes, unit = count_bytes / 1024, unit + 1
-    return f"{count_bytes:.0f} B" if unit == 0 else f"{count_bytes:.1f} {_BYTE_UNITS[unit]}"
 
 
 def rate(gbps: float | None) -> str:
