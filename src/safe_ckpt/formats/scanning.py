@@ -55,21 +55,38 @@ def scan(
     cached = is_cached(file, size)
     if cached and spans and not whole:
         return "", _scan_spans(file, size, spans, progress)
-    digest, checker, at = xxhash.xxh3_128(), _Checker(spans), 0
+    digest, checker = xxhash.xxh3_128(), _Checker(spans)
+
+    def take(piece: memoryview, at: int) -> None:
+        if whole:
+            digest.update(piece)
+        checker.take(piece, at)
+
     room = max(1, min(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE, _CACHED_ROOM if cached else _ROOM))
     with mmap.mmap(-1, room) as memory, memoryview(memory) as view:
         pieces = _one_by_one(file, 0, size, view) if cached else read_ahead(file, size, view)
-        for start, end in pieces:
-            with view[start:end] as piece:
-                if whole:
-                    digest.update(piece)
-                checker.take(piece, at)
-            at += end - start
-            if progress is not None:
-                progress(end - start)
-    if at < size:
-        raise CorruptCheckpointError(path=str(file), message=f"is cut off at byte {at} of {size}")
+        _take_all(file, pieces, view, 0, size, take, progress)
     return digest.hexdigest() if whole else "", checker.bad
+
+
+def _take_all(
+    file: Path,
+    pieces: Iterator[tuple[int, int]],
+    memory: memoryview,
+    at: int,
+    end: int,
+    take: Callable[[memoryview, int], None],
+    progress: Progress | None,
+) -> None:
+    """Hand over bytes ``at`` to ``end`` of a file, each piece with where it begins."""
+    for start, stop in pieces:
+        with memory[start:stop] as piece:
+            take(piece, at)
+        at += stop - start
+        if progress is not None:
+            progress(stop - start)
+    if at < end:
+        raise CorruptCheckpointError(path=str(file), message=f"is cut off at byte {at} of {end}")
 
 
 def _scan_spans(file: Path, size: int, spans: Sequence[Span], progress: Progress | None) -> list[Span]:
@@ -99,14 +116,7 @@ def _shares(spans: Sequence[Span], count: int) -> list[Sequence[Span]]:
 def _scan_group(file: Path, spans: Sequence[Span], progress: Progress | None) -> list[Span]:
     checker, at, end = _Checker(spans), spans[0].start, spans[-1].end
     with mmap.mmap(-1, _CACHED_ROOM) as memory, memoryview(memory) as view:
-        for begin, stop in _one_by_one(file, at, end, view):
-            with view[begin:stop] as piece:
-                checker.take(piece, at)
-            at += stop - begin
-            if progress is not None:
-                progress(stop - begin)
-    if at < end:
-        raise CorruptCheckpointError(path=str(file), message=f"is cut off at byte {at} of {end}")
+        _take_all(file, _one_by_one(file, at, end, view), view, at, end, checker.take, progress)
     return checker.bad
 
 
