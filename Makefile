@@ -5,9 +5,12 @@ BIN := .venv/bin
 ACCELERATE := $(BIN)/python -m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 \
   --mixed_precision no --dynamo_backend no --main_process_port 0
 
-DEEPSPEED_ENV := PATH="$(CURDIR)/$(BIN):$$PATH" DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR="$(CURDIR)/.venv/torch_extensions"
+# An environment on top of .venv: with DeepSpeed in there Accelerate, Lightning and Transformers would import it everywhere.
+DEEPSPEED := .venv/with-deepspeed/bin
+DEEPSPEED_ENV := PATH="$(CURDIR)/$(DEEPSPEED):$(CURDIR)/$(BIN):$$PATH" DS_ACCELERATOR=cpu \
+  TORCH_EXTENSIONS_DIR="$(CURDIR)/.venv/torch_extensions"
 
-.PHONY: demo test test-deepspeed faults lint package docs docs-reference bench examples clean
+.PHONY: demo test test-all test-deepspeed faults lint package docs docs-reference bench examples clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -18,25 +21,40 @@ DEEPSPEED_ENV := PATH="$(CURDIR)/$(BIN):$$PATH" DS_ACCELERATOR=cpu TORCH_EXTENSI
 demo: .venv/ready  ## train on real data, kill the job again and again, compare bit for bit
 	$(BIN)/python examples/demo.py
 
-test: .venv/ready  ## all tests: unit, several ranks, adapters, faults
-	$(BIN)/python -m pytest -q
+# Two at a time: most of them wait for something most of the time. The short ones first.
+TWO := -q -n 2 --dist worksteal
+SHORT := tests/unit tests/typing tests/docs
+LONG := tests/multirank tests/adapters tests/faults
+
+test: .venv/ready  ## unit, documentation, several ranks, adapters, faults: every promise, of the long sweeps a sample
+	$(BIN)/python -m pytest $(TWO) $(SHORT)
+	$(BIN)/python -m pytest $(TWO) $(LONG)
+
+test-all: .venv/ready  ## the same with the tests marked thorough
+	$(BIN)/python -m pytest $(TWO) --all $(SHORT)
+	$(BIN)/python -m pytest $(TWO) --all $(LONG)
 
 faults: .venv/ready  ## the whole fault matrix, printed with counts: about 20 minutes
 	SAFE_CKPT_THOROUGH=1 $(BIN)/python -m pytest -q tests/faults
 
 test-deepspeed: .venv/deepspeed  ## the DeepSpeed adapter with real engines on the CPU
-	$(DEEPSPEED_ENV) $(BIN)/python -m pytest -q tests/adapters/test_deepspeed*.py tests/docs/test_deepspeed_page.py
+	$(DEEPSPEED_ENV) $(DEEPSPEED)/python -m pytest $(TWO) tests/adapters/test_deepspeed*.py tests/docs/test_deepspeed_page.py
 	rm -rf runs/examples/deepspeed
-	EPOCHS=1 $(DEEPSPEED_ENV) $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/deepspeed_zero3_nvme.py runs/examples/deepspeed
-	EPOCHS=2 $(DEEPSPEED_ENV) $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/deepspeed_zero3_nvme.py runs/examples/deepspeed
+	EPOCHS=1 $(DEEPSPEED_ENV) $(DEEPSPEED)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/deepspeed_zero3_nvme.py runs/examples/deepspeed
+	EPOCHS=2 $(DEEPSPEED_ENV) $(DEEPSPEED)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/deepspeed_zero3_nvme.py runs/examples/deepspeed
 
 # DeepSpeed compiles what it needs on first use, and keeps it here. Without libaio the NVMe tests are skipped, and say so.
 .venv/deepspeed: .venv/ready
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ ! -e /usr/include/libaio.h ]; then \
 	  { apt-get update -qq && apt-get install -y -qq libaio-dev g++; } >/dev/null 2>&1 || echo "libaio-dev could not be installed"; fi
-	$(BIN)/pip install --quiet --disable-pip-version-check setuptools wheel ninja py-cpuinfo
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation deepspeed==0.19.8
-	@$(DEEPSPEED_ENV) timeout 600 $(BIN)/python tests/adapters/deepspeed_ops.py || echo "an op of DeepSpeed could not be built: its tests are skipped"
+	$(BIN)/python -m venv .venv/with-deepspeed
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$($(DEEPSPEED)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+	printf '#!/bin/sh\nexec "%s" -m torch.distributed.run "$$@"\n' "$(CURDIR)/$(DEEPSPEED)/python" > $(DEEPSPEED)/torchrun
+	chmod +x $(DEEPSPEED)/torchrun
+	$(DEEPSPEED)/pip install --quiet --disable-pip-version-check setuptools wheel ninja py-cpuinfo
+	$(DEEPSPEED)/pip install --quiet --disable-pip-version-check --no-build-isolation deepspeed==0.19.8
+	@$(DEEPSPEED_ENV) timeout 600 $(DEEPSPEED)/python tests/adapters/deepspeed_ops.py || echo "an op of DeepSpeed could not be built: its tests are skipped"
 	touch $@
 
 lint: .venv/ready  ## ruff and mypy

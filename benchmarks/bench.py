@@ -44,6 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--saves", type=int, default=3, help="per round and way, after the first one")
     parser.add_argument("--only", action="append", metavar="NAME", help="a way to save, or a script beside this one")
+    parser.add_argument("--mode", action="append", choices=MODES, help="quiet, loaded; both if not given")
     parser.add_argument("--quick", action="store_true", help="128 MiB, one round: to see that it works")
     parser.add_argument("--no-plots", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("docs"), help="for bench.json, bench.md and img/")
@@ -87,7 +88,7 @@ def measure_loops(options: argparse.Namespace, ways: list[str], results: dict[st
         raise SystemExit(calibrated["error"])
     failed: set[str] = set()
     for number in range(options.rounds):
-        jobs = [(way, mode) for way in [*ways, REFERENCE] for mode in MODES]
+        jobs = [(way, mode) for way in [*ways, REFERENCE] for mode in options.mode or MODES]
         for way, mode in random.sample(jobs, len(jobs)):
             if way in failed:
                 continue

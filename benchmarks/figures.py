@@ -84,12 +84,14 @@ class Figures:
         values = [seconds for run in runs for seconds in run[column]]
         return Spread.of(values) if values else None
 
-    def best_peer(self, column: str, mode: str, kinds: Iterable[str], without: str = "") -> tuple[str, float] | None:
+    def best_peer(
+        self, column: str, mode: str, kinds: Iterable[str], without: tuple[str, ...] = ()
+    ) -> tuple[str, float] | None:
         """The peer with the lowest median, and that median."""
         found = []
         for way in self.ways:
             spread = self.seconds(way, mode, column)
-            if backends.ENTRIES[way].kind in kinds and spread and not (without and way.endswith(without)):
+            if backends.ENTRIES[way].kind in kinds and spread and not way.endswith(without):
                 found.append((spread.median, way))
         return (min(found)[1], min(found)[0]) if found else None
 

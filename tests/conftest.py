@@ -6,3 +6,16 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell's background jobs, and what they start, ignore Ctrl-C: here programs are sent it, and must hear it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="also the tests marked thorough")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--all") or os.environ.get("SAFE_CKPT_THOROUGH"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("thorough")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import logging
+import os
 import random
+import time
+from pathlib import Path
 
 import numpy
 import torch
@@ -79,6 +82,16 @@ def trainer(pl, callbacks, folder, **more):
         **more,
     }
     return pl.Trainer(**settings)
+
+
+def note_start(folder):
+    """All is imported: what came before depends on the machine."""
+    Path(folder).mkdir(exist_ok=True)
+    (Path(folder) / f"started{os.environ.get('LOCAL_RANK', '0')}").write_text(str(time.monotonic()))
+
+
+def seconds_since_start(folder):
+    return time.monotonic() - max(float(file.read_text()) for file in Path(folder).glob("started*"))
 
 
 def fingerprint(module):

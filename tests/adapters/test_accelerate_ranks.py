@@ -137,6 +137,7 @@ def test_it_survives_kills_bit_for_bit(tmp_path, size):
     assert writer_processes() == []
 
 
+@pytest.mark.thorough
 def test_a_slow_rank_and_a_save_longer_than_the_groups_timeout(tmp_path):
     """Rank 1 comes 5 s late to the second of three saves in a row, and a writer stands still for 6 s, with a group timeout of
     4 s: no race, no abort, equal counters, and the group's timeout is what it was.
@@ -263,6 +264,7 @@ def test_handles_give_everything_back_on_every_rank(tmp_path):
     assert writer_processes() == []
 
 
+@pytest.mark.thorough
 def test_a_stock_job_loads_ours_on_both_ranks(tmp_path):
     """No part of safe_ckpt is needed to read what it wrote."""
     write = """

@@ -10,9 +10,11 @@ import time
 
 import pytest
 import torch
+from lightning_runs import seconds_since_start
 
 from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.core.verify import verify
+from safe_ckpt.testing.ranks import free_port
 from support import kill_group, needs_root, small_disk, start_script, writer_processes
 
 HEAD = f"""
@@ -23,7 +25,7 @@ HEAD = f"""
     import torch; torch.set_num_threads(1)
     from datetime import timedelta
     from pathlib import Path
-    from lightning_runs import fingerprint, module_class, package, trainer, stop_at
+    from lightning_runs import fingerprint, module_class, note_start, package, trainer, stop_at
     from safe_ckpt import CheckpointConfig, Timeouts
     from safe_ckpt.lightning import SafeCheckpointCallback, resumable
     pl = package("lightning.pytorch")
@@ -46,6 +48,35 @@ def run(file, *args, timeout_s=100):
     )  # fmt: skip
 
 
+def run_ranks(file, *args, timeout_s=100):
+    """As under a launcher: both ranks start at once, which takes half as long as one that starts the other."""
+    port = str(free_port())
+    common = {
+        **os.environ,
+        "RES_OPTIONS": "timeout:1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": "2",
+    }
+    common |= {"TORCHELASTIC_RUN_ID": "test", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "PYTHONUNBUFFERED": "1"}
+    said = file.with_suffix(".out")
+    with said.open("w+") as output:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(file), *map(str, args)],
+                stdout=output, stderr=output, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in (0, 1)
+        ]  # fmt: skip
+        try:
+            codes = [process.wait(timeout_s) for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+    assert codes == [0, 0], said.read_text()[-4000:]
+    return said.read_text()
+
+
 TRAIN = """
     if __name__ == "__main__":
         pl.seed_everything(int(sys.argv[2]), verbose=False)
@@ -65,8 +96,7 @@ def fingerprints(output):
 def test_ddp_survives_kills_bit_for_bit(tmp_path):
     """Two DDP ranks, saving every step, killed twice at random moments: the end is that of an uninterrupted run."""
     file = script(tmp_path, TRAIN.replace("EPOCHS", "20"))
-    reference = run(file, tmp_path / "reference", 1, 3000, "ddp")
-    assert reference.returncode == 0, reference.stderr
+    reference = fingerprints(run_ranks(file, tmp_path / "reference", 1, 3000, "ddp"))
     seed = int.from_bytes(os.urandom(2))
     chance = random.Random(seed)
     events = tmp_path / "exp/.safe_ckpt/events.jsonl"
@@ -83,10 +113,8 @@ def test_ddp_survives_kills_bit_for_bit(tmp_path):
         time.sleep(chance.random() * 0.1)
         kill_group(process)
         process.stdout.close()
-    done = run(file, tmp_path / "exp", 1, 3000, "ddp")
-    assert done.returncode == 0, done.stderr
-    assert fingerprints(done.stdout) == fingerprints(reference.stdout), f"random seed {seed}"
-    assert len(fingerprints(done.stdout)) == 1
+    assert fingerprints(run_ranks(file, tmp_path / "exp", 1, 3000, "ddp")) == reference, f"random seed {seed}"
+    assert len(reference) == 1
     assert sorted(p.name for p in (tmp_path / "exp").glob("*.ckpt")) == ["epoch=19-step=40.ckpt", "last.ckpt"]
     assert os.listdir(tmp_path / "exp/.safe_ckpt/staging") == []
     assert writer_processes() == []
@@ -141,6 +169,7 @@ def test_a_failed_save_raises_the_same_error_on_both_ranks(tmp_path):
     assert said[0].endswith("epoch=0-step=2.ckpt")
 
 
+@pytest.mark.thorough
 def test_a_metric_that_differs_between_ranks_names_one_file(tmp_path):
     """Logged without sync_dist and part of the file's name: rank 0's counts, on both ranks."""
     body = """
@@ -177,19 +206,20 @@ def test_a_save_from_a_signal_handler_on_two_ranks(tmp_path):
                         (folder / "pid1").write_text(str(os.getpid()))
                     trainer.strategy.barrier()
             callback = SafeCheckpointCallback(dirpath=folder / "exp", config=CONFIG)
+            note_start(folder)
             made = trainer(pl, [Uneven(), callback], folder, strategy="ddp", devices=2)
             signal.signal(signal.SIGUSR1, lambda *_: made.save_checkpoint(folder / "hpc_ckpt_1.ckpt"))
             made.fit(module_class(pl)())
             print("RANK", made.global_rank, made.global_step)
     """
-    begun = time.monotonic()
     done = run(script(tmp_path, body), tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("RANK") == 2
-    assert time.monotonic() - begun < 25
+    assert seconds_since_start(tmp_path) < 15
     verify(tmp_path / "hpc_ckpt_1.ckpt", read_manifest(tmp_path / "hpc_ckpt_1.ckpt"))
 
 
+@pytest.mark.thorough
 def test_the_users_own_saves_on_two_ranks(tmp_path):
     """trainer.save_checkpoint in fit and after it: done when it returns, and what fails fails on both ranks, promptly."""
     body = """
@@ -200,6 +230,7 @@ def test_the_users_own_saves_on_two_ranks(tmp_path):
                     said.append((folder / "own.ckpt").exists())
             said = []
             callback = SafeCheckpointCallback(dirpath=folder / "exp", config=CONFIG)
+            note_start(folder)
             made = trainer(pl, [Own(), callback], folder, strategy="ddp", devices=2, max_epochs=1)
             made.fit(module_class(pl)())
             made.save_checkpoint(folder / "final.ckpt")
@@ -211,12 +242,11 @@ def test_the_users_own_saves_on_two_ranks(tmp_path):
                 said.append(type(error).__name__)
             (folder / f"rank{made.global_rank}").write_text(str(said))
     """
-    begun = time.monotonic()
     done = run(script(tmp_path, body), tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     for rank in (0, 1):
         assert (tmp_path / f"rank{rank}").read_text() == "[True, True, 'DirectoryError']"
-    assert time.monotonic() - begun < 40
+    assert seconds_since_start(tmp_path) < 25
 
 
 def test_an_exception_on_one_rank_ends_promptly(tmp_path):
@@ -228,13 +258,13 @@ def test_an_exception_on_one_rank_ends_promptly(tmp_path):
                     if trainer.global_step == 5 and trainer.global_rank == 1:
                         raise KeyError("mine")
             callback = SafeCheckpointCallback(dirpath=folder, config=CONFIG, save_on_exception=True, save_top_k=-1)
+            note_start(folder)
             made = trainer(pl, [Boom(), callback], folder, strategy="ddp", devices=2, max_epochs=8)
             made.fit(module_class(pl)())
     """
-    begun = time.monotonic()
     done = run(script(tmp_path, body), tmp_path / "exp")
     assert done.returncode != 0
-    assert time.monotonic() - begun < 45
+    assert seconds_since_start(tmp_path / "exp") < 25
     assert "KeyError: 'mine'" in done.stderr
     files = list((tmp_path / "exp").glob("*.ckpt"))
     assert files
@@ -242,6 +272,7 @@ def test_an_exception_on_one_rank_ends_promptly(tmp_path):
         verify(file, read_manifest(file))
 
 
+@pytest.mark.thorough
 def test_ctrl_c_with_two_ranks(tmp_path):
     """SIGINT to the whole job: it ends within seconds and leaves only whole files."""
     file = script(tmp_path, TRAIN.replace("EPOCHS", "100000"))
@@ -278,17 +309,16 @@ def test_each_rank_continues_its_own_randomness(tmp_path):
             made.fit(module_class(pl)())
     """
     file = script(tmp_path, body)
-    for name, epochs in (("straight", [4]), ("broken", [2, 3, 4])):
+    for name, epochs in (("straight", [4]), ("broken", [2, 4])):
         (tmp_path / name).mkdir()
         for epoch in epochs:
-            done = run(file, tmp_path / f"exp-{name}", tmp_path / name, epoch)
-            assert done.returncode == 0, done.stderr[-2000:]
+            run_ranks(file, tmp_path / f"exp-{name}", tmp_path / name, epoch)
     drawn = {name: [(tmp_path / name / f"rank{r}").read_text() for r in (0, 1)] for name in ("straight", "broken")}
     assert drawn["straight"] == drawn["broken"]
     assert drawn["straight"][0] != drawn["straight"][1]
 
 
-@pytest.mark.parametrize("kind", ["stdin", "no_guard"])
+@pytest.mark.parametrize("kind", ["stdin", pytest.param("no_guard", marks=pytest.mark.thorough)])
 def test_programs_without_a_main_guard(tmp_path, kind):
     """A notebook-style script on stdin, or one without a guard: the writer does not import the user's main."""
     body = textwrap.dedent(HEAD).replace("sys.argv[1]", repr(str(tmp_path / "exp"))) + textwrap.dedent("""
@@ -306,6 +336,7 @@ def test_programs_without_a_main_guard(tmp_path, kind):
     assert len(list((tmp_path / "exp").glob("*.ckpt"))) == 1
 
 
+@pytest.mark.thorough
 def test_a_loader_that_fails_to_say_where_it_is_fails_on_both_ranks(tmp_path):
     """The user's loader raises in state_dict() on rank 1 alone: both ranks raise its cause, promptly."""
     body = """
@@ -321,17 +352,17 @@ def test_a_loader_that_fails_to_say_where_it_is_fails_on_both_ranks(tmp_path):
                 def train_dataloader(self):
                     return Loader(super().train_dataloader().dataset, batch_size=4)
             callback = SafeCheckpointCallback(dirpath=folder, config=CONFIG)
+            note_start(folder)
             made = trainer(pl, [callback], folder, strategy="ddp", devices=2)
             try:
                 made.fit(Module())
             except Exception as error:
                 print("RANK", made.global_rank, type(error).__name__, "mine" in str(error), flush=True)
     """
-    begun = time.monotonic()
     done = run(script(tmp_path, body), tmp_path / "exp")
     said = sorted(line for line in done.stdout.splitlines() if line.startswith("RANK"))
     assert said == ["RANK 0 UnexpectedError True", "RANK 1 KeyError True"], done.stderr[-2000:]
-    assert time.monotonic() - begun < 30
+    assert seconds_since_start(tmp_path / "exp") < 15
 
 
 def test_sigterm_on_one_rank_stops_both_and_the_run_goes_on_exactly(tmp_path):
@@ -344,22 +375,20 @@ def test_sigterm_on_one_rank_stops_both_and_the_run_goes_on_exactly(tmp_path):
     STOP = replace(CONFIG, save_on_signals=("SIGTERM",))
     class Kick(pl.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if len(sys.argv) > 5 and trainer.global_step == 4 and trainer.global_rank == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.15)
+            if len(sys.argv) > 5:
+                if trainer.global_step == 4 and trainer.global_rank == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.15)  # the run is not over before both have agreed on a step
     import time
     if __name__ == "__main__":""",
         1,
     )
     file = script(tmp_path, body)
-    reference = run(file, tmp_path / "reference", 1, 100, "ddp")
-    assert reference.returncode == 0, reference.stderr[-2000:]
+    reference = fingerprints(run_ranks(file, tmp_path / "reference", 1, 100, "ddp"))
     stopped = run(file, tmp_path / "exp", 1, 100, "ddp", "kick")
     assert stopped.returncode == 0, stopped.stderr[-2000:]
     steps = {line.split()[3] for line in stopped.stdout.splitlines() if line.startswith("RANK")}
     assert len(steps) == 1
     assert 5 <= int(*steps) < 40
     assert (tmp_path / "exp/stopped.ckpt").exists()
-    done = run(file, tmp_path / "exp", 1, 100, "ddp")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert fingerprints(done.stdout) == fingerprints(reference.stdout)
+    assert fingerprints(run_ranks(file, tmp_path / "exp", 1, 100, "ddp")) == reference

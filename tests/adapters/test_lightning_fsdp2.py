@@ -138,6 +138,7 @@ TOOLS = """
 """
 
 
+@pytest.mark.thorough
 def test_other_tools_read_and_write_beside_us(tmp_path):
     """Stock strategy, Lightning's consolidation, an unsharded Trainer; its directories are resumed; damage is refused."""
     done = run(script(tmp_path, BODY + TOOLS), tmp_path)

@@ -568,7 +568,7 @@ def test_killed_between_commit_and_removal(tmp_path):
     assert names(tmp_path / "exp") == ["step=12.ckpt"]
 
 
-@pytest.mark.parametrize("last", ["link", True])
+@pytest.mark.parametrize("last", ["link", pytest.param(True, marks=pytest.mark.thorough)])
 def test_killed_between_commit_and_link(tmp_path, last):
     """A killed run had committed its checkpoint but not yet renamed last.ckpt: the next run does, also one that is over."""
     script = tmp_path / "run.py"

@@ -4,27 +4,30 @@ from collections import Counter
 
 import pytest
 
-_rows = {}
-
 
 @pytest.fixture
-def matrix():
+def matrix(record_property):
     """Call it with the fault, where it struck, and a Counter of outcomes."""
 
     def add(fault, where, outcomes):
-        row = _rows.setdefault((fault, where), Counter())
-        row.update(outcomes)
+        record_property("matrix", (fault, where, dict(outcomes)))  # it comes with the report, from another process too
 
     return add
 
 
 def pytest_terminal_summary(terminalreporter):
-    if not _rows:
+    rows = {}
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "matrix":
+                fault, where, outcomes = value
+                rows.setdefault((fault, where), Counter()).update(outcomes)
+    if not rows:
         return
     terminalreporter.section("fault matrix")
-    widths = [max(len(row[column]) for row in _rows) for column in (0, 1)]
-    for (fault, where), outcomes in _rows.items():
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for (fault, where), outcomes in sorted(rows.items()):
         counts = ", ".join(f"{count} {what}" for what, count in sorted(outcomes.items(), key=lambda item: -item[1]))
         line = f"{fault:<{widths[0]}} | {where:<{widths[1]}} | {sum(outcomes.values()):5} trials: {counts}"
         terminalreporter.write_line(line)
-    terminalreporter.write_line(f"{sum(sum(row.values()) for row in _rows.values())} trials in all")
+    terminalreporter.write_line(f"{sum(sum(row.values()) for row in rows.values())} trials in all")

@@ -6,11 +6,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from safe_ckpt.testing import FaultyStorage
 
 SWEEP = Path(__file__).with_name("sweep.py")
 # What continuous integration goes through in samples, `make faults` goes through whole.
 THOROUGH = bool(os.environ.get("SAFE_CKPT_THOROUGH"))
+
+
+def sampled(cases, chosen):
+    """All cases as parameters; those for whose number ``chosen`` is false are for thorough runs."""
+    return [
+        pytest.param(*case, marks=[] if chosen(number) else [pytest.mark.thorough]) for number, case in enumerate(cases)
+    ]
 
 
 def sweep(folder, scenario, fault, *, first=1, step=1, timeout_s=600):

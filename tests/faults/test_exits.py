@@ -31,7 +31,7 @@ def committed(folder):
     return [path.name for path in found]
 
 
-@pytest.mark.parametrize("flags", [(), ("-O",)])
+@pytest.mark.parametrize("flags", [(), pytest.param(("-O",), marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("end", "code", "words"),
     [
@@ -142,9 +142,9 @@ def test_ctrl_c_twice_ends_at_once(tmp_path):
         ("fsync:error=EIO:when=1", "2"),  # the kernel may have dropped the pages: written again, to another file
         ("fsync:error=EIO", "DirectoryError"),
         ("pwrite64:error=ENOSPC:when=3+", "NotEnoughSpaceError"),
-        ("pwrite64:error=EDQUOT:when=1", "NotEnoughSpaceError"),
+        pytest.param("pwrite64:error=EDQUOT:when=1", "NotEnoughSpaceError", marks=pytest.mark.thorough),
         ("pwrite64:signal=KILL:when=2", "2"),
-        ("fsync:signal=SEGV:when=1", "2"),
+        pytest.param("fsync:signal=SEGV:when=1", "2", marks=pytest.mark.thorough),
         ("pwrite64:delay_enter=3000000:when=1", "2"),
     ],
 )
@@ -192,7 +192,9 @@ def test_a_stopped_writer_does_not_hold_the_exit(tmp_path):
     assert not list((tmp_path / "exp").glob("step-*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGSTOP, pytest.param(signal.SIGSEGV, marks=pytest.mark.thorough)]
+)
 def test_a_lost_writer_is_replaced_and_the_save_committed(tmp_path, number):
     """The writer is killed, stopped or crashes in the middle of a file: one warning, and the same bytes are committed."""
     end = f"""

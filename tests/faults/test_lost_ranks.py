@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 from entries import ENTRIES, entered
-from kit import THOROUGH
+from kit import THOROUGH, sampled
 
 from safe_ckpt import CheckpointConfig, Timeouts
 from safe_ckpt.core import commit, snapshot
@@ -39,7 +39,10 @@ OF_OTHERS = ["agree", "snapshot", "write", "report", "verdict"]
 CASES = [(0, phase, action) for phase in OF_RANK_0 for action in ("SIGKILL", "SIGSTOP", "late")]
 CASES += [(2, phase, action) for phase in OF_OTHERS for action in ("SIGKILL", "SIGSTOP", "late")]
 ALL = [(name, *case) for name in ENTRIES for case in CASES]
-SOME = [("Checkpointer", *case) for number, case in enumerate(CASES) if number % 3 == number // 3 % 3]
+SOME = sampled(
+    [("Checkpointer", *case) for number, case in enumerate(CASES) if number % 3 == number // 3 % 3],
+    lambda number: number % 3 != 1,
+)
 SOME += [("accelerator.save_state", *case) for number, case in enumerate(CASES) if number % 12 == 4]
 
 
@@ -67,11 +70,18 @@ def arm(phase, action):
     setattr(owner, name, struck)
 
 
+def await_others(folder, what, rank):
+    while not all((folder / f"{what}{other}").exists() for other in range(SIZE) if other != rank):
+        time.sleep(0.01)
+
+
 def lose(rank, folder, name, victim, phase, action):
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     entry = ENTRIES[name](folder / "exp", CONFIG, rank=rank)
     entry.save(1).result(timeout_s=20)
+    (folder / f"saved{rank}").touch()
     if rank == victim:
+        await_others(folder, "saved", rank)  # who is still reading the first verdict would rightly not know it
         arm(phase, action)
     begun, said = time.monotonic(), None
     try:
@@ -89,10 +99,8 @@ def lose(rank, folder, name, victim, phase, action):
 def release(folder, rank, victim, *, stopped):
     """When all others are through, end the stopped one: it cannot end by itself."""
     (folder / f"through{rank}").touch()
-    others = [r for r in range(SIZE) if r != victim]
-    if stopped and rank == others[0]:
-        while not all((folder / f"through{r}").exists() for r in others):
-            time.sleep(0.01)
+    if stopped and rank == min(r for r in range(SIZE) if r != victim):
+        await_others(folder, "through", victim)
         os.kill(int((folder / f"pid{victim}").read_text()), signal.SIGKILL)
 
 

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from kit import THOROUGH, sweep
+from kit import THOROUGH, sampled, sweep
 from sweep import MARKER, SCENARIOS
 
 from safe_ckpt.core.writer import Writer
@@ -19,7 +19,7 @@ def recorded(log):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", sampled([(name,) for name in SCENARIOS], lambda number: number % 3 == 1))
 def test_a_power_cut_leaves_the_old_or_the_new(tmp_path, name, monkeypatch, matrix):
     """Every prefix of the save's operations, what was not fsynced dropped or reordered: the old or the new, never a mix, never
     none; and the new one once the save had been reported.

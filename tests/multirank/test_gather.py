@@ -295,7 +295,10 @@ def _stopped(rank, folder, victim, within):
     return None
 
 
-@pytest.mark.parametrize(("victim", "within"), [(0, ""), (2, ""), (2, "a round"), (2, "a sum")])
+STOPS = [(0, ""), pytest.param(2, "", marks=pytest.mark.thorough), (2, "a round"), (2, "a sum")]
+
+
+@pytest.mark.parametrize(("victim", "within"), STOPS)
 def test_a_rank_that_is_stopped_is_named(tmp_path, victim, within):
     """SIGSTOP between two rounds or within a collective: every live rank raises its number after peer_stall_s (3 s here)."""
     for outcome in spawn_ranks(_stopped, 3, str(tmp_path), victim, within, expendable=[victim]):

@@ -112,7 +112,13 @@ def _come_late(rank, late):
 
 
 @pytest.mark.parametrize(
-    ("victim", "number"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)]
+    ("victim", "number"),
+    [
+        (1, signal.SIGKILL),
+        (0, signal.SIGKILL),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.thorough),
+        (0, signal.SIGSTOP),
+    ],
 )
 def test_a_lost_rank_is_named_long_before_the_deadline(victim, number):
     """A rank that is killed or stopped is noticed within seconds, though the deadline is minutes away."""

@@ -172,9 +172,9 @@ def _go_on(rank, world, folder, shape, shard):
 @pytest.mark.parametrize(
     ("saves", "resumes", "snapshot"),
     [
-        ((4, None, True), [(1, None, True), (2, None, True)], "eager"),
+        pytest.param((4, None, True), [(1, None, True), (2, None, True)], "eager", marks=pytest.mark.thorough),
         ((4, (2, 2), True), [(1, None, False), (3, None, True)], "overlapped"),
-        ((2, None, True), [(4, (2, 2), True)], "overlapped"),
+        pytest.param((2, None, True), [(4, (2, 2), True)], "overlapped", marks=pytest.mark.thorough),
         ((1, None, False), [(2, None, True), (4, (2, 2), True)], "eager"),
     ],
 )

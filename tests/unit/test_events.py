@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Telemetry, Timeouts
+from safe_ckpt.core.copying import Copy
 from safe_ckpt.errors import ConfigError, DirectoryError, RendezvousTimeout
 from safe_ckpt.events import (
     Agreed,
@@ -75,19 +77,25 @@ def test_without_a_rule_nothing_is_retained(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["overlapped", "streamed"])
-def test_it_is_told_how_the_copy_was_taken(tmp_path, mode):
+def test_it_is_told_how_the_copy_was_taken(tmp_path, monkeypatch, mode):
     """Overlapped with training, or not at all where memory is short: then the caller waited for the disk."""
-    seen = []
+    seen, returned, copying = [], threading.Event(), Copy.run_deferred
+    monkeypatch.setattr(Copy, "run_deferred", lambda self: (returned.wait(10), copying(self)))
     settings = {"overlapped": config(snapshot="overlapped"), "streamed": config(max_host_bytes=1 << 20)}[mode]
     model = torch.nn.Linear(1000, 600)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     with Checkpointer(tmp_path, settings, hooks=[seen.append]) as ckpt:
-        ckpt.save(1, {"model": model, "optimizer": optimizer}).result(timeout_s=20)
+        handle = ckpt.save(1, {"model": model, "optimizer": optimizer})
+        returned_at = time.time()
+        returned.set()
+        handle.result(timeout_s=20)
         ckpt.wait()
     snapshotted, written = seen[1:3]
     assert isinstance(snapshotted, Snapshotted)
     assert (snapshotted.mode, snapshotted.size_bytes) == (mode, written.size_bytes)
-    assert (snapshotted.stall_s >= written.seconds) == (mode == "streamed")
+    assert (written.at <= returned_at) == (mode == "streamed")
+    if mode == "streamed":
+        assert snapshotted.stall_s >= written.seconds
 
 
 def test_weights_alone_are_told_apart(tmp_path):

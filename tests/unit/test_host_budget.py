@@ -1,5 +1,6 @@
 """Host memory: made ready ahead of the first save, not larger than the state, and a budget that is kept."""
 
+import gc
 import threading
 
 import pytest
@@ -183,6 +184,27 @@ def test_a_preparation_never_grows_an_arena_that_is_in_use(tmp_path, monkeypatch
         threading.Timer(0.2, go_on.set).start()
         ckpt.save(1, {"w": torch.ones(5)}).result(timeout_s=60)
         assert go_on.is_set()
+
+
+def test_a_checkpointer_that_nobody_holds_does_not_wait_for_its_memory(tmp_path, monkeypatch):
+    """Dropped while memory is made ready for it: its directory can be opened again at once."""
+    growing, go_on, gone_on, reserve = threading.Event(), threading.Event(), threading.Event(), Arena.reserve
+
+    def slow(self, size):
+        growing.set()
+        go_on.wait(30)
+        gone_on.set()
+        reserve(self, size)
+
+    monkeypatch.setattr(Arena, "reserve", slow)
+    ckpt = Checkpointer(tmp_path, CheckpointConfig())
+    ckpt.prepare({"w": torch.empty(8 << 20, dtype=torch.uint8)})
+    assert growing.wait(30)
+    del ckpt
+    gc.collect()
+    with Checkpointer(tmp_path, CheckpointConfig()):
+        assert not gone_on.is_set()
+    go_on.set()
 
 
 def test_loaded_memory_is_not_shared_with_forked_processes(tmp_path):

@@ -1,9 +1,13 @@
 """How much memory may still be taken: the least of what the machine and the control groups leave."""
 
+import errno
+import os
+import threading
+
 import pytest
 
 from safe_ckpt.core import arena
-from safe_ckpt.core.arena import Arena
+from safe_ckpt.core.arena import GRANULE, Arena
 from safe_ckpt.core.host_memory import available_bytes
 from safe_ckpt.errors import NotEnoughSpaceError
 
@@ -65,3 +69,82 @@ def test_a_snapshot_that_does_not_fit_is_an_error_and_not_a_kill(monkeypatch):
     assert (caught.value.needed_bytes, caught.value.free_bytes) == (60 << 20, 5 << 20)
     assert one.size == 4 << 20
     one.close()
+
+
+def allocated_bytes(fd):
+    return os.fstat(fd).st_blocks * 512
+
+
+@pytest.mark.parametrize("by_faults", [True, False], ids=["huge pages on advice", "not on advice"])
+@pytest.mark.parametrize("can_map", [True, False], ids=["populating", "older kernel"])
+def test_all_of_an_arena_is_allocated_before_it_is_filled(monkeypatch, by_faults, can_map):
+    """Whatever the kernel can and the machine is set to: memory that is short is an error of reserve, never a SIGBUS later."""
+    monkeypatch.setattr(arena, "_huge_on_advice", lambda: by_faults)
+    if not can_map:
+        monkeypatch.setattr(arena, "_map", lambda start, length: False)
+    made = Arena()
+    for size in (GRANULE + 5, 9 * GRANULE):
+        made.reserve(size)
+        assert made.size == -(-size // GRANULE) * GRANULE
+        assert allocated_bytes(made.fileno()) >= made.size
+        made.bytes[-1] = 1
+    made.close()
+
+
+def test_memory_that_runs_out_half_way_is_given_back(monkeypatch):
+    """The kernel gives pages in parts and then none: a named error, the memory that was got is free, the arena still works."""
+    made, writing, left = Arena(), os.pwrite, [5]
+    made.reserve(GRANULE)
+    made.bytes[:7] = 3
+
+    def pwrite(fd, data, at):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return writing(fd, data[: len(data) // 2 or 1], at)
+
+    monkeypatch.setattr(arena, "_huge_on_advice", lambda: False)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(NotEnoughSpaceError):
+        made.reserve(20 * GRANULE)
+    assert left[0] == -1
+    assert made.size == GRANULE
+    assert os.fstat(made.fileno()).st_size == GRANULE
+    assert made.bytes[:7].tolist() == [3] * 7
+    monkeypatch.setattr(os, "pwrite", writing)
+    made.reserve(20 * GRANULE)
+    assert allocated_bytes(made.fileno()) >= 20 * GRANULE
+    made.close()
+
+
+def test_closing_stops_an_allocation(monkeypatch):
+    """A job that ends does not wait until memory is made ready for a save that never comes."""
+    made, writing, begun, go = Arena(), os.pwrite, threading.Event(), threading.Event()
+    found = []
+
+    def pwrite(fd, data, at):
+        begun.set()
+        go.wait(20)
+        return writing(fd, data, at)
+
+    def reserve():
+        try:
+            made.reserve(50 * GRANULE)
+        except OSError as error:
+            found.append(error.errno)
+
+    monkeypatch.setattr(arena, "_huge_on_advice", lambda: False)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    allocating = threading.Thread(target=reserve)
+    allocating.start()
+    assert begun.wait(20)
+    closing = threading.Thread(target=made.close)
+    closing.start()
+    while not made._closing:
+        pass
+    go.set()
+    closing.join(20)
+    allocating.join(20)
+    assert found == [errno.ECANCELED]
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(made.fileno())

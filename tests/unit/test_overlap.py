@@ -4,6 +4,7 @@ import copy
 import gc
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -40,6 +41,13 @@ def train(net, optimizer, steps=1):
         optimizer.zero_grad()
         loss_of(net).backward()
         optimizer.step()
+
+
+def trained():
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer)
+    return net, optimizer
 
 
 def same(one, other):
@@ -108,9 +116,7 @@ def test_the_next_step_waits_for_the_copy(tmp_path, late, name):
 
 def test_forward_and_backward_do_not_wait(tmp_path, late):
     """While the copy has not begun, any number of backward passes run: gradients may be accumulated. The step waits."""
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters())
-    train(net, optimizer)
+    net, optimizer = trained()
 
     def go_on():
         for _ in range(4):
@@ -180,9 +186,7 @@ def test_two_optimizers_that_step_in_turn(tmp_path, late):
 
 def test_averages_and_swaps_are_not_deferred(tmp_path, late):
     """An averaged copy of the model belongs to no optimizer: it is copied at once, and may be updated before the step."""
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters())
-    train(net, optimizer)
+    net, optimizer = trained()
     average = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
     average.update_parameters(net)
     train(net, optimizer)
@@ -233,9 +237,7 @@ def test_gradient_scaler_and_scheduler(tmp_path, late):
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_step(tmp_path, late):
     """``torch.compile`` of the step keeps the gate, also when it was compiled while nothing was being copied."""
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters())
-    train(net, optimizer)
+    net, optimizer = trained()
     step = torch.compile(optimizer.step, backend="eager")
     loss_of(net).backward()
     step()
@@ -256,9 +258,7 @@ def test_an_edit_past_the_gate_fails_the_save(tmp_path, monkeypatch, edit):
     edited = threading.Event()
     copying = Copy.run_deferred
     monkeypatch.setattr(Copy, "run_deferred", lambda self: (edited.wait(30), copying(self)))
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters())
-    train(net, optimizer)
+    net, optimizer = trained()
     with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
         handle = ckpt.save(1, {"model": net, "optimizer": optimizer})
         edit(net)
@@ -269,6 +269,33 @@ def test_an_edit_past_the_gate_fails_the_save(tmp_path, monkeypatch, edit):
     assert [path.name for path in tmp_path.iterdir() if path.is_dir() and path.name != ".safe_ckpt"] == [
         "step-00000002"
     ]
+
+
+@pytest.mark.parametrize("edited_one", ["first", "second"])
+def test_an_edit_of_one_of_two_equal_modules_fails_the_save(tmp_path, monkeypatch, edited_one):
+    """Twin critics with an optimizer each: every tensor that is copied later is watched, also where names are the same."""
+    edited = threading.Event()
+    copying = Copy.run_deferred
+    monkeypatch.setattr(Copy, "run_deferred", lambda self: (edited.wait(30), copying(self)))
+    nets = {"first": Net(), "second": Net()}
+    optimizers = {name: torch.optim.AdamW(net.parameters()) for name, net in nets.items()}
+    for name, net in nets.items():
+        train(net, optimizers[name])
+    state = {**nets, **{f"{name}_optimizer": optimizer for name, optimizer in optimizers.items()}}
+    number = 1 + list(nets).index(edited_one)
+    with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
+        handle = ckpt.save(1, state)
+        nets[edited_one].first.weight.data.clamp_(-0.01, 0.01)
+        edited.set()
+        with pytest.raises(SaveError, match=rf"parameter first.weight of module {number} of 2 changed"):
+            handle.result(timeout_s=60)
+        edited.clear()
+        handle = ckpt.save(2, state)
+        state_now = optimizers[edited_one].state[nets[edited_one].last.weight]["exp_avg"]
+        state_now.data.zero_()
+        edited.set()
+        with pytest.raises(SaveError, match=rf"exp_avg of parameter \d+ of optimizer {number} of 2 changed"):
+            handle.result(timeout_s=60)
 
 
 def test_an_edit_of_the_last_file_fails_the_save_too(tmp_path, monkeypatch):
@@ -298,9 +325,7 @@ def test_a_save_that_fails_at_once_holds_no_step(tmp_path, monkeypatch):
         return left
 
     monkeypatch.setattr(Copy, "run", run)
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters())
-    train(net, optimizer)
+    net, optimizer = trained()
     with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
         handle = ckpt.save(1, {"model": net, "optimizer": optimizer})
         began = time.monotonic()
@@ -312,19 +337,19 @@ def test_a_save_that_fails_at_once_holds_no_step(tmp_path, monkeypatch):
 
 def test_without_threads_to_be_had_the_copy_is_made_at_once(tmp_path, monkeypatch):
     """The limit of threads is reached: no overlap, and nothing else."""
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters())
-    train(net, optimizer)
+    net, optimizer = trained()
+    starting, refused = threading.Thread.start, []
+
+    def start(self):
+        if self.name == "safe_ckpt-copy":
+            refused.append(self)
+            raise RuntimeError("can't start new thread")
+        starting(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
     with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
         ckpt.save(1, {"model": net, "optimizer": optimizer}).result(timeout_s=60)
-        starting = threading.Thread.start
-
-        def start(self):
-            if self.name == "safe_ckpt-copy":
-                raise RuntimeError("can't start new thread")
-            starting(self)
-
-        monkeypatch.setattr(threading.Thread, "start", start)
+        assert refused
         expected = states({"model": net, "optimizer": optimizer})
         handle = ckpt.save(2, {"model": net, "optimizer": optimizer})
         train(net, optimizer)
@@ -338,9 +363,7 @@ def test_a_copy_that_never_ends_does_not_hold_training_for_ever(tmp_path, monkey
     stuck = threading.Event()
     copying = Copy.run_deferred
     monkeypatch.setattr(Copy, "run_deferred", lambda self: (stuck.wait(30), copying(self)))
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters())
-    train(net, optimizer)
+    net, optimizer = trained()
     config = CheckpointConfig.from_mapping({"snapshot": "overlapped", "timeouts": {"barrier_s": 0.5}})
     with Checkpointer(tmp_path, config) as ckpt:
         handle = ckpt.save(1, {"model": net, "optimizer": optimizer})
@@ -348,6 +371,100 @@ def test_a_copy_that_never_ends_does_not_hold_training_for_ever(tmp_path, monkey
         stuck.set()
         with pytest.raises(SaveError, match="not complete after"):
             handle.result(timeout_s=60)
+
+
+def test_a_copy_that_hangs_does_not_hold_up_the_next_saves(tmp_path, monkeypatch):
+    """A copy that does not come back, from a mount or a device that hangs, costs its own save, not those after it."""
+    hanging, copying, number = threading.Event(), Copy.run_deferred, []
+
+    def run_deferred(self):
+        number.append(self)
+        if len(number) == 1:
+            hanging.wait(60)
+        copying(self)
+
+    monkeypatch.setattr(Copy, "run_deferred", run_deferred)
+    net, optimizer = trained()
+    config = {"snapshot": "overlapped", "timeouts": {"barrier_s": 5, "shutdown_s": 2}}
+    with Checkpointer(tmp_path, CheckpointConfig.from_mapping(config)) as ckpt:
+        failed = ckpt.save(1, {"model": net, "optimizer": optimizer})
+        train(net, optimizer)
+        with pytest.raises(SaveError, match="not complete after"):
+            failed.result(timeout_s=60)
+        handle = ckpt.save(2, {"model": net, "optimizer": optimizer})
+        train(net, optimizer)
+        assert handle.result(timeout_s=60).step == 2
+        hanging.set()
+
+
+def interrupt_once(monkeypatch, name, *, after):
+    """Ctrl-C in the start of the thread of that name: once it runs, or before it does."""
+    starting, left = threading.Thread.start, [True]
+
+    def start(self):
+        if self.name != name or not left:
+            return starting(self)
+        left.clear()
+        if after:
+            starting(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+@pytest.mark.parametrize("after", [True, False], ids=["as it runs", "before it runs"])
+@pytest.mark.parametrize("name", ["safe_ckpt-copy", "safe_ckpt-save"])
+def test_ctrl_c_while_a_thread_starts_leaves_nothing_waiting(tmp_path, monkeypatch, name, after):
+    """An interrupt in the first save: its copy and its handle come to an end, the step goes on, the next save works."""
+    before = set(threading.enumerate())
+    interrupt_once(monkeypatch, name, after=after)
+    net, optimizer = trained()
+    with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.save(1, {"model": net, "optimizer": optimizer})
+        begun = time.monotonic()
+        train(net, optimizer)
+        with pytest.raises(SaveError, match="interrupted"):
+            ckpt.wait()
+        assert ckpt.save(2, {"model": net, "optimizer": optimizer}).result(timeout_s=60).step == 2
+        assert time.monotonic() - begun < 20
+    assert not (tmp_path / "step-00000001").exists()
+    for thread in set(threading.enumerate()) - before:
+        if thread.name == name:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def test_memory_is_free_once_closed(tmp_path):
+    """A Checkpointer that is closed but still held, and no further step: no snapshot's memory stays mapped."""
+    net, optimizer = trained()
+    with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
+        ckpt.save(1, {"model": net, "optimizer": optimizer}).result(timeout_s=60)
+        (arena,) = ckpt._engine._taker._free
+        mapped = weakref.ref(arena._map)
+        assert mapped() is not None
+    gc.collect()
+    assert mapped() is None
+    ckpt.close()
+
+
+def test_no_thread_for_a_save_fails_that_save_alone(tmp_path, monkeypatch):
+    """Where the system gives no more threads the save has failed and says why; the next one works, and nothing waits."""
+    starting, refused = threading.Thread.start, []
+
+    def start(self):
+        if self.name == "safe_ckpt-save" and not refused:
+            refused.append(self)
+            raise RuntimeError("can't start new thread")
+        starting(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    net, optimizer = trained()
+    with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
+        handle = ckpt.save(1, {"model": net, "optimizer": optimizer})
+        with pytest.raises(SaveError, match="can't start new thread"):
+            handle.result(timeout_s=10)
+        assert ckpt.save(2, {"model": net, "optimizer": optimizer}).result(timeout_s=60).step == 2
 
 
 def test_what_may_change_in_forward_is_copied_at_once():
@@ -383,9 +500,7 @@ def test_optimizers_that_are_not_known_defer_nothing(optimizer):
 
 def test_state_dicts_are_copied_at_once(tmp_path):
     """Without the module and the optimizer themselves nothing is known of who changes what."""
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters())
-    train(net, optimizer)
+    net, optimizer = trained()
     with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
         handle = ckpt.save(1, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
         handle.wait_snapshot(timeout_s=0)
@@ -407,9 +522,7 @@ def test_the_size_after_the_first_step_is_known_before_it():
 
 def test_no_tensor_is_kept_alive_by_a_finished_save(tmp_path):
     """Neither the gate nor a handle holds on to what was saved."""
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters())
-    train(net, optimizer)
+    net, optimizer = trained()
     with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
         ckpt.save(1, {"model": net, "optimizer": optimizer}).result(timeout_s=60)
         train(net, optimizer)

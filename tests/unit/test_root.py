@@ -215,3 +215,45 @@ def test_a_record_that_cannot_be_written_gives_the_lock_back(tmp_path, monkeypat
             root.open()
     root.open()
     root.close()
+
+
+@pytest.mark.parametrize("name", ["", "staging", "trash", "quarantine", "kept"])
+def test_what_a_link_leads_to_is_not_swept(tmp_path, name):
+    """A hidden folder that is a link is refused by name: sweeping it would delete somebody else's files."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("kept")
+    link = tmp_path / "held" / ".safe_ckpt" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(elsewhere, target_is_directory=True)
+    with pytest.raises(DirectoryError, match="is a link") as caught:
+        Root(tmp_path / "held", lease_s=60.0).open()
+    assert caught.value.path == str(link).rstrip("/")
+    assert (elsewhere / "precious").read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", [".safe_ckpt", ".safe_ckpt/names"])
+def test_a_link_above_a_hidden_folder_is_not_followed(tmp_path, name):
+    """A directory that is named by itself has its hidden folder further down: no part of the way there may be a link."""
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "held" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    with pytest.raises(DirectoryError, match="is a link"):
+        Root(tmp_path / "held", lease_s=60.0, hidden=tmp_path / "held/.safe_ckpt/names/weights").open()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_directory_behind_a_link_is_one(tmp_path):
+    """The checkpoint directory itself may be a link, as users have them to a larger disk."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "held").symlink_to(tmp_path / "disk", target_is_directory=True)
+    root = Root(tmp_path / "held", lease_s=60.0)
+    root.open()
+    root.close()
+
+
+def test_a_name_that_cannot_be_is_a_directory_error(tmp_path):
+    """What the kernel refuses to look at is the same named error as what it refuses to create."""
+    with pytest.raises(DirectoryError, match="creating the checkpoint directory"):
+        Root(tmp_path / ("n" * 300), lease_s=60.0).open()

@@ -98,10 +98,6 @@ def _damaged_of(paths: list[Path]) -> list[Path]:
 
 def _collect(directory: Path, shelf: Shelf, rule: _Rule) -> _Found:
     root = Root(shelf.folder, lease_s=60.0, hidden=shelf.hidden or shelf.folder / HIDDEN)
-    for folder in (root.hidden, root.staging, root.trash, root.quarantine, root.kept):
-        if folder.is_symlink():
-            message = "is a link, and what is behind it would be deleted: put the folder itself there"
-            raise DirectoryError(path=str(folder), message=message)
     root.open()  # takes the lock, and sweeps what a killed job left
     try:
         found = _Found(find_shelf(directory), rule)  # once more: now nobody else changes it

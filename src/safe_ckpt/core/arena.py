@@ -17,6 +17,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -25,10 +26,13 @@ from safe_ckpt.core.control import write_mark
 from safe_ckpt.errors import NotEnoughSpaceError
 
 logger = logging.getLogger(__name__)
+_libc = ctypes.CDLL(None, use_errno=True)
 _ids = itertools.count(1)
 GRANULE = 2 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; the mmap module does not name it
-_POPULATE_STEP = 64 << 20
+_POPULATE_STEP = 8 << 20
+_ZEROS = bytes(1 << 20)
+_SHMEM_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 class Arena:
@@ -135,9 +139,36 @@ class Arena:
         fresh = mmap.mmap(self._fd, size)
         with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages for shared memory
             fresh.madvise(mmap.MADV_HUGEPAGE)
-        _populate(fresh, size, lambda: self._closing)
-        os.posix_fallocate(self._fd, 0, size)  # all that an older kernel has; otherwise it only finds that all is there
+        try:
+            self._populate(torch.frombuffer(fresh, dtype=torch.uint8).data_ptr(), size)
+        except BaseException:
+            os.ftruncate(self._fd, self.size)  # what it got so far goes back: training goes on
+            raise
         return fresh
+
+    def _populate(self, address: int, size: int) -> None:
+        # Through the file first: faults hold the lock of the process's address space while the machine looks for memory,
+        # and whatever training allocates meanwhile waits for it (on a virtual machine, seconds per GiB). Where huge pages
+        # are given on advice, only faults get them.
+        by_faults = _huge_on_advice()
+        if not by_faults:
+            self._fill(size)
+        for at in range(0, size, _POPULATE_STEP):
+            self._refuse_if_closing()
+            if not _map(address + at, min(_POPULATE_STEP, size - at)):
+                # An older kernel: the first copy maps what is allocated now.
+                if by_faults:
+                    self._fill(size)
+                return
+
+    def _fill(self, size: int) -> None:
+        for at in range(self.size, size, len(_ZEROS)):
+            self._refuse_if_closing()
+            _write_zeros(self._fd, at, min(len(_ZEROS), size - at))
+
+    def _refuse_if_closing(self) -> None:
+        if self._closing:
+            raise OSError(errno.ECANCELED, "the arena was closed")
 
     def _release_pinned(self) -> None:
         if self._unpin is not None:
@@ -145,19 +176,27 @@ class Arena:
             self._unpin = None
 
 
-def _populate(memory: mmap.mmap, size: int, unwanted: Callable[[], bool]) -> None:
-    """Allocate and map all pages now, without the interpreter lock; the first copy would pay for it otherwise."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    for at in range(0, size, _POPULATE_STEP):
-        if unwanted():
-            raise OSError(errno.ECANCELED, "the arena was closed")
-        length = min(_POPULATE_STEP, size - at)
-        if libc.madvise(ctypes.c_void_p(start + at), ctypes.c_size_t(length), _POPULATE_WRITE):
-            number = ctypes.get_errno()
-            if number in (errno.ENOMEM, errno.EFAULT):
-                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-            return
+def _huge_on_advice() -> bool:
+    try:
+        return "[advise]" in _SHMEM_PAGES.read_text(encoding="ascii")
+    except OSError:
+        return False
+
+
+def _write_zeros(fd: int, at: int, length: int) -> None:
+    """Have a part of the file allocated. Without the interpreter lock."""
+    done = 0
+    while done < length:
+        done += os.pwrite(fd, _ZEROS[: length - done], at + done)
+
+
+def _map(start: int, length: int) -> bool:
+    """Map pages, which allocates what is not; the first copy would pay for it otherwise. Returns whether the kernel can."""
+    if not _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _POPULATE_WRITE):
+        return True
+    if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    return False
 
 
 def _anonymous_file() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from safe_ckpt.core.arena import Arena
 from safe_ckpt.core.device_copies import DeviceCopies
@@ -15,8 +16,18 @@ from safe_ckpt.core.move import Move, place
 from safe_ckpt.core.witness import Witness
 from safe_ckpt.errors import SaveError
 
+if TYPE_CHECKING:
+    import torch
+
 _PIECE = 16 << 20  # the writer may begin after so many bytes
 _THREADS_FROM = 1 << 20  # below this torch's own copy costs more in dispatch than it gains by its threads
+# Giving the interpreter lock away may cost milliseconds until it comes back; so much is copied in a few microseconds, unless it
+# lies in a mapped file that has yet to be read.
+_LOCKED_BELOW = 32 << 10
+
+_memmove_locked = ctypes.PyDLL(None).memmove
+_memmove_locked.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove_locked.restype = ctypes.c_void_p
 
 
 class Copy:
@@ -43,9 +54,10 @@ class Copy:
         self._later = [move for move in moves if move.deferred]
         self._end = end
         self._witness = witness
-        self._memory = arena.bytes  # held: it must stay mapped under the copying
+        self._memory: torch.Tensor | None = arena.bytes  # held: it must stay mapped under the copying
         self._stopped = False
-        self._handed_over = False
+        self._taken_over = False
+        self._claiming = threading.Lock()
         self._marked = 0
         self._over = threading.Event()
         self._hearing = threading.Lock()
@@ -58,6 +70,8 @@ class Copy:
         Returns:
             Whether the rest is left for ``run_deferred``, which must be called then.
         """
+        if self._over.is_set():
+            return False
         left, held = False, self._later[0].offset if self._later else self._end
         try:
             self._devices.begin(self._later)
@@ -74,18 +88,16 @@ class Copy:
                 self._close()
         return left
 
-    def hand_over(self) -> None:
-        """From now on a thread that calls ``run_deferred`` sees to the end of it."""
-        self._handed_over = True
-
     def abandon(self) -> None:
         """The caller was interrupted and copies no more."""
         self.fail(SaveError(name=self._name, cause="interrupted", phase="snapshot"))
-        if not self._handed_over:
+        if self._claim():
             self._close()
 
     def run_deferred(self) -> None:
-        """Copy the rest, on any thread."""
+        """Copy the rest, on any thread; nothing if it was abandoned before."""
+        if not self._claim():
+            return
         try:
             # Not to its very end: the save must not succeed before the witness was heard.
             self._copy(self._later, self._end - 1, aside=True)
@@ -93,6 +105,9 @@ class Copy:
             self._mark(self._end)
         except Exception as error:  # it belongs to the thread that saves
             self.fail(error)
+        except BaseException:
+            self.fail(SaveError(name=self._name, cause="interrupted", phase="snapshot"))
+            raise
         finally:
             self._close()
 
@@ -114,9 +129,16 @@ class Copy:
             cause = f"the copy was not complete after {timeout_s:.0f} s (timeouts.barrier_s) and training went on"
             self.fail(SaveError(name=self._name, cause=cause, phase="snapshot"))
 
+    def _claim(self) -> bool:
+        # Where an interrupt comes right when the rest is handed to a thread, only one of the two sees to its end.
+        with self._claiming:
+            first, self._taken_over = not self._taken_over, True
+        return first
+
     def _close(self) -> None:
         self._over.set()
-        self._now, self._later, self._witness = [], [], None  # let go of the tensors
+        self._now, self._later, self._witness = [], [], None  # let go of the tensors, and of the arena
+        self._memory = None
         self._devices.forget()
 
     def _hear(self) -> None:
@@ -134,17 +156,23 @@ class Copy:
         While the caller waits it is the other way round: torch's threads help, and the writer does not take their memory
         bandwidth yet.
         """
-        base = self._memory.data_ptr()
+        memory = self._memory
+        if memory is None:
+            return
+        base = memory.data_ptr()
         for move in moves:
             if self._stopped:
                 return
-            if move.tensor.device.type != "cpu":
+            size = move.size
+            if not move.tensor.is_cpu:
                 self._devices.copy(move)
-            elif not move.tensor.is_contiguous() or (not aside and move.size >= _THREADS_FROM):
-                place(move, self._memory)
+            elif not move.tensor.is_contiguous() or (not aside and size >= _THREADS_FROM):
+                place(move, memory)
+            elif size < _LOCKED_BELOW:
+                _memmove_locked(base + move.offset, move.tensor.data_ptr(), size)
             else:
                 self._memmove(move, base, held if aside else 0)
-            end = min(move.offset + move.size, held)
+            end = min(move.offset + size, held)
             if aside and end - self._marked >= _PIECE:
                 self._mark(end)
         self._devices.settle()

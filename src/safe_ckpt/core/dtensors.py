@@ -15,6 +15,8 @@ from safe_ckpt.errors import StateError
 
 Span = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_LEAVES = frozenset({*_PLAIN, int, float, str, bool, type(None)})
 _HOMES = {"DTensor": "torch.distributed.tensor", "ShardedTensor": "torch.distributed._shard.sharded_tensor"}
 
 
@@ -39,7 +41,8 @@ def leaves(value: object) -> Iterator[object]:
     waiting = [value]
     while waiting:
         found = waiting.pop()
-        if not isinstance(found, Mapping | list | tuple):
+        # The first question answers for nearly all of them, at a fraction of the time of the second.
+        if type(found) in _LEAVES or not isinstance(found, Mapping | list | tuple):
             yield found
         elif id(found) not in seen:
             seen.add(id(found))
@@ -48,19 +51,21 @@ def leaves(value: object) -> Iterator[object]:
 
 def has_sharded(value: object) -> bool:
     """Whether a module, an optimizer or a state dict holds tensors of which this rank may have a part only."""
-    if not _classes(*_HOMES):
+    kinds = _classes(*_HOMES)
+    if not kinds:
         return False
+    found: Iterable[object] = leaves(value)
     if isinstance(value, torch.nn.Module):
-        return any(is_sharded(tensor) for tensor in (*value.parameters(), *value.buffers()))
-    if isinstance(value, torch.optim.Optimizer):
-        return any(is_sharded(tensor) for group in value.param_groups for tensor in group["params"])
-    return any(is_sharded(leaf) for leaf in leaves(value))
+        found = (*value.parameters(), *value.buffers())
+    elif isinstance(value, torch.optim.Optimizer):
+        found = (tensor for group in value.param_groups for tensor in group["params"])
+    return any(type(leaf) not in _LEAVES and isinstance(leaf, kinds) for leaf in found)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part, or the tensor itself where it is whole."""
     found: Any = tensor.detach()
-    return found.to_local() if is_dtensor(tensor) else found  # type: ignore[no-any-return]
+    return found.to_local() if type(tensor) not in _PLAIN and is_dtensor(tensor) else found  # type: ignore[no-any-return]
 
 
 def chunk_of(tensor: torch.Tensor) -> Span | None:
@@ -119,6 +124,8 @@ def refuse_partitioned(module: torch.nn.Module) -> None:
     Raises:
         StateError: naming the parameter.
     """
+    if "deepspeed" not in sys.modules:
+        return
     for name, parameter in module.named_parameters():
         whole = getattr(parameter, "ds_numel", None)
         if whole is not None and whole != parameter.numel():

@@ -6,6 +6,7 @@ on the thread that drives training, on every rank, in the same order.
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing.util
 import os
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core import directory, grant, telling
-from safe_ckpt.core.manifest import Manifest
+from safe_ckpt.core.manifest import Manifest, versions
 from safe_ckpt.core.operation import Operation, Request, SaveHandle
 from safe_ckpt.core.pipeline import Pipeline
 from safe_ckpt.core.preemption import Preemption
@@ -218,7 +219,8 @@ class Engine:
             size_bytes: what this rank will save, roughly; never shrinks what is there.
         """
         if not self._closed:
-            self._taker.prepare(size_bytes, self._pipeline.writer)
+            # Without this engine: one that nobody holds any more is closed, and stops it.
+            self._taker.prepare(size_bytes, functools.partial(_get_ready, self._pipeline))
 
     def watch_signals(self, unwrap: Callable[[Any], Any] = lambda handler: handler) -> None:
         """From now on watch for ``save_on_signals``, if there are any. Every rank calls this, on the main thread.
@@ -392,6 +394,11 @@ class Engine:
             for root in self._roots:
                 root.close()
         self.session.release()
+
+
+def _get_ready(pipeline: Pipeline) -> None:
+    pipeline.start()
+    versions()
 
 
 def _skipped(name: str) -> SaveHandle:

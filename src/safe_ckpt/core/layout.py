@@ -112,14 +112,14 @@ def fits_safetensors(data: object) -> bool:
         return False
     if not isinstance(data, Mapping) or not data or not is_exact_json(_module_versions(data)):
         return False
-    spans: dict[tuple[str, int], tuple[Any, ...]] = {}
+    spans: dict[tuple[torch.device, int], tuple[Any, ...]] = {}
     for name, tensor in data.items():
         if type(name) is not str or name == "__metadata__" or not _is_dense(tensor):
             return False
         storage = tensor.untyped_storage()
         if tensor.numel():
             view = (tensor.storage_offset(), tensor.dtype, tuple(tensor.size()), tensor.stride())
-            if spans.setdefault((str(storage.device), storage.data_ptr()), view) != view:
+            if spans.setdefault((tensor.device, storage.data_ptr()), view) != view:
                 return False
     return True
 
@@ -168,10 +168,10 @@ def safetensors_image(
         besides: further entries of the file's metadata.
     """
     aliases: dict[str, str] = {}
-    first: dict[tuple[str, int], str] = {}
+    first: dict[tuple[torch.device, int], str] = {}
     for name, tensor in tensors.items():
         if tensor.numel():
-            home = (str(tensor.device), tensor.untyped_storage().data_ptr())
+            home = (tensor.device, tensor.untyped_storage().data_ptr())
             if first.setdefault(home, name) != name:
                 aliases[name] = first[home]
     kept = sorted((name for name in tensors if name not in aliases), key=lambda n: (-tensors[n].element_size(), n))

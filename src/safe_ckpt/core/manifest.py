@@ -43,7 +43,8 @@ _DIGEST = re.compile(r"^[0-9a-f]{32}$")
 
 
 @functools.cache
-def _versions() -> Mapping[str, str]:
+def versions() -> Mapping[str, str]:
+    """Of Python and the packages that made a checkpoint. Looked up once, which takes milliseconds."""
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in ("safe-ckpt", "torch"):
         try:
@@ -82,7 +83,7 @@ class Manifest:
     world_size: int
     metrics: Mapping[str, float]
     created_at: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
-    versions: Mapping[str, str] = field(default_factory=_versions)
+    versions: Mapping[str, str] = field(default_factory=versions)
     items: Mapping[str, Any] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
     written_by: Mapping[str, Any] = field(default_factory=lambda: {"host": socket.gethostname(), "pid": os.getpid()})

@@ -115,6 +115,7 @@ class Operation:
         stall_s: how long the call held the caller.
         started: when the caller called, on the monotonic clock; its deadline counts from when its turn comes.
         agreed_s: how long after that the ranks had agreed.
+        begun: whether its background phases have begun.
     """
 
     request: Request
@@ -131,6 +132,7 @@ class Operation:
     stall_s: float = 0.0
     started: float = field(default_factory=time.monotonic)
     agreed_s: float = 0.0
+    begun: bool = False
 
     @property
     def name(self) -> str:

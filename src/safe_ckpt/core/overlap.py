@@ -6,7 +6,7 @@ state. Everything else, such as buffers, frozen parameters, teachers, counters a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -45,32 +45,34 @@ class Deferral:
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        modules, optimizers = list(modules), list(optimizers)
         stepped = [optimizer for optimizer in optimizers if is_known(optimizer)]
         owned = {id(parameter) for optimizer in stepped for parameter in _parameters(optimizer)}
         changing: list[torch.Tensor] = []  # by something else than a step
-        self._tensors: dict[str, torch.Tensor] = {}
-        for module in modules:
+        found: list[tuple[str, torch.Tensor]] = []
+        for number, module in enumerate(modules):
+            of = _which("module", number, modules)
             changing += [*module.buffers(), *_changed_in_forward(module)]
             for name, parameter in module.named_parameters():
                 if id(parameter) in owned and not _steps_in_backward(parameter):
-                    self._tensors[f"parameter {name}"] = local_of(parameter)
+                    found.append((f"parameter {name}{of}", local_of(parameter)))
                 else:
                     changing.append(parameter)
-        for optimizer in stepped:
+        for number, optimizer in enumerate(stepped):
+            of = _which("optimizer", number, stepped)
             for index, stepped_one in enumerate(_parameters(optimizer)):
                 if _steps_in_backward(stepped_one):
                     changing.append(stepped_one)
                     continue
                 for key, value in optimizer.state.get(stepped_one, {}).items():
                     if isinstance(value, torch.Tensor) and value.dim() > 0:
-                        self._tensors[f"optimizer state {key} of parameter {index}"] = local_of(value)
-        homes = {
-            _home(tensor) for tensor in map(local_of, changing) if _is_plain(tensor)
-        }  # one that is tied to such a one as well
-        self._tensors = {
-            name: tensor for name, tensor in self._tensors.items() if _is_plain(tensor) and _home(tensor) not in homes
-        }
-        self._storages = {_home(tensor) for tensor in self._tensors.values()}
+                        found.append((f"optimizer state {key} of parameter {index}{of}", local_of(value)))
+        # Not one that is tied to such a one either.
+        homes = {_home(tensor) for tensor in map(local_of, changing) if _is_plain(tensor)}
+        placed = [(name, tensor, _home(tensor)) for name, tensor in found if _is_plain(tensor)]
+        # Whatever is deferred is watched: equal modules have parameters of the same names.
+        self._tensors = [(name, tensor) for name, tensor, home in placed if home not in homes]
+        self._storages = {home for _, _, home in placed} - homes
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in memory that may be copied later."""
@@ -107,6 +109,10 @@ def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
             count = int(bool(group.get("momentum")))
         later += count * sum(p.numel() * p.element_size() for p in group["params"] if p.requires_grad)
     return max(now, later)
+
+
+def _which(kind: str, number: int, among: Sequence[object]) -> str:
+    return f" of {kind} {number + 1} of {len(among)}" if len(among) > 1 else ""
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

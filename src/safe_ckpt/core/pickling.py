@@ -161,18 +161,19 @@ class _Pickler(pickle.Pickler):
         return torch._utils._rebuild_tensor_v2, (typed, *place, obj.requires_grad, OrderedDict())
 
     def _reference(self, storage: UntypedStorage, dtype: torch.dtype, kind: type, count: int) -> tuple[Any, ...]:
-        address = storage.data_ptr() if storage.device.type != "meta" else 0
+        device = storage.device.type
+        address = storage.data_ptr() if device != "meta" else 0
         if address and self._dtypes.setdefault(address, dtype) != dtype:
             raise _MixedDtypes
         key = self._keys.setdefault(storage._cdata, str(len(self._keys)))
         self.storages[key] = storage
-        place = "cpu" if storage.device.type == "cpu" else torch.serialization.location_tag(storage)
+        place = "cpu" if device == "cpu" else torch.serialization.location_tag(storage)
         return ("storage", kind, key, place, count)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     odd = tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor._backward_hooks
-    if odd or tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):
+    if odd or tensor.layout is not torch.strided or not (tensor.is_cpu or tensor.is_cuda):
         return False
     return not getattr(tensor, "__dict__", None)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core import telling
 from safe_ckpt.core.arena import Arena
+from safe_ckpt.core.background import Background, Refused
 from safe_ckpt.core.board import Board
 from safe_ckpt.core.ledger import Decision
 from safe_ckpt.core.manifest import CheckpointInfo
@@ -56,10 +56,10 @@ class Pipeline:
         self._give_back = give_back
         self._writer = Writer(config.writer, config.timeouts, self._respawned)
         session.movers.append(self._writer.progress)
-        self._work: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._background = Background("safe_ckpt-save", self._work)
         self._boards: list[Board] = []
         self._open: list[Operation] = []
+        self._beginning = threading.Lock()
         self._failures = 0
         self.stop_by: float | None = None
         self.last_save_s = 0.0
@@ -70,13 +70,30 @@ class Pipeline:
         """What writes this rank's files."""
         return self._writer
 
+    def start(self) -> None:
+        """Start the thread and the writer process ahead of the first save. On any thread."""
+        self._background.start()
+        self._writer.start()
+
     def put(self, op: Operation) -> None:
-        """Hand over a save whose snapshot is taken."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="safe_ckpt-save", daemon=True)
-            self._thread.start()
+        """Hand over a save whose snapshot is laid out. Whatever happens here, it comes to an end."""
         self._open.append(op)
-        self._work.put(op)
+        try:
+            self._hand_over(op)
+        except BaseException:
+            self._hand_over(op)  # interrupted, before it was in the queue or after: the second one is passed over
+            raise
+
+    def _hand_over(self, op: Operation) -> None:
+        try:
+            self._background.put(op)
+        except Refused as error:
+            # No more threads to be had, or closed by another thread: the other ranks are told from here.
+            if op.copy is not None:
+                op.copy.abandon()
+            if op.error is None:
+                op.error = SaveError(name=op.name, cause=str(error), rank=self._session.rank, phase="snapshot")
+            self._work(op)
 
     def close(self, *, within_s: float | None = None) -> None:
         """Finish what was put in, then end the writer process.
@@ -87,32 +104,32 @@ class Pipeline:
             within_s: wait this long at most, progress or not: the program is on its way out.
         """
         try:
-            if self._thread is not None:
-                self._work.put(None)
-                if self._thread is not threading.current_thread():  # a collector may call this from anywhere
-                    self._drain(self._thread, within_s)
+            self._background.end()
+            if not self._background.is_current:  # a collector may call this from anywhere
+                self._drain(within_s)
         finally:
             self._session.movers.remove(self._writer.progress)
             self._writer.close()
             self._channel.close()
 
-    def _drain(self, thread: threading.Thread, within_s: float | None) -> None:
+    def _drain(self, within_s: float | None) -> None:
+        thread = self._background
         limit_s = self._config.timeouts.shutdown_s if within_s is None else within_s
         seen, since = self._session.progress(), time.monotonic()
         try:
-            while thread.is_alive() and time.monotonic() - since <= limit_s:
-                thread.join(timeout=0.1)
+            while thread.is_alive and time.monotonic() - since <= limit_s:
+                thread.join(0.1)
                 if (now := self._session.progress()) != seen and within_s is None:
                     seen, since = now, time.monotonic()
-            if thread.is_alive():
+            if thread.is_alive:
                 lag = "made no progress for" if within_s is None else "was not done within"
                 logger.error("a save %s %.0f s at shutdown and is given up", lag, limit_s)
         finally:
             # Also on a second Ctrl-C: what is still under way ends now.
-            if thread.is_alive():
+            if thread.is_alive:
                 self._giving_up.set()
-                thread.join(timeout=_LAST_WORDS_S)
-            if thread.is_alive():
+                thread.join(_LAST_WORDS_S)
+            if thread.is_alive:
                 self._abandon()
 
     def _abandon(self) -> None:
@@ -124,18 +141,19 @@ class Pipeline:
             self._emit(telling.refused(op.request, error, self._session.rank, time.monotonic() - op.started))
             op.handle.finish(None, error)
 
-    def _run(self) -> None:
-        while True:
-            op = self._work.get()
-            if op is None:
+    def _work(self, op: Operation) -> None:
+        with self._beginning:
+            if op.begun:
                 return
-            try:
-                self._process(op)
-            except BaseException as error:  # a bug of ours must not leave the caller waiting
-                logger.exception("the background thread failed")
-                op.handle.finish(None, SaveError(name=op.name, cause=repr(error), rank=self._session.rank))
-                self._open.remove(op)
-            del op  # an idle thread must not keep alive whose save it was
+            op.begun = True
+        try:
+            self._process(op)
+        except BaseException as error:  # a bug of ours must not leave the caller waiting
+            logger.exception("the background thread failed")
+            op.handle.finish(None, SaveError(name=op.name, cause=repr(error), rank=self._session.rank))
+            self._open.remove(op)
+            if not isinstance(error, Exception) and not self._background.is_current:
+                raise  # Ctrl-C is the caller's
 
     def _process(self, op: Operation) -> None:
         self._boards = [board for board in self._boards if not self._forget(board)]

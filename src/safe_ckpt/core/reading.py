@@ -32,10 +32,10 @@ def read_whole(file: Path, length: int) -> tuple[mmap.mmap, str]:
         OSError: it could not be read. A file that is shorter gives another digest, not an error.
     """
     # Private: what is loaded may stay in use, as an optimizer's state does, and a forked process must not share it.
+    # No huge pages asked for: what a virtual machine's host has taken back are large free blocks, and a first touch of those
+    # costs more than many small ones (measured: 1.0 s against 0.6 s for 0.5 GiB).
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, max(1, -(-length // PAGE)) * PAGE, flags=private)
-    with contextlib.suppress(OSError, AttributeError):  # fewer faults on first touch; a courtesy of the kernel
-        memory.madvise(mmap.MADV_HUGEPAGE)
     digest = xxhash.xxh3_128()
     with memoryview(memory) as view:
         for start, end in read_ahead(file, length, view):

@@ -50,12 +50,15 @@ class Root:
         """Create the directory, take the lock, repair and sweep what an earlier job left.
 
         Raises:
-            DirectoryError: it cannot be created or written to.
+            DirectoryError: it cannot be created or written to, or a folder in it is a link that leads elsewhere.
             DirectoryInUseError: a live job holds it.
         """
         try:
+            self._refuse_links()
             for folder in (self.path, self.staging, self.trash, self.quarantine):
                 commit.make_directory(folder)
+        except DirectoryError:
+            raise
         except OSError as error:
             where = error.filename or self.path
             raise DirectoryError.of(error, path=where, rank=0, phase="creating the checkpoint directory") from error
@@ -182,6 +185,13 @@ class Root:
     def quarantined(self) -> list[Path]:
         """What lies in quarantine."""
         return sorted(self.quarantine.iterdir()) if self.quarantine.is_dir() else []
+
+    def _refuse_links(self) -> None:
+        above = [folder for folder in self.hidden.parents if self.path in folder.parents]
+        for folder in (*above, self.hidden, self.staging, self.trash, self.quarantine, self.kept):
+            if folder.is_symlink():
+                message = "is a link, and what is behind it would be deleted: put the folder itself there"
+                raise DirectoryError(path=str(folder), message=message)
 
     def _repair(self) -> None:
         # A crash while a directory was being replaced without an exchange: the old one is in the trash and the final

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
+from collections.abc import Callable
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core import gate, snapshot
 from safe_ckpt.core.arena import Arena
+from safe_ckpt.core.background import Background, Refused
 from safe_ckpt.core.copying import Copy
 from safe_ckpt.core.operation import Operation
-from safe_ckpt.core.writer import Writer
 from safe_ckpt.errors import NotEnoughSpaceError, RendezvousTimeout, SaveError
 
 logger = logging.getLogger(__name__)
@@ -31,9 +33,18 @@ class Taker:
         self._rank = rank
         self._free = [Arena() for _ in range(config.max_in_flight)]
         self._preparing: threading.Thread | None = None
+        self._aside = Background("safe_ckpt-copy", _finish)
+        self._last: weakref.ref[Copy] | None = None  # the one that was put in last
+        self._giving_back = threading.Lock()
+        self._closed = False
 
-    def prepare(self, size_bytes: int, writer: Writer) -> None:
-        """Allocate memory for snapshots of this size, and start the writer, in the background."""
+    def prepare(self, size_bytes: int, begin: Callable[[], None]) -> None:
+        """Allocate memory for snapshots of this size, in the background.
+
+        Args:
+            size_bytes: of one snapshot.
+            begin: called there first, to get ready whatever else a save needs.
+        """
         limit = self._config.max_host_bytes
         if size_bytes <= 0 or (limit is not None and size_bytes > limit):
             return
@@ -42,13 +53,13 @@ class Taker:
         arenas = list(self._free)
 
         def work() -> None:
-            writer.start()
-            for arena in arenas:
-                try:
+            try:
+                self._aside.start()
+                begin()
+                for arena in arenas:
                     arena.reserve(size_bytes)
-                except (NotEnoughSpaceError, OSError, ValueError) as error:
-                    logger.info("host memory for snapshots could not be made ready: %s", error)
-                    return
+            except (NotEnoughSpaceError, OSError, ValueError, RuntimeError) as error:
+                logger.info("the first save could not be made ready for: %s", error)
 
         self._preparing = threading.Thread(target=work, name="safe_ckpt-prepare", daemon=True)
         self._preparing.start()
@@ -89,12 +100,11 @@ class Taker:
         elif op.streamed:
             self._await_stream(op)
         elif copy is not None and copy.run():
-            copy.hand_over()
-            aside = threading.Thread(target=_finish, args=(op, copy), name="safe_ckpt-copy", daemon=True)
             try:
-                aside.start()
-            except RuntimeError:  # no more threads to be had: then at once
-                _finish(op, copy)
+                self._free_aside().put(op)
+                self._last = weakref.ref(copy)
+            except Refused:  # no more threads to be had: then at once
+                _finish(op)
         elif not op.request.copies:
             op.handle.mark_snapshot_taken()
         if op.request.copies:
@@ -103,10 +113,17 @@ class Taker:
 
     def give_back(self, arena: Arena) -> None:
         """The save that used it is over. Called on the background thread."""
-        self._free.append(arena)
+        with self._giving_back:
+            if not self._closed:
+                self._free.append(arena)
+                return
+        arena.close()  # of a save that was given up at the end
 
     def close(self) -> None:
         """Free the memory."""
+        self._aside.end()
+        with self._giving_back:
+            self._closed = True
         for arena in self._free:
             arena.close()
 
@@ -117,6 +134,14 @@ class Taker:
             if self._preparing.is_alive():
                 return Arena()
         return self._free.pop() if self._free else Arena()
+
+    def _free_aside(self) -> Background[Operation]:
+        last = self._last() if self._last is not None else None
+        if last is not None and last.error is not None and not last.wait(0):
+            # It was given up and does not end (a device, a mount that hangs): those after it need not wait for it.
+            self._aside.end()
+            self._aside = Background("safe_ckpt-copy", _finish)
+        return self._aside
 
     def _await_copies(self, op: Operation) -> None:
         limit = time.monotonic() + self._config.timeouts.lengthy_s
@@ -141,6 +166,9 @@ class Taker:
             raise
 
 
-def _finish(op: Operation, copy: Copy) -> None:
-    copy.run_deferred()
+def _finish(op: Operation) -> None:
+    if op.copy is not None:
+        op.copy.run_deferred()
+        if not op.copy.wait(0):
+            return  # another thread is at it, and will say so
     op.handle.mark_snapshot_taken()

@@ -7,7 +7,7 @@ A safety net under the gate, not the guarantee: version counters tell of in-plac
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,11 +20,11 @@ class Witness:
     """Remembers versions and samples of tensors as they are now.
 
     Args:
-        tensors: what to watch, by the name to give in messages.
+        tensors: what to watch, each with the name to give in messages. Names need not be unique.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._seen = [(name, tensor, tensor._version, _sample(tensor)) for name, tensor in tensors.items()]
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._seen = [(name, tensor, tensor._version, _sample(tensor)) for name, tensor in tensors]
 
     def changed(self) -> str:
         """The name of a tensor that is not what it was; empty when there is none."""
@@ -36,7 +36,7 @@ class Witness:
 
 def _sample(tensor: torch.Tensor) -> bytes:
     """Some bytes at the start, in the middle and at the end; none of a tensor that is not in host memory."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if not tensor.is_cpu or not tensor.is_contiguous():
         return b""
     start, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
     if size <= 3 * _SAMPLE_BYTES:

@@ -1,0 +1,105 @@
+"""A thread that does one thing after the other.
+
+It stays: starting one takes as long as the interpreter lock is not to be had, which is milliseconds on a busy machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class Refused(RuntimeError):
+    """It will not be done: the system gives no more threads, or the thread was ended."""
+
+
+class Background(Generic[_T]):
+    """One daemon thread, started ahead or when it is first needed. Every method may be called on any thread.
+
+    Args:
+        name: of the thread.
+        work: called there with everything that is put in. What it raises is logged.
+    """
+
+    def __init__(self, name: str, work: Callable[[_T], None]) -> None:
+        self._name = name
+        self._work = work
+        # Reentrant: a signal's handler may end it in the middle of a call on the same thread.
+        self._changing = threading.RLock()
+        self._waiting: queue.SimpleQueue[_T | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._ended = False
+
+    def start(self) -> None:
+        """Start the thread if it does not run yet.
+
+        Raises:
+            Refused: the system gives no more threads.
+        """
+        with self._changing:
+            if self._thread is not None or self._ended:
+                return
+            waiting: queue.SimpleQueue[_T | None] = queue.SimpleQueue()
+            self._waiting = waiting
+            thread = threading.Thread(target=self._run, args=(waiting,), name=self._name, daemon=True)
+            try:
+                thread.start()
+                self._thread = thread
+            except BaseException as error:
+                # Ctrl-C while it waited for the thread, which may run all the same: it ends, and the next one is another.
+                self._thread = None
+                waiting.put(None)
+                if isinstance(error, RuntimeError):
+                    raise Refused(str(error)) from error
+                raise
+
+    def put(self, item: _T) -> None:
+        """Have it done, after what was put in before.
+
+        Raises:
+            Refused: it will not be done.
+        """
+        with self._changing:
+            self.start()
+            if not self._ended:
+                self._waiting.put(item)
+            if self._ended:
+                raise Refused(f"{self._name} was ended")
+
+    def end(self) -> None:
+        """Let the thread end when it has done all that was put in. Does not wait for that."""
+        with self._changing:
+            self._ended = True
+            self._waiting.put(None)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this is called on the thread."""
+        return self._thread is threading.current_thread()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for its end."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self, waiting: queue.SimpleQueue[_T | None]) -> None:
+        while True:
+            item = waiting.get()
+            if item is None:
+                return
+            try:
+                self._work(item)
+            except BaseException:  # those who come after it still need the thread
+                logger.exception("%s failed", self._name)
+            del item  # an idle thread must not keep alive what it worked on
