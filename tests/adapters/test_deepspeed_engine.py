@@ -8,6 +8,7 @@ import re
 import signal
 import textwrap
 import time
+import zipfile
 from dataclasses import replace
 
 import pytest
@@ -159,12 +160,9 @@ def begun_to_write(folder, number, name=MODEL):
 
 
 def written(folder, number, name=MODEL):
-    """Whether the staged file is complete: a zip archive's directory comes last."""
+    """Whether the staged file is complete: a zip archive's directory comes last, and nothing may read it as a pickle before."""
     file = staged(folder, number, name)
-    try:
-        return file is not None and bool(read(file))
-    except (OSError, RuntimeError, EOFError):
-        return False
+    return file is not None and zipfile.is_zipfile(file) and bool(read(file))
 
 
 def signal_writer(number):
