@@ -156,9 +156,11 @@ class Channel:
     def _await(self, connected: Connected, future: Future[_T], phase: str, wait_s: float, check: Check | None) -> _T:
         begun = time.monotonic()
         while True:
-            # Connecting has its own time. It says nothing about whether the host lives.
             since = connected.at
-            deadline = begun + _CONNECT_S if since is None else max(begun, since) + wait_s + self.answer_s
+            deadline = max(begun, since or 0.0) + wait_s + self.answer_s
+            if since is None and (self._alive is None or self._alive()):
+                # Connecting has its own time. It says nothing about whether the host lives.
+                deadline = begun + _CONNECT_S
             try:
                 return future.result(timeout=max(0.0, min(_SLICE_S, deadline - time.monotonic())))
             except FutureTimeout:
