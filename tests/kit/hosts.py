@@ -189,7 +189,7 @@ class Host:
     def fork(self, function, *args, env=None):
         """Run a function on it, in a process forked from one that has imported torch already: that saves its seconds.
 
-        Returns a ``multiprocessing.Process`` that ends as the function does.
+        Returns a ``multiprocessing.Process`` that ends as the function does; ``behind`` says where the function runs.
         """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
@@ -231,7 +231,11 @@ class Host:
     def end_processes(self):
         """SIGKILL to every process on it, and wait until they are gone. The host itself stays."""
         self.signal(signal.SIGKILL)
-        wait_until(lambda: not self.pids(), 30, f"the end of the processes on {self.name}")
+        try:
+            wait_until(lambda: not self.pids(), 30)
+        except TimeoutError:
+            left = [described(pid) for pid in self.pids()]
+            raise TimeoutError(f"killed 30 s ago and still on {self.name}: {left}") from None
 
     def kill(self):
         """SIGKILL to everything on it at once, with its mounts and its network. (Unplug it before: nobody hears of it.)"""
@@ -324,6 +328,27 @@ def enter(pid, kinds=_KINDS):
                 raise OSError(ctypes.get_errno(), f"setns {kind}")
 
 
+def described(pid):
+    """What a process is, its state, and where in the kernel each of its threads waits."""
+    folder = Path(f"/proc/{pid}")
+    try:
+        words = folder.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        state = folder.joinpath("stat").read_text().rpartition(") ")[2][0]
+        waits = {task.joinpath("wchan").read_text() for task in folder.joinpath("task").iterdir()}
+    except OSError as error:
+        return f"{pid}: {error}"
+    parent = folder.joinpath("stat").read_text().rpartition(") ")[2].split()[1]
+    return f"{pid} {state}, of {parent}, in {sorted(waits)}: {words[:200]}"
+
+
+def behind(process):
+    """The pid, as this process sees it, of what ``Host.fork`` started; 0 when it has ended."""
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        return int(children[0]) if children else 0
+    return 0
+
+
 def _run_within(settings, function, args):
     pid, work, environment = settings
     enter(pid)  # the children are in the process namespace, this process is not
@@ -340,4 +365,4 @@ def _run_within(settings, function, args):
     function(*args)
 
 
-__all__ = ["INTERFACE", "Host", "Hosts", "enter", "needs_hosts", "wait_until", "why_no_hosts"]
+__all__ = ["INTERFACE", "Host", "Hosts", "behind", "enter", "needs_hosts", "wait_until", "why_no_hosts"]
