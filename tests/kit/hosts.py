@@ -19,6 +19,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -37,9 +38,11 @@ set -e
 hostname "$NAME"
 ip link set lo up
 mount -t tmpfs tmpfs /mnt
-mkdir -p "/mnt$BELOW_TMP"
-mount --bind "$WORK" "/mnt$BELOW_TMP"
-mount --move /mnt "$HIDE"
+for KEPT in $KEPT_IN_TMP; do
+  mkdir -p "/mnt/$KEPT"
+  mount --bind "/tmp/$KEPT" "/mnt/$KEPT"
+done
+mount --move /mnt /tmp
 mount -t tmpfs tmpfs /dev/shm
 mount --bind "$WORK/hosts" /etc/hosts
 mount --bind "$WORK/boot-$NAME" /proc/sys/kernel/random/boot_id
@@ -145,7 +148,7 @@ class Host:
 
     def boot(self):
         """Bring it up, with nothing of an earlier life but its name, address and boot."""
-        boot = self._hosts.work / f"boot-{self.name}"
+        work, boot = str(self._hosts.work), self._hosts.work / f"boot-{self.name}"
         if not boot.exists():
             boot.write_text(f"{uuid.uuid4()}\n")
         self._lives += 1
@@ -154,7 +157,7 @@ class Host:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, "NAME": self.name, **_places(self._hosts.work)},
+            env={**os.environ, "NAME": self.name, "WORK": work, "KEPT_IN_TMP": _kept_in_tmp(self._hosts.work)},
             start_new_session=True,
         )
         if self._first.stdout.readline() != b"ready\n":
@@ -215,8 +218,8 @@ class Host:
         here, found = _pid_namespace(self.pid), []
         for entry in Path("/proc").iterdir():
             pid = int(entry.name) if entry.name.isdigit() else 0
-            if pid and pid != self.pid and _pid_namespace(pid) == here and (furniture or not _is_furniture(pid)):
-                found.append(pid)
+            if pid and pid != self.pid and _pid_namespace(pid) == here and not _has_ended(pid):
+                found += [pid] if furniture or not _is_furniture(pid) else []
         return found
 
     def signal(self, number):
@@ -290,10 +293,10 @@ class Host:
             os.killpg(session, signal.SIGKILL)
 
 
-def _places(work):
-    # Where the test's folder lies in /tmp it is bound into the host's own; elsewhere it is visible anyway.
-    below = "/" + str(work.relative_to("/tmp")) if work.is_relative_to("/tmp") else "/work-is-elsewhere"
-    return {"WORK": str(work), "BELOW_TMP": below, "HIDE": "/tmp"}
+def _kept_in_tmp(work):
+    # What of /tmp the host has, too: the folder of the test, and what it runs where that lies there.
+    kept = {work, Path(__file__).resolve().parents[2], Path(sys.prefix).resolve()}
+    return " ".join(sorted(str(path.relative_to("/tmp")) for path in kept if path.is_relative_to("/tmp")))
 
 
 def _network(pid, *commands, check=True):
@@ -310,6 +313,15 @@ def _pid_namespace(pid):
         return os.readlink(f"/proc/{pid}/ns/pid")
     except OSError:
         return None
+
+
+def _has_ended(pid):
+    # What nobody has waited for yet, unless a thread of it is still there.
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+        return state == "Z" and len(os.listdir(f"/proc/{pid}/task")) == 1
+    except OSError:
+        return True
 
 
 def _is_furniture(pid):
