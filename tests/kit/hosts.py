@@ -138,6 +138,11 @@ class Host:
 
     interface = INTERFACE
 
+    @property
+    def work(self):
+        """The folder of the test, which all hosts see."""
+        return self._hosts.work
+
     def __init__(self, hosts, name, number):
         self.name, self.address = name, f"{NETWORK}.{number}"
         self.pid = 0
@@ -148,7 +153,7 @@ class Host:
 
     def boot(self):
         """Bring it up, with nothing of an earlier life but its name, address and boot."""
-        work, boot = str(self._hosts.work), self._hosts.work / f"boot-{self.name}"
+        boot = self.work / f"boot-{self.name}"
         if not boot.exists():
             boot.write_text(f"{uuid.uuid4()}\n")
         self._lives += 1
@@ -157,7 +162,7 @@ class Host:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, "NAME": self.name, "WORK": work, "KEPT_IN_TMP": _kept_in_tmp(self._hosts.work)},
+            env={**os.environ, "NAME": self.name, "WORK": str(self.work), "KEPT_IN_TMP": _kept_in_tmp(self.work)},
             start_new_session=True,
         )
         if self._first.stdout.readline() != b"ready\n":
@@ -183,7 +188,7 @@ class Host:
     def start(self, command, *, env=None, furniture=False, **more):
         """Start a command on it, in a session of its own. ``furniture`` is what ``signal`` leaves alone."""
         door = ["nsenter", f"--target={self.pid}", "--ipc", "--uts", "--net", "--pid", "--mount"]
-        command = [*door, "env", "-C", str(self._hosts.work), *map(str, command)]
+        command = [*door, "env", "-C", str(self.work), *map(str, command)]
         environment = {**os.environ, **self.environment, **(env or {}), **({_FURNITURE: "1"} if furniture else {})}
         process = subprocess.Popen(command, env=environment, start_new_session=True, **more)
         self._started.append(process)
@@ -197,7 +202,7 @@ class Host:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         environment = {**os.environ, **self.environment, **(env or {})}
-        settings = (self.pid, str(self._hosts.work), environment)
+        settings = (self.pid, str(self.work), environment)
         process = context.Process(target=_run_within, args=(settings, function, args))
         process.start()
         return process
@@ -262,7 +267,7 @@ class Host:
         """Kill it if it is up, and bring it up again: as a pod that was rescheduled, or ``rebooted`` as a machine."""
         self.kill()
         if rebooted:
-            (self._hosts.work / f"boot-{self.name}").unlink()
+            (self.work / f"boot-{self.name}").unlink()
         self.boot()
 
     def unplug(self):
