@@ -23,6 +23,7 @@ from safe_ckpt.core.file_copy import FileCopy, first_changed, record_name
 from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
 from safe_ckpt.core.operation import Operation
 from safe_ckpt.core.parts import Parts
+from safe_ckpt.core.patience import Patience
 from safe_ckpt.core.sink import FileResult, sync_directory
 from safe_ckpt.core.writer import Writer
 from safe_ckpt.core.writer_child import WriteJob
@@ -305,12 +306,11 @@ class Phases:
         return lambda: self._op.request.root.aside(self._op.op_id, path)
 
     def _check_staged(self, entries: tuple[FileEntry, ...]) -> None:
-        # Written must equal planned, as rank 0 sees it: another rank's file may have vanished, or lie on another disk.
+        # Written must equal planned, as rank 0 sees it: another rank's file may have vanished, or lie on another disk. What
+        # is only not seen yet, or with an old size, is waited for: caches of network file systems lag behind.
+        patience = Patience(self._config.timeouts)
         for entry in entries:
-            try:
-                found = (self._op.folder / entry.path).stat().st_size
-            except FileNotFoundError:
-                found = -1
+            found = patience.until_sized(self._op.folder / entry.path, entry.size_bytes, self._look_around)
             if found != entry.size_bytes:
                 cause = f"{entry.path}, written by rank {entry.rank} with {entry.size_bytes} bytes, "
                 cause += "is not there" if found < 0 else f"has {found} bytes here"
