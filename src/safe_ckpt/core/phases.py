@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core import commit, extras
+from safe_ckpt.core import commit, disk, extras
 from safe_ckpt.core.board import Board
 from safe_ckpt.core.channel import KeyTimeout
 from safe_ckpt.core.directory import await_visible
@@ -147,8 +146,8 @@ class Phases:
     def _prepare(self) -> None:
         op = self._op
         root = op.request.root.path
-        free = shutil.disk_usage(root).free
-        if op.needed_bytes > free:
+        free = disk.free_bytes(root)
+        if free is not None and op.needed_bytes > free:
             raise NotEnoughSpaceError(
                 path=str(root),
                 message="Earlier checkpoints are deleted only after the new one is committed, so both must fit.",
@@ -353,6 +352,6 @@ def _merge_items(reports: Mapping[int, Any]) -> dict[str, Any]:
 
 def _free_bytes(path: Path) -> int:
     try:
-        return shutil.disk_usage(path).free
+        return disk.free_bytes(path) or 0
     except OSError:
         return 0

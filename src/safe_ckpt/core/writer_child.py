@@ -23,7 +23,7 @@ from safe_ckpt.config import Timeouts
 from safe_ckpt.core.arena import Arena
 from safe_ckpt.core.control import ControlPage, Standing, new_page
 from safe_ckpt.core.file_copy import FileCopy
-from safe_ckpt.core.sink import FileResult, FileTask
+from safe_ckpt.core.sink import FileResult, FileTask, write_without_direct
 from safe_ckpt.core.writer_process import STACK_SIGNAL
 
 logger = logging.getLogger(__name__)
@@ -222,6 +222,8 @@ def _results(reply: dict[str, Any], job: WriteJob) -> list[FileResult]:
     if "error" in reply:
         error = reply["error"]
         raise OSError(error["errno"], error["message"], error["path"])
+    for device, path in reply["refused_direct"]:
+        write_without_direct(device, path)
     found = [FileResult(path=path, size_bytes=size, xxh3_128=digest) for path, size, digest in reply["files"]]
     if [result.path for result in found] != job.paths:
         raise OSError(None, "the writer reports other files than it was given")
