@@ -172,7 +172,11 @@ def listed(list_candidates: Callable[[], Sequence[Candidate]], timeouts: Timeout
 def _missed(candidates: Sequence[Candidate]) -> list[Path]:
     """What should perhaps be there: also the manifest of what looks like another tool's and has a higher number than ours."""
     ours = [c.step if c.step >= 0 else c.manifest.step for c in candidates if c.manifest is not None]
-    return [c.missing for c in candidates if c.missing is not None and (not c.foreign or (ours and c.step > max(ours)))]
+    return [
+        c.missing
+        for c in candidates
+        if c.missing is not None and (not c.foreign or (ours and not c.problem and c.step > max(ours)))
+    ]
 
 
 def _survey(root: Root, candidates: Sequence[Candidate]) -> dict[str, Any]:
