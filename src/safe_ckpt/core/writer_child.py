@@ -104,6 +104,7 @@ class Child:
         self._socket.settimeout(0)
         self._page = ControlPage(page_fd)
         os.close(page_fd)
+        self._owner = os.getpid()
         self._arenas: set[int] = set()
         self._jobs = 0
         self._buffer = b""
@@ -146,6 +147,8 @@ class Child:
     def kill(self) -> None:
         """End the process now. One that the kernel does not let go of is left behind, without its socket."""
         self._socket.close()
+        if os.getpid() != self._owner:
+            return  # a process that was forked has a copy of this, and the writer is its parent's
         self._process.kill()
         try:
             self._process.wait(timeout=_REAP_S)
