@@ -173,7 +173,8 @@ class Checkpointer:
         """Restore the newest valid checkpoint into ``state``, in place.
 
         Every rank reads and verifies what it needs before anything is applied anywhere. A damaged checkpoint is passed over
-        on all ranks together, and moved into quarantine once an older one was found good.
+        on all ranks together, and moved into quarantine once an older one was found good. One of which a file is missing is
+        passed over when it was waited for (half of ``barrier_s``, 30 s at most), and stays where it is.
 
         Args:
             state: the same names as given to ``save``, or some of them. Values that cannot change in place, such as

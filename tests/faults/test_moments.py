@@ -8,14 +8,18 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from entries import ENTRIES, entered
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.core import presence
+from safe_ckpt.core.manifest import FileEntry
 from safe_ckpt.core.patience import Patience
+from safe_ckpt.core.phases import Phases
 from safe_ckpt.core.select import looks_like_checkpoint
-from safe_ckpt.errors import NoValidCheckpointError, SafeCheckpointError
+from safe_ckpt.errors import NoValidCheckpointError, SafeCheckpointError, SaveError
 from safe_ckpt.testing import spawn_ranks, values
 from support import flip_bit
 
@@ -59,6 +63,17 @@ def test_a_file_that_is_away_for_a_moment_is_waited_for(tmp_path, name):
         assert state == {"a": 2, "b": [0, 1]}
         away.join()
     assert in_quarantine(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_way_of_resuming_waits_for_a_manifest(tmp_path, name):
+    """Also where what has no manifest may be another tool's: one with a higher number than ours is waited for."""
+    with entered(name, tmp_path, PATIENT) as entry:
+        for number in (1, 2):
+            entry.save(number).result(timeout_s=30)
+        away = Away(entry.path(2) / "manifest.json")
+        assert entry.load() == 2
+        away.join()
 
 
 def _resume_while_away(rank, folder):
@@ -267,3 +282,21 @@ def test_the_commit_waits_for_what_another_rank_wrote(tmp_path):
 
     with pytest.raises(SafeCheckpointError):
         patience.until_sized(file, 1, given_up)
+
+
+def test_a_commit_names_what_is_not_there_in_the_end(tmp_path):
+    """Of two files of rank 1 one comes late, one never: the error names the second, its rank and what was seen."""
+    config = CheckpointConfig(timeouts=Timeouts(barrier_s=2))
+    op = SimpleNamespace(folder=tmp_path, name="c", error=None, copy=None)
+    board = SimpleNamespace(failed_elsewhere=lambda: None)
+    phases = Phases(op, board, None, config, 0, lambda: None)
+    entries = tuple(FileEntry(path=name, size_bytes=3, xxh3_128="0" * 32, rank=1) for name in ("late", "never"))
+    timer = threading.Timer(0.2, lambda: (tmp_path / "late").write_bytes(b"123"))
+    timer.start()
+    with pytest.raises(SaveError, match="never, written by rank 1 with 3 bytes, is not there") as caught:
+        phases._check_staged(entries)
+    timer.join()
+    assert (caught.value.rank, caught.value.phase) == (1, "commit")
+    phases._check_staged(entries[:1])
+    with pytest.raises(SaveError, match="has 3 bytes here"):
+        phases._check_staged((FileEntry(path="late", size_bytes=4, xxh3_128="0" * 32, rank=1),))

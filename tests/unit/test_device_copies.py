@@ -237,6 +237,24 @@ def test_memory_is_pinned_once_and_ahead(arena):
     assert len(refusing.registered) == 1
 
 
+def test_another_thread_reads_behind_the_trainers_work():
+    """What is streamed on a thread of its own is read when all that the trainer has queued for it is done."""
+    cuda, (move,) = Remembering(), moves_of(1)
+    cuda.trainer.queue.append(lambda: move.tensor.add_(10))
+    cuda.settle([move.tensor])
+    assert move.tensor[0] == 11
+    seen = []
+
+    def elsewhere(here):
+        with here:
+            seen.append(cuda.current(None))
+
+    thread = threading.Thread(target=elsewhere, args=(cuda.here(),))
+    thread.start()
+    thread.join()
+    assert seen == [cuda.trainer]
+
+
 def test_without_cuda_nothing_is_asked_of_it(arena):
     """On this machine: no device, and tensors in host memory are none of its business."""
     copies = DeviceCopies(arena)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -47,6 +47,16 @@ class Cuda:
         """Let the calling thread put its work on ``stream`` meanwhile, and stand on its device."""
         found: AbstractContextManager[None] = torch.cuda.stream(stream)
         return found
+
+    def here(self) -> AbstractContextManager[Any]:
+        """Where the calling thread puts its work, to be entered by another one, which would else stand on device 0."""
+        device = self.device()
+        return self.on(self.current(device)) if device is not None else contextlib.nullcontext()
+
+    def settle(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Wait until what the calling thread has queued on their devices is done: another thread is about to read them."""
+        for device in {tensor.device for tensor in tensors if self.has(tensor)}:
+            self.current(device).synchronize()
 
     def mark(self, stream: Any) -> Any:
         """An event that has come when all that is on ``stream`` now is done."""

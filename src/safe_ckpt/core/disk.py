@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
+import shutil
 from pathlib import Path
 
 _NOT_TOLD = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EOVERFLOW)
@@ -16,14 +16,14 @@ def free_bytes(path: Path) -> int | None:
         OSError: any other reason.
     """
     try:
-        found = os.statvfs(path)
+        found = shutil.disk_usage(path)
     except OSError as error:
         if error.errno in _NOT_TOLD:
             return None
         raise
-    return judge_free(found)
+    return judge_free(found.total, found.free)
 
 
-def judge_free(found: os.statvfs_result) -> int | None:
-    """The same of what ``os.statvfs`` returned. One that is full has a size, one that has no size says nothing."""
-    return found.f_bavail * found.f_frsize if found.f_blocks and found.f_frsize else None
+def judge_free(total_bytes: int, free_bytes: int) -> int | None:
+    """The same of figures. What is full has a size; what has no size says nothing."""
+    return free_bytes if total_bytes else None

@@ -144,9 +144,11 @@ def _names_of(kind: Any) -> frozenset[str]:
 def _refuse_fields(key: str, value: Any, known: Sequence[str]) -> None:
     """A release of torch that plans with something else must not have it dropped silently."""
     kind: Any = type(value)
-    for name in _names_of(kind) - set(known):
-        if getattr(value, name) is not None:
-            message = f"this release of torch plans with {kind.__name__}.{name}, which is not known here"
+    if _names_of(kind) <= set(known):
+        return
+    for field in dataclasses.fields(kind):
+        if field.name not in known and getattr(value, field.name) != field.default:
+            message = f"this release of torch plans with {kind.__name__}.{field.name}, which is not known here"
             raise StateError(key=key, message=message)
 
 

@@ -83,6 +83,11 @@ class Taker:
         if request.streamed or (limit is not None and snapshot.arena_bytes(request.images) > limit):
             op.tasks = snapshot.list_tasks(request.images, str(op.folder), op.manifest.to_json())
             op.streamed, op.error = True, None
+            try:
+                # It is read on another thread, whose streams know nothing of this one's.
+                self._cuda.settle(tensor for image in request.images for _, tensor in image.tensors)
+            except Exception as error:  # as the docstring says
+                op.error = error
             return
         op.arena = self._take_arena()
         try:
