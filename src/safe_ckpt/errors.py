@@ -21,7 +21,8 @@
     │   ├── SaveSkippedError                   the save was not started: another one was in flight
     │   └── CommitOutcomeUnknown               rank 0 was lost between commit and verdict
     ├── CorruptCheckpointError(ValueError)     bytes on disk are not the bytes that were written
-    │   └── HostileCheckpointError             no tool writes such a file: reading it could exhaust or mislead the reader
+    │   ├── HostileCheckpointError             no tool writes such a file: reading it could exhaust or mislead the reader
+    │   └── IncompleteCheckpointError          a file of it is not there; nothing says that bytes are wrong
     ├── UnsupportedFormatError(ValueError)     written by a newer version, or not a checkpoint of ours
     ├── NoValidCheckpointError(FileNotFoundError)  checkpoints were expected and none is usable
     ├── UnsupportedVersionError(ImportError)   a framework is not installed, or too old
@@ -326,6 +327,11 @@ class CorruptCheckpointError(SafeCheckpointError, ValueError):
 @dataclass(eq=False, kw_only=True)
 class HostileCheckpointError(CorruptCheckpointError):
     """No tool writes such a file: reading on could exhaust memory or time, lead out of the directory, or run code."""
+
+
+@dataclass(eq=False, kw_only=True)
+class IncompleteCheckpointError(CorruptCheckpointError):
+    """A file of it is not there, ``file`` says which. A resume passes over it and leaves it where it is: it may come back."""
 
 
 @dataclass(eq=False, kw_only=True)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core import commit, extras
+from safe_ckpt.core import commit, disk, extras
 from safe_ckpt.core.board import Board
 from safe_ckpt.core.channel import KeyTimeout
 from safe_ckpt.core.directory import await_visible
@@ -24,6 +23,7 @@ from safe_ckpt.core.file_copy import FileCopy, first_changed, record_name
 from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
 from safe_ckpt.core.operation import Operation
 from safe_ckpt.core.parts import Parts
+from safe_ckpt.core.patience import Patience
 from safe_ckpt.core.sink import FileResult, sync_directory
 from safe_ckpt.core.writer import Writer
 from safe_ckpt.core.writer_child import WriteJob
@@ -160,8 +160,8 @@ class Phases:
     def _prepare(self) -> None:
         op = self._op
         root = op.request.root.path
-        free = shutil.disk_usage(root).free
-        if op.needed_bytes > free:
+        free = disk.free_bytes(root)
+        if free is not None and op.needed_bytes > free:
             raise NotEnoughSpaceError(
                 path=str(root),
                 message="Earlier checkpoints are deleted only after the new one is committed, so both must fit.",
@@ -330,12 +330,11 @@ class Phases:
         return lambda: made
 
     def _check_staged(self, entries: tuple[FileEntry, ...]) -> None:
-        # Written must equal planned, as rank 0 sees it: another rank's file may have vanished, or lie on another disk.
+        # Written must equal planned, as rank 0 sees it: another rank's file may have vanished, or lie on another disk. What
+        # is only not seen yet, or with an old size, is waited for: caches of network file systems lag behind.
+        patience = Patience(self._config.timeouts)
         for entry in entries:
-            try:
-                found = (self._op.folder / entry.path).stat().st_size
-            except FileNotFoundError:
-                found = -1
+            found = patience.until_sized(self._op.folder / entry.path, entry.size_bytes, self._look_around)
             if found != entry.size_bytes:
                 cause = f"{entry.path}, written by rank {entry.rank} with {entry.size_bytes} bytes, "
                 cause += "is not there" if found < 0 else f"has {found} bytes here"
@@ -390,6 +389,6 @@ def _merge_items(reports: Mapping[int, Any]) -> dict[str, Any]:
 
 def _free_bytes(path: Path) -> int:
     try:
-        return shutil.disk_usage(path).free
+        return disk.free_bytes(path) or 0
     except OSError:
         return 0
