@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -161,11 +160,9 @@ class Channel:
             if since is None and (self._alive is None or self._alive()):
                 # Connecting has its own time. It says nothing about whether the host lives.
                 deadline = begun + _CONNECT_S
-            try:
-                return future.result(timeout=max(0.0, min(_SLICE_S, deadline - time.monotonic())))
-            except FutureTimeout:
-                if future.done():  # the operation itself raised a TimeoutError
-                    raise
+            futures.wait([future], timeout=max(0.0, min(_SLICE_S, deadline - time.monotonic())))
+            if future.done():
+                return future.result(timeout=0)
             if check is not None:
                 check()
             late_s = time.monotonic() - deadline

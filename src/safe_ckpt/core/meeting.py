@@ -195,7 +195,7 @@ class _Host:
             logger.warning("%d ranks will connect to rank 0, and %s", self._size, problem)
         listening = network.listen(self._where.interface, self._where.port)
         address, port = listening.getsockname()[:2]
-        local = ["127.0.0.1"] if address in ("::", "0.0.0.0", "127.0.0.1") else [address]  # noqa: S104 - compared
+        local = ["127.0.0.1"] if address in ranks.EVERYWHERE else [address]
         welcome = {"addresses": network.addresses(address), "local": local, "port": port, "host": ranks.machine_id()}
         return listening, {**welcome, "pid": os.getpid(), "token": uuid.uuid4().hex, "secret": secrets.token_hex(32)}
 

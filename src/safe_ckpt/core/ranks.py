@@ -145,14 +145,18 @@ def local_store() -> KeyValues:
     return cast("KeyValues", HashStore())
 
 
+EVERYWHERE = ("::", "0.0.0.0")  # noqa: S104 - compared
+"""What a socket that listens on all addresses gives as its own."""
+
+
 def host_store(listening: socket.socket) -> Store:
     """Host a store in this process behind a socket that listens already; it is the store's from now on.
 
     Ours, because clones of the default store die with ``destroy_process_group``.
     """
-    port = listening.getsockname()[1]
+    address, port = listening.getsockname()[:2]
     return TCPStore(
-        "localhost",
+        "localhost" if address in EVERYWHERE else address,  # its own client comes this way, too
         port,
         is_master=True,
         timeout=timedelta(seconds=300),

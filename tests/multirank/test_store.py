@@ -1,0 +1,265 @@
+"""The store in which the ranks meet: what others who reach its port can do to a job, and what they cannot."""
+
+import base64
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from safe_ckpt import CheckpointConfig, Checkpointer, Network, Timeouts
+from safe_ckpt.core import network, ranks
+from safe_ckpt.core.rendezvous import open_session
+from safe_ckpt.core.sealed import SealedStore
+from safe_ckpt.errors import ConfigError, SafeCheckpointError, TamperedError
+from safe_ckpt.testing import free_port, spawn_ranks, values
+from support import run_script
+
+TIMES = Timeouts(lengthy_s=30, barrier_s=20, peer_stall_s=5, shutdown_s=5)
+
+
+class Bomb:
+    """Unpickled, it leaves a file behind."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_a_value_of_somebody_else_is_refused():
+    """Set by one who does not know the secret, moved to another key, or changed: an error that names the key."""
+    store = ranks.host_store(network.listen("127.0.0.1", 0))
+    ours = SealedStore(store, "secret")
+    ours.set("a", "1")
+    ours.multi_set(["b", "c"], ["2", "3"])
+    assert (ours.get("a"), ours.multi_get(["b", "c"])) == (b"1", [b"2", b"3"])
+    store.set("d", store.get("a"))
+    store.set("b", "2")
+    store.set("c", bytes(store.get("c"))[:-1] + b"4")
+    for key in "dbc":
+        with pytest.raises(TamperedError, match=f"^{key}: "):
+            ours.get(key)
+    with pytest.raises(TamperedError):
+        ours.multi_get(["a", "b"])
+    with pytest.raises(TamperedError):
+        SealedStore(store, "another").get("a")
+
+
+def _attacked(rank, folder):
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    spread = distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+    with Checkpointer(folder, CheckpointConfig(timeouts=TIMES)) as ckpt:
+        session = ckpt._engine.session
+        entry = session._cursor
+        if rank == 0:
+            # One who reaches the port answers in rank 1's place before it does.
+            port = session._connect._port
+            client = dist.TCPStore(
+                "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=9)
+            )
+            bomb = base64.b64encode(pickle.dumps(Bomb(str(folder / "boom")))).decode()
+            forged = {"answer": {"error": None, "items": {"s": {"token": None, "plan": bomb, "lengths": {}}}}}
+            client.set(f"log/{entry}/1", json.dumps(forged))
+            client.set(f"log/{entry}/all", "")
+        else:
+            while not (folder / "over").exists():
+                time.sleep(0.01)
+        try:
+            ckpt.save(1, {"s": {"t": spread}}).result(timeout_s=20)
+        except SafeCheckpointError as error:
+            (folder / "over").touch()
+            return type(error).__name__, str(error), (folder / "boom").exists()
+    return None
+
+
+def test_a_forged_plan_runs_nothing(tmp_path):
+    """A plan that another program puts into the store is refused by name on every rank, and no code of it is run."""
+    for kind, said, ran in values(spawn_ranks(_attacked, 2, tmp_path)):
+        assert kind == "TamperedError"
+        assert "was not written by a rank of this job" in said
+        assert not ran
+
+
+def _disturbed(rank):
+    session = open_session(None, TIMES)
+    if rank == 0:
+        for garbage in (b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(4096)):
+            with socket.create_connection(("127.0.0.1", session._connect._port), timeout=5) as stranger:
+                stranger.sendall(garbage)
+    found = [
+        session.agree("x", {"n": n}, timeout_s=10, answer=rank, decide=lambda a: sum(a.values())) for n in range(20)
+    ]
+    session.release()
+    return set(found)
+
+
+def test_strangers_at_the_port_disturb_nothing():
+    """Port scans, a browser, random bytes: the ranks go on."""
+    assert values(spawn_ranks(_disturbed, 2)) == [{1}] * 2
+
+
+def _no_such_interface(rank):
+    config = CheckpointConfig(timeouts=TIMES, network=Network(interface="nowhere0"))
+    with pytest.raises(ConfigError, match="nowhere0") as caught:
+        Checkpointer("/nowhere", config)
+    return caught.value.key
+
+
+def test_an_interface_that_is_not_there_is_every_ranks_error():
+    """Rank 0 cannot listen where it is to: all ranks are told, at once, by the name of the setting."""
+    outcomes = spawn_ranks(_no_such_interface, 3)
+    assert values(outcomes) == ["network.interface"] * 3
+    assert all(outcome.seconds < 15 for outcome in outcomes)
+
+
+def _several_sessions(rank, port):
+    group = dist.new_group([0, 1])
+    where = Network(interface="127.0.0.1", port=port)
+    sessions = [open_session(one, TIMES, network=where) for one in (None, group)]
+    found = [
+        session.agree("x", {}, timeout_s=10, answer=rank, decide=lambda a: sum(a.values())) for session in sessions
+    ]
+    ports = sorted(session._connect._port for session in sessions)
+    for session in sessions:
+        session.release()
+    return found, ports
+
+
+def test_each_session_takes_the_next_port():
+    """A port that is given is the first of sixteen: several groups of one job do not collide."""
+    port = free_port()
+    for found, ports in values(spawn_ranks(_several_sessions, 2, port)):
+        assert found == [1, 1]
+        assert len(set(ports)) == 2
+        assert all(port <= taken < port + network.PORTS for taken in ports)
+
+
+def test_no_free_port_is_named():
+    """All sixteen are taken: an error with the setting and the ports."""
+    port = next(p for p in range(21000, 60000, network.PORTS) if _all_free(p))
+    taken = [socket.create_server(("127.0.0.1", number)) for number in range(port, port + network.PORTS)]
+    with pytest.raises(ConfigError, match=f"ports {port} to {port + 15}") as caught:
+        network.listen("127.0.0.1", port)
+    assert caught.value.key == "network.port"
+    for one in taken:
+        one.close()
+
+
+def _all_free(port):
+    try:
+        for number in range(port, port + network.PORTS):
+            socket.create_server(("127.0.0.1", number)).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_both_families(address):
+    """IPv4 and IPv6: a store that listens on one address is reached there."""
+    try:
+        listening = network.listen(address, 0)
+    except ConfigError as error:
+        pytest.skip(f"no such family here: {error}")
+    port = listening.getsockname()[1]
+    store = ranks.host_store(listening)
+    store.set("a", "1")
+    assert network.addresses(address) == [address]
+    assert next(network.reachable([address], port)) == address
+    assert ranks.connect_store(address, port, 5.0).get("a") == b"1"
+
+
+def test_a_masters_address_that_is_not_ours_is_not_offered(monkeypatch):
+    """MASTER_ADDR names another host: the others are not sent there. One's own name in it is offered."""
+    monkeypatch.setenv("MASTER_ADDR", "203.0.113.9")
+    assert "203.0.113.9" not in network.addresses("::")
+    own = next((a for a in network.addresses("0.0.0.0") if a[0].isdigit()), None)
+    if own is not None:
+        monkeypatch.setenv("MASTER_ADDR", own)
+        assert own in network.addresses("::")
+    assert "127.0.0.1" not in network.addresses("::")
+
+
+def test_the_limit_of_descriptors_is_raised_or_named():
+    """Rank 0 raises the soft limit where it may; where it may not it says how many are needed and how to allow them."""
+    code = """
+        import resource
+        from safe_ckpt.core.network import ensure_descriptors
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096))
+        print(ensure_descriptors(1000) == "", resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1000)
+        print(ensure_descriptors(10_000))
+        print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    """
+    first, second, third = run_script(code).stdout.splitlines()
+    assert first == "True True"
+    assert "file descriptors are needed here and 4096 allowed" in second
+    assert "ulimit -Hn" in second
+    assert third == "4096"
+
+
+def test_no_descriptor_left_is_named():
+    """EMFILE where a connection is opened: that is what the error says, not that another process is stopped."""
+    code = """
+        import os, resource
+        import torch.distributed as dist
+        from safe_ckpt.core import meeting, network, ranks
+        listening = network.listen("127.0.0.1", 0)
+        connect = meeting._Connector(["127.0.0.1"], listening.getsockname()[1], "token", "secret")
+        network.CONNECT_S = 1.0
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        held = []
+        try:
+            while True:
+                held.append(os.dup(0))
+        except OSError:
+            pass
+        try:
+            connect()
+        except Exception as error:
+            text = str(error)
+        for one in held:
+            os.close(one)
+        print(text)
+    """
+    done = run_script(code)
+    assert "no file descriptor left (ulimit -n is 64)" in done.stdout, done.stderr
+
+
+def test_one_host_listens_on_the_loopback(monkeypatch):
+    """Where torchrun says that all ranks run here, nobody else can even connect."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    listening = network.listen(None, 0)
+    assert listening.getsockname()[0] == "127.0.0.1"
+    listening.close()
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    listening = network.listen(None, 0)
+    assert listening.getsockname()[0] in ("::", "0.0.0.0")
+    listening.close()
+
+
+def test_nothing_from_the_store_is_unpickled():
+    """No module that reads from the store calls pickle.loads."""
+    found = subprocess.run(
+        [sys.executable, "-c", "import safe_ckpt; print(safe_ckpt.__path__[0])"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    home = found.stdout.strip()
+    for folder, _, names in os.walk(os.path.join(home, "core")):
+        for name in names:
+            if name.endswith(".py"):
+                with open(os.path.join(folder, name), encoding="utf-8") as file:
+                    assert "pickle.load" not in file.read(), name
