@@ -75,12 +75,11 @@ def _attacked(rank, folder):
         else:
             while not (folder / "over").exists():
                 time.sleep(0.01)
-        try:
+        with pytest.raises(SafeCheckpointError) as caught:
             ckpt.save(1, {"s": {"t": spread}}).result(timeout_s=20)
-        except SafeCheckpointError as error:
-            (folder / "over").touch()
-            return type(error).__name__, str(error), (folder / "boom").exists()
-    return None
+        (folder / "over").touch()
+        dist.barrier()
+        return type(caught.value).__name__, str(caught.value), (folder / "boom").exists()
 
 
 def test_a_forged_plan_runs_nothing(tmp_path):
