@@ -56,7 +56,7 @@ def why_no_hosts():
     """Why there can be no hosts here; empty when there can."""
     if os.geteuid() != 0:
         return "needs root"
-    missing = [tool for tool in ("unshare", "nsenter", "ip", "mount", "bash") if shutil.which(tool) is None]
+    missing = [tool for tool in ("unshare", "nsenter", "setpriv", "ip", "mount", "bash") if shutil.which(tool) is None]
     if missing:
         return f"needs {', '.join(missing)}"
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
@@ -186,8 +186,22 @@ class Host:
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     def start(self, command, *, env=None, furniture=False, **more):
-        """Start a command on it, in a session of its own. ``furniture`` is what ``signal`` leaves alone."""
-        door = ["nsenter", f"--target={self.pid}", "--ipc", "--uts", "--net", "--pid", "--mount"]
+        """Start a command on it, in a session of its own. ``furniture`` is what ``signal`` leaves alone.
+
+        What is returned is the door: nsenter, which ends and stops as the command does, and ends with this thread.
+        """
+        door = [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            "nsenter",
+            f"--target={self.pid}",
+            "--ipc",
+            "--uts",
+            "--net",
+            "--pid",
+            "--mount",
+        ]
         command = [*door, "env", "-C", str(self.work), *map(str, command)]
         environment = {**os.environ, **self.environment, **(env or {}), **({_FURNITURE: "1"} if furniture else {})}
         process = subprocess.Popen(command, env=environment, start_new_session=True, **more)
@@ -235,6 +249,9 @@ class Host:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
             sent |= left
+        if number == signal.SIGCONT:  # a door stops with what is behind it
+            for process in self._started:
+                process.send_signal(number)
 
     def end_processes(self):
         """SIGKILL to every process on it, and wait until they are gone. The host itself stays."""
@@ -251,13 +268,15 @@ class Host:
             return
         if self.pid:
             os.kill(self.pid, signal.SIGKILL)
+        for process in self._started:
+            process.send_signal(signal.SIGCONT)  # a stopped door would keep what has ended behind it, and so the host
         with contextlib.suppress(OSError):
             self._first.stdin.close()
         self._first.wait(timeout=30)
         for stream in (self._first.stdout, self._first.stderr):
             stream.close()
         for process in self._started:
-            process.wait(timeout=30)  # of what ran there only the door was left
+            _close_door(process)
         self._started = []
         self._first, self.pid = None, 0
         if self is not self._hosts.hub and self._hosts.hub.pid:
@@ -302,6 +321,15 @@ def _kept_in_tmp(work):
     # What of /tmp the host has, too: the folder of the test, and what it runs where that lies there.
     kept = {work, Path(__file__).resolve().parents[2], Path(sys.prefix).resolve()}
     return " ".join(sorted(str(path.relative_to("/tmp")) for path in kept if path.is_relative_to("/tmp")))
+
+
+def _close_door(process):
+    # What was behind it has ended with the host, and it follows.
+    process.wait(timeout=30)
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None and not stream.closed:
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
 
 
 def _network(pid, *commands, check=True):
