@@ -268,19 +268,21 @@ class Host:
             return
         if self.pid:
             os.kill(self.pid, signal.SIGKILL)
-        for process in self._started:
-            process.send_signal(signal.SIGCONT)  # a stopped door would keep what has ended behind it, and so the host
         with contextlib.suppress(OSError):
             self._first.stdin.close()
-        self._first.wait(timeout=30)
-        for stream in (self._first.stdout, self._first.stderr):
-            stream.close()
+        wait_until(self._has_gone, 30, f"the end of {self.name}")
+        _close_streams(self._first)
         for process in self._started:
-            _close_door(process)
+            _close_streams(process)
         self._started = []
         self._first, self.pid = None, 0
         if self is not self._hosts.hub and self._hosts.hub.pid:
             _network(self._hosts.hub.pid, f"link del {self._port}", check=False)
+
+    def _has_gone(self):
+        # A door that stopped with what was behind it keeps that, ended, and so the host. It may be about to stop.
+        gone = [process.poll() is not None or process.send_signal(signal.SIGCONT) for process in self._started]
+        return all(gone) and self._first.poll() is not None
 
     def restart(self, *, rebooted=False):
         """Kill it if it is up, and bring it up again: as a pod that was rescheduled, or ``rebooted`` as a machine."""
@@ -323,9 +325,7 @@ def _kept_in_tmp(work):
     return " ".join(sorted(str(path.relative_to("/tmp")) for path in kept if path.is_relative_to("/tmp")))
 
 
-def _close_door(process):
-    # What was behind it has ended with the host, and it follows.
-    process.wait(timeout=30)
+def _close_streams(process):
     for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None and not stream.closed:
             with contextlib.suppress(BrokenPipeError):
