@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -66,13 +66,19 @@ class Checkpointer:
     ) -> None:
         self.config = config_of_all(config, group)
         self.directory = Path(directory)
-        self._engine = Engine(self.config, group=group, hooks=hooks)
+        self._engine = Engine(self.config, group=group, hooks=hooks, owner="a Checkpointer; its close() frees it")
         try:
             self._root = self._engine.hold(self.directory)
             self._ledger = Ledger()
             self._shards: ShardPlanner | None = None
             self._exporter: Exporter | None = None
-            self._engine.agree("list", {"directory": self.directory}, decide=lambda _: self._take_stock())
+            # What is not seen for a moment has a place in the order of commits all the same.
+            timeouts = self.config.timeouts
+            self._engine.agree(
+                "list",
+                {"directory": self.directory},
+                decide=lambda _: self._take_stock(resume.listed(self._listed, timeouts)),
+            )
             self._engine.watch_signals()
         except BaseException:
             self._engine.close(quiet=True)
@@ -167,7 +173,8 @@ class Checkpointer:
         """Restore the newest valid checkpoint into ``state``, in place.
 
         Every rank reads and verifies what it needs before anything is applied anywhere. A damaged checkpoint is passed over
-        on all ranks together, and moved into quarantine once an older one was found good.
+        on all ranks together, and moved into quarantine once an older one was found good. One of which a file is missing is
+        passed over when it was waited for (half of ``barrier_s``, 30 s at most), and stays where it is.
 
         Args:
             state: the same names as given to ``save``, or some of them. Values that cannot change in place, such as
@@ -185,7 +192,7 @@ class Checkpointer:
         self._engine.wait()
 
         def listed() -> list[select.Candidate]:
-            found = select.list_directories(self.directory)
+            found = self._listed()
             return found if step is None else [c for c in found if c.path.name == select.step_name(step)]
 
         view = {"names": ", ".join(map(str, state)), "step": step}
@@ -196,7 +203,7 @@ class Checkpointer:
             self.prepare(state)
             return None
         resume.apply(self._engine, lambda: restoring.restore(state, chosen.loaded, chosen.info.path))
-        self._engine.agree("list", {"directory": self.directory}, decide=lambda _: self._take_stock())
+        self._engine.agree("list", {"directory": self.directory}, decide=lambda _: self._take_stock(self._listed()))
         self.prepare(state)
         return chosen.info
 
@@ -304,7 +311,9 @@ class Checkpointer:
     def _is_read(file: str, described: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
         return any(file in described[name]["files"].values() for name in state)
 
-    def _take_stock(self) -> None:
-        candidates = select.list_directories(self.directory)
+    def _listed(self) -> list[select.Candidate]:
+        return select.list_directories(self.directory)
+
+    def _take_stock(self, candidates: Sequence[select.Candidate]) -> None:
         self._ledger = Ledger(candidates)
         self._root.start_after(select.newest_sequence(candidates))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from safe_ckpt import Checkpointer
+from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.cli.app import app
 from safe_ckpt.core.direct import save_archive
 from safe_ckpt.errors import NoValidCheckpointError
@@ -22,7 +22,7 @@ def taken(folder, copy):
     """The name of the checkpoint that a Checkpointer resumes from, tried on a copy: resuming moves damaged ones away."""
     shutil.copytree(folder, copy)
     state = {"w": {"t": torch.zeros(10)}}
-    with Checkpointer(copy) as ckpt:
+    with Checkpointer(copy, CheckpointConfig(timeouts=Timeouts(barrier_s=4))) as ckpt:
         info = ckpt.resume(state)
     return None if info is None else info.path.name
 

@@ -12,7 +12,7 @@ from accelerate import utils
 
 from safe_ckpt.accelerate.loaders import KEY, Loaders
 from safe_ckpt.accelerate.places import Places, next_number
-from safe_ckpt.core import resume
+from safe_ckpt.core import presence, resume
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.verify import verify_share
@@ -48,9 +48,9 @@ def load(
         path = Path(os.path.abspath(os.path.expanduser(input_dir)))
         engine.agree("load_state", {"path": path}, decide=lambda _: _expect(path))
         resume.check(engine, path, lambda found: _verify_share(engine, found))
-    if not (path / MANIFEST_NAME).exists() and engine.rank == 0:
+    if engine.rank == 0 and not presence.is_there(path / MANIFEST_NAME):
         logger.warning("%s was not written by safe_ckpt: it is loaded without verification", path)
-    if not (path / f"{utils.RNG_STATE_NAME}_{engine.rank}.pkl").exists():
+    if not presence.is_there(path / f"{utils.RNG_STATE_NAME}_{engine.rank}.pkl"):
         logger.warning("%s holds no random state of rank %d: it does not continue exactly there", path, engine.rank)
 
     def apply() -> None:
@@ -76,7 +76,7 @@ def _newest(engine: Engine, places: Places) -> Path:
 
 
 def _expect(path: Path) -> None:
-    if not path.is_dir():
+    if not presence.is_directory(path):
         raise NoValidCheckpointError(path=str(path), message="there is no such directory")
 
 
@@ -86,12 +86,12 @@ def _verify_share(engine: Engine, path: Path) -> None:
 
 def _loader_states(path: Path, rank: int) -> list[Any]:
     file = path / f"{utils.RNG_STATE_NAME}_{rank}.pkl"
-    return list(utils.load(file).get(KEY, ())) if file.exists() else []
+    return list(utils.load(file).get(KEY, ())) if presence.is_there(file) else []
 
 
 def _next(places: Places, path: Path) -> int:
     """The number of the save that comes next: never one that is in use."""
     if (folder := places.automatic()) is not None:
         return next_number(folder)
-    notes: Mapping[str, Any] = read_manifest(path).notes if (path / MANIFEST_NAME).exists() else {}
+    notes: Mapping[str, Any] = read_manifest(path).notes if presence.is_there(path / MANIFEST_NAME) else {}
     return int(notes.get("iteration", -1)) + 1

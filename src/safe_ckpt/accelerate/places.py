@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import uuid
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from accelerate import utils
 
 from safe_ckpt.config import Retention
-from safe_ckpt.core import extras, retention, select
+from safe_ckpt.core import extras, presence, resume, retention, select
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.ledger import Decision, Ledger
 from safe_ckpt.core.manifest import CheckpointInfo
@@ -105,7 +104,7 @@ class Places:
         place = self._automatic = Place(root=root, ledger=Ledger())
 
         def take_stock(_: object) -> None:
-            found = candidates(folder)
+            found = resume.listed(lambda: candidates(folder), self._engine.config.timeouts)
             place.ledger = Ledger(found)
             root.start_after(select.newest_sequence(found))
 
@@ -216,6 +215,6 @@ def _is_stock(path: Path) -> str:
 def _problem_of_stock(path: Path) -> str:
     # Accelerate writes the random states last but for custom objects: without them it was interrupted.
     last = path / f"{utils.RNG_STATE_NAME}_0.pkl"
-    if not last.exists():
+    if not presence.is_there(last):
         return f"it has no manifest, and without {last.name} it is not complete either"
-    return "" if zipfile.is_zipfile(last) else f"it has no manifest, and {last.name} was not written to its end"
+    return "" if presence.ends_as_archive(last) else f"it has no manifest, and {last.name} was not written to its end"

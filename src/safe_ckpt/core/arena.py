@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import errno
 import itertools
-import logging
 import mmap
 import os
 import tempfile
@@ -23,9 +22,9 @@ import torch
 
 from safe_ckpt.core import host_memory
 from safe_ckpt.core.control import write_mark
+from safe_ckpt.core.cuda import Cuda
 from safe_ckpt.errors import NotEnoughSpaceError
 
-logger = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None, use_errno=True)
 _ids = itertools.count(1)
 GRANULE = 2 << 20
@@ -103,20 +102,19 @@ class Arena:
         with self._growing:
             write_mark(self.memory, end)
 
-    def pin(self) -> bool:
+    def pin(self, device: torch.device, cuda: Cuda) -> bool:
         """Register the memory with CUDA, so that copies from a device run beside the computing. Returns whether it is.
 
-        Not run on any machine yet: none with CUDA was at hand.
+        With CUDA this was read, not run: no machine with it was at hand.
+
+        Args:
+            device: on which the calling thread is to stand meanwhile; the memory is pinned for all.
+            cuda: the devices.
         """
         with self._growing:
             if self._unpin is None and self._bytes is not None and not self._unpinnable:
-                runtime, address = torch.cuda.cudart(), self._bytes.data_ptr()  # type: ignore[no-untyped-call]
-                failed = int(runtime.cudaHostRegister(address, self.size, 0))
-                if failed:
-                    self._unpinnable = True
-                    logger.warning("host memory cannot be pinned (CUDA error %d): snapshots are slower", failed)
-                    return False
-                self._unpin = lambda: runtime.cudaHostUnregister(address)
+                self._unpin = cuda.register(self._bytes.data_ptr(), self.size, device)
+                self._unpinnable = self._unpin is None
             return self._unpin is not None
 
     def fileno(self) -> int:

@@ -6,13 +6,16 @@ It stays: starting one takes as long as the interpreter lock is not to be had, w
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_all: weakref.WeakSet[Background[Any]] = weakref.WeakSet()
 
 
 class Refused(RuntimeError):
@@ -35,6 +38,7 @@ class Background(Generic[_T]):
         self._waiting: queue.SimpleQueue[_T | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ended = False
+        _all.add(self)
 
     def start(self) -> None:
         """Start the thread if it does not run yet.
@@ -88,6 +92,10 @@ class Background(Generic[_T]):
         """Whether this is called on the thread."""
         return self._thread is threading.current_thread()
 
+    def forget(self) -> None:
+        """In a process that was forked: the thread is not there, and whoever was within a call never leaves it."""
+        self._changing, self._thread, self._ended = threading.RLock(), None, True
+
     def join(self, timeout_s: float) -> None:
         """Wait for its end."""
         if self._thread is not None:
@@ -103,3 +111,11 @@ class Background(Generic[_T]):
             except BaseException:  # those who come after it still need the thread
                 logger.exception("%s failed", self._name)
             del item  # an idle thread must not keep alive what it worked on
+
+
+def _forget_all() -> None:
+    for background in list(_all):
+        background.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

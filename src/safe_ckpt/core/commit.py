@@ -23,6 +23,9 @@ from safe_ckpt.core.sink import sync_directory
 logger = logging.getLogger(__name__)
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+# What refuses a call and did nothing. An EIO, or a lost connection, may come from a server that has done it.
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV, errno.ENOTTY)
+_NO_LINK = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK, errno.EINVAL)
 
 
 def make_directory(path: Path) -> None:
@@ -107,7 +110,7 @@ def publish_directory(staged: Path, final: Path, aside: Path) -> None:
             sync_directory(str(final.parent))
         return
     if exchange(staged, final):
-        with _undone_by(lambda: exchange(staged, final)):
+        with _undone_by(lambda: _exchange_back(staged, final)):
             sync_directory(str(final.parent))
         _tidy(lambda: os.rename(staged, aside))
         return
@@ -122,6 +125,11 @@ def publish_directory(staged: Path, final: Path, aside: Path) -> None:
 
     with _undone_by(swap_back):
         sync_directory(str(final.parent))
+
+
+def _exchange_back(one: Path, other: Path) -> None:
+    if not exchange(one, other):  # it could a moment ago: taken for undone it would cost the old one
+        raise OSError(errno.EIO, "the exchange could not be taken back", str(one))
 
 
 def _tidy(action: Callable[[], object]) -> None:
@@ -181,7 +189,7 @@ def exchange(one: Path, other: Path) -> bool:
     if result == 0:
         return True
     code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):
+    if code in _NO_EXCHANGE:
         return False
     raise OSError(code, os.strerror(code), str(one), None, str(other))
 
@@ -204,13 +212,24 @@ def publish_link(existing: Path, staged: Path, link: Link, aside: Callable[[], P
         aside: tells where a directory goes that has the name now.
     """
     make_directory(link.path.parent)
-    if link.target is not None:
-        os.symlink(link.target, staged)
+    if link.target is not None and _symlink(link.target, staged):
+        pass
     elif existing.is_dir():
         _link_tree(existing, staged)
     else:
         link_or_copy(existing, staged)
     publish(staged, link.path, aside)
+
+
+def _symlink(target: str, staged: Path) -> bool:
+    """Make a symbolic link. Returns False where the file system has none: then it becomes a second name of the bytes."""
+    try:
+        os.symlink(target, staged)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        return False
+    return True
 
 
 def _link_tree(existing: Path, staged: Path) -> None:
@@ -227,7 +246,7 @@ def link_or_copy(existing: Path, staged: Path) -> None:
     try:
         os.link(existing, staged)
     except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK, errno.ENOSYS):
+        if error.errno not in _NO_LINK:
             raise
         shutil.copyfile(existing, staged)
         _sync_file(staged)

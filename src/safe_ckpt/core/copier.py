@@ -196,7 +196,7 @@ class _Batch:
                 more = at + count < length
                 ahead = self._readers.submit(load, there, at + count) if more and self._ahead else None
                 if fd >= 0:
-                    self._write(fd, here[:count], at, direct=direct)
+                    direct = self._write(fd, here[:count], at, direct=direct)
                     unflushed += count
                 if fd >= 0 and not direct and unflushed >= self._options.flush_every_bytes:
                     os.fdatasync(fd)
@@ -209,11 +209,12 @@ class _Batch:
                 ahead.exception()  # it reads from a descriptor that the caller is about to close
         return digest.hexdigest()
 
-    def _write(self, fd: int, data: memoryview, at: int, *, direct: bool) -> None:
+    def _write(self, fd: int, data: memoryview, at: int, *, direct: bool) -> bool:
         body = len(data) // PAGE * PAGE
         with data[:body] as pages:
-            write_all(fd, pages, at, self._progress, direct=direct)
+            direct = write_all(fd, pages, at, self._progress, direct=direct)
         write_rest(fd, bytes(data[body:]), at + body, self._progress, direct=direct)
+        return direct
 
     def _buffers(self) -> tuple[memoryview, memoryview]:
         if not hasattr(self._own, "buffers"):

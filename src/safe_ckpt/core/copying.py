@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from safe_ckpt.core.arena import Arena
+from safe_ckpt.core.cuda import Cuda
 from safe_ckpt.core.device_copies import DeviceCopies
 from safe_ckpt.core.move import Move, place
 from safe_ckpt.core.witness import Witness
@@ -39,13 +40,20 @@ class Copy:
         moves: in the order of their offsets.
         end: where the last file image ends, to the byte.
         witness: tells of what changed although it should not have; None when nothing is deferred.
+        cuda: the devices; None for those of this machine.
 
     Attributes:
         error: why the arena is not, and will not be, what was to be saved.
     """
 
     def __init__(
-        self, name: str, arena: Arena, moves: Sequence[Move], end: int, witness: Witness | None = None
+        self,
+        name: str,
+        arena: Arena,
+        moves: Sequence[Move],
+        end: int,
+        witness: Witness | None = None,
+        cuda: Cuda | None = None,
     ) -> None:
         self.error: Exception | None = None
         self._name = name
@@ -61,7 +69,7 @@ class Copy:
         self._marked = 0
         self._over = threading.Event()
         self._hearing = threading.Lock()
-        self._devices = DeviceCopies(arena)
+        self._devices = DeviceCopies(arena, cuda)
         arena.mark(0)
 
     def run(self) -> bool:
@@ -136,10 +144,15 @@ class Copy:
         return first
 
     def _close(self) -> None:
-        self._over.set()
-        self._now, self._later, self._witness = [], [], None  # let go of the tensors, and of the arena
-        self._memory = None
-        self._devices.forget()
+        try:
+            # Before it is over: what a device still has under way would land in the next snapshot.
+            self._devices.forget()
+        except Exception as error:  # the device is lost, and with it whatever was under way
+            self.fail(error)
+        finally:
+            self._over.set()
+            self._now, self._later, self._witness = [], [], None  # let go of the tensors, and of the arena
+            self._memory = None
 
     def _hear(self) -> None:
         with self._hearing:  # whoever comes second waits: the step that follows will change what the witness looks at
@@ -164,7 +177,7 @@ class Copy:
             if self._stopped:
                 return
             size = move.size
-            if not move.tensor.is_cpu:
+            if self._devices.takes(move):
                 self._devices.copy(move)
             elif not move.tensor.is_contiguous() or (not aside and size >= _THREADS_FROM):
                 place(move, memory)

@@ -1,70 +1,107 @@
-"""Copies from CUDA devices into an arena: beside the computing, on a stream of their own, into pinned memory.
+"""Copies from devices into an arena: beside the computing, on a stream of their own, into pinned memory.
 
-Not run on any machine yet: none with CUDA was at hand. Without CUDA nothing here does anything.
+With CUDA this was read, not run: no machine with it was at hand. The order of things was tried with devices that remember.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.core.arena import Arena
+from safe_ckpt.core.cuda import Cuda
 from safe_ckpt.core.move import Move, place
+
+if TYPE_CHECKING:
+    import torch
 
 
 class DeviceCopies:
-    """The part of one snapshot that comes from devices."""
+    """The part of one snapshot that comes from devices.
 
-    def __init__(self, arena: Arena) -> None:
+    Args:
+        arena: filled.
+        cuda: the devices.
+    """
+
+    def __init__(self, arena: Arena, cuda: Cuda | None = None) -> None:
         self._arena = arena
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._done: dict[Move, torch.cuda.Event] = {}
-        self._loose: set[torch.device] = set()
+        self._cuda = cuda or Cuda()
+        self._streams: dict[torch.device, Any] = {}
+        self._begun: dict[torch.device, Any] = {}  # where the trainer was when the snapshot was asked for
+        self._done: dict[Move, Any] = {}
+        self._loose: dict[torch.device, Any] = {}
+
+    def takes(self, move: Move) -> bool:
+        """Whether a tensor is copied here: it is not in host memory."""
+        return self._cuda.has(move.tensor) or not move.tensor.is_cpu
 
     def begin(self, moves: Sequence[Move]) -> None:
-        """Start the deferred copies, each device's on a side stream behind what is queued there now."""
-        chosen = [move for move in moves if move.tensor.device.type == "cuda"]
-        if not chosen or not self._arena.pin():
-            return  # into pageable memory a copy would block: they are made one by one when their turn comes
+        """Start the deferred copies, each device's on a side stream behind what the trainer, who calls this, has queued."""
+        chosen = [move for move in moves if self._cuda.has(move.tensor)]
         for device in {move.tensor.device for move in chosen}:
-            side = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream(device))
-            self._streams[device] = side
+            # Another thread's stream knows nothing of the trainer's, which may not be the device's default one.
+            self._begun[device] = self._cuda.mark(self._cuda.current(device))
+        if not chosen or not self._arena.pin(chosen[0].tensor.device, self._cuda):
+            return  # into pageable memory a copy would block: they are made one by one when their turn comes
         for move in chosen:
-            side = self._streams[move.tensor.device]
-            with torch.cuda.stream(side):
-                place(move, self._arena.bytes, non_blocking=True)
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record(side)
-                self._done[move] = event
+            side = self._side_of(move.tensor.device)
+            with self._cuda.on(side):
+                self._cuda.copy(move, self._arena.bytes, non_blocking=True)
+            self._done[move] = self._cuda.mark(side)
 
     def copy(self, move: Move) -> None:
-        """Copy one tensor, or wait for its copy if it was started."""
+        """Copy one tensor, or wait for its copy if it was started. On any thread."""
         event = self._done.get(move)
         if event is not None:
             event.synchronize()
-            return
-        pinned = move.tensor.device.type == "cuda" and self._arena.pin()
-        place(move, self._arena.bytes, non_blocking=pinned)
-        if pinned:
-            self._loose.add(move.tensor.device)
+        elif not self._cuda.has(move.tensor):
+            place(move, self._arena.bytes)  # some other device, which torch waits for
+        else:
+            self._copy_now(move)
 
     def settle(self) -> None:
         """Wait until all that was started by ``copy`` is in place."""
-        for device in self._loose:
-            torch.cuda.current_stream(device).synchronize()
+        for stream in self._loose.values():
+            stream.synchronize()
         self._loose.clear()
 
     def forget(self) -> None:
-        """All copies are over: let go of the tensors."""
-        self._done.clear()
-        self._loose.clear()
+        """No more is copied: wait for whatever is under way, also what nobody waits for, and let go of the tensors.
+
+        A copy that was abandoned goes on by itself. Into an arena that is used again it would bring bytes of this snapshot,
+        before they are hashed, so that nobody could ever tell.
+        """
+        try:
+            for stream in [*self._streams.values(), *self._loose.values()]:
+                stream.synchronize()
+        finally:
+            self._done.clear()
+            self._loose.clear()
+            self._streams.clear()
+            self._begun.clear()
 
     def order(self, moves: Sequence[Move]) -> bool:
         """Let what is queued from now on wait for the copies, on the devices. Returns whether that covers all of ``moves``."""
         if not moves or any(move not in self._done for move in moves):
             return False
-        for device, side in self._streams.items():
-            torch.cuda.current_stream(device).wait_stream(side)
+        for device, side in list(self._streams.items()):
+            self._cuda.current(device).wait_stream(side)
         return True
+
+    def _side_of(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            side = self._streams[device] = self._cuda.stream(device)
+            side.wait_event(self._begun[device])
+        return self._streams[device]
+
+    def _copy_now(self, move: Move) -> None:
+        device = move.tensor.device
+        with self._cuda.at(device):
+            stream = self._cuda.current(device)
+            if device in self._begun:
+                stream.wait_event(self._begun[device])
+            pinned = self._arena.pin(device, self._cuda)
+            if pinned:
+                self._loose[device] = stream  # before the copy: one that fails halfway may have been queued
+            self._cuda.copy(move, self._arena.bytes, non_blocking=pinned)

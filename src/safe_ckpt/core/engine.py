@@ -32,6 +32,7 @@ from safe_ckpt.errors import (
     ClosedError,
     ConfigError,
     CoordinationError,
+    ForkedError,
     SafeCheckpointError,
     SaveError,
     SaveSkippedError,
@@ -56,9 +57,11 @@ class Engine:
         config: settings; must be equal on all ranks.
         group: the ranks; None means WORLD, or this process alone without a process group.
         hooks: called with what happens.
+        owner: what this belongs to and how that is ended, for messages.
 
     Attributes:
         group: as given.
+        owner: as given.
 
     Raises:
         RendezvousTimeout: some ranks did not come.
@@ -67,12 +70,18 @@ class Engine:
     """
 
     def __init__(
-        self, config: CheckpointConfig, *, group: ProcessGroup | None = None, hooks: Iterable[events.Hook] = ()
+        self,
+        config: CheckpointConfig,
+        *,
+        group: ProcessGroup | None = None,
+        hooks: Iterable[events.Hook] = (),
+        owner: str = "",
     ) -> None:
         self.config = config
+        self.owner = owner
         self.group = group
         self.emit = events.Emitter([LoggingHook(), *hooks])
-        self.session: Session = open_session(group, config.timeouts)
+        self.session: Session = open_session(group, config.timeouts, network=config.network)
         self.rank = self.session.rank
         self._pid = os.getpid()
         self._roots: list[Root] = []
@@ -135,18 +144,18 @@ class Engine:
             DirectoryInUseError: a live job holds it.
             DirectoryNotSharedError: some ranks do not see it.
         """
-        root = Root(path, lease_s=self.config.lease_s, hidden=hidden)
+        root = Root(path, lease_s=self.config.lease_s, hidden=hidden, owner=self.owner)
         seen_from = root.hidden  # held by then: what a killed job left of this is swept
 
         def take(_: object) -> str:
-            root.open()
+            root.open(self.config.timeouts.barrier_s + self.config.lease_s)
             try:
                 return directory.leave_token(seen_from)
             except OSError:
                 root.close()
                 raise
 
-        # A holder on another host is given lease_s to show a sign of life.
+        # A holder that cannot be asked is given its lease to show a sign of life.
         patience_s = self.config.timeouts.barrier_s + 2 * self.config.lease_s
         token = self.session.agree("hold", {"directory": path}, timeout_s=patience_s, decide=take)
         self._roots.append(root)
@@ -200,6 +209,7 @@ class Engine:
             handle=handle,
             started=started,
             agreed_s=agreed_s,
+            entry=self.session.entry,
         )
         op.error = SaveError(name=op.name, cause="interrupted", rank=self.rank, phase="snapshot")
         try:
@@ -218,7 +228,7 @@ class Engine:
         Args:
             size_bytes: what this rank will save, roughly; never shrinks what is there.
         """
-        if not self._closed:
+        if not self._closed and os.getpid() == self._pid:
             # Without this engine: one that nobody holds any more is closed, and stops it.
             self._taker.prepare(size_bytes, functools.partial(_get_ready, self._pipeline))
 
@@ -310,10 +320,15 @@ class Engine:
             within_s: wait this long at most, progress or not.
 
         Raises:
+            ForkedError: this process was forked from the one that opened this.
             SafeCheckpointError: the error of a save that nobody was told of yet.
         """
-        if self._closed or os.getpid() != self._pid:
+        if self._closed:
             return
+        if os.getpid() != self._pid:
+            if quiet:  # the end of a forked child: what is in flight is its parent's
+                return
+            raise ForkedError(what="close", pid=self._pid)
         self._closed = True
         self._at_exit.cancel()
         try:
@@ -332,6 +347,7 @@ class Engine:
             self.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
 
     def _agree_save(self, request: Request) -> grant.Grant:
+        self.session.refuse_fork("save")
         if self._closed:
             raise ClosedError(message="save: this was closed; open a new one")
         if isinstance(request.error, StateError):

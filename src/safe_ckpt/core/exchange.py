@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from safe_ckpt.core import ranks
+from safe_ckpt.core.cuda import Cuda
 from safe_ckpt.errors import PeerLostError, RendezvousTimeout
 
 if TYPE_CHECKING:
@@ -80,10 +81,12 @@ def watched(
         RendezvousTimeout: it took longer.
     """
     result: Future[torch.Tensor] = Future()
+    here = Cuda().here()  # the thread is to work where the caller does, behind what it has queued
 
     def run() -> None:
         try:
-            result.set_result(action())
+            with here:
+                result.set_result(action())
         except BaseException as error:  # it belongs to the caller that waits
             result.set_exception(error)
 

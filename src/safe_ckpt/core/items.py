@@ -14,7 +14,7 @@ from safe_ckpt.core import dtensors, layout, overlap, parsing
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.manifest import MANIFEST_NAME, FileEntry, Manifest
 from safe_ckpt.core.reading import read_whole
-from safe_ckpt.errors import CorruptCheckpointError, RestoreError, StateError
+from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, RestoreError, StateError
 
 _NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}$")
 _SMALL_PARTS = 4 << 20
@@ -256,14 +256,17 @@ def load_file(folder: Path, entry: FileEntry, item: Mapping[str, Any], name: str
 
     Raises:
         CorruptCheckpointError: its bytes are not those that were written.
+        IncompleteCheckpointError: it is not there.
         OSError: it could not be read; that condemns nothing.
     """
     file = folder / entry.path
     try:
         found = file.stat().st_size
         memory, digest = read_whole(file, entry.size_bytes)
-    except (FileNotFoundError, IsADirectoryError):
-        raise CorruptCheckpointError(path=str(folder), file=entry.path, message="is missing") from None
+    except IsADirectoryError:
+        raise CorruptCheckpointError(path=str(folder), file=entry.path, message="is a directory") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise IncompleteCheckpointError(path=str(folder), file=entry.path, message="is missing") from None
     if found != entry.size_bytes or digest != entry.xxh3_128:
         message = f"its {found} bytes are not the {entry.size_bytes} that were written"
         raise CorruptCheckpointError(path=str(folder), file=entry.path, message=message)

@@ -27,9 +27,10 @@ from typing import Any, BinaryIO
 
 import xxhash
 
+from safe_ckpt.core import presence
 from safe_ckpt.core.json_text import MOST_BYTES, parse_json
 from safe_ckpt.core.zip_format import COMMENT_BYTES, COMMENT_PREFIX
-from safe_ckpt.errors import CorruptCheckpointError, StateError, UnsupportedFormatError
+from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, StateError, UnsupportedFormatError
 
 FORMAT = "safe_ckpt"
 FORMAT_VERSION = 1
@@ -196,11 +197,12 @@ def read_manifest(path: Path) -> Manifest:
     """The manifest of a directory or single-file checkpoint; checks the manifest, not the payload.
 
     Raises:
-        CorruptCheckpointError: missing or damaged.
+        CorruptCheckpointError: damaged.
+        IncompleteCheckpointError: it, or the checkpoint as a whole, is not there.
         UnsupportedFormatError: not ours, or of a newer version.
         OSError: it could not be read; that condemns nothing.
     """
-    return _read_from_archive(path) if path.is_file() else _read_from_directory(path)
+    return _read_from_archive(path) if presence.is_file(path) else _read_from_directory(path)
 
 
 @contextlib.contextmanager
@@ -229,7 +231,10 @@ class _Bounded:
     def read(self, size: int = -1) -> bytes:
         if size > self.most_bytes:
             raise ValueError(f"a directory of {size} bytes is refused, at most {self.most_bytes} are read")
-        return self._stream.read(size)
+        data = self._stream.read(size)
+        if not 0 <= size <= len(data) and self.tell() < os.fstat(self._stream.fileno()).st_size:
+            raise OSError(errno.EIO, "a read ended before the file does", self._stream.name)  # no damage: unread
+        return data
 
 
 def archive_digest(path: Path) -> str | None:
@@ -280,7 +285,8 @@ def _read_from_directory(path: Path) -> Manifest:
     try:
         data = parse_json(_read_file(path))
     except (FileNotFoundError, NotADirectoryError):
-        raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message="is missing") from None
+        file = MANIFEST_NAME if presence.is_directory(path) else ""
+        raise IncompleteCheckpointError(path=str(path), file=file, message="is missing") from None
     except ValueError as error:
         raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message=f"is not JSON: {error}") from error
     if isinstance(data, dict) and isinstance(rows := data.get("files"), list) and len(rows) > _MOST_FILES:
@@ -301,7 +307,10 @@ def _read_file(path: Path) -> bytes:
             raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message="is not a regular file")
         if status.st_size > MOST_BYTES:
             raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message="the manifest is too large")
-        return stream.read(MOST_BYTES)
+        data = stream.read(MOST_BYTES)
+        if len(data) < status.st_size:
+            raise OSError(errno.EIO, "a read ended before the file does", str(path / MANIFEST_NAME))
+        return data
 
 
 def _entry(row: Any, path: str) -> FileEntry:

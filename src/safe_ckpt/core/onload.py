@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.config import Timeouts, WriterConfig
-from safe_ckpt.core import commit
+from safe_ckpt.core import commit, disk
 from safe_ckpt.core.copier import copy_files
 from safe_ckpt.core.file_copy import FileCopy, Stamp
 from safe_ckpt.core.heartbeat import process_state
@@ -201,8 +201,8 @@ def _all_or_none(session: Session, phase: str, action: Callable[[], None], timeo
 
 def _copy(part: Part, folder: Path) -> None:
     needed = sum(entry.size_bytes for entry in part.entries)
-    free = shutil.disk_usage(folder).free
-    if needed > free:
+    free = disk.free_bytes(folder)
+    if free is not None and needed > free:
         message = "The files are verified before they replace what is there, so both must fit."
         raise NotEnoughSpaceError(
             path=str(folder.parent), message=message, needed_bytes=needed, free_bytes=free, phase="prepare"
@@ -226,7 +226,7 @@ def _copy(part: Part, folder: Path) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         message = "The disk filled up while this was restored; nothing was replaced."
-        free = shutil.disk_usage(folder).free
+        free = disk.free_bytes(folder) or 0
         raise NotEnoughSpaceError(
             path=str(folder.parent), message=message, needed_bytes=needed, free_bytes=free, code=error.errno
         ) from error

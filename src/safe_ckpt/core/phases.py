@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import shutil
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core import commit, extras
+from safe_ckpt.core import commit, disk, extras
 from safe_ckpt.core.board import Board
 from safe_ckpt.core.channel import KeyTimeout
 from safe_ckpt.core.directory import await_visible
@@ -23,12 +23,14 @@ from safe_ckpt.core.file_copy import FileCopy, first_changed, record_name
 from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
 from safe_ckpt.core.operation import Operation
 from safe_ckpt.core.parts import Parts
+from safe_ckpt.core.patience import Patience
 from safe_ckpt.core.sink import FileResult, sync_directory
 from safe_ckpt.core.writer import Writer
 from safe_ckpt.core.writer_child import WriteJob
 from safe_ckpt.errors import (
     CommitOutcomeUnknown,
     DirectoryError,
+    DirectoryInUseError,
     DirectoryNotSharedError,
     NotEnoughSpaceError,
     PeerLostError,
@@ -104,7 +106,7 @@ class Phases:
                     raise from_wire(reports[rank]["error"])
             info = self._commit(reports)
         except BaseException as error:
-            ours = self._named(error, "commit")
+            ours = self._named(self._taken_over(error) or error, "commit")
             # The cause first: nobody should wait for the tidying up.
             self._board.conclude({"error": to_wire(ours, rank=0, phase="save")})
             if not isinstance(ours, CommitOutcomeUnknown):
@@ -116,7 +118,7 @@ class Phases:
         return info
 
     def _follow(self) -> CheckpointInfo:
-        op = self._op
+        op, reporting = self._op, False
         if self._rank in op.writers:
             try:
                 if op.error is not None:
@@ -124,13 +126,25 @@ class Phases:
                 self._board.await_prepared(self._left_s())
                 if self._board.failed_elsewhere() is None:
                     self._await_folder()
-                    self._board.report(self._write())
+                    report = self._write()
+                    reporting = True
+                    self._board.report(report)
+            except PeerLostError as error:
+                self._board.leave()
+                if not reporting:
+                    raise
+                # Rank 0 may have heard it all the same, and committed.
+                raise CommitOutcomeUnknown(name=op.name, cause=str(error), phase="commit") from error
             except Exception as error:
-                ours = self._named(error, "write")
-                if isinstance(error, PeerLostError):
-                    raise ours from error
-                self._board.report({"error": to_wire(ours, rank=self._rank, phase="write")})
+                self._report_failure(self._named(error, "write"))
         return self._read_verdict()
+
+    def _report_failure(self, error: SafeCheckpointError) -> None:
+        try:
+            self._board.report({"error": to_wire(error, rank=self._rank, phase="write")})
+        except PeerLostError:
+            self._board.leave()
+            raise error from None
 
     def _read_verdict(self) -> CheckpointInfo:
         try:
@@ -146,8 +160,8 @@ class Phases:
     def _prepare(self) -> None:
         op = self._op
         root = op.request.root.path
-        free = shutil.disk_usage(root).free
-        if op.needed_bytes > free:
+        free = disk.free_bytes(root)
+        if free is not None and op.needed_bytes > free:
             raise NotEnoughSpaceError(
                 path=str(root),
                 message="Earlier checkpoints are deleted only after the new one is committed, so both must fit.",
@@ -260,7 +274,6 @@ class Phases:
         self._check_staged(entries)
         if request.parts is not None and not entries:
             raise SaveError(name=self._op.name, cause="no rank handed over a file", rank=0, phase="commit")
-        request.root.confirm()
         if request.kind == "file":
             return self._commit_file(entries)
         if request.begun is not None:
@@ -269,8 +282,7 @@ class Phases:
             extras.carry(request.path, self._op.staged, request.carry)
         manifest = dataclasses.replace(self._op.manifest, files=entries, items=_merge_items(reports))
         commit.write_durably(self._op.staged / MANIFEST_NAME, manifest.to_bytes())
-        commit.make_directory(request.path.parent)
-        commit.publish(self._op.staged, request.path, self._aside(request.path))
+        self._publish()
         self._link()
         self._point()
         return CheckpointInfo.of(manifest, request.path, sum(entry.size_bytes for entry in entries))
@@ -279,16 +291,25 @@ class Phases:
         """Without a file written, only names are given to, or taken from, what is there already."""
         request = self._op.request
         if entries:
-            commit.make_directory(request.path.parent)
-            commit.publish(self._op.staged, request.path, self._aside(request.path))
+            self._publish()
         self._link()
         return CheckpointInfo.of(self._op.manifest, request.path, sum(entry.size_bytes for entry in entries))
+
+    def _publish(self) -> None:
+        """Give it its name, if the directory is still this job's."""
+        final = self._op.request.path
+        commit.make_directory(final.parent)
+        aside = self._aside(final)
+        self._op.request.root.confirm()
+        commit.publish(self._op.staged, final, aside)
 
     def _link(self) -> None:
         request = self._op.request
         for number, link in enumerate(request.links):
             staged = self._op.staged.parent / f"link{number}-{link.path.name}"
-            commit.publish_link(request.path, staged, link, self._aside(link.path))
+            aside = self._aside(link.path)
+            request.root.confirm()
+            commit.publish_link(request.path, staged, link, aside)
 
     def _point(self) -> None:
         for pointer in self._op.request.pointers:
@@ -302,19 +323,34 @@ class Phases:
                 raise commit.HalfCommittedError(error.errno, f"{pointer.path}: {error.strerror}") from error
 
     def _aside(self, path: Path) -> Callable[[], Path]:
-        return lambda: self._op.request.root.aside(self._op.op_id, path)
+        root, op_id = self._op.request.root, self._op.op_id
+        if not os.path.lexists(path):
+            return lambda: root.aside(op_id, path)
+        made = root.aside(op_id, path)
+        return lambda: made
 
     def _check_staged(self, entries: tuple[FileEntry, ...]) -> None:
-        # Written must equal planned, as rank 0 sees it: another rank's file may have vanished, or lie on another disk.
+        # Written must equal planned, as rank 0 sees it: another rank's file may have vanished, or lie on another disk. What
+        # is only not seen yet, or with an old size, is waited for: caches of network file systems lag behind.
+        patience = Patience(self._config.timeouts)
         for entry in entries:
-            try:
-                found = (self._op.folder / entry.path).stat().st_size
-            except FileNotFoundError:
-                found = -1
+            found = patience.until_sized(self._op.folder / entry.path, entry.size_bytes, self._look_around)
             if found != entry.size_bytes:
                 cause = f"{entry.path}, written by rank {entry.rank} with {entry.size_bytes} bytes, "
                 cause += "is not there" if found < 0 else f"has {found} bytes here"
                 raise SaveError(name=self._op.name, cause=cause, rank=entry.rank, phase="commit")
+
+    def _taken_over(self, error: BaseException) -> DirectoryInUseError | None:
+        """Why a file was suddenly not there, or could not be moved: the job that took over has swept it away."""
+        if not isinstance(error, OSError) or isinstance(error, DirectoryInUseError | commit.HalfCommittedError):
+            return None
+        try:
+            self._op.request.root.confirm()
+        except DirectoryInUseError as taken:
+            return taken
+        except OSError:
+            return None
+        return None
 
     def _left_s(self) -> float:
         return max(0.001, self._deadline - time.monotonic())
@@ -353,6 +389,6 @@ def _merge_items(reports: Mapping[int, Any]) -> dict[str, Any]:
 
 def _free_bytes(path: Path) -> int:
     try:
-        return shutil.disk_usage(path).free
+        return disk.free_bytes(path) or 0
     except OSError:
         return 0

@@ -1,4 +1,8 @@
-"""Resuming: which checkpoint, agreed by all ranks, and nothing applied before all of them have verified what they need."""
+"""Resuming: which checkpoint, agreed by all ranks, and nothing applied before all of them have verified what they need.
+
+What a moment must not do: only bytes that differ, and differ again when they are read once more, condemn a checkpoint. What
+cannot be read is an error on all ranks. What is not there is waited for, and then passed over, not condemned.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt import events
+from safe_ckpt.config import Timeouts
+from safe_ckpt.core import presence
 from safe_ckpt.core.directory import await_visible
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo, read_manifest
+from safe_ckpt.core.patience import Patience
+from safe_ckpt.core.reading import drop_cache
 from safe_ckpt.core.rendezvous import raise_first
 from safe_ckpt.core.root import Root
 from safe_ckpt.core.select import Candidate, newest_first
 from safe_ckpt.errors import (
     CorruptCheckpointError,
     DirectoryNotSharedError,
+    IncompleteCheckpointError,
     NoValidCheckpointError,
     SafeCheckpointError,
     from_wire,
@@ -30,7 +39,8 @@ logger = logging.getLogger(__name__)
 _VISIBLE_S = 60.0
 
 Load = Callable[[Path], Any]
-"""Reads one candidate on this rank, verifying what it reads; raises ``CorruptCheckpointError`` or ``OSError``."""
+"""Reads one candidate on this rank, verifying what it reads; raises ``CorruptCheckpointError``, of which
+``IncompleteCheckpointError`` only says that a file was not there, or ``OSError``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +65,8 @@ def choose(
 ) -> Chosen | None:
     """Find the newest checkpoint that every rank can read and verify. Every rank calls this.
 
-    A damaged one is passed over on all ranks and, once an older one has been found good, moved into quarantine.
+    A damaged one is passed over on all ranks and, once an older one has been found good, moved into quarantine. One of which
+    a file stays missing is passed over as well, and stays where it is.
 
     Args:
         engine: where the ranks meet.
@@ -73,15 +84,19 @@ def choose(
     """
     begun = time.monotonic()
     plan = engine.agree(
-        "resume", {"directory": root.path, **(view or {})}, decide=lambda _: _survey(root, list_candidates())
+        "resume",
+        {"directory": root.path, **(view or {})},
+        decide=lambda _: _survey(root, listed(list_candidates, engine.config.timeouts)),
     )
     rejected: dict[str, str] = dict(plan["rejected"])
     damaged: dict[str, str] = {name: rejected[name] for name in plan["damaged"]}
+    for name in plan["missing"]:
+        logger.warning("%s is passed over: %s", root.path / name, rejected[name])
     for name in plan["order"]:
         path = root.path / name
-        loaded, verdict = _try(engine, path, load)
+        info = CheckpointInfo.from_json(plan["infos"][name])
+        loaded, verdict = _try(engine, path, load, ours=info.verified)
         if verdict is None:
-            info = CheckpointInfo.from_json(plan["infos"][name])
             engine.agree("resume from", {"name": name}, decide=lambda _: _set_aside(engine, root, damaged))
             seconds = time.monotonic() - begun
             engine.emit(
@@ -90,8 +105,10 @@ def choose(
                 )
             )
             return Chosen(info=info, loaded=loaded)
-        rejected[name] = damaged[name] = verdict
-        logger.warning("%s cannot be used: %s", path, verdict)
+        rejected[name] = verdict["why"]
+        if verdict["damaged"]:
+            damaged[name] = verdict["why"]
+        logger.warning("%s %s: %s", path, "cannot be used" if verdict["damaged"] else "is passed over", verdict["why"])
     if rejected or plan["quarantined"]:
         seen = {**rejected, **dict.fromkeys(plan["quarantined"], "in quarantine")}
         message = "there are checkpoints, but none is usable. Repair one, or delete them all to start afresh"
@@ -104,11 +121,13 @@ def check(engine: Engine, path: Path, load: Load) -> None:
 
     Raises:
         CorruptCheckpointError: it is damaged, on every rank.
+        IncompleteCheckpointError: a file of it is not there, on every rank.
         SafeCheckpointError: it could not be read, on every rank.
     """
-    _, verdict = _try(engine, path, load)
+    _, verdict = _try(engine, path, load, ours=False)
     if verdict is not None:
-        raise CorruptCheckpointError(path=str(path), message=verdict)
+        kind = CorruptCheckpointError if verdict["damaged"] else IncompleteCheckpointError
+        raise kind(path=str(path), message=verdict["why"])
 
 
 def apply(engine: Engine, action: Callable[[], None]) -> None:
@@ -126,6 +145,40 @@ def apply(engine: Engine, action: Callable[[], None]) -> None:
     engine.agree("restored", {}, answer=wire, decide=raise_first)
 
 
+def listed(list_candidates: Callable[[], Sequence[Candidate]], timeouts: Timeouts) -> Sequence[Candidate]:
+    """The candidates, listed again for a bounded time as long as something of ours seems to be missing. On rank 0.
+
+    Raises:
+        OSError: something cannot be looked at, or its directory names what cannot be opened.
+    """
+    patience = Patience(timeouts)
+    while True:
+        over = not patience.left_s
+        candidates = list_candidates()
+        missed = _missed(candidates)
+        if not missed:
+            return candidates
+        if over or not patience.until_there(missed[0]):
+            break
+    for candidate in candidates:
+        if candidate.foreign and candidate.missing in missed:
+            message = "%s has no manifest, unlike those before it: if it is not another tool's, %s is missing"
+            logger.warning(message, candidate.path, candidate.missing)
+        elif candidate.missing in missed:
+            presence.is_gone(candidate.missing)  # raises where that cannot be told
+    return candidates
+
+
+def _missed(candidates: Sequence[Candidate]) -> list[Path]:
+    """What should perhaps be there: also the manifest of what looks like another tool's and has a higher number than ours."""
+    ours = [c.step if c.step >= 0 else c.manifest.step for c in candidates if c.manifest is not None]
+    return [
+        c.missing
+        for c in candidates
+        if c.missing is not None and (not c.foreign or (ours and not c.problem and c.step > max(ours)))
+    ]
+
+
 def _survey(root: Root, candidates: Sequence[Candidate]) -> dict[str, Any]:
     ordered = newest_first(candidates)
     infos = {_name(root, c): _info(c).to_json() for c in ordered}
@@ -135,6 +188,7 @@ def _survey(root: Root, candidates: Sequence[Candidate]) -> dict[str, Any]:
         "infos": infos,
         "rejected": rejected,
         "damaged": [_name(root, c) for c in candidates if c.damaged],
+        "missing": [_name(root, c) for c in candidates if c.missing and not c.foreign],
         "quarantined": [path.name for path in root.quarantined()],
     }
 
@@ -159,17 +213,21 @@ def _info(candidate: Candidate) -> CheckpointInfo:
     )
 
 
-def _try(engine: Engine, path: Path, load: Load) -> tuple[Any, str | None]:
+def _try(engine: Engine, path: Path, load: Load, *, ours: bool) -> tuple[Any, dict[str, Any] | None]:
     """Read one candidate on all ranks. Returns what this rank read, and why all pass it over, None when all can use it."""
     loaded: Any = None
     answer: dict[str, Any] = {}
-    seen = engine.agree("candidate files", {"path": path}, decide=lambda _: _files(path))
+    patience = Patience(engine.config.timeouts)
+    seen = engine.agree("candidate files", {"path": path}, decide=lambda _: _files(path, patience, ours=ours))
     if seen["missing"]:
-        return None, f"rank 0: {path} ({', '.join(seen['missing'])}): is missing"
+        why = f"rank 0: {path} ({', '.join(seen['missing'])}): is missing"
+        return None, {"why": why, "damaged": False}
     try:
         if engine.rank != 0:
-            _await_files(engine.rank, path, seen)
-        loaded = _read_twice(path, load)
+            _await_files(engine, path, seen)
+        loaded = _read(path, load, Patience(engine.config.timeouts))
+    except IncompleteCheckpointError as error:
+        answer = {"missing": str(error)}
     except CorruptCheckpointError as error:
         answer = {"bad": str(error)}
     except Exception as error:  # whatever it is, the other ranks wait for this answer
@@ -181,20 +239,38 @@ def _try(engine: Engine, path: Path, load: Load) -> tuple[Any, str | None]:
     return loaded, verdict
 
 
-def _files(path: Path) -> dict[str, Any]:
-    """Rank 0: which save this is and its files, as far as its manifest can be read, and those that are not there."""
+def _files(path: Path, patience: Patience, *, ours: bool) -> dict[str, Any]:
+    """Rank 0: which save this is and its files, as far as its manifest can be read, and those that stay missing."""
+    while True:
+        over = not patience.left_s
+        try:
+            manifest = read_manifest(path)
+            break
+        except IncompleteCheckpointError as error:
+            # Without a manifest it is another tool's, unless it had one, or its directory names one.
+            if not ours and MANIFEST_NAME not in _names_in(path):
+                return {"op_id": "", "files": [], "missing": []}
+            if over or not patience.until_there(path / error.file):
+                return {"op_id": "", "files": [], "missing": [error.file or path.name]}
+        except SafeCheckpointError:  # every rank will find it so
+            return {"op_id": "", "files": [], "missing": []}
+    names = [MANIFEST_NAME, *(entry.path for entry in manifest.files)] if presence.is_directory(path) else []
+    missing = [name for name in names if not patience.until_there(path / name)]
+    return {"op_id": manifest.op_id, "files": names, "missing": missing}
+
+
+def _names_in(path: Path) -> list[str]:
     try:
-        manifest = read_manifest(path)
-    except SafeCheckpointError:  # every rank will find it so
-        return {"op_id": "", "files": [], "missing": []}
-    names = [MANIFEST_NAME, *(entry.path for entry in manifest.files)] if path.is_dir() else []
-    return {"op_id": manifest.op_id, "files": names, "missing": [name for name in names if not (path / name).exists()]}
+        return os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
-def _await_files(rank: int, path: Path, seen: Mapping[str, Any]) -> None:
+def _await_files(engine: Engine, path: Path, seen: Mapping[str, Any]) -> None:
     # What rank 0 sees and this rank does not, or what still looks as it did before it was replaced, is late, not lost:
     # caches of network file systems lag behind.
-    deadline = time.monotonic() + _VISIBLE_S
+    rank = engine.rank
+    deadline = time.monotonic() + min(_VISIBLE_S, engine.config.timeouts.barrier_s / 2)
     for file in [path, *(path / name for name in seen["files"])]:
         if not await_visible(file, max(0.0, deadline - time.monotonic())):
             raise _not_shared(rank, file)
@@ -216,35 +292,42 @@ def _not_shared(rank: int, path: Path) -> DirectoryNotSharedError:
     return DirectoryNotSharedError(path=str(path), message=message, rank=rank, ranks=(rank,))
 
 
-def _judge(answers: Mapping[int, Any]) -> str | None:
+def _judge(answers: Mapping[int, Any]) -> dict[str, Any] | None:
     for rank in sorted(answers):
         if "error" in answers[rank]:
             raise from_wire(answers[rank]["error"])
-    bad = [f"rank {rank}: {answers[rank]['bad']}" for rank in sorted(answers) if "bad" in answers[rank]]
-    return bad[0] if bad else None
+    for kind in ("bad", "missing"):
+        for rank in sorted(answers):
+            if kind in answers[rank]:
+                return {"why": f"rank {rank}: {answers[rank][kind]}", "damaged": kind == "bad"}
+    return None
 
 
-def _read_twice(path: Path, load: Load) -> Any:
-    # A mismatch that a second reading from the disk does not show was the memory's or the network's.
-    try:
-        return load(path)
-    except CorruptCheckpointError as error:
-        logger.warning("%s: reading it once more", error)
-        _drop_cache(path)
-        return load(path)
+def _read(path: Path, load: Load, patience: Patience) -> Any:
+    """Load, and again when a file was missing and came back, or once when bytes differed.
 
-
-def _drop_cache(path: Path) -> None:
-    files = [path] if path.is_file() else [child for child in path.rglob("*") if child.is_file()]
-    for file in files:
+    A mismatch that a second reading from the disk does not show was the memory's or the network's.
+    """
+    differed = False
+    while True:
+        over = not patience.left_s
         try:
-            fd = os.open(file, os.O_RDONLY)
-        except OSError:
-            continue
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+            return load(path)
+        except IncompleteCheckpointError as error:
+            if over or not patience.until_there(path / error.file):
+                raise
+        except CorruptCheckpointError as error:
+            if differed:
+                raise
+            differed = True
+            logger.warning("%s: reading it once more", error)
+            drop_cache(path)
+        except FileNotFoundError as error:
+            file = Path(error.filename or "?")
+            if isinstance(error, SafeCheckpointError) or path not in (file, *file.parents):
+                raise
+            if over or not patience.until_there(file):
+                raise IncompleteCheckpointError(path=str(path), file=file.name, message="is missing") from error
 
 
 def _set_aside(engine: Engine, root: Root, rejected: Mapping[str, str]) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from safe_ckpt.core import presence
 from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo, Manifest, read_manifest
+from safe_ckpt.core.reading import drop_cache
 from safe_ckpt.core.root import HIDDEN
-from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 
 WEIGHTS = "weights"
 """The kind of a directory that holds a model's weights alone: nothing to resume from, and nothing that retention deletes."""
@@ -30,7 +31,9 @@ class Candidate:
         problem: why it cannot be used, as far as a look at the manifest tells; "" when nothing is wrong so far.
         damaged: the problem is that its bytes are wrong.
         foreign: it was written by another tool.
-        step: of a foreign one, its training step where that can be told.
+        step: its training step, or the number in its name, where that can be told of one that is foreign or a directory.
+        missing: the manifest, or the file as a whole, that was not seen although this may be one of ours; None when nothing
+            was missed.
     """
 
     path: Path
@@ -39,6 +42,7 @@ class Candidate:
     damaged: bool = False
     foreign: bool = False
     step: int = -1
+    missing: Path | None = None
 
     @property
     def info(self) -> CheckpointInfo | None:
@@ -46,7 +50,8 @@ class Candidate:
         if self.manifest is None:
             return None
         files = self.manifest.files
-        size = sum(f.size_bytes for f in files) if files or self.path.is_dir() else self.path.stat().st_size
+        whole = not files and not presence.is_directory(self.path)
+        size = self.path.stat().st_size if whole else sum(f.size_bytes for f in files)
         return CheckpointInfo.of(self.manifest, self.path, size)
 
 
@@ -80,12 +85,15 @@ def list_directories(
 
 
 def _directory(path: Path, number: int | None, problem_of_stock: Callable[[Path], str] | None) -> Candidate | None:
-    described = (path / MANIFEST_NAME).exists()
+    described = presence.is_there(path / MANIFEST_NAME)
     if number is None and not described:
         return None
     if not described and problem_of_stock is not None:
-        return Candidate(path=path, foreign=True, step=number or 0, problem=problem_of_stock(path))
+        missing = path / MANIFEST_NAME
+        return Candidate(path=path, foreign=True, step=number or 0, problem=problem_of_stock(path), missing=missing)
     candidate = _look(path)
+    if number is not None:
+        candidate = replace(candidate, step=number)
     if candidate.foreign:
         candidate = replace(candidate, problem="its manifest was not written by safe_ckpt")
     counts = candidate.manifest is not None or number is not None
@@ -129,8 +137,11 @@ def list_files(
     found, whole = [], []
     for folder, below, names in _walk(root, on_error):
         # A checkpoint that is a directory is one thing: nothing below it is looked at.
-        named = [Path(folder, name) for name in below if name.endswith(suffix)]
-        ours = [path for path in named if _is_there(path / MANIFEST_NAME) or is_directory(path)]
+        ours = []
+        for path in (Path(folder, name) for name in below if name.endswith(suffix)):
+            with _guarded(path, on_error):
+                if presence.is_there(path / MANIFEST_NAME) or is_directory(path):
+                    ours.append(path)
         whole += ours
         besides = {HIDDEN, *(path.name for path in ours)}
         below[:] = sorted(name for name in below if name not in besides and not _is_there(Path(folder, name, HIDDEN)))
@@ -138,22 +149,27 @@ def list_files(
     candidates = []
     for path, look in [*((path, _look) for path in found), *((path, _look_at) for path in whole)]:
         with _guarded(path, on_error):
-            if not path.is_symlink() and (look is _look_at or path.is_file()):
+            if not path.is_symlink() and (look is _look_at or not _is_other(path)):
                 candidates.append(look(path))
     return [candidate for candidate in candidates if not _is_weights(candidate)]
 
 
 def _is_there(path: Path) -> bool:
     try:
-        return path.exists()
+        return presence.is_there(path)
     except OSError:  # whoever looks into the folder is told why
         return False
 
 
+def _is_other(path: Path) -> bool:
+    """Whether it is there, and no file: a pipe, a socket."""
+    return presence.is_there(path) and not presence.is_file(path)
+
+
 def _look_at(directory: Path) -> Candidate:
-    if (directory / MANIFEST_NAME).exists():
+    if presence.is_there(directory / MANIFEST_NAME):
         return _look(directory)
-    return Candidate(path=directory, foreign=True)
+    return Candidate(path=directory, foreign=True, missing=directory / MANIFEST_NAME)
 
 
 def newest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -169,16 +185,20 @@ def newest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def looks_like_checkpoint(path: Path) -> bool:
-    """Whether a stock tool or ours may have written a checkpoint here: decided by names, sizes and archive ends only."""
+    """Whether a stock tool or ours may have written a checkpoint here: decided by names, sizes and archive ends only.
+
+    Raises:
+        OSError: something in it could not be looked at.
+    """
     # No recursion, and each folder once: somebody may have nested them deeply, or linked them in a circle.
-    folders, seen = [path] if path.is_dir() else [], set()
+    folders, seen = [path] if presence.is_directory(path) else [], set()
     while folders:
         folder = folders.pop()
         status = folder.stat()
         if folder.name == HIDDEN or (status.st_dev, status.st_ino) in seen:
             continue
         seen.add((status.st_dev, status.st_ino))
-        if (folder / MANIFEST_NAME).exists():
+        if presence.is_there(folder / MANIFEST_NAME):
             if not _look(folder).problem:
                 return True
             continue
@@ -192,18 +212,18 @@ def looks_like_checkpoint(path: Path) -> bool:
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    with contextlib.suppress(OSError):  # a link in a circle
-        return entry.is_dir()
-    return False
+    if entry.is_symlink():
+        return presence.is_directory(Path(entry.path))  # which may be a link in a circle
+    return entry.is_dir()
 
 
 def _is_stock_file(path: Path) -> bool:
-    if path.suffix not in _STOCK_FILES or not path.is_file() or path.stat().st_size == 0:
+    if path.suffix not in _STOCK_FILES or not presence.is_file(path) or path.stat().st_size == 0:
         return False
     if path.suffix in (".ckpt", ".pt", ".pth", ".bin"):
         with path.open("rb") as stream:
             if stream.read(4) == b"PK\3\4":
-                return zipfile.is_zipfile(path)
+                return presence.ends_as_archive(path)
     return True
 
 
@@ -216,7 +236,7 @@ def sequence_beside(path: Path) -> int:
     """A number for a file that is saved outside of a running pipeline: above that of every file it may compete with."""
     above = path.parents
     root = next((folder for folder in above if (folder / HIDDEN).is_dir()), path.parent)
-    return newest_sequence(list_files(root, path.suffix)) + 1 if root.is_dir() else 1
+    return newest_sequence(list_files(root, path.suffix)) + 1 if presence.is_directory(root) else 1
 
 
 def _walk(root: Path, on_error: OnError | None) -> Iterator[tuple[str, list[str], list[str]]]:
@@ -228,9 +248,10 @@ def _walk(root: Path, on_error: OnError | None) -> Iterator[tuple[str, list[str]
         names: list[str] = []
         with _guarded(Path(folder), None if folder == os.fspath(root) else on_error), os.scandir(folder) as entries:
             for entry in entries:
-                (below if _is_folder(entry) else names).append(entry.name)
+                # What a link leads to is nobody's checkpoint here, so nothing is asked of it.
+                (names if entry.is_symlink() or not entry.is_dir() else below).append(entry.name)
         yield folder, below, names
-        folders += [path for path in (os.path.join(folder, name) for name in below) if not os.path.islink(path)]
+        folders += [os.path.join(folder, name) for name in below]
 
 
 def _entries(root: Path) -> list[Path]:
@@ -246,7 +267,10 @@ def _step_of(name: str) -> int | None:
 
 def _look(path: Path) -> Candidate:
     try:
-        return Candidate(path=path, manifest=read_manifest(path))
+        return Candidate(path=path, manifest=_manifest_of(path))
+    except IncompleteCheckpointError as error:
+        missing = path / error.file if error.file else path
+        return Candidate(path=path, problem=f"{missing.name} is missing", missing=missing)
     except CorruptCheckpointError as error:
         problem = error.message if not error.file else f"{error.file} {error.message}"
         return Candidate(path=path, problem=problem, damaged=True)
@@ -254,6 +278,16 @@ def _look(path: Path) -> Candidate:
         if "newer" in error.message:
             raise
         return Candidate(path=path, foreign=True)
+
+
+def _manifest_of(path: Path) -> Manifest:
+    try:
+        return read_manifest(path)
+    except IncompleteCheckpointError:
+        raise
+    except CorruptCheckpointError:  # a mismatch that a second reading does not show was the memory's or the network's
+        drop_cache(path / MANIFEST_NAME if presence.is_directory(path) else path)
+        return read_manifest(path)
 
 
 def step_name(step: int) -> str:

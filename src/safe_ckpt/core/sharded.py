@@ -8,7 +8,6 @@ commit like every other file.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import io
 import pickle
@@ -23,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from safe_ckpt.core import distcp, dtensors
+from safe_ckpt.core import distcp, dtensors, plan_data
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.pickling import pickle_state
 from safe_ckpt.core.rendezvous import Shares, raise_first
@@ -131,13 +130,15 @@ class ShardPlanner:
             DesyncError: the ranks have different items.
         """
         local: dict[str, _Local] = {}
+        said: dict[str, Any] = {}
         if problem is None:
             try:
                 local = {folder: self._plan(folder, state) for folder, state in states.items()}
+                said = {folder: self._say(folder, item) for folder, item in local.items()}
             except Exception as error:  # the others wait for this rank's answer
                 problem = error
         wire = to_wire(problem, rank=self._engine.rank, phase="planning shards") if problem else None
-        answer = {"error": wire, "items": {folder: self._say(folder, item) for folder, item in local.items()}}
+        answer = {"error": wire, "items": said}
         made: dict[str, tuple[_Global, bytes]] = {}
         try:
             share = self._engine.agree(kind, view or {}, answer=answer, decide=lambda given: self._decide(given, made))
@@ -146,10 +147,13 @@ class ShardPlanner:
             if problem is not None and not isinstance(error, CoordinationError):
                 raise problem from None
             raise
+        self._engine.session.keep_together()
         for folder, item in local.items():
             kept = share[folder]["kept"]
             if kept is None:
                 kept = self._agreed[folder].kept
+            else:
+                kept = plan_data.kept_from_json(kept, item.plan, rank=self._engine.rank)
             self._agreed[folder] = _Agreed(token=share[folder]["token"], plan=item.plan, kept=kept)
         for folder, (whole, _) in made.items():
             self._global[folder] = whole
@@ -194,7 +198,7 @@ class ShardPlanner:
         same = known is not None and known.plan == item.plan
         return {
             "token": known.token if known is not None and same else None,
-            "plan": None if same else base64.b64encode(pickle.dumps(item.plan)).decode(),
+            "plan": None if same else plan_data.plan_to_json(item.plan),
             "lengths": {str(number): len(data) for number, data in item.objects.items()},
         }
 
@@ -227,7 +231,7 @@ class ShardPlanner:
         shared: dict[int, SavePlan] = {}
         for rank, one in told.items():
             if one["plan"] is not None:
-                plans[rank] = pickle.loads(base64.b64decode(one["plan"]))  # from a rank of this very job
+                plans[rank] = plan_data.plan_from_json(one["plan"], rank=rank)
             elif known is not None and one["token"] == known.token:
                 plans[rank] = known.plans[rank]
             else:
@@ -272,7 +276,7 @@ def _kind(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...]]:
 def _metadata_of(folder: str, whole: _Global, told: Mapping[int, Any]) -> bytes:
     places: dict[MetadataIndex, _StorageInfo] = {}
     for rank, plan in whole.plans.items():
-        lengths = {int(number): length for number, length in told[rank]["lengths"].items()}
+        lengths = plan_data.lengths_from_json(told[rank]["lengths"], plan, rank=rank)
         for item, _, at, length in _entries(plan, whole.kept[rank], lengths):
             places[item.index] = _StorageInfo(_file_of(rank), at, length)
     planned = sum(

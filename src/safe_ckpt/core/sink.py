@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import json
+import logging
 import mmap
 import os
 import threading
@@ -27,7 +29,10 @@ from safe_ckpt.core.zip_format import PAGE, Record
 if TYPE_CHECKING:
     from safe_ckpt.config import WriterConfig
 
+logger = logging.getLogger(__name__)
 _NEXT_LOOK_S = 0.0005
+_without_direct: dict[int, str] = {}
+_learning = threading.Lock()  # several files are copied at a time
 _HASH_BYTES = 1 << 20  # so that it stays in the cache from one hash to the next
 
 
@@ -193,8 +198,24 @@ def sync_directory(path: str) -> None:
         os.close(fd)
 
 
+def refused_direct() -> dict[int, str]:
+    """The file systems, as ``st_dev``, that took O_DIRECT at an open and refused it at a write; and a file on each."""
+    return dict(_without_direct)
+
+
+def write_without_direct(device: int, path: str) -> None:
+    """From now on no file on this file system is opened with O_DIRECT in this process. Said once."""
+    with _learning:
+        known = device in _without_direct
+        _without_direct.setdefault(device, path)
+    if not known:
+        logger.info("the file system of %s refuses direct writes: it is written to through the page cache", path)
+
+
 def create_file(path: str, direct: bool) -> tuple[int, bool]:
     """Create a new, empty file for writing. Returns its descriptor, and whether it goes past the page cache."""
+    if direct and _without_direct:
+        direct = os.stat(os.path.dirname(path) or ".").st_dev not in _without_direct
     # A new inode every time: a writer that was killed in an uninterruptible write may still finish that write later.
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -219,7 +240,7 @@ def _write_image(
     for start in range(0, body, options.chunk_bytes):
         end = min(start + options.chunk_bytes, body)
         hasher.wait_for(end)
-        write_all(fd, image[start:end], start, progress, direct=direct)
+        direct = write_all(fd, image[start:end], start, progress, direct=direct)
         unflushed += end - start
         if not direct and unflushed >= options.flush_every_bytes:
             os.fdatasync(fd)
@@ -243,22 +264,39 @@ def write_rest(fd: int, rest: bytes, offset: int, progress: Progress, *, direct:
         os.ftruncate(fd, offset + len(rest))
 
 
-def write_all(fd: int, data: memoryview, offset: int, progress: Progress, *, direct: bool) -> None:
-    """Write all of ``data``, however many calls that takes.
+def write_all(fd: int, data: memoryview, offset: int, progress: Progress, *, direct: bool) -> bool:
+    """Write all of ``data``, however many calls that takes. Returns whether the file is still written to directly.
 
     Raises:
         OSError: as the operating system says, and when a write makes no progress.
     """
     done = 0
     while done < len(data):
-        with data[done:] as rest:
-            written = os.pwrite(fd, rest, offset + done)
+        try:
+            with data[done:] as rest:
+                written = os.pwrite(fd, rest, offset + done)
+        except OSError as error:
+            if not direct or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+            _stop_direct(fd)
+            direct = False
+            continue
         if direct:
             written -= written % PAGE  # direct I/O goes on only from an aligned offset
         if written == 0:
             raise OSError(errno.EIO, "a write made no progress")
         done += written
         progress.moved(written)
+    return direct
+
+
+def _stop_direct(fd: int) -> None:
+    """Go on through the page cache: this file system took O_DIRECT when the file was opened and does not write so."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+    path = "a file"
+    with contextlib.suppress(OSError):
+        path = os.readlink(f"/proc/self/fd/{fd}")
+    write_without_direct(os.fstat(fd).st_dev, path)
 
 
 def _started(run: Callable[[], None]) -> threading.Thread | None:

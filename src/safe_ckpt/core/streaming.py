@@ -86,11 +86,11 @@ def _pour(fd: int, content: _Content, buffer_bytes: int, progress: Progress, *, 
                 buffer[filled : filled + count] = piece[done : done + count]
                 done, filled = done + count, filled + count
                 if filled == buffer_bytes:
-                    write_all(fd, buffer, written, progress, direct=direct)
+                    direct = write_all(fd, buffer, written, progress, direct=direct)
                     written, filled = written + filled, 0
         body = filled // PAGE * PAGE
         with buffer[:body] as whole_pages:
-            write_all(fd, whole_pages, written, progress, direct=direct)
+            direct = write_all(fd, whole_pages, written, progress, direct=direct)
         write_rest(fd, bytes(buffer[body:filled]), written + body, progress, direct=direct)
     return written + filled
 

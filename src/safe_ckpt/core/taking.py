@@ -13,6 +13,7 @@ from safe_ckpt.core import gate, snapshot
 from safe_ckpt.core.arena import Arena
 from safe_ckpt.core.background import Background, Refused
 from safe_ckpt.core.copying import Copy
+from safe_ckpt.core.cuda import Cuda
 from safe_ckpt.core.operation import Operation
 from safe_ckpt.errors import NotEnoughSpaceError, RendezvousTimeout, SaveError
 
@@ -26,10 +27,12 @@ class Taker:
     Args:
         config: settings.
         rank: this rank, for messages.
+        cuda: the devices; None for those of this machine.
     """
 
-    def __init__(self, config: CheckpointConfig, rank: int) -> None:
+    def __init__(self, config: CheckpointConfig, rank: int, cuda: Cuda | None = None) -> None:
         self._config = config
+        self._cuda = cuda or Cuda()
         self._rank = rank
         self._free = [Arena() for _ in range(config.max_in_flight)]
         self._preparing: threading.Thread | None = None
@@ -50,7 +53,10 @@ class Taker:
             return
         if self._preparing is not None and self._preparing.is_alive():
             return
-        arenas = list(self._free)
+        arenas, device = (
+            list(self._free),
+            self._cuda.device(),
+        )  # a new thread stands on device 0, which may be another rank's
 
         def work() -> None:
             try:
@@ -58,6 +64,8 @@ class Taker:
                 begin()
                 for arena in arenas:
                     arena.reserve(size_bytes)
+                    if device is not None:
+                        arena.pin(device, self._cuda)
             except (NotEnoughSpaceError, OSError, ValueError, RuntimeError) as error:
                 logger.info("the first save could not be made ready for: %s", error)
 
@@ -75,6 +83,11 @@ class Taker:
         if request.streamed or (limit is not None and snapshot.arena_bytes(request.images) > limit):
             op.tasks = snapshot.list_tasks(request.images, str(op.folder), op.manifest.to_json())
             op.streamed, op.error = True, None
+            try:
+                # It is read on another thread, whose streams know nothing of this one's.
+                self._cuda.settle(tensor for image in request.images for _, tensor in image.tensors)
+            except Exception as error:  # as the docstring says
+                op.error = error
             return
         op.arena = self._take_arena()
         try:

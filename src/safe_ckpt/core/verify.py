@@ -8,6 +8,7 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
+from safe_ckpt.core import presence
 from safe_ckpt.core.manifest import (
     MANIFEST_NAME,
     UNREADABLE,
@@ -19,7 +20,7 @@ from safe_ckpt.core.manifest import (
 )
 from safe_ckpt.core.reading import digest_of
 from safe_ckpt.core.zip_format import COMMENT_BYTES
-from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 
 
 def verify(path: Path, manifest: Manifest, only: set[str] | None = None, *, cached: bool = False) -> int:
@@ -33,10 +34,13 @@ def verify(path: Path, manifest: Manifest, only: set[str] | None = None, *, cach
 
     Raises:
         CorruptCheckpointError: they differ; names the file, or the archive's record.
+        IncompleteCheckpointError: a file is not there; names it.
         OSError: they could not be read; that condemns nothing.
     """
-    if path.is_file():
+    if presence.is_file(path):
         return _verify_archive(path)
+    if not presence.is_directory(path):  # a file that vanished: nothing of it was read
+        raise IncompleteCheckpointError(path=str(path), message="is missing")
     chosen = [entry for entry in manifest.files if only is None or entry.path in only]
     return sum(verify_entry(path, entry, cached=cached) for entry in chosen)
 
@@ -48,9 +52,10 @@ def verify_share(path: Path, rank: int, size: int) -> None:
 
     Raises:
         CorruptCheckpointError: they differ; names the file.
+        IncompleteCheckpointError: a file is not there; names it.
         OSError: they could not be read; that condemns nothing.
     """
-    if not (path / MANIFEST_NAME).exists():
+    if not presence.is_there(path / MANIFEST_NAME):
         return
     manifest = read_manifest(path)
     by_size = sorted(manifest.files, key=lambda entry: (-entry.size_bytes, entry.path))
@@ -76,7 +81,8 @@ def verify_entry(path: Path, entry: FileEntry, *, cached: bool = False) -> int:
     """Read one file of a directory checkpoint and compare it. Returns its size.
 
     Raises:
-        CorruptCheckpointError: it is missing or differs.
+        CorruptCheckpointError: it differs.
+        IncompleteCheckpointError: it is not there.
     """
     file = path / entry.path
     try:
@@ -87,8 +93,8 @@ def verify_entry(path: Path, entry: FileEntry, *, cached: bool = False) -> int:
             message = f"has {status.st_size} bytes instead of {entry.size_bytes}"
             raise CorruptCheckpointError(path=str(path), file=entry.path, message=message)
         digest = digest_of(file, entry.size_bytes, cached=cached)
-    except FileNotFoundError:
-        raise CorruptCheckpointError(path=str(path), file=entry.path, message="is missing") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise IncompleteCheckpointError(path=str(path), file=entry.path, message="is missing") from None
     if digest != entry.xxh3_128:
         raise CorruptCheckpointError(
             path=str(path), file=entry.path, message="its bytes are not those that were written"

@@ -23,7 +23,7 @@ from safe_ckpt.config import Timeouts
 from safe_ckpt.core.arena import Arena
 from safe_ckpt.core.control import ControlPage, Standing, new_page
 from safe_ckpt.core.file_copy import FileCopy
-from safe_ckpt.core.sink import FileResult, FileTask
+from safe_ckpt.core.sink import FileResult, FileTask, write_without_direct
 from safe_ckpt.core.writer_process import STACK_SIGNAL
 
 logger = logging.getLogger(__name__)
@@ -104,6 +104,7 @@ class Child:
         self._socket.settimeout(0)
         self._page = ControlPage(page_fd)
         os.close(page_fd)
+        self._owner = os.getpid()
         self._arenas: set[int] = set()
         self._jobs = 0
         self._buffer = b""
@@ -146,6 +147,8 @@ class Child:
     def kill(self) -> None:
         """End the process now. One that the kernel does not let go of is left behind, without its socket."""
         self._socket.close()
+        if os.getpid() != self._owner:
+            return  # a process that was forked has a copy of this, and the writer is its parent's
         self._process.kill()
         try:
             self._process.wait(timeout=_REAP_S)
@@ -222,6 +225,8 @@ def _results(reply: dict[str, Any], job: WriteJob) -> list[FileResult]:
     if "error" in reply:
         error = reply["error"]
         raise OSError(error["errno"], error["message"], error["path"])
+    for device, path in reply["refused_direct"]:
+        write_without_direct(device, path)
     found = [FileResult(path=path, size_bytes=size, xxh3_128=digest) for path, size, digest in reply["files"]]
     if [result.path for result in found] != job.paths:
         raise OSError(None, "the writer reports other files than it was given")

@@ -25,7 +25,7 @@ from typing import Any
 from safe_ckpt.core.control import ControlPage, read_mark
 from safe_ckpt.core.copier import copy_files
 from safe_ckpt.core.file_copy import FileCopy
-from safe_ckpt.core.sink import FileTask, SinkOptions, sync_directory, write_file
+from safe_ckpt.core.sink import FileTask, SinkOptions, refused_direct, sync_directory, write_file
 
 STACK_SIGNAL = signal.SIGUSR2
 _WATCH_S = 1.0
@@ -101,7 +101,8 @@ def _serve(
         results = [[result.path, result.size_bytes, result.xxh3_128] for result in found]
         for directory in plan["directories"]:
             sync_directory(directory)
-        return {"files": results}
+        # Nobody reads a log of this process: its parent says what was found.
+        return {"files": results, "refused_direct": list(refused_direct().items())}
     except OSError as error:
         if error.errno == errno.ENOMEM:
             raise  # like every other error that is not the file system's: end, and let the parent try a fresh process

@@ -12,7 +12,7 @@ from typing import Any
 import deepspeed.runtime.engine as upstream
 
 from safe_ckpt import events
-from safe_ckpt.core import resume
+from safe_ckpt.core import presence, resume
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.root import HIDDEN
@@ -79,7 +79,7 @@ def _bound_to(tag: str | None) -> StandIns:
 def _survey(folder: Path, tag: str | None) -> dict[str, Any]:
     trash = folder / HIDDEN / "trash"
     wanted = tag if tag is not None else places.latest_tag(folder)
-    lost = wanted is not None and not (folder / wanted).is_dir()
+    lost = wanted is not None and not presence.is_directory(folder / wanted)
     # Killed while it was replaced, where the kernel cannot exchange directories: it is in the trash, or complete in staging.
     repair = lost and any(trash.glob(f"*/{wanted}"))
     if tag is not None and lost and not repair:
@@ -99,7 +99,7 @@ def _first_good(core: Engine, folder: Path, order: list[str], *, asked: bool) ->
             rejected[name] = error.message
             logger.warning("%s cannot be used: %s", path, error.message)
             continue
-        if not (path / MANIFEST_NAME).exists() and core.rank == 0:
+        if core.rank == 0 and not presence.is_there(path / MANIFEST_NAME):
             logger.warning("%s was not written by safe_ckpt: it is loaded without verification", path)
         return name, len(rejected)
     if rejected:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safe_ckpt.config import Retention
-from safe_ckpt.core import retention, select
+from safe_ckpt.core import presence, retention, select
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.ledger import Decision, Ledger
 from safe_ckpt.core.manifest import CheckpointInfo
@@ -97,7 +97,7 @@ class Places:
 
 def candidates(folder: Path) -> list[Candidate]:
     """The tags in ``folder`` that this package wrote, in no order."""
-    found = select.list_directories(folder, lambda _: None) if folder.is_dir() else []
+    found = select.list_directories(folder, lambda _: None) if presence.is_directory(folder) else []
     return [c for c in found if c.manifest is not None and c.manifest.notes.get("adapter") == ADAPTER]
 
 
@@ -142,7 +142,9 @@ def is_state(name: str) -> bool:
 
 def stock_problem(path: Path) -> str:
     """Why ``path`` is no tag that DeepSpeed wrote; "" if it may be one."""
-    has_states = any(child.name.endswith("_states.pt") for child in path.iterdir()) if path.is_dir() else False
+    has_states = (
+        any(child.name.endswith("_states.pt") for child in path.iterdir()) if presence.is_directory(path) else False
+    )
     return "" if has_states else "it holds no states of DeepSpeed"
 
 
@@ -157,7 +159,7 @@ def order(folder: Path, tag: str | None) -> list[Path]:
     named = latest_tag(folder)
     ours = select.newest_first(c for c in candidates(folder) if c.manifest and c.manifest.notes.get("latest"))
     paths = [candidate.path for candidate in ours]
-    if named is None or not (folder / named).is_dir():
+    if named is None or not presence.is_directory(folder / named):
         if named is not None:
             logger.warning("%s names %s, which is not there: the newest tag is taken", folder / LATEST, named)
         return paths

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
+from safe_ckpt.core import disk
 from safe_ckpt.doctor.examined import Examined
 from safe_ckpt.doctor.finding import Finding, fail, ok, refused, skipped, warn
 from safe_ckpt.units import bytes_text
@@ -16,8 +17,11 @@ _PROBE_BYTES = 4 << 20
 
 def space(examined: Examined) -> list[Finding]:
     """Free bytes, against the size of a checkpoint."""
+    free_bytes = disk.free_bytes(examined.existing)
+    if free_bytes is None:
+        return [skipped("space", "this file system does not say how much is free, so no save checks it beforehand")]
     stat = os.statvfs(examined.existing)
-    free_bytes, total_bytes = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
+    total_bytes = stat.f_blocks * stat.f_frsize
     size, why = examined.state_bytes, examined.state_from
     return [judge_space(free_bytes=free_bytes, total_bytes=total_bytes, size=size, why=why)]
 
@@ -51,7 +55,10 @@ def judge_space(*, free_bytes: int, total_bytes: int, size: int | None, why: str
 
 def inodes(examined: Examined) -> list[Finding]:
     """How many files may still be created."""
-    stat = os.statvfs(examined.existing)
+    try:
+        stat = os.statvfs(examined.existing)
+    except OSError as error:
+        return [skipped("files", f"this file system does not say how many may be created ({error.strerror})")]
     if not stat.f_files:
         return [ok("files", "no limit on their number")]
     text = f"{stat.f_favail} more can be created"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import xxhash
 
+from safe_ckpt.core import disk
 from safe_ckpt.core.checksum import crc32
 from safe_ckpt.core.sink import create_file
 from safe_ckpt.doctor.examined import Examined
@@ -47,8 +49,8 @@ class Pass:
 
 def throughput(examined: Examined) -> list[Finding]:
     """Write a file directly and through the page cache, each with its fsync, and read it back from the disk."""
-    stat = os.statvfs(examined.existing)
-    wanted = min(examined.options.probe_bytes, stat.f_bavail * stat.f_frsize // 10) // _BLOCK_BYTES * _BLOCK_BYTES
+    free, wanted = disk.free_bytes(examined.existing), examined.options.probe_bytes
+    wanted = (wanted if free is None else min(wanted, free // 10)) // _BLOCK_BYTES * _BLOCK_BYTES
     if wanted <= 0:
         return [skipped("speed", "not measured: --mebibytes 0, or too little space")]
     block = mmap.mmap(-1, _BLOCK_BYTES)  # page-aligned, as direct writes must be
@@ -125,7 +127,7 @@ def _read(examined: Examined, path: Path, length: int) -> Pass:
     try:
         with memoryview(buffer) as view:
             while moved < length and _may_go_on(examined, begun):
-                count = os.readv(fd, [buffer])
+                count = _read_block(fd, buffer)
                 if not count:
                     break
                 since = time.monotonic()
@@ -135,6 +137,17 @@ def _read(examined: Examined, path: Path, length: int) -> Pass:
     finally:
         os.close(fd)
     return Pass(moved_bytes=moved, seconds=time.monotonic() - begun - hashing_s, digest=hasher.hexdigest())
+
+
+def _read_block(fd: int, buffer: mmap.mmap) -> int:
+    try:
+        return os.readv(fd, [buffer])
+    except OSError as error:
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+            raise
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # taken at the open, refused here
+        return os.readv(fd, [buffer])
 
 
 def _open_past_cache(path: Path) -> int:

@@ -96,9 +96,8 @@ def _number_of(name: str) -> int | None:
 def _problem_of_stock(path: Path) -> str:
     if path.name.startswith("step-"):
         return "has no manifest.json: never committed, or altered"
-    with contextlib.suppress(OSError):
-        if select.looks_like_checkpoint(path):
-            return ""
+    if select.looks_like_checkpoint(path):
+        return ""
     return "holds no checkpoint: empty, or cut off"
 
 

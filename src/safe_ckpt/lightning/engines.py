@@ -6,10 +6,12 @@ CPU; on GPUs it was never run.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safe_ckpt.core import presence
 from safe_ckpt.core.engine import Engine
 
 if TYPE_CHECKING:
@@ -21,12 +23,15 @@ _LEFT_OUT = ("state_dict", "optimizer_states")  # DeepSpeed has them, in parts
 
 def is_tag_directory(path: Path) -> bool:
     """Whether a directory is what ``DeepSpeedStrategy`` writes, to its end: ``latest`` comes last."""
-    return (path / "latest").is_file() and facts_file(path).is_file()
+    return presence.is_file(path / "latest") and presence.is_file(facts_file(path))
 
 
 def facts_file(path: Path) -> Path:
     """The file that holds the rest of the Trainer's checkpoint: DeepSpeed puts it beside the model's parts."""
-    return next(iter(sorted((path / TAG).glob("*model_states.pt"))), path / TAG)
+    names = (
+        os.listdir(path / TAG) if presence.is_directory(path / TAG) else []
+    )  # glob takes every error for an empty folder
+    return path / TAG / min((name for name in names if name.endswith("model_states.pt")), default="")
 
 
 def collect(core: Engine, strategy: Any, checkpoint: Mapping[str, Any] | None, error: Exception | None) -> Nested:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from safe_ckpt.core import direct, select
+from safe_ckpt.core import direct, presence, select
 from safe_ckpt.core.verify import verify_if_ours
 from safe_ckpt.lightning.bases import CheckpointIO
 from safe_ckpt.lightning.resuming import WEIGHTS_ONLY
@@ -108,7 +107,7 @@ class SafeCheckpointIO(CheckpointIO):
         if self.saver is not None:
             self.saver.land()
         local = Path(os.fspath(path))
-        if local.is_file() and local != self.trusted and zipfile.is_zipfile(local):
+        if presence.is_file(local) and local != self.trusted and presence.ends_as_archive(local):
             verify_if_ours(local)
         self.trusted = None
         loaded: dict[str, Any] = self.base.load_checkpoint(path, *args, **kwargs)

@@ -11,6 +11,8 @@ from typing import IO, Any
 
 from typing_extensions import Self
 
+from safe_ckpt.core.presence import ends_as_archive
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sight:
@@ -50,7 +52,7 @@ def peek(path: Path) -> Sight | None:
 
 
 def _top_level(path: Path) -> object:
-    if zipfile.is_zipfile(path):
+    if ends_as_archive(path):
         with zipfile.ZipFile(path) as archive:
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
             with archive.open(name) as stream:

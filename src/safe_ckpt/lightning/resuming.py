@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 from typing import Any, Protocol
 
-from safe_ckpt.core import commit, resume, select
+from safe_ckpt.core import commit, presence, resume, select
 from safe_ckpt.core.commit import Link
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.manifest import CheckpointInfo, read_manifest
@@ -81,7 +81,7 @@ def choose(engine: Engine, root: Root, suffix: str) -> Path | None:
     rank, size = engine.rank, engine.session.size
 
     def verified(path: Path) -> None:
-        if path.is_dir():
+        if presence.is_directory(path):
             verify_share(path, rank, size)
         else:
             _verify(path)
@@ -102,7 +102,7 @@ def listed(directory: Path, suffix: str) -> list[Candidate]:
 
 
 def _verify(path: Path) -> None:
-    if verify_if_ours(path) or not zipfile.is_zipfile(path):  # torch's format before 1.6 has nothing to check
+    if verify_if_ours(path) or not presence.ends_as_archive(path):  # torch's format before 1.6 has nothing to check
         return
     # Of another tool: its CRC-32s are all there is to check, and torch.load never looks at them.
     with zipfile.ZipFile(path) as archive:
@@ -125,7 +125,7 @@ def _judged(candidate: Candidate) -> Candidate:
     seen = peek(facts_file(candidate.path))
     if seen is None:
         return dataclasses.replace(candidate, problem="is no checkpoint")
-    without_state = not seen.whole if candidate.path.is_dir() else seen.weights_only
+    without_state = not seen.whole if presence.is_directory(candidate.path) else seen.weights_only
     return dataclasses.replace(candidate, step=seen.step, problem=_NO_STATE if without_state else "")
 
 

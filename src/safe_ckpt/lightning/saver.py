@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core import direct, items, select
+from safe_ckpt.core import direct, items, resume, select
 from safe_ckpt.core.commit import Link
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.export import Exporter
@@ -76,7 +76,7 @@ class TrainerSaver:
 
     def __init__(self, trainer: Any, config: CheckpointConfig, io: SafeCheckpointIO) -> None:
         self.config = config
-        self.engine = Engine(config)
+        self.engine = Engine(config, owner="a Trainer; it is free when fit() has ended")
         self._scalars = LoggerScalars(trainer, self.engine)
         self._hooks: list[Hook] = []
         self._trainer = trainer
@@ -118,7 +118,11 @@ class TrainerSaver:
             self.engine.agree(
                 "list",
                 {"directory": directory, "suffix": suffix},
-                decide=lambda _: root.start_after(select.newest_sequence(resuming.listed(directory, suffix))),
+                decide=lambda _: root.start_after(
+                    select.newest_sequence(
+                        resume.listed(lambda: resuming.listed(directory, suffix), self.engine.config.timeouts)
+                    )
+                ),
             )
 
     def holds(self, directory: Path) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.core import layout, resume, wholes
+from safe_ckpt.core import layout, presence, resume, wholes
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.manifest import MANIFEST_NAME
@@ -56,14 +56,14 @@ def layout_of(strategy: Any) -> Layout | None:
 
 def is_sharded_directory(path: Path) -> bool:
     """Whether a directory is a sharded checkpoint: ours, or one that Lightning wrote to its end, for this file comes last."""
-    return (path / META).is_file() or engines.is_tag_directory(path)
+    return presence.is_file(path / META) or engines.is_tag_directory(path)
 
 
 def facts_file(path: Path) -> Path:
     """Where a checkpoint says how far the training was: in itself, or in one of the files of a directory."""
-    if not path.is_dir():
+    if not presence.is_directory(path):
         return path
-    return path / META if (path / META).exists() else engines.facts_file(path)
+    return path / META if presence.is_there(path / META) else engines.facts_file(path)
 
 
 def dump(trainer: Any, form: Layout, weights_only: bool | None) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def guard(trainer: Any, engine: Engine, before: Callable[[], None], end: Callabl
         before()
         path = Path(checkpoint_path)
         rank, size = engine.rank, engine.session.size
-        if path.is_dir() and (path / MANIFEST_NAME).exists():
+        if presence.is_directory(path) and presence.is_there(path / MANIFEST_NAME):
             resume.check(engine, path, lambda found: verify_share(found, rank, size))
         loaded = original(strategy, checkpoint_path, *args, **kwargs)
         if form is not None and form.engine and path.is_dir():

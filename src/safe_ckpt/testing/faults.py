@@ -16,7 +16,7 @@ from pathlib import Path
 _LAYOUT = struct.Struct("<qqiiiiiiii1024s256s1024s")
 _PASS, _KILL_JOB, _FAIL, _FAIL_ALWAYS, _STOP, _DELAY, _TEAR, _KILL_SELF = range(8)
 KINDS = {"open": 1, "write": 2, "sync": 4, "rename": 8, "link": 16, "unlink": 32, "mkdir": 64, "truncate": 128}
-_ALL = sum(KINDS.values())
+_DIRECT = {"direct": 256}  # those writes that go past the page cache, which else count as "write"
 
 
 class FaultyStorage:
@@ -89,7 +89,10 @@ class FaultyStorage:
         session: int = 0,
         kinds: tuple[str, ...] = tuple(KINDS),
     ) -> None:
-        """Let the operation, or with ``always`` every one from there on, fail with this ``errno``."""
+        """Let the operation, or with ``always`` every one from there on, fail with this ``errno``.
+
+        ``kinds`` are those of ``KINDS``, or ``"direct"`` for writes of files that were opened with O_DIRECT.
+        """
         self._arm(_FAIL_ALWAYS if always else _FAIL, at, below, session=session, error=error, kinds=kinds)
 
     def delay(self, at: int, below: Path, seconds: float, *, session: int = 0) -> None:
@@ -126,7 +129,7 @@ class FaultyStorage:
             action,
             error,
             session,
-            sum(KINDS[kind] for kind in kinds),
+            sum({**KINDS, **_DIRECT}[kind] for kind in kinds),
             round(delay_s * 1000),
             round(hide_s * 1000),
             hidden_from,

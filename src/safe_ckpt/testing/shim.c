@@ -23,7 +23,7 @@
 #include <unistd.h>
 
 enum { PASS, KILL_JOB, FAIL, FAIL_ALWAYS, STOP, DELAY, TEAR, KILL_SELF };
-enum { OPEN = 1, WRITE = 2, SYNC = 4, RENAME = 8, LINK = 16, UNLINK = 32, MKDIR = 64, TRUNCATE = 128 };
+enum { OPEN = 1, WRITE = 2, SYNC = 4, RENAME = 8, LINK = 16, UNLINK = 32, MKDIR = 64, TRUNCATE = 128, DIRECT = 256 };
 
 struct state {
     int64_t count;       /* operations so far */
@@ -212,7 +212,9 @@ static ssize_t written(const char *name, int fd, const void *data, size_t size, 
     const char *path = shared ? path_of_fd(fd, buffer) : "";
     int torn = 0;
     if (shared && recorded(path)) {
-        torn = operation(path, WRITE);
+        /* Only when they are asked for are direct writes of a kind of their own. */
+        int direct = shared->kinds & DIRECT && fcntl(fd, F_GETFL) & O_DIRECT;
+        torn = operation(path, direct ? DIRECT : WRITE);
         if (torn < 0) return -1;
         if (torn) size = size / 2 / 4096 * 4096;
         record(name, path, NULL, data, size, offset);

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import uuid
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import Self
 
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core import extras, resume, select
+from safe_ckpt.core import extras, presence, resume, select
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.ledger import Ledger
 from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo
@@ -43,7 +43,7 @@ class TrainerSaver:
     """
 
     def __init__(self, config: CheckpointConfig) -> None:
-        self._engine = Engine(config)
+        self._engine = Engine(config, owner="a Transformers Trainer; it is free when train() has ended")
         self._held: dict[Path, tuple[Root, Ledger]] = {}
 
     def newest(self, folder: Path) -> Path:
@@ -65,7 +65,7 @@ class TrainerSaver:
         Raises:
             CorruptCheckpointError: it is damaged.
         """
-        there: bool = self._engine.agree("checkpoint", {"path": path}, decide=lambda _: path.is_dir())
+        there: bool = self._engine.agree("checkpoint", {"path": path}, decide=lambda _: presence.is_directory(path))
         if there:  # else the Trainer says what it misses
             resume.check(self._engine, path, self._verify)
             self._warn_if_stock(path)
@@ -140,7 +140,7 @@ class TrainerSaver:
             self._held[folder] = (root, Ledger())
 
             def take_stock(_: object) -> None:
-                found = candidates(folder)
+                found = resume.listed(lambda: candidates(folder), self._engine.config.timeouts)
                 root.start_after(select.newest_sequence(found))
                 self._held[folder] = (root, Ledger(found))
 
@@ -151,7 +151,7 @@ class TrainerSaver:
         verify_share(path, self._engine.rank, self._engine.session.size)
 
     def _warn_if_stock(self, path: Path) -> None:
-        if self._engine.rank == 0 and not (path / MANIFEST_NAME).exists():
+        if self._engine.rank == 0 and not presence.is_there(path / MANIFEST_NAME):
             logger.warning("%s was not written by safe_ckpt: it is loaded without verification", path)
 
 
@@ -169,9 +169,10 @@ def _number_of(name: str) -> int | None:
 
 def _problem_of_stock(path: Path) -> str:
     # The Trainer writes its state last: without it the save was interrupted.
-    if not (path / STATE_FILE).exists():
+    if not presence.is_there(path / STATE_FILE):
         return f"it has no manifest, and without {STATE_FILE} it is not complete either"
-    cut_off = [file.name for file in path.glob("*.pt*") if not zipfile.is_zipfile(file)]
+    files = [path / name for name in sorted(os.listdir(path)) if ".pt" in name]
+    cut_off = [file.name for file in files if presence.is_file(file) and not presence.ends_as_archive(file)]
     return f"it has no manifest, and {cut_off[0]} was not written to its end" if cut_off else ""
 
 

@@ -1,0 +1,84 @@
+"""Whether something is there. Only "there is no such entry" means that it is not; every other error is raised.
+
+``pathlib`` takes some errors for a no, and since Python 3.14 all of them: then a disk that fails for a moment makes a good
+checkpoint one that never was.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+_TAIL_BYTES = (1 << 16) + 22  # of a zip archive: the longest comment, and the end record before it
+_END_RECORD = b"PK\5\6"
+
+
+def is_there(path: Path) -> bool:
+    """Whether ``path`` exists, links followed.
+
+    Raises:
+        OSError: that cannot be told.
+    """
+    return _mode(path) is not None
+
+
+def is_file(path: Path) -> bool:
+    """Whether ``path`` is a regular file, links followed; raises as ``is_there`` does."""
+    mode = _mode(path)
+    return mode is not None and stat.S_ISREG(mode)
+
+
+def is_directory(path: Path) -> bool:
+    """Whether ``path`` is a directory, links followed; raises as ``is_there`` does."""
+    mode = _mode(path)
+    return mode is not None and stat.S_ISDIR(mode)
+
+
+def is_gone(path: Path) -> bool:
+    """Whether ``path``, which was not found, is not there: the folder above can be listed and does not name it.
+
+    Raises:
+        OSError: the folder cannot be listed, or names what cannot be opened.
+    """
+    for child in (path, *path.parents):
+        try:
+            names = os.listdir(child.parent)
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # the folder itself is not there: the one above it has to say so
+        if child.name not in names:
+            return True
+        try:
+            child.lstat()
+        except FileNotFoundError:
+            message = "its directory names it, and it cannot be opened"
+            raise OSError(errno.ESTALE, message, str(child)) from None
+        return _mode(path) is None
+    return True
+
+
+def ends_as_archive(path: Path) -> bool:
+    """As ``zipfile.is_zipfile``, which takes every error for a no.
+
+    Raises:
+        OSError: it could not be read.
+    """
+    with path.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        stream.seek(max(0, size - _TAIL_BYTES))
+        tail = stream.read(_TAIL_BYTES)
+    if len(tail) < min(size, _TAIL_BYTES):
+        raise OSError(errno.EIO, "a read ended before the file does", str(path))
+    return _END_RECORD in tail
+
+
+def _mode(path: Path) -> int | None:
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # a link in a circle leads nowhere
+            return None
+        raise

@@ -1,0 +1,261 @@
+"""File systems that lack something: direct writes, exchange, hard links, symbolic links, figures of their size."""
+
+import errno
+import logging
+import mmap
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from safe_ckpt.core import commit, disk, reading, sink
+from safe_ckpt.core.sink import FileTask, SinkOptions, write_file
+from safe_ckpt.testing import FaultyStorage
+from support import Quiet
+
+SAVES = """
+    import logging, sys
+    from pathlib import Path
+    import torch
+    from safe_ckpt import CheckpointConfig, Checkpointer, WriterConfig
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    config = CheckpointConfig(max_host_bytes=int(sys.argv[2]) or None, writer=WriterConfig(chunk_bytes=1 << 20))
+    with Checkpointer(sys.argv[1], config) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, {"t": torch.full((1_000_003,), float(step)), "n": step}).result(timeout_s=30)
+        state = {"t": torch.zeros(1_000_003), "n": 0}
+        print("resumed", ckpt.resume(state).step, state["n"], set(state["t"].tolist()))
+"""
+
+
+def run_faulty(tmp_path, code, *args, kinds, error, always=True, at=1):
+    storage = FaultyStorage(tmp_path / "kit")
+    (tmp_path / "job.py").write_text(textwrap.dedent(code))
+    storage.fail(at, tmp_path / "exp", error, always=always, kinds=kinds)
+    command = [sys.executable, str(tmp_path / "job.py"), str(tmp_path / "exp"), *args]
+    environment = {**os.environ, **storage.environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    return done.stdout.splitlines(), done.stderr, storage.count
+
+
+@pytest.mark.parametrize("most_bytes", [0, 1 << 20])
+def test_direct_writes_that_are_refused_go_through_the_page_cache(tmp_path, most_bytes):
+    """EINVAL at the first direct write: the same saves, read again, one line in the log of the job, and no second try."""
+    said, stderr, count = run_faulty(tmp_path, SAVES, str(most_bytes), kinds=("direct",), error=errno.EINVAL)
+    assert "resumed 3 3 {3.0}" in said, stderr
+    assert len([line for line in said if "refuses direct writes" in line]) == 1, said
+    # Of what is small and comes first too: a file or two were under way when it was found out, later saves ask no more.
+    assert 1 <= count <= 2
+
+
+def test_it_is_said_once_for_a_file_system(tmp_path, caplog, monkeypatch):
+    """Several files at a time find out, a replaced process finds out again: one line."""
+    monkeypatch.setattr(sink, "_without_direct", {})
+    with caplog.at_level(logging.INFO):
+        for path in ("a", "a", "b"):
+            sink.write_without_direct(7, path)
+    assert len(caplog.records) == 1
+    assert sink.refused_direct() == {7: "a"}
+    sink.write_without_direct(os.stat(tmp_path).st_dev, "c")
+    fd, direct = sink.create_file(str(tmp_path / "f"), True)
+    os.close(fd)
+    assert not direct
+
+
+@pytest.mark.parametrize("length", [0, 1, 4096, 3_000_001])
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_refusal_anywhere_gives_the_same_bytes(tmp_path, monkeypatch, length, after):
+    """Whether the first write, a later one or the last part is refused: the file is what it should be."""
+    monkeypatch.setattr(sink, "_without_direct", {})
+    real, count = os.pwrite, 0
+
+    def refusing(fd, data, offset):
+        nonlocal count
+        count += 1
+        import fcntl
+
+        if count > after and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", refusing)
+    with mmap.mmap(-1, max(length, 4096)) as memory, memoryview(memory) as view:
+        memory[:length] = os.urandom(length)
+        options = SinkOptions(direct=True, chunk_bytes=1 << 20, flush_every_bytes=1 << 20)
+        result = write_file(FileTask(path=str(tmp_path / "f"), offset=0, length=length), view, options, Quiet())
+        assert (tmp_path / "f").read_bytes() == memory[:length]
+    assert result.size_bytes == length
+
+
+def test_direct_reads_that_are_refused_are_made_through_the_page_cache(tmp_path, monkeypatch):
+    """EINVAL at a read of a file that was opened with O_DIRECT: the same bytes."""
+    import fcntl
+
+    real = os.preadv
+
+    def refusing(fd, buffers, offset, *flags):
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, buffers, offset, *flags)
+
+    data = os.urandom(9_000_001)
+    (tmp_path / "f").write_bytes(data)
+    expected = reading.digest_of(tmp_path / "f", len(data))
+    monkeypatch.setattr(os, "preadv", refusing)
+    assert reading.digest_of(tmp_path / "f", len(data)) == expected
+    memory, digest = reading.read_whole(tmp_path / "f", len(data))
+    assert (memory[: len(data)], digest) == (data, expected)
+
+
+REPLACES = """
+    import sys
+    from safe_ckpt import Checkpointer
+    with Checkpointer(sys.argv[1]) as ckpt:
+        for value in (1, 2, 3):
+            ckpt.save(1, {"x": value}).result(timeout_s=30)
+        state = {"x": 0}
+        ckpt.resume(state)
+        print(state["x"])
+"""
+
+
+@pytest.mark.parametrize("error", ["EINVAL", "ENOSYS", "EOPNOTSUPP", "EPERM", "EXDEV"])
+def test_a_kernel_or_file_system_without_exchange(tmp_path, error):
+    """Each errno with which exchanging two names is refused: a step that is saved again is replaced by two renames."""
+    (tmp_path / "job.py").write_text(textwrap.dedent(REPLACES))
+    command = ["strace", "-f", "-qq", "-o", str(tmp_path / "trace"), "-e", "trace=renameat2"]
+    command += [
+        "-e",
+        f"inject=renameat2:error={error}",
+        sys.executable,
+        str(tmp_path / "job.py"),
+        str(tmp_path / "exp"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.split() == ["3"], done.stderr
+    assert (tmp_path / "trace").read_text().count("RENAME_EXCHANGE") == 2
+    assert not any((tmp_path / "exp/.safe_ckpt/trash").iterdir())
+
+
+def test_an_exchange_that_cannot_be_taken_back_is_not_taken_for_undone(tmp_path, monkeypatch):
+    """The disk does not confirm the new name and the second exchange is refused: the outcome is unknown, nothing is deleted."""
+    one, other = tmp_path / "staged", tmp_path / "final"
+    for path in (one, other):
+        path.mkdir()
+        (path / "f").write_text(path.name)
+    real, asked = commit.exchange, []
+
+    def once(*names):
+        asked.append(names)
+        return real(*names) if len(asked) == 1 else False
+
+    def unconfirmed(path):
+        if path == str(tmp_path):
+            raise OSError(errno.EIO, "Input/output error", path)
+
+    monkeypatch.setattr(commit, "exchange", once)
+    monkeypatch.setattr(commit, "sync_directory", unconfirmed)
+    with pytest.raises(commit.HalfCommittedError):
+        commit.publish_directory(one, other, tmp_path / "aside")
+    assert (one / "f").read_text() == "final"
+
+
+LINKS = """
+    import os, sys
+    from pathlib import Path
+    from safe_ckpt.core import commit
+    exp = Path(sys.argv[1])
+    for number, target in enumerate((None, "a")):
+        commit.publish_link(exp / "a", exp / "staged", commit.Link(path=exp / f"last{number}", target=target), Path)
+    commit.publish_file(exp / "new", exp / "last0")
+    commit.publish_link(exp / "d", exp / "staged", commit.Link(path=exp / "e"), Path)
+    print((exp / "last0").read_text(), (exp / "last1").read_text(), (exp / "e/f").read_text(), os.stat(exp / "e/f").st_nlink)
+    print(sorted(os.listdir(exp)))
+"""
+
+
+@pytest.mark.parametrize("error", ["EPERM", "ENOTSUP", "ENOSYS", "EMLINK", "EXDEV"])
+def test_a_file_system_without_links(tmp_path, error):
+    """Further names are durable copies, files are replaced by one rename without a name to go back to, nothing is left."""
+    exp = tmp_path / "exp"
+    (exp / "d").mkdir(parents=True)
+    (exp / "a").write_text("bytes")
+    (exp / "new").write_text("replaced")
+    (exp / "d/f").write_text("deep")
+    said, stderr, count = run_faulty(tmp_path, LINKS, kinds=("link",), error=getattr(errno, error))
+    assert said == ["replaced bytes deep 1", "['a', 'd', 'e', 'last0', 'last1']"], stderr
+    assert count >= 4
+
+
+@pytest.mark.parametrize("syscall", ["fallocate", "fadvise64"])
+def test_calls_that_some_file_systems_do_not_know(tmp_path, syscall):
+    """No fallocate, no advice on what to cache: everything is saved and resumed all the same."""
+    (tmp_path / "job.py").write_text(textwrap.dedent(REPLACES))
+    command = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={syscall}", "-e"]
+    command += [f"inject={syscall}:error=EOPNOTSUPP", sys.executable, str(tmp_path / "job.py"), str(tmp_path / "exp")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.split() == ["3"], done.stderr
+
+
+def test_a_size_of_zeros_is_no_full_disk(tmp_path):
+    """``statfs`` with zeros, or without an answer: saves are made."""
+    assert disk.judge_free(0, 0) is None
+    assert disk.judge_free(1000, 0) == 0
+    (tmp_path / "job.py").write_text(textwrap.dedent(REPLACES))
+    for how in ("error=ENOSYS", "retval=0"):  # without the call the answer stays what it was: zeros
+        command = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", "trace=statfs,fstatfs", "-e"]
+        command += [f"inject=statfs,fstatfs:{how}", sys.executable, str(tmp_path / "job.py"), str(tmp_path / "exp")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        assert done.stdout.split() == ["3"], done.stderr
+
+
+LARGE_PAGES = """
+    import mmap, sys
+    mmap.PAGESIZE = mmap.ALLOCATIONGRANULARITY = 65536
+    import ctypes
+    Real = mmap.mmap
+
+    class Strict(Real):
+        # What a kernel with pages of 64 KiB would refuse.
+        def __new__(cls, fileno, length, *args, offset=0, **more):
+            if offset % 65536:
+                raise ValueError(f"offset {offset}")
+            return super().__new__(cls, fileno, length, *args, offset=offset, **more)
+
+        def madvise(self, option, start=0, length=None):
+            if start % 65536:
+                raise ValueError(f"start {start}")
+            return super().madvise(option, start) if length is None else super().madvise(option, start, length)
+
+    mmap.mmap = Strict
+    import torch
+    from safe_ckpt.core import arena
+    seen = []
+    real = arena._map
+
+    def strict_map(start, length):
+        if length % 65536:
+            raise ValueError(f"length {length}")
+        seen.append(length)
+        return real(start, length)
+
+    arena._map = strict_map
+    from safe_ckpt import Checkpointer
+    with Checkpointer(sys.argv[1]) as ckpt:
+        ckpt.save(1, {"t": torch.arange(3_000_001), "n": 1}).result(timeout_s=30)
+        state = {"t": torch.zeros(3_000_001, dtype=torch.int64), "n": 0}
+        ckpt.resume(state)
+    print(bool((state["t"] == torch.arange(3_000_001)).all()), len(seen) > 0)
+    from safe_ckpt.cli.app import main
+    print(main(["verify", sys.argv[1]]))
+"""
+
+
+def test_pages_of_64_kib(tmp_path):
+    """Nothing maps, advises or allocates at places or in lengths that only fit pages of 4 KiB (told by hand, not run there)."""
+    (tmp_path / "job.py").write_text(textwrap.dedent(LARGE_PAGES))
+    command = [sys.executable, str(tmp_path / "job.py"), str(tmp_path / "exp")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.splitlines()[0] == "True True", done.stderr

@@ -1,0 +1,265 @@
+"""Copies from devices, tried with devices that only remember: what is queued on a stream is done when somebody waits for it.
+
+No machine with CUDA was at hand: the calls to CUDA themselves were read, not run.
+"""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+
+from safe_ckpt import CheckpointConfig
+from safe_ckpt.core.arena import GRANULE, Arena
+from safe_ckpt.core.control import read_mark
+from safe_ckpt.core.copying import Copy
+from safe_ckpt.core.cuda import Cuda
+from safe_ckpt.core.device_copies import DeviceCopies
+from safe_ckpt.core.move import Move, place
+from safe_ckpt.core.taking import Taker
+
+BASE = 4096
+
+
+class Stream:
+    """A queue of work. ``synchronize`` does what is in it, after what it waits for."""
+
+    def __init__(self, name):
+        self.name, self.queue = name, []
+
+    def synchronize(self):
+        while self.queue:
+            self.queue.pop(0)()
+
+    def wait_event(self, event):
+        self.queue.append(event.synchronize)
+
+    def wait_stream(self, other):
+        self.queue.append(other.synchronize)
+
+
+class Event:
+    def __init__(self, stream):
+        self._stream, self._until = stream, len(stream.queue)
+        self._work = list(stream.queue)
+
+    def synchronize(self):
+        for work in self._work:
+            if work in self._stream.queue:
+                self._stream.queue.remove(work)
+                work()
+
+
+class Remembering(Cuda):
+    """Every tensor is on a device; each thread has a default stream of its own, and says on which device it stands."""
+
+    def __init__(self, *, pins=True):
+        self.pins, self.registered, self.made = pins, [], []
+        self.trainer = Stream("trainer")
+        self._own = threading.local()
+        self._own.stream = self.trainer
+        self.log = []
+
+    def has(self, tensor):
+        return True
+
+    def device(self):
+        return torch.device("cpu")
+
+    @contextlib.contextmanager
+    def at(self, device):
+        self.log.append(("at", threading.current_thread().name))
+        yield
+
+    def stream(self, device):
+        self.made.append(Stream("side"))
+        return self.made[-1]
+
+    def current(self, device):
+        if not hasattr(self._own, "stream"):
+            self._own.stream = Stream("other")
+        return self._own.stream
+
+    @contextlib.contextmanager
+    def on(self, stream):
+        before, self._own.stream = self.current(None), stream
+        yield
+        self._own.stream = before
+
+    def mark(self, stream):
+        return Event(stream)
+
+    def copy(self, move, memory, *, non_blocking):
+        stream = self.current(None)
+        stream.queue.append(lambda: place(move, memory))
+        if not non_blocking:
+            stream.synchronize()
+
+    def register(self, address, size, device):
+        self.registered.append((size, threading.current_thread().name))
+        return (lambda: self.registered.append("taken back")) if self.pins else None
+
+
+@pytest.fixture
+def arena():
+    made = Arena()
+    made.reserve(GRANULE)
+    yield made
+    made.close()
+
+
+def moves_of(count=2, *, deferred=True):
+    return [
+        Move(offset=BASE + 400 * number, tensor=torch.full((100,), float(number + 1)), deferred=deferred)
+        for number in range(count)
+    ]
+
+
+def held(arena, move):
+    return arena.bytes[move.offset : move.offset + move.size].view(torch.float32)
+
+
+def test_an_abandoned_copy_is_over_when_nothing_is_under_way(arena):
+    """Given up in the middle: what the device still has queued is done before the arena may be used again, not after."""
+    cuda, moves = Remembering(), moves_of()
+    copy = Copy("c", arena, moves, BASE + 800, cuda=cuda)
+    assert copy.run()
+    (side,) = cuda.made
+    assert len(side.queue) == 3  # the trainer's work, and two copies
+    copy.abandon()
+    assert copy.wait(0)
+    assert side.queue == []
+    arena.bytes.zero_()  # the next snapshot
+    side.synchronize()
+    assert not arena.bytes.any()
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_a_copy_that_fails_halfway_leaves_nothing_under_way(arena, pins):
+    """The second tensor cannot be copied: the first, and what of the second was queued, are over when the copy is."""
+
+    class Failing(Remembering):
+        def copy(self, move, memory, *, non_blocking):
+            super().copy(move, memory, non_blocking=non_blocking)
+            if move.tensor[0] == 2:
+                raise RuntimeError("CUDA out of memory")
+
+    cuda = Failing(pins=pins)
+    copy = Copy("c", arena, moves_of(), BASE + 800, cuda=cuda)
+    copy.run()
+    copy.run_deferred()
+    assert copy.wait(0)
+    assert "out of memory" in str(copy.error)
+    assert all(stream.queue == [] for stream in [*cuda.made, cuda.current(None)])
+
+
+def test_a_device_that_is_lost_fails_the_copy_and_ends_it(arena):
+    """Waiting raises: the copy is over, with that error, and nobody waits for it for ever."""
+
+    class Lost(Stream):
+        def synchronize(self):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    cuda = Remembering()
+    cuda.stream = lambda device: Lost("side")
+    copy = Copy("c", arena, moves_of(), BASE + 800, cuda=cuda)
+    copy.run()
+    copy.abandon()
+    assert copy.wait(0)
+    assert copy.error is not None
+
+
+def test_started_copies_come_after_the_trainers_work(arena):
+    """A side stream begins behind what the trainer has queued, and the bytes are marked only when they are there."""
+    cuda, moves = Remembering(), moves_of()
+    cuda.trainer.queue.append(lambda: [move.tensor.add_(10) for move in moves])
+    copy = Copy("c", arena, moves, BASE + 800, cuda=cuda)
+    assert copy.run()
+    assert read_mark(memoryview(arena.memory)) < moves[0].offset + moves[0].size
+    copy.run_deferred()
+    assert copy.error is None
+    assert [held(arena, move)[0].item() for move in moves] == [11.0, 12.0]
+    assert read_mark(memoryview(arena.memory)) == BASE + 800
+
+
+def test_without_pinning_the_copying_thread_waits_for_the_trainers_stream(arena):
+    """Another thread's stream knows nothing of the trainer's: it waits for what was queued there when the copy began."""
+    cuda, moves = Remembering(pins=False), moves_of()
+    cuda.trainer.queue.append(lambda: [move.tensor.add_(10) for move in moves])
+    copy = Copy("c", arena, moves, BASE + 800, cuda=cuda)
+    assert copy.run()
+    assert cuda.made == []
+    thread = threading.Thread(target=copy.run_deferred, name="copying")
+    thread.start()
+    thread.join()
+    assert copy.error is None
+    assert [held(arena, move)[0].item() for move in moves] == [11.0, 12.0]
+    assert ("at", "copying") in cuda.log  # not on device 0, where a thread begins
+
+
+def test_what_cannot_wait_is_copied_on_the_trainers_stream(arena):
+    """In order with its work, and in place when the call returns."""
+    cuda, moves = Remembering(), moves_of(deferred=False)
+    cuda.trainer.queue.append(lambda: [move.tensor.add_(10) for move in moves])
+    copy = Copy("c", arena, moves, BASE + 800, cuda=cuda)
+    assert not copy.run()
+    assert copy.wait(0)
+    assert [held(arena, move)[0].item() for move in moves] == [11.0, 12.0]
+    assert cuda.trainer.queue == []
+
+
+def test_the_gate_orders_the_trainer_behind_started_copies_alone(arena):
+    """With pinning the devices see to the order; without it somebody has to wait."""
+    for pins in (True, False):
+        cuda, moves = Remembering(pins=pins), moves_of()
+        other = Arena()
+        other.reserve(GRANULE)
+        copies = DeviceCopies(other, cuda)
+        copies.begin(moves)
+        assert copies.order(moves) is pins
+        assert not copies.order([*moves, *moves_of(1)])
+        copies.forget()
+        other.close()
+
+
+def test_memory_is_pinned_once_and_ahead(arena):
+    """``prepare`` pins in the background what it has allocated; a refusal is not asked for again; closing takes it back."""
+    cuda = Remembering()
+    taker = Taker(CheckpointConfig(), 0, cuda)
+    taker.prepare(1 << 20, lambda: None)
+    taker._preparing.join()
+    assert [name for _, name in cuda.registered] == ["safe_ckpt-prepare"] * CheckpointConfig().max_in_flight
+    taker.close()
+    assert cuda.registered.count("taken back") == CheckpointConfig().max_in_flight
+    refusing = Remembering(pins=False)
+    assert not arena.pin(torch.device("cpu"), refusing)
+    assert not arena.pin(torch.device("cpu"), refusing)
+    assert len(refusing.registered) == 1
+
+
+def test_another_thread_reads_behind_the_trainers_work():
+    """What is streamed on a thread of its own is read when all that the trainer has queued for it is done."""
+    cuda, (move,) = Remembering(), moves_of(1)
+    cuda.trainer.queue.append(lambda: move.tensor.add_(10))
+    cuda.settle([move.tensor])
+    assert move.tensor[0] == 11
+    seen = []
+
+    def elsewhere(here):
+        with here:
+            seen.append(cuda.current(None))
+
+    thread = threading.Thread(target=elsewhere, args=(cuda.here(),))
+    thread.start()
+    thread.join()
+    assert seen == [cuda.trainer]
+
+
+def test_without_cuda_nothing_is_asked_of_it(arena):
+    """On this machine: no device, and tensors in host memory are none of its business."""
+    copies = DeviceCopies(arena)
+    assert not copies.takes(moves_of(1)[0])
+    copies.begin(moves_of())
+    copies.settle()
+    copies.forget()
+    assert torch.cuda.is_available() or Cuda().device() is None

@@ -1,0 +1,199 @@
+"""Plans as plain data: they come back as they were, and what is no plan is refused by name, whatever it is."""
+
+import contextlib
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from safe_ckpt.core import plan_data
+from safe_ckpt.errors import StateError
+
+NAMES = st.text(max_size=30)
+SIZES = st.lists(st.integers(0, 1 << 12), max_size=4)
+
+
+def over_the_wire(plan, rank=1):
+    return plan_data.plan_from_json(json.loads(json.dumps(plan_data.plan_to_json(plan))), rank=rank)
+
+
+def planned(state):
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    return planner.create_local_plan()
+
+
+@st.composite
+def items(draw):
+    name = draw(NAMES)
+    kind = draw(st.sampled_from(list(WriteItemType)))
+    if kind == WriteItemType.BYTE_IO:
+        return WriteItem(index=MetadataIndex(name), type=kind)
+    whole = draw(SIZES)
+    offsets = [draw(st.integers(0, most)) for most in whole]
+    sizes = [draw(st.integers(0, most - at)) for at, most in zip(offsets, whole, strict=True)]
+    properties = TensorProperties(
+        dtype=draw(st.sampled_from(list(plan_data._DTYPES.values()))),
+        layout=draw(st.sampled_from(list(plan_data._LAYOUTS.values()))),
+        requires_grad=draw(st.booleans()),
+        memory_format=draw(st.sampled_from(list(plan_data._FORMATS.values()))),
+        pin_memory=draw(st.booleans()),
+    )
+    chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+    data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(whole))
+    hint = draw(st.none() | st.integers(0, 1000))
+    return WriteItem(index=MetadataIndex(name, torch.Size(offsets), hint), type=kind, tensor_data=data)
+
+
+PATHS = st.dictionaries(NAMES, st.lists(NAMES | st.integers(0, 99), max_size=4).map(tuple), max_size=4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(items(), max_size=6), st.none() | PATHS)
+def test_any_plan_comes_back_as_it_was(rows, paths):
+    """Tensors, shards and objects of every type, names and paths: equal, their hints and every property included."""
+    plan = SavePlan(rows, planner_data=paths)
+    found = over_the_wire(plan)
+    assert found == plan
+    assert [item.index.index for item in found.items] == [item.index.index for item in plan.items]
+    assert [item.index.offset for item in found.items] == [item.index.offset for item in plan.items]
+
+
+def test_what_the_planner_makes_comes_back_as_it_was():
+    """Nested mappings, lists, scalars, empty and zero-dimensional tensors, objects; with their flattened names."""
+    state = {
+        "model": {"w": torch.ones(3, 4), "s": torch.tensor(1.5)},
+        "list": [1, {"a": torch.empty(0, 2)}],
+        "text": "x",
+    }
+    plan = planned(state)
+    found = over_the_wire(plan)
+    assert found == plan
+    assert found.planner_data == dict(plan.planner_data)
+    assert DefaultSavePlanner().create_global_plan([found])[1] == DefaultSavePlanner().create_global_plan([plan])[1]
+
+
+def test_every_type_of_tensor_has_a_name():
+    """What torch can save has an entry in the table, under the name that it prints."""
+    found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    assert found - set(plan_data._DTYPES.values()) == set()
+    assert all(str(value) in (f"torch.{name}", str(value)) for name, value in plan_data._DTYPES.items())
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=8) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(JSON)
+def test_what_is_no_plan_is_refused_by_name(data):
+    """Any JSON instead of a plan, or somewhere in one: a StateError of the rank that told it, nothing else."""
+    good = plan_data.plan_to_json(planned({"w": torch.ones(2, 3), "n": 1}))
+    for hostile in (data, {**good, "items": data}, {**good, "paths": data}, {**good, "items": [data]}):
+        with contextlib.suppress(StateError):
+            plan_data.plan_from_json(hostile, rank=3)
+    for at in range(6):
+        row = list(good["items"][0])
+        row[at] = data
+        with contextlib.suppress(StateError):
+            plan_data.plan_from_json({**good, "items": [row]}, rank=3)
+
+
+def one_entry(**changes):
+    row = [
+        "SHARD",
+        "w",
+        [0, 0],
+        None,
+        None,
+        ["float32", "strided", False, "contiguous_format", False, [4, 4], [0, 0], [2, 4]],
+    ]
+    for at, value in changes.items():
+        where, _, inner = at[1:].partition("_")
+        if inner:
+            row[int(where)][int(inner)] = value
+        else:
+            row[int(where)] = value
+    return {"items": [row], "paths": None, "usable": True}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        one_entry(_0="EXECUTE"),
+        one_entry(_0="BYTE_IO"),
+        one_entry(_5=None),
+        one_entry(_1=7),
+        one_entry(_1="n" * (1 << 17)),
+        one_entry(_2=[-1, 0]),
+        one_entry(_2=[True, 0]),
+        one_entry(_2=[0.0, 0]),
+        one_entry(_3=-1),
+        one_entry(_4="1"),
+        one_entry(_5_0="__class__"),
+        one_entry(_5_0="load"),
+        one_entry(_5_1="float32"),
+        one_entry(_5_2=1),
+        one_entry(_5_3="strided"),
+        one_entry(_5_5=[1] * 65),
+        one_entry(_5_5=[1 << 63, 4]),
+        one_entry(_5_5=[1 << 40, 1 << 40]),
+        one_entry(_5_6=[3, 0]),
+        one_entry(_5_7=[2]),
+        {**one_entry(), "planner": "x"},
+        {"items": [], "paths": None},
+        {"items": [], "paths": {"a": ["x", -1]}, "usable": True},
+        {"items": [], "paths": {"a": "xyz"}, "usable": True},
+        {"items": [["BYTE_IO", "a"]], "paths": None, "usable": True},
+    ],
+)
+def test_each_bound_is_kept(data):
+    """Unknown kinds, types and fields, numbers and lengths out of range, parts that lie outside: refused."""
+    with pytest.raises(StateError) as caught:
+        plan_data.plan_from_json(data, rank=2)
+    assert caught.value.rank == 2
+    assert len(str(caught.value)) < 1000
+    plan_data.plan_from_json(one_entry(), rank=2)
+
+
+def test_lengths_and_choices_are_checked_against_the_plan():
+    """Lengths for just the objects of the plan, entries that exist, in their order."""
+    plan = planned({"a": torch.ones(2), "b": "object", "c": torch.ones(3)})
+    number = next(n for n, item in enumerate(plan.items) if item.type == WriteItemType.BYTE_IO)
+    assert plan_data.lengths_from_json({str(number): 7}, plan, rank=1) == {number: 7}
+    for bad in ({}, {"9": 1}, {str(number): -1}, {str(number): "7"}, {str(number): 1, "99": 2}, [7], None):
+        with pytest.raises(StateError):
+            plan_data.lengths_from_json(bad, plan, rank=1)
+    assert plan_data.kept_from_json([0, 2], plan, rank=1) == [0, 2]
+    for bad in ([3], [-1], [1, 0], [0, 0], ["0"], {"0": 0}, [True], [0, 1, 2, 2]):
+        with pytest.raises(StateError):
+            plan_data.kept_from_json(bad, plan, rank=1)
+
+
+def test_what_cannot_be_told_is_refused_before_it_is_told():
+    """Storage data, and fields that this release of torch has and this code does not know, are an error, not dropped."""
+    with pytest.raises(StateError, match="storage_data"):
+        plan_data.plan_to_json(SavePlan([], storage_data=object()))
+
+
+def test_no_source_unpickles_what_came_through_a_store():
+    """Pickles are read from checkpoints alone, by the two readers that run nothing in them."""
+    from pathlib import Path
+
+    import safe_ckpt
+
+    home = Path(safe_ckpt.__file__).parent
+    reading = {
+        file.relative_to(home).as_posix()
+        for file in home.rglob("*.py")
+        if "pickle.load" in (text := file.read_text(encoding="utf-8")) or "Unpickler" in text
+    }
+    assert reading == {"core/resharding.py", "lightning/peek.py", "testing/ranks.py"}
