@@ -50,7 +50,7 @@ def test_the_others_learn_of_it_on_another_host(tmp_path, matrix, name, victim, 
 
 STALE = pytest.mark.xfail(
     strict=False,
-    reason="a host that still has the old file of a step that was saved again in its caches condemns the new checkpoint",
+    reason="a host whose caches still have the file of a step that was saved again cannot read the new one for a second",
 )
 
 

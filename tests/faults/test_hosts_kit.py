@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -159,6 +160,24 @@ def test_a_killed_host_comes_back_under_its_name(hosts):
     assert host.run(["cat", "/proc/sys/kernel/random/boot_id"]).stdout != boot
 
 
+def test_what_runs_on_a_host_can_be_stopped(tmp_path):
+    """A signal reaches every process on it, and not what serves its folders; a stopped host can be killed as well."""
+    with Hosts(1, tmp_path) as hosts:
+        folder, (host,) = hosts.share("bindfs"), hosts
+        process = host.start(["sh", "-c", "while :; do echo >> shared/count; done"])
+        lines = folder.behind / "count"
+        wait_until(lambda: lines.exists() and lines.stat().st_size > 10)
+        host.signal(signal.SIGSTOP)
+        wait_until(lambda: {Path(f"/proc/{pid}/stat").read_text().split()[2] for pid in host.pids()} == {"T"})
+        assert host.run(["ls", "shared"]).stdout == "count\n"
+        size = lines.stat().st_size
+        host.signal(signal.SIGCONT)
+        wait_until(lambda: lines.stat().st_size > size)
+        host.signal(signal.SIGSTOP)
+        host.kill()
+        assert process.returncode == -signal.SIGKILL
+
+
 def tell(path):
     path.write_text(f"{socket.gethostname()} {os.getpid() < 100} {os.environ['GLOO_SOCKET_IFNAME']} {os.getcwd()}")
 
@@ -181,12 +200,13 @@ def test_a_function_runs_on_a_host(hosts):
 def test_nothing_stays_when_a_test_run_is_killed(tmp_path):
     """SIGKILL to the process that made the hosts: their processes, file systems and networks go by themselves."""
     code = """
-        import sys
+        import signal, sys
         from pathlib import Path
         from kit.hosts import Hosts
         hosts = Hosts(1, Path(sys.argv[1])).__enter__()
         hosts.share("bindfs")
         hosts[0].start(["sleep", "1000"])
+        hosts[0].signal(signal.SIGSTOP)
         print(hosts[0].pid, hosts.hub.pid, flush=True)
         sys.stdin.readline()
     """

@@ -56,7 +56,7 @@ def why_no_hosts():
     """Why there can be no hosts here; empty when there can."""
     if os.geteuid() != 0:
         return "needs root"
-    missing = [tool for tool in ("unshare", "nsenter", "ip", "mount", "bash") if shutil.which(tool) is None]
+    missing = [tool for tool in ("unshare", "nsenter", "setpriv", "ip", "mount", "bash") if shutil.which(tool) is None]
     if missing:
         return f"needs {', '.join(missing)}"
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
@@ -186,8 +186,22 @@ class Host:
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     def start(self, command, *, env=None, furniture=False, **more):
-        """Start a command on it, in a session of its own. ``furniture`` is what ``signal`` leaves alone."""
-        door = ["nsenter", f"--target={self.pid}", "--ipc", "--uts", "--net", "--pid", "--mount"]
+        """Start a command on it, in a session of its own. ``furniture`` is what ``signal`` leaves alone.
+
+        What is returned is the door: nsenter, which ends and stops as the command does, and ends with this thread.
+        """
+        door = [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            "nsenter",
+            f"--target={self.pid}",
+            "--ipc",
+            "--uts",
+            "--net",
+            "--pid",
+            "--mount",
+        ]
         command = [*door, "env", "-C", str(self.work), *map(str, command)]
         environment = {**os.environ, **self.environment, **(env or {}), **({_FURNITURE: "1"} if furniture else {})}
         process = subprocess.Popen(command, env=environment, start_new_session=True, **more)
@@ -235,6 +249,9 @@ class Host:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
             sent |= left
+        if number == signal.SIGCONT:  # a door stops with what is behind it
+            for process in self._started:
+                process.send_signal(number)
 
     def end_processes(self):
         """SIGKILL to every process on it, and wait until they are gone. The host itself stays."""
@@ -253,15 +270,19 @@ class Host:
             os.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(OSError):
             self._first.stdin.close()
-        self._first.wait(timeout=30)
-        for stream in (self._first.stdout, self._first.stderr):
-            stream.close()
+        wait_until(self._has_gone, 30, f"the end of {self.name}")
+        _close_streams(self._first)
         for process in self._started:
-            process.wait(timeout=30)  # of what ran there only the door was left
+            _close_streams(process)
         self._started = []
         self._first, self.pid = None, 0
         if self is not self._hosts.hub and self._hosts.hub.pid:
             _network(self._hosts.hub.pid, f"link del {self._port}", check=False)
+
+    def _has_gone(self):
+        # A door that stopped with what was behind it keeps that, ended, and so the host. It may be about to stop.
+        gone = [process.poll() is not None or process.send_signal(signal.SIGCONT) for process in self._started]
+        return all(gone) and self._first.poll() is not None
 
     def restart(self, *, rebooted=False):
         """Kill it if it is up, and bring it up again: as a pod that was rescheduled, or ``rebooted`` as a machine."""
@@ -302,6 +323,13 @@ def _kept_in_tmp(work):
     # What of /tmp the host has, too: the folder of the test, and what it runs where that lies there.
     kept = {work, Path(__file__).resolve().parents[2], Path(sys.prefix).resolve()}
     return " ".join(sorted(str(path.relative_to("/tmp")) for path in kept if path.is_relative_to("/tmp")))
+
+
+def _close_streams(process):
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None and not stream.closed:
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
 
 
 def _network(pid, *commands, check=True):
