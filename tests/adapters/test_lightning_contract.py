@@ -77,6 +77,13 @@ def test_the_seams_of_the_trainer_exist(name):
     assert hasattr(loop, "min_epochs")
     assert hasattr(loop.epoch_loop, "min_steps")
     assert callable(trainer._signal_connector._sigterm_notifier_fn)
+    assert list(inspect.signature(trainer._signal_connector._slurm_sigusr_handler_fn).parameters) == ["signum", "_"]
+    assert connector._hpc_resume_path is None
+    assert list(inspect.signature(connector.hpc_save_path).parameters) == ["folderpath"]
+    assert hasattr(trainer._accelerator_connector, "cluster_environment")
+    assert {"auto_requeue", "requeue_signal"} <= set(
+        inspect.signature(pl.plugins.environments.SLURMEnvironment).parameters
+    )
     assert hasattr(loop.epoch_loop.batch_progress, "is_last_batch")
     assert hasattr(loop, "_combined_loader")
     assert type(trainer.strategy).save_checkpoint.__qualname__ == "Strategy.save_checkpoint"
