@@ -66,7 +66,7 @@ class Checkpointer:
     ) -> None:
         self.config = config_of_all(config, group)
         self.directory = Path(directory)
-        self._engine = Engine(self.config, group=group, hooks=hooks)
+        self._engine = Engine(self.config, group=group, hooks=hooks, owner="a Checkpointer; its close() frees it")
         try:
             self._root = self._engine.hold(self.directory)
             self._ledger = Ledger()

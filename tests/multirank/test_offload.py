@@ -299,7 +299,7 @@ def test_what_a_source_holds_of_safe_ckpt_makes_no_trouble_later(tmp_path, insid
     fill(tmp_path / "disk", {"f.tensor": 10})
     destination = tmp_path / ("disk/ckpt" if inside == "the destination" else "ckpt")
     if inside != "the destination":
-        fill(tmp_path / "disk", {".safe_ckpt/names/x/holder.json": 10})
+        fill(tmp_path / "disk", {".safe_ckpt/names/x/lock.seen": 10})
     said = [told(consolidate_offloaded, {"a": tmp_path / "disk"}, destination) for _ in range(2)]
     if not isinstance(said[0], ConfigError | StateError | DirectoryError):
         assert not isinstance(said[1], Exception), repr(said[1])

@@ -2,6 +2,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -80,8 +81,11 @@ def test_the_lock_of_a_killed_job_keeps_nobody_out(tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda text: text.replace("host=", "host=other-"), "other-"),
-        (lambda text: text.split("mode=")[0], "has not written its name"),
+        (
+            lambda text: text.replace('"host": "', '"host": "other-').replace('"kernel": "', '"kernel": "other-'),
+            "other-",
+        ),
+        (lambda text: text.split('"lease_s"')[0], "has not written its name"),
         (lambda _: "", "has not written its name"),
     ],
     ids=["another host", "torn", "empty"],
@@ -104,15 +108,15 @@ def test_what_cannot_be_told_is_not_guessed(tmp_path, change, says):
     assert os.listdir(hidden) == []
 
 
-def test_it_names_no_holder_of_another_lock(tmp_path):
-    """A record that an earlier job left beside the lock of another one does not tell when that began."""
+def test_it_names_the_holder_of_this_lock(tmp_path):
+    """Who holds it, and since when, come from one file: a record of an earlier job cannot be mistaken for this one's."""
     lock = JobLock(tmp_path, subject=tmp_path, lease_s=60.0)
     lock.acquire()
-    assert unlock.holder(tmp_path).started_at != "?"
-    (tmp_path / "holder.json").write_text('{"host": "x", "pid": 7, "started_at": "2001-01-01", "token": "old"}')
     found = unlock.holder(tmp_path)
     lock.release()
-    assert (found.pid, found.started_at) == (os.getpid(), "?")
+    assert (found.pid, found.host, found.alive) == (os.getpid(), socket.gethostname(), True)
+    assert found.started_at.startswith("20")
+    assert unlock.holder(tmp_path) is None
     assert unlock.holder(None) is None
 
 

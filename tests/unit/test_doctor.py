@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from safe_ckpt import Checkpointer
 from safe_ckpt.cli.app import app
+from safe_ckpt.core.lease import Lease
 from safe_ckpt.doctor import Options, cgroup, diagnose, judging, limits, memory, mounts, report, surroundings
 from safe_ckpt.doctor.finding import Finding, refused, worst
 from safe_ckpt.doctor.running import Check
@@ -123,9 +124,10 @@ def test_a_live_job_is_not_disturbed(tmp_path):
     """Its holder is named, its checkpoints tell the size, its lock stays its own, and it saves on."""
     with Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, {"x": 1}).result(timeout_s=20)
-        before = sorted(os.listdir(tmp_path)), (tmp_path / ".safe_ckpt/holder.json").read_bytes()
+        before = sorted(os.listdir(tmp_path)), Lease.from_bytes((tmp_path / ".safe_ckpt/lock").read_bytes()).token
         code, found, _ = examine(tmp_path)
-        assert (sorted(os.listdir(tmp_path)), (tmp_path / ".safe_ckpt/holder.json").read_bytes()) == before
+        token = Lease.from_bytes((tmp_path / ".safe_ckpt/lock").read_bytes()).token
+        assert (sorted(os.listdir(tmp_path)), token) == before
         ckpt.save(2, {"x": 2}).result(timeout_s=20)
     assert code == 0
     assert found["held by"]["figures"]["pid"] == os.getpid()

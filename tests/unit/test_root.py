@@ -1,6 +1,7 @@
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -10,9 +11,16 @@ import pytest
 from test_manifest import checkpoint
 
 from safe_ckpt.core import commit
+from safe_ckpt.core.lease import Lease
 from safe_ckpt.core.lock import JobLock
 from safe_ckpt.core.root import Root
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
+
+
+def of_elsewhere(**facts):
+    """A lock file as a process on another machine would have left it."""
+    known = {"token": "ab", "host": "elsewhere", "pid": 1, "started_at": "2026-01-01T00:00:00+00:00", "lease_s": 60.0}
+    return Lease(**{**known, "kernel": "other", "namespace": 1, "process_start": 5, **facts}).to_bytes()
 
 
 @pytest.fixture
@@ -108,7 +116,7 @@ def test_a_lease_of_another_host_is_taken_over_when_it_stands_still(tmp_path):
     """A requeued job on another machine resumes by itself once the dead holder's record has not changed for the lease."""
     hidden = tmp_path / "exp/.safe_ckpt"
     hidden.mkdir(parents=True)
-    (hidden / "lock").write_text("filelock/2\npid=1\nhost=elsewhere\nmode=lease\ntoken=ab\nduration=2.0\nstart=5\n")
+    (hidden / "lock").write_bytes(of_elsewhere(lease_s=2.0))
     root = Root(tmp_path / "exp", lease_s=2)
     begun = time.monotonic()
     root.open()
@@ -118,9 +126,13 @@ def test_a_lease_of_another_host_is_taken_over_when_it_stands_still(tmp_path):
 
 
 def test_a_lost_lease_is_noticed_before_a_commit(root):
-    """When another job has taken over, this one may not rename anything into place any more."""
+    """When another job has taken over, this one may not rename anything into place any more; it is told by whom."""
+    (root.hidden / "lock").write_bytes(of_elsewhere(pid=77))
+    with pytest.raises(DirectoryInUseError, match="took the directory over") as caught:
+        root.confirm()
+    assert (caught.value.host, caught.value.pid) == ("elsewhere", 77)
     (root.hidden / "lock").unlink()
-    with pytest.raises(DirectoryInUseError, match="took the directory over"):
+    with pytest.raises(DirectoryInUseError, match="its lock is gone"):
         root.confirm()
 
 
@@ -152,9 +164,10 @@ def test_quarantine_keeps_what_it_is_given(root):
 
 
 def test_the_holder_is_told_to_people(root):
-    """Beside the lock lies a record that a person can read."""
-    record = json.loads((root.hidden / "holder.json").read_text())
-    assert {"host", "pid", "started_at", "token"} == set(record)
+    """The lock is a record that a person can read."""
+    record = json.loads((root.hidden / "lock").read_text())
+    assert (record["host"], record["pid"]) == (socket.gethostname(), os.getpid())
+    assert record["started_at"].startswith("20")
 
 
 def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch):
@@ -210,7 +223,7 @@ def test_a_record_that_cannot_be_written_gives_the_lock_back(tmp_path, monkeypat
     """A full disk at the moment of taking the lock: a typed error, and the same process can try again."""
     root = Root(tmp_path, lease_s=60)
     with monkeypatch.context() as patch:
-        patch.setattr(JobLock, "_write_record", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patch.setattr(JobLock, "_own_lease", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(DirectoryError, match="No space"):
             root.open()
     root.open()

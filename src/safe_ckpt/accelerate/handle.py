@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+_OWNER = "a registered Accelerator; its free_memory() or end_training(), or handle.remove(), frees it"
 _REPLACED = ("save_state", "load_state", "end_training", "prepare_data_loader")
 
 
@@ -91,7 +92,7 @@ class Handle:
     def __init__(self, accelerator: Any, config: CheckpointConfig, *, hooks: Iterable[Hook] = ()) -> None:
         self.config = config
         self._accelerator = accelerator
-        self._engine = Engine(config, hooks=hooks)
+        self._engine = Engine(config, hooks=hooks, owner=_OWNER)
         self._trackers = Trackers(accelerator, self._engine)
         self._closed = False
         try:

@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -72,10 +73,11 @@ def set_up_directory(
     timeouts = Timeouts(barrier_s=timeout_s, shutdown_s=min(timeout_s, 120.0))
     session = open_session(group, timeouts)
     try:
-        act = {"resume": _check_resumable, "fresh": _create_fresh, "overwrite": _overwrite}[mode]
+        acts = {"resume": _check_resumable, "fresh": _create_fresh, "overwrite": _overwrite}
+        act = acts[mode]
         view = {"path": os.fspath(path), "mode": mode}
         token = session.agree(
-            "set_up_directory", view, timeout_s=timeout_s, decide=lambda _: _guarded(act, target, session.rank)
+            "set_up_directory", view, timeout_s=timeout_s, decide=lambda _: _guarded(act, target, timeout_s)
         )
         await_shared(session, target, token, timeout_s)
     finally:
@@ -112,17 +114,17 @@ def await_shared(session: Session, path: Path, token: str, timeout_s: float) -> 
     session.agree("directory seen", {"path": os.fspath(path)}, timeout_s=timeout_s, answer=seen, decide=judge)
 
 
-def _guarded(act: object, path: Path, rank: int) -> str:
+def _guarded(act: Callable[[Path, float], str], path: Path, patience_s: float) -> str:
     try:
-        return act(path)  # type: ignore[operator,no-any-return]
+        return act(path, patience_s)
     except SafeCheckpointError:
         raise
     except OSError as error:
         where = error.filename or path
-        raise DirectoryError.of(error, path=where, rank=rank, phase="setting up the directory") from error
+        raise DirectoryError.of(error, path=where, rank=0, phase="setting up the directory") from error
 
 
-def _check_resumable(path: Path) -> str:
+def _check_resumable(path: Path, _: float) -> str:
     if not path.is_dir():
         reason = "is not a directory" if path.exists() else "does not exist"
         raise NoValidCheckpointError(path=str(path), message=f"cannot resume: it {reason}")
@@ -132,7 +134,7 @@ def _check_resumable(path: Path) -> str:
     raise NoValidCheckpointError(path=str(path), message="cannot resume: it holds no complete checkpoint")
 
 
-def _create_fresh(path: Path) -> str:
+def _create_fresh(path: Path, _: float) -> str:
     if path.is_dir() and any(child.name != HIDDEN for child in path.iterdir()):
         message = 'is not empty: use mode="resume" to go on, or mode="overwrite" to delete what is in it'
         raise DirectoryError(path=str(path), message=message, code=errno.ENOTEMPTY)
@@ -140,13 +142,13 @@ def _create_fresh(path: Path) -> str:
     return leave_token(path)
 
 
-def _overwrite(path: Path) -> str:
+def _overwrite(path: Path, patience_s: float) -> str:
     real = Path(os.path.realpath(path))
     _refuse_dangerous(real)
     if os.path.lexists(real) and not real.is_dir():
         raise DirectoryError(path=str(path), message="is a file, not a directory", code=errno.ENOTDIR)
     if real.is_dir():
-        refuse_if_held(real / HIDDEN, path)
+        refuse_if_held(real / HIDDEN, path, patience_s)
     for left in real.parent.glob(f".{real.name}.safe_ckpt-trash-*"):
         shutil.rmtree(left)
     trash = _move_away(real) if real.is_dir() else None

@@ -56,9 +56,11 @@ class Engine:
         config: settings; must be equal on all ranks.
         group: the ranks; None means WORLD, or this process alone without a process group.
         hooks: called with what happens.
+        owner: what this belongs to and how that is ended, for messages.
 
     Attributes:
         group: as given.
+        owner: as given.
 
     Raises:
         RendezvousTimeout: some ranks did not come.
@@ -67,9 +69,15 @@ class Engine:
     """
 
     def __init__(
-        self, config: CheckpointConfig, *, group: ProcessGroup | None = None, hooks: Iterable[events.Hook] = ()
+        self,
+        config: CheckpointConfig,
+        *,
+        group: ProcessGroup | None = None,
+        hooks: Iterable[events.Hook] = (),
+        owner: str = "",
     ) -> None:
         self.config = config
+        self.owner = owner
         self.group = group
         self.emit = events.Emitter([LoggingHook(), *hooks])
         self.session: Session = open_session(group, config.timeouts)
@@ -135,18 +143,18 @@ class Engine:
             DirectoryInUseError: a live job holds it.
             DirectoryNotSharedError: some ranks do not see it.
         """
-        root = Root(path, lease_s=self.config.lease_s, hidden=hidden)
+        root = Root(path, lease_s=self.config.lease_s, hidden=hidden, owner=self.owner)
         seen_from = root.hidden  # held by then: what a killed job left of this is swept
 
         def take(_: object) -> str:
-            root.open()
+            root.open(self.config.timeouts.barrier_s + self.config.lease_s)
             try:
                 return directory.leave_token(seen_from)
             except OSError:
                 root.close()
                 raise
 
-        # A holder on another host is given lease_s to show a sign of life.
+        # A holder that cannot be asked is given its lease to show a sign of life.
         patience_s = self.config.timeouts.barrier_s + 2 * self.config.lease_s
         token = self.session.agree("hold", {"directory": path}, timeout_s=patience_s, decide=take)
         self._roots.append(root)

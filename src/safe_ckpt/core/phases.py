@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ from safe_ckpt.core.writer_child import WriteJob
 from safe_ckpt.errors import (
     CommitOutcomeUnknown,
     DirectoryError,
+    DirectoryInUseError,
     DirectoryNotSharedError,
     NotEnoughSpaceError,
     PeerLostError,
@@ -104,7 +106,7 @@ class Phases:
                     raise from_wire(reports[rank]["error"])
             info = self._commit(reports)
         except BaseException as error:
-            ours = self._named(error, "commit")
+            ours = self._named(self._taken_over(error) or error, "commit")
             # The cause first: nobody should wait for the tidying up.
             self._board.conclude({"error": to_wire(ours, rank=0, phase="save")})
             if not isinstance(ours, CommitOutcomeUnknown):
@@ -260,7 +262,6 @@ class Phases:
         self._check_staged(entries)
         if request.parts is not None and not entries:
             raise SaveError(name=self._op.name, cause="no rank handed over a file", rank=0, phase="commit")
-        request.root.confirm()
         if request.kind == "file":
             return self._commit_file(entries)
         if request.begun is not None:
@@ -269,8 +270,7 @@ class Phases:
             extras.carry(request.path, self._op.staged, request.carry)
         manifest = dataclasses.replace(self._op.manifest, files=entries, items=_merge_items(reports))
         commit.write_durably(self._op.staged / MANIFEST_NAME, manifest.to_bytes())
-        commit.make_directory(request.path.parent)
-        commit.publish(self._op.staged, request.path, self._aside(request.path))
+        self._publish()
         self._link()
         self._point()
         return CheckpointInfo.of(manifest, request.path, sum(entry.size_bytes for entry in entries))
@@ -279,16 +279,25 @@ class Phases:
         """Without a file written, only names are given to, or taken from, what is there already."""
         request = self._op.request
         if entries:
-            commit.make_directory(request.path.parent)
-            commit.publish(self._op.staged, request.path, self._aside(request.path))
+            self._publish()
         self._link()
         return CheckpointInfo.of(self._op.manifest, request.path, sum(entry.size_bytes for entry in entries))
+
+    def _publish(self) -> None:
+        """Give it its name, if the directory is still this job's."""
+        final = self._op.request.path
+        commit.make_directory(final.parent)
+        aside = self._aside(final)
+        self._op.request.root.confirm()
+        commit.publish(self._op.staged, final, aside)
 
     def _link(self) -> None:
         request = self._op.request
         for number, link in enumerate(request.links):
             staged = self._op.staged.parent / f"link{number}-{link.path.name}"
-            commit.publish_link(request.path, staged, link, self._aside(link.path))
+            aside = self._aside(link.path)
+            request.root.confirm()
+            commit.publish_link(request.path, staged, link, aside)
 
     def _point(self) -> None:
         for pointer in self._op.request.pointers:
@@ -302,7 +311,11 @@ class Phases:
                 raise commit.HalfCommittedError(error.errno, f"{pointer.path}: {error.strerror}") from error
 
     def _aside(self, path: Path) -> Callable[[], Path]:
-        return lambda: self._op.request.root.aside(self._op.op_id, path)
+        root, op_id = self._op.request.root, self._op.op_id
+        if not os.path.lexists(path):
+            return lambda: root.aside(op_id, path)
+        made = root.aside(op_id, path)
+        return lambda: made
 
     def _check_staged(self, entries: tuple[FileEntry, ...]) -> None:
         # Written must equal planned, as rank 0 sees it: another rank's file may have vanished, or lie on another disk.
@@ -315,6 +328,18 @@ class Phases:
                 cause = f"{entry.path}, written by rank {entry.rank} with {entry.size_bytes} bytes, "
                 cause += "is not there" if found < 0 else f"has {found} bytes here"
                 raise SaveError(name=self._op.name, cause=cause, rank=entry.rank, phase="commit")
+
+    def _taken_over(self, error: BaseException) -> DirectoryInUseError | None:
+        """Why a file was suddenly not there, or could not be moved: the job that took over has swept it away."""
+        if not isinstance(error, OSError) or isinstance(error, DirectoryInUseError | commit.HalfCommittedError):
+            return None
+        try:
+            self._op.request.root.confirm()
+        except DirectoryInUseError as taken:
+            return taken
+        except OSError:
+            return None
+        return None
 
     def _left_s(self) -> float:
         return max(0.001, self._deadline - time.monotonic())

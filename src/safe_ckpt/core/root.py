@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import uuid
@@ -34,20 +35,24 @@ class Root:
         path: the directory; created when missing.
         lease_s: see ``CheckpointConfig``.
         hidden: the hidden folder, if it is not to lie in ``path``.
+        owner: what holds it within this process and how to free it, for messages.
     """
 
-    def __init__(self, path: Path, *, lease_s: float, hidden: Path | None = None) -> None:
+    def __init__(self, path: Path, *, lease_s: float, hidden: Path | None = None, owner: str = "") -> None:
         self.path = path
         self.hidden = hidden or path / HIDDEN
         self.staging = self.hidden / "staging"
         self.trash = self.hidden / "trash"
         self.quarantine = self.hidden / "quarantine"
         self.kept = self.hidden / "kept"
-        self._lock = JobLock(self.hidden, subject=path, lease_s=lease_s)
+        self._lock = JobLock(self.hidden, subject=path, lease_s=lease_s, owner=owner)
         self._sequence = 0
 
-    def open(self) -> None:
+    def open(self, patience_s: float | None = None) -> None:
         """Create the directory, take the lock, repair and sweep what an earlier job left.
+
+        Args:
+            patience_s: how long to wait for a holder that cannot be asked; None for as long as its lease says.
 
         Raises:
             DirectoryError: it cannot be created or written to, or a folder in it is a link that leads elsewhere.
@@ -62,7 +67,7 @@ class Root:
         except OSError as error:
             where = error.filename or self.path
             raise DirectoryError.of(error, path=where, rank=0, phase="creating the checkpoint directory") from error
-        self._lock.acquire()
+        self._lock.acquire(patience_s)
         try:
             self._repair()
             self._sweep()
@@ -100,7 +105,11 @@ class Root:
         return self._sequence
 
     def confirm(self) -> None:
-        """Raise ``DirectoryInUseError`` if another job has taken the directory over."""
+        """Raise ``DirectoryInUseError`` if another job has taken the directory over.
+
+        A job can be stopped right behind this. What it does then fails: the job that took over has renamed its staging and
+        its trash away before it does anything else.
+        """
         self._lock.confirm()
 
     def stage(self, op_id: str) -> Path:
@@ -112,7 +121,8 @@ class Root:
     def aside(self, op_id: str, path: Path) -> Path:
         """Where what stands at ``path`` goes when the save ``op_id`` replaces it by another directory.
 
-        For a path elsewhere, to which ``open`` would not bring it back, that is beside it.
+        Called before ``confirm``: made later, it would let a job that was taken over move the other one's files. For a path
+        elsewhere, to which ``open`` would not bring it back, that is beside it.
         """
         if path.parent != self.path:
             return path.with_name(f".{path.name}.{op_id}.old")
@@ -145,6 +155,15 @@ class Root:
         for folder in (self.staging / op_id, aside):
             self._delete(folder)
 
+    def _sweep_away(self, path: Path) -> None:
+        """Delete what a job left that may still live: in one step out of its reach, so that it can never commit a half."""
+        target = self.trash / f"{uuid.uuid4().hex}-{path.name}"
+        try:
+            os.rename(path, target)
+        except FileNotFoundError:
+            return  # committed in the last moment, or it tidied up itself
+        self._delete(target)
+
     def drop_kept(self, but: Collection[str] = ()) -> None:
         """Delete what earlier attempts copied, but for the folders of these names. Never raises."""
         for folder in self.kept.iterdir() if self.kept.is_dir() else []:
@@ -166,12 +185,18 @@ class Root:
         return gone
 
     def _discard(self, path: Path) -> None:
-        if path.is_symlink() or not path.is_dir():
+        whole = path.is_symlink() or not path.is_dir()
+        bin_ = self.trash / uuid.uuid4().hex
+        bin_.mkdir()
+        try:
+            self.confirm()  # behind the making, as in ``aside``
+            os.rename(path, bin_ / path.name)
+        except OSError as error:
+            if error.errno != errno.EXDEV or not whole:
+                raise
             path.unlink()  # in one step, wherever it lies
-            return
-        target = self.trash / f"{uuid.uuid4().hex}-{path.name}"
-        os.rename(path, target)
-        self._delete(target)
+        finally:
+            self._delete(bin_)
 
     def set_aside(self, path: Path) -> Path:
         """Move a damaged checkpoint into quarantine. Returns where it is now."""
@@ -219,13 +244,13 @@ class Root:
     def _sweep(self) -> None:
         self._delete(self.hidden / HIDDEN)  # what a job that was killed on its way in left for the others to look for
         for folder in (self.staging, self.trash):
-            for left in folder.iterdir():
+            for left in list(folder.iterdir()):
                 if folder == self.staging:
                     self._keep_copies(left)
                     if not left.exists():
                         continue
                 logger.info("removing what an earlier job left: %s", left)
-                self._delete(left)
+                self._sweep_away(left)
 
     def _delete(self, path: Path) -> None:
         try:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
-import stat
-import tempfile
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import SoftFileLease, Timeout
+from safe_ckpt.core.lease import Lease, fate_of, read_lock
+from safe_ckpt.core.lock import take_away
 
-from safe_ckpt.core.lock import HOLDER_NAME, LOCK_NAME, read_holder
-
-logger = logging.getLogger(__name__)
-_MOST_BYTES = 4096  # a lock file is some hundred bytes
 _LEASE_S = 60.0  # of a lock file that does not say
 
 
@@ -30,7 +21,7 @@ class Holder:
         started_at: since when, ISO 8601; "?" where that is not recorded.
         alive: False when it is gone, so that the next job takes the lock over at once; None when that cannot be told from
             here.
-        lease_s: how long a holder of another host may show no sign of life before the next job takes over.
+        lease_s: how long a holder that cannot be asked may show no sign of life before the next job takes over.
     """
 
     host: str
@@ -49,53 +40,14 @@ def holder(hidden: Path | None) -> Holder | None:
     Raises:
         OSError: the lock file is there and could not be read.
     """
-    marker = _marker(hidden / LOCK_NAME) if hidden is not None else None
-    if hidden is None or marker is None:
+    data = read_lock(hidden) if hidden is not None else None
+    if hidden is None or data is None:
         return None
-    owner = SoftFileLease(hidden / LOCK_NAME, lease_duration=_LEASE_S).owner if marker else None
-    if owner is None:
-        if _marker(hidden / LOCK_NAME) is None:  # given back in this moment
-            return None
+    lease = Lease.from_bytes(data)
+    if lease is None:
         return Holder(host="", pid=0, started_at="?", alive=None, lease_s=_LEASE_S)
-    record = read_holder(hidden)
-    lease_s = owner.lease_duration or _LEASE_S
-    return Holder(
-        host=owner.hostname.split("?")[0],
-        pid=owner.pid,
-        started_at=str(record.get("started_at", "?")) if record.get("token") == owner.token else "?",
-        alive=_is_alive(marker, owner.hostname, lease_s),
-        lease_s=lease_s,
-    )
-
-
-def _is_alive(marker: bytes, host: str, lease_s: float) -> bool | None:
-    """Have filelock judge a copy of the lock file, as it judges the real one when the next job comes."""
-    try:
-        with tempfile.TemporaryDirectory(prefix="safe_ckpt-") as scratch:
-            own = SoftFileLease(Path(scratch, "own"), lease_duration=lease_s)
-            with own:  # its record has the name by which filelock knows this host and container
-                if own.owner is None or own.owner.hostname != host:
-                    return None
-            copy = Path(scratch, "copy")
-            copy.write_bytes(marker)
-            lease = SoftFileLease(copy, lease_duration=lease_s)
-            with contextlib.suppress(Timeout), lease.acquire(timeout=0):
-                return False
-            # Before 4.2 filelock takes away what a dead process left, and times out all the same.
-            return lease.owner is not None
-    except OSError as error:
-        logger.warning("whether the holder is alive cannot be looked at: %s", error)
-        return None
-
-
-def _marker(path: Path) -> bytes | None:
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would keep us waiting
-            return b""
-        with path.open("rb") as stream:
-            return stream.read(_MOST_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    alive = {"alive": True, "dead": False, "unknown": None}[fate_of(lease, hidden)]
+    return Holder(host=lease.host, pid=lease.pid, started_at=lease.started_at, alive=alive, lease_s=lease.lease_s)
 
 
 def break_lock(hidden: Path) -> None:
@@ -107,11 +59,4 @@ def break_lock(hidden: Path) -> None:
     Raises:
         OSError: it could not be removed.
     """
-    aside = hidden / f"{LOCK_NAME}.{uuid.uuid4().hex}"
-    try:
-        os.rename(hidden / LOCK_NAME, aside)
-    except FileNotFoundError:
-        return
-    aside.unlink()
-    if read_holder(hidden):
-        (hidden / HOLDER_NAME).unlink(missing_ok=True)
+    take_away(hidden, lambda _: True)

@@ -69,7 +69,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if settings.max_host_bytes is not None:
             message = "each file must be copied at once here, whatever its size: leave it out, or use install"
             raise ConfigError(key="max_host_bytes", message=message)
-        self._core = Engine(settings, hooks=hooks)
+        self._core = Engine(settings, hooks=hooks, owner="a SafeCheckpointEngine; its cleanup() frees it")
         self._places = Places(self._core, self._core.config.retention)
         self._pool: list[Arena] = []
         self._open: _Open | None = None

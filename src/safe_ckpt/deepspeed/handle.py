@@ -18,6 +18,7 @@ from safe_ckpt.deepspeed import loading, saving, support
 from safe_ckpt.deepspeed.places import Places, checked_tag
 from safe_ckpt.events import Hook
 
+_OWNER = "a DeepSpeed engine that install() took; its destroy(), or handle.remove(), frees it"
 _REPLACED = ("save_checkpoint", "load_checkpoint")
 
 
@@ -70,7 +71,7 @@ class Handle:
         self._engine = engine
         self._async_save = async_save
         self._closed = False
-        self._core = Engine(config, hooks=hooks)
+        self._core = Engine(config, hooks=hooks, owner=_OWNER)
         self._places = Places(self._core, config.retention)
         self._load_checkpoint = engine.load_checkpoint
         self._stand_ins = StandIns(engine, {name: getattr(self, name) for name in _REPLACED})

@@ -77,7 +77,7 @@ class TrainerSaver:
 
     def __init__(self, trainer: Any, config: CheckpointConfig, io: SafeCheckpointIO) -> None:
         self.config = config
-        self.engine = Engine(config)
+        self.engine = Engine(config, owner="a Trainer; it is free when fit() has ended")
         self._scalars = LoggerScalars(trainer, self.engine)
         self._hooks: list[Hook] = []
         self._trainer = trainer

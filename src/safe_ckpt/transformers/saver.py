@@ -43,7 +43,7 @@ class TrainerSaver:
     """
 
     def __init__(self, config: CheckpointConfig) -> None:
-        self._engine = Engine(config)
+        self._engine = Engine(config, owner="a Transformers Trainer; it is free when train() has ended")
         self._held: dict[Path, tuple[Root, Ledger]] = {}
 
     def newest(self, folder: Path) -> Path:
