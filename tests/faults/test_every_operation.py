@@ -4,8 +4,8 @@ import os
 from collections import Counter
 
 import pytest
-from kit import THOROUGH, sampled, sweep
 from sweep import ERRORS, SCENARIOS
+from trials import THOROUGH, sampled, sweep
 
 # In continuous integration some operations of each scenario meet one kind of kill and one kind of failure, another one from
 # scenario to scenario; with `--all` a scenario meets both kills and two failures, in `make faults` all meets all.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import job
 import pytest
-from kit import THOROUGH
+from trials import THOROUGH
 
 from support import kill_group, writer_processes
 

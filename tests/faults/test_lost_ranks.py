@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 from entries import ENTRIES, entered
-from kit import THOROUGH, sampled
+from trials import THOROUGH, sampled
 
 from safe_ckpt import CheckpointConfig, Timeouts
 from safe_ckpt.core import commit, snapshot

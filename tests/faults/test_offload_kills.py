@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from kit import SWEEP, THOROUGH
+from trials import SWEEP, THOROUGH
 
 from safe_ckpt import consolidate_offloaded, restore_offloaded
 from safe_ckpt.core.manifest import read_manifest

@@ -3,8 +3,8 @@
 import shutil
 
 import pytest
-from kit import THOROUGH, sampled, sweep
 from sweep import MARKER, SCENARIOS
+from trials import THOROUGH, sampled, sweep
 
 from safe_ckpt.core.writer import Writer
 from safe_ckpt.errors import SafeCheckpointError

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch.distributed as dist
 from entries import ENTRIES, entered
-from kit import sampled
+from trials import sampled
 
 from safe_ckpt import CheckpointConfig, Timeouts, WriterConfig
 from safe_ckpt.core.phases import Phases
