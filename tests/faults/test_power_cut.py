@@ -1,6 +1,7 @@
 """Power cuts at every point of a save: what a disk may then hold is computed, made real, and resumed from."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 from sweep import MARKER, SCENARIOS
