@@ -12,9 +12,10 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "setpriv")
@@ -73,12 +74,13 @@ class Slurm:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.environment = {**os.environ, "PATH": _PATH, "SLURM_CONF": str(folder / "slurm.conf")}
+        own = f"{Path(sys.executable).parent}{os.pathsep}{_PATH}"  # jobs run the python that runs the tests
+        self.environment = {**os.environ, "PATH": own, "SLURM_CONF": str(folder / "slurm.conf")}
         self._daemons: list[subprocess.Popen[bytes]] = []
 
-    def submit(self, script: Path, *options: str) -> int:
-        """``sbatch`` a script in its own folder. Returns the number of the job."""
-        said = self._command("sbatch", "--parsable", *options, script.name, cwd=script.parent)
+    def submit(self, script: Path, *arguments: str, options: Sequence[str] = ()) -> int:
+        """``sbatch`` a script with arguments in its own folder. Returns the number of the job."""
+        said = self._command("sbatch", "--parsable", *options, script.name, *arguments, cwd=script.parent)
         return int(said)
 
     def signal(self, job: int, name: str) -> None:
