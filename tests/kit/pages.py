@@ -1,5 +1,9 @@
 """The files that a page of the documentation shows, so that a test runs what a reader would."""
 
+import os
+import sys
+from pathlib import Path
+
 from docs.blocks import blocks_of
 
 
@@ -12,4 +16,9 @@ def write_files(page, folder, *names):
         path.chmod(0o755)
 
 
-__all__ = ["write_files"]
+def activated():
+    """What activating the virtual environment of this interpreter puts into the environment."""
+    return {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}", "PYTHONUNBUFFERED": "1"}
+
+
+__all__ = ["activated", "write_files"]
