@@ -10,6 +10,7 @@ upper bounds, and what counts is their shape and the number of store operations 
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import sys
 import threading
@@ -47,7 +48,7 @@ class ThreadSession(Session):
     def __init__(self, rank: int, size: int, store: Any) -> None:
         self.rank, self.size = rank, size
         self.users, self.reads, self.movers = 1, {}, []
-        self.at_exit = None
+        self.at_exit, self._pid, self._unsettled = None, os.getpid(), False
         self._shutdown_s, self._answer_s = 5.0, 5.0
         self._name, self._meeting, self._cursor, self._closed, self._heartbeat = "threads", None, 0, False, None
         self._calls = LocalChannel(store)

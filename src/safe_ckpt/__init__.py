@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from safe_ckpt.checkpointer import Checkpointer
-    from safe_ckpt.config import CheckpointConfig, Retention, Telemetry, Timeouts, WriterConfig
+    from safe_ckpt.config import CheckpointConfig, Network, Retention, Telemetry, Timeouts, WriterConfig
     from safe_ckpt.core.directory import set_up_directory
     from safe_ckpt.core.gather import iter_full_tensors
     from safe_ckpt.core.items import PerRank
@@ -33,6 +33,7 @@ _HOMES = {
     "RngState": "safe_ckpt.core.rng",
     "SafeCheckpointError": "safe_ckpt.errors",
     "SaveHandle": "safe_ckpt.core.operation",
+    "Network": "safe_ckpt.config",
     "Telemetry": "safe_ckpt.config",
     "Timeouts": "safe_ckpt.config",
     "WriterConfig": "safe_ckpt.config",
@@ -47,6 +48,7 @@ __all__ = [
     "CheckpointConfig",
     "CheckpointInfo",
     "Checkpointer",
+    "Network",
     "PerRank",
     "Retention",
     "RngState",

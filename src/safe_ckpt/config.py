@@ -1,7 +1,8 @@
 """Settings: frozen, validated when built, readable from YAML.
 
 Units are in the names: ``_s`` seconds, ``_bytes`` bytes. ``Retention`` says what to keep, ``Timeouts`` how long to wait,
-``WriterConfig`` how bytes reach the disk, ``Telemetry`` who is told, and ``CheckpointConfig`` holds one of each.
+``WriterConfig`` how bytes reach the disk, ``Network`` where the ranks meet, ``Telemetry`` who is told, and
+``CheckpointConfig`` holds one of each.
 """
 
 from __future__ import annotations
@@ -97,6 +98,23 @@ class WriterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Network:
+    """Where the ranks reach rank 0, for what they agree on while they save. Training's own traffic does not go here.
+
+    Attributes:
+        interface: the network interface of rank 0's host on which it listens, such as ``ib0``, or one of its addresses. Null
+            for all of them, or for the loopback where torchrun says that all ranks run on one host.
+        port: the first of 16 ports of which a free one is taken; 0 for any.
+    """
+
+    interface: str | None = None
+    port: int = field(default=0, metadata=limits(at_least=0, at_most=65520))
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Telemetry:
     """Who is told what happens. Observing never fails a save, and none of it needs more than rank 0.
 
@@ -130,6 +148,7 @@ class CheckpointConfig:
         timeouts: how long anything may take.
         retention: which committed checkpoints to keep.
         writer: how bytes reach the disk.
+        network: where the ranks reach rank 0.
         telemetry: who is told what happens.
         snapshot: ``"eager"``: the state is copied before ``save`` returns. ``"overlapped"``: parameters and optimizer state
             are copied while training goes on, and the optimizer's next step waits for the copy; nothing else may change them
@@ -151,6 +170,7 @@ class CheckpointConfig:
     timeouts: Timeouts = field(default_factory=Timeouts)
     retention: Retention = field(default_factory=Retention)
     writer: WriterConfig = field(default_factory=WriterConfig)
+    network: Network = field(default_factory=Network)
     telemetry: Telemetry = field(default_factory=Telemetry)
     snapshot: Literal["auto", "eager", "overlapped"] = "auto"
     max_host_bytes: int | None = field(default=None, metadata=limits(at_least=1 << 20))

@@ -13,7 +13,8 @@
     ├── CoordinationError(RuntimeError)        the ranks could not act as one
     │   ├── RendezvousTimeout(TimeoutError)    some ranks did not arrive in time
     │   ├── PeerLostError(ConnectionError)     a rank died or stopped
-    │   └── DesyncError                        the ranks asked for different things
+    │   ├── DesyncError                        the ranks asked for different things
+    │   └── TamperedError                      a value in the ranks' store is from nobody of this job
     ├── SaveError(RuntimeError)                a save failed and nothing was committed
     │   ├── WriterError                        the writer process died or stalled too often
     │   ├── SourceChangedError                 a file changed while it was being copied
@@ -25,6 +26,7 @@
     ├── NoValidCheckpointError(FileNotFoundError)  checkpoints were expected and none is usable
     ├── UnsupportedVersionError(ImportError)   a framework is not installed, or too old
     ├── UnexpectedError(RuntimeError)          another rank met an error that is none of these
+    ├── ForkedError(RuntimeError)              a call in a process that was forked from the one that opened it
     └── ClosedError(RuntimeError)              a call on something that was closed
 
 Errors carry their facts as fields, survive pickling, and cross ranks as JSON (``to_wire`` and ``from_wire``).
@@ -215,6 +217,19 @@ class PeerLostError(CoordinationError, ConnectionError):
 
 
 @dataclass(eq=False, kw_only=True)
+class TamperedError(CoordinationError):
+    """A value in the store in which the ranks meet was not written by a rank of this job."""
+
+    key: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.key}: this value was not written by a rank of this job. Another program writes to the port of rank 0's "
+            "store: let no other hosts and users reach it (network.interface)"
+        )
+
+
+@dataclass(eq=False, kw_only=True)
 class DesyncError(CoordinationError):
     """The ranks asked for different things in the same call.
 
@@ -376,6 +391,25 @@ class UnexpectedError(SafeCheckpointError, RuntimeError):
 
     def __str__(self) -> str:
         return f"rank {self.rank} failed in {self.phase}: {self.cause}"
+
+
+@dataclass(eq=False, kw_only=True)
+class ForkedError(SafeCheckpointError, RuntimeError):
+    """A call in a process that was forked from the one that opened it: threads, writer and connections stayed there.
+
+    Attributes:
+        what: the call.
+        pid: the process that it belongs to.
+    """
+
+    what: str
+    pid: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what}: this was opened by process {self.pid}, and this is a forked child of it: save and resume in "
+            "the process that opened it, or start the child with spawn and open one there"
+        )
 
 
 @dataclass(eq=False, kw_only=True)

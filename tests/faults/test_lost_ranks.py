@@ -111,14 +111,20 @@ def test_the_others_learn_of_it_in_time(tmp_path, matrix, name, victim, phase, a
     its part; after a rename nobody guesses: CommitOutcomeUnknown, and the resume finds it.
     """
     outcomes = spawn_ranks(lose, SIZE, tmp_path, name, victim, phase, action, timeout_s=60)
+    with entered(name, tmp_path / "exp", CONFIG) as entry:
+        found = entry.load()
+    assert os.listdir(tmp_path / "exp/.safe_ckpt/staging") == []
+    what = judge(outcomes, found, victim, phase, action)
+    matrix(f"rank {victim} {action}", f"in each phase, 4 ranks; {name}", Counter({what: 1}))
+
+
+def judge(outcomes, found, victim, phase, action):
+    """Whether what the others were told is true and in time. Returns it in words."""
     others = [outcome for outcome in outcomes if outcome.rank != victim]
     assert all(outcome.error is None and outcome.value for outcome in others), others
     said = [outcome.value[0] for outcome in others]
     for outcome in others:
         assert outcome.value[1] < TIMES.lengthy_s - 2, outcome
-    with entered(name, tmp_path / "exp", CONFIG) as entry:
-        found = entry.load()
-    assert os.listdir(tmp_path / "exp/.safe_ckpt/staging") == []
     done_its_part = phase in {"verdict", "after the verdict"}
     if phase == "after the verdict" and action != "late":
         # The store stands still with it, or is gone: who has not read the verdict yet cannot.
@@ -133,5 +139,4 @@ def test_the_others_learn_of_it_in_time(tmp_path, matrix, name, victim, phase, a
         if phase in {"commit", "after the rename"}:
             assert all(isinstance(error, CommitOutcomeUnknown) for error in said), said
         assert all(str(victim) in str(error) for error in said), said
-    what = "committed" if said == [2] * 3 else "/".join(sorted({type(error).__name__ for error in said}))
-    matrix(f"rank {victim} {action}", f"in each phase, 4 ranks; {name}", Counter({what: 1}))
+    return "committed" if said == [2] * 3 else "/".join(sorted({type(error).__name__ for error in said}))

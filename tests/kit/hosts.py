@@ -19,6 +19,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -37,9 +38,11 @@ set -e
 hostname "$NAME"
 ip link set lo up
 mount -t tmpfs tmpfs /mnt
-mkdir -p "/mnt$BELOW_TMP"
-mount --bind "$WORK" "/mnt$BELOW_TMP"
-mount --move /mnt "$HIDE"
+for KEPT in $KEPT_IN_TMP; do
+  mkdir -p "/mnt/$KEPT"
+  mount --bind "/tmp/$KEPT" "/mnt/$KEPT"
+done
+mount --move /mnt /tmp
 mount -t tmpfs tmpfs /dev/shm
 mount --bind "$WORK/hosts" /etc/hosts
 mount --bind "$WORK/boot-$NAME" /proc/sys/kernel/random/boot_id
@@ -135,6 +138,11 @@ class Host:
 
     interface = INTERFACE
 
+    @property
+    def work(self):
+        """The folder of the test, which all hosts see."""
+        return self._hosts.work
+
     def __init__(self, hosts, name, number):
         self.name, self.address = name, f"{NETWORK}.{number}"
         self.pid = 0
@@ -145,7 +153,7 @@ class Host:
 
     def boot(self):
         """Bring it up, with nothing of an earlier life but its name, address and boot."""
-        boot = self._hosts.work / f"boot-{self.name}"
+        boot = self.work / f"boot-{self.name}"
         if not boot.exists():
             boot.write_text(f"{uuid.uuid4()}\n")
         self._lives += 1
@@ -154,7 +162,7 @@ class Host:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, "NAME": self.name, **_places(self._hosts.work)},
+            env={**os.environ, "NAME": self.name, "WORK": str(self.work), "KEPT_IN_TMP": _kept_in_tmp(self.work)},
             start_new_session=True,
         )
         if self._first.stdout.readline() != b"ready\n":
@@ -180,7 +188,7 @@ class Host:
     def start(self, command, *, env=None, furniture=False, **more):
         """Start a command on it, in a session of its own. ``furniture`` is what ``signal`` leaves alone."""
         door = ["nsenter", f"--target={self.pid}", "--ipc", "--uts", "--net", "--pid", "--mount"]
-        command = [*door, "env", "-C", str(self._hosts.work), *map(str, command)]
+        command = [*door, "env", "-C", str(self.work), *map(str, command)]
         environment = {**os.environ, **self.environment, **(env or {}), **({_FURNITURE: "1"} if furniture else {})}
         process = subprocess.Popen(command, env=environment, start_new_session=True, **more)
         self._started.append(process)
@@ -189,12 +197,12 @@ class Host:
     def fork(self, function, *args, env=None):
         """Run a function on it, in a process forked from one that has imported torch already: that saves its seconds.
 
-        Returns a ``multiprocessing.Process`` that ends as the function does.
+        Returns a ``multiprocessing.Process`` that ends as the function does; ``behind`` says where the function runs.
         """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         environment = {**os.environ, **self.environment, **(env or {})}
-        settings = (self.pid, str(self._hosts.work), environment)
+        settings = (self.pid, str(self.work), environment)
         process = context.Process(target=_run_within, args=(settings, function, args))
         process.start()
         return process
@@ -215,8 +223,8 @@ class Host:
         here, found = _pid_namespace(self.pid), []
         for entry in Path("/proc").iterdir():
             pid = int(entry.name) if entry.name.isdigit() else 0
-            if pid and pid != self.pid and _pid_namespace(pid) == here and (furniture or not _is_furniture(pid)):
-                found.append(pid)
+            if pid and pid != self.pid and _pid_namespace(pid) == here and not _has_ended(pid):
+                found += [pid] if furniture or not _is_furniture(pid) else []
         return found
 
     def signal(self, number):
@@ -231,7 +239,11 @@ class Host:
     def end_processes(self):
         """SIGKILL to every process on it, and wait until they are gone. The host itself stays."""
         self.signal(signal.SIGKILL)
-        wait_until(lambda: not self.pids(), 30, f"the end of the processes on {self.name}")
+        try:
+            wait_until(lambda: not self.pids(), 30)
+        except TimeoutError:
+            left = [described(pid) for pid in self.pids()]
+            raise TimeoutError(f"killed 30 s ago and still on {self.name}: {left}") from None
 
     def kill(self):
         """SIGKILL to everything on it at once, with its mounts and its network. (Unplug it before: nobody hears of it.)"""
@@ -255,7 +267,7 @@ class Host:
         """Kill it if it is up, and bring it up again: as a pod that was rescheduled, or ``rebooted`` as a machine."""
         self.kill()
         if rebooted:
-            (self._hosts.work / f"boot-{self.name}").unlink()
+            (self.work / f"boot-{self.name}").unlink()
         self.boot()
 
     def unplug(self):
@@ -286,10 +298,10 @@ class Host:
             os.killpg(session, signal.SIGKILL)
 
 
-def _places(work):
-    # Where the test's folder lies in /tmp it is bound into the host's own; elsewhere it is visible anyway.
-    below = "/" + str(work.relative_to("/tmp")) if work.is_relative_to("/tmp") else "/work-is-elsewhere"
-    return {"WORK": str(work), "BELOW_TMP": below, "HIDE": "/tmp"}
+def _kept_in_tmp(work):
+    # What of /tmp the host has, too: the folder of the test, and what it runs where that lies there.
+    kept = {work, Path(__file__).resolve().parents[2], Path(sys.prefix).resolve()}
+    return " ".join(sorted(str(path.relative_to("/tmp")) for path in kept if path.is_relative_to("/tmp")))
 
 
 def _network(pid, *commands, check=True):
@@ -308,6 +320,15 @@ def _pid_namespace(pid):
         return None
 
 
+def _has_ended(pid):
+    # What nobody has waited for yet, unless a thread of it is still there.
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+        return state == "Z" and len(os.listdir(f"/proc/{pid}/task")) == 1
+    except OSError:
+        return True
+
+
 def _is_furniture(pid):
     try:
         return f"{_FURNITURE}=".encode() in Path(f"/proc/{pid}/environ").read_bytes()
@@ -322,6 +343,27 @@ def enter(pid, kinds=_KINDS):
         with open(f"/proc/{pid}/ns/{kind}") as namespace:
             if libc.setns(namespace.fileno(), 0) != 0:
                 raise OSError(ctypes.get_errno(), f"setns {kind}")
+
+
+def described(pid):
+    """What a process is, its state, and where in the kernel each of its threads waits."""
+    folder = Path(f"/proc/{pid}")
+    try:
+        words = folder.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        state = folder.joinpath("stat").read_text().rpartition(") ")[2][0]
+        waits = {task.joinpath("wchan").read_text() for task in folder.joinpath("task").iterdir()}
+    except OSError as error:
+        return f"{pid}: {error}"
+    parent = folder.joinpath("stat").read_text().rpartition(") ")[2].split()[1]
+    return f"{pid} {state}, of {parent}, in {sorted(waits)}: {words[:200]}"
+
+
+def behind(process):
+    """The pid, as this process sees it, of what ``Host.fork`` started; 0 when it has ended."""
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        return int(children[0]) if children else 0
+    return 0
 
 
 def _run_within(settings, function, args):
@@ -340,4 +382,4 @@ def _run_within(settings, function, args):
     function(*args)
 
 
-__all__ = ["INTERFACE", "Host", "Hosts", "enter", "needs_hosts", "wait_until", "why_no_hosts"]
+__all__ = ["INTERFACE", "Host", "Hosts", "behind", "enter", "needs_hosts", "wait_until", "why_no_hosts"]

@@ -84,7 +84,7 @@ def test_ranks_that_differ_are_named_and_go_on():
 
 @pytest.mark.parametrize("late", [0, 2])
 def test_a_late_rank_reads_what_the_others_got(late):
-    """One that comes after the deadline fails like the others, and all go on together after that."""
+    """One that comes after the deadline fails like the others, at once where these have given up; the next call works."""
     outcomes = values(spawn_ranks(_come_late, 3, late))
     for rank, (error, after) in enumerate(outcomes):
         assert isinstance(error, RendezvousTimeout), (rank, error)
@@ -102,10 +102,6 @@ def _come_late(rank, late):
         session.agree("save", {"step": 1}, timeout_s=1.5)
     except RendezvousTimeout as problem:
         error = problem
-    if late == 0 and rank:
-        time.sleep(4)  # the entry that rank 0 made in the end was for a step that these have given up
-        with pytest.raises(RendezvousTimeout):
-            session.agree("save", {"step": 1}, timeout_s=5)
     after = session.agree("save", {"step": 2}, timeout_s=15, decide=lambda _: "fine")
     session.release()
     return error, after

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from safe_ckpt import CheckpointConfig, Retention, Telemetry, Timeouts, WriterConfig
+from safe_ckpt import CheckpointConfig, Network, Retention, Telemetry, Timeouts, WriterConfig
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.settings.keys import keys
 from safe_ckpt.settings.parsing import parse_duration
@@ -160,6 +160,7 @@ def test_every_setting_is_among_the_deviations():
         "timeouts": Timeouts(lengthy_s=1, barrier_s=1, writer_stall_s=1, fsync_stall_s=1, peer_stall_s=1, shutdown_s=1),
         "retention": Retention(keep_last=1, keep_best=1, metric="m", mode="max", keep_every_steps=1),
         "writer": WriterConfig(direct_io="off", chunk_bytes=4096, flush_every_bytes=4096, niceness=0, max_respawns=0),
+        "network": Network(interface="lo", port=1),
         "telemetry": Telemetry(
             record_bytes=4096, record_files=0, logger_scalars=False, prometheus_textfile="a.prom", opentelemetry=True
         ),

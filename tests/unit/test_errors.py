@@ -7,6 +7,7 @@ from safe_ckpt import errors
 from safe_ckpt.errors import SafeCheckpointError, from_wire, to_wire
 
 SAMPLES = {
+    "pid": 7,
     "message": "what went wrong",
     "key": "timeouts.barrier_s",
     "path": "/runs/exp",

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.core.channel import Channel, KeyTimeout
-from safe_ckpt.core.ranks import Store
+from safe_ckpt.core.sealed import KeyValues
 from safe_ckpt.errors import PeerLostError, RendezvousTimeout, SafeCheckpointError, from_wire
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Board:
         """A writing rank: what it wrote, or ``{"error": ...}``."""
         rank = self._session.rank
 
-        def arrive(store: Store) -> None:
+        def arrive(store: KeyValues) -> None:
             store.set(f"{self._prefix}/wrote/{rank}", json.dumps(value))
             if store.add(f"{self._prefix}/count", 1) >= len(self._writers) or "error" in value:
                 store.set(f"{self._prefix}/wake", "")
@@ -126,7 +126,7 @@ class Board:
         return True
 
     def _reported(self) -> dict[int, Any]:
-        def reported(store: Store) -> dict[int, Any]:
+        def reported(store: KeyValues) -> dict[int, Any]:
             keys = {rank: f"{self._prefix}/wrote/{rank}" for rank in self._writers}
             if store.check(list(keys.values())):
                 return {rank: json.loads(v) for rank, v in zip(keys, store.multi_get(list(keys.values())), strict=True)}

@@ -1,8 +1,8 @@
 """A connection to the store that can never block its caller for longer than the caller allows.
 
-When the process that hosts a ``TCPStore`` is stopped, every call on a client blocks, whatever timeout the call was given.
-So the calls run on a daemon thread of ours, the caller waits for a future, and a connection that does not answer is left
-to its fate.
+When the process that hosts a ``TCPStore`` is stopped, or the network is down, every call on a client blocks, whatever
+timeout the call was given. So the calls run on a daemon thread of ours, the caller waits for a future, and a connection that
+does not answer is left to its fate: the next call opens another.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from safe_ckpt.core.ranks import Store
-from safe_ckpt.errors import PeerLostError
+from safe_ckpt.core.sealed import KeyValues
+from safe_ckpt.errors import PeerLostError, SafeCheckpointError
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 Check = Callable[[], None]
+Alive = Callable[[], bool]
 _SLICE_S = 0.25
-_Work: TypeAlias = "queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]"
+_CONNECT_S = 30.0
+_PATIENCE = 3  # times answer_s for a host that is heard of otherwise: after an outage TCP may wait as long again
+_MOST_LEFT = 3
+_Work: TypeAlias = "queue.SimpleQueue[tuple[Callable[[KeyValues], Any], Future[Any]] | None]"
 
 
 class KeyTimeout(Exception):
@@ -44,6 +48,7 @@ class Channel:
         answer_s: how long the store's host may take beyond what a call itself may wait.
         store: a connection that is open already, to be used first.
         whose: what it connects to, for messages.
+        alive: whether the store's host is heard of in another way: then a call may take longer, as after an outage.
 
     Attributes:
         answer_s: see there; may be changed.
@@ -51,24 +56,28 @@ class Channel:
 
     def __init__(
         self,
-        connect: Callable[[], Store],
+        connect: Callable[[], KeyValues],
         *,
         name: str,
         answer_s: float,
-        store: Store | None = None,
+        store: KeyValues | None = None,
         whose: str = "the store on rank 0",
+        alive: Alive | None = None,
     ) -> None:
         self._connect = connect
         self._first = store
         self._name = name
         self.answer_s = answer_s
         self._whose = whose
+        self._alive = alive
         self._lock = threading.Lock()
         self._work: _Work | None = None
         self._thread: threading.Thread | None = None
+        self._connected = Connected()
+        self._left: list[threading.Thread] = []
 
     def call(
-        self, operation: Callable[[Store], _T], *, phase: str, wait_s: float = 0.0, check: Check | None = None
+        self, operation: Callable[[KeyValues], _T], *, phase: str, wait_s: float = 0.0, check: Check | None = None
     ) -> _T:
         """Run ``operation`` on the store and return what it returns.
 
@@ -84,20 +93,26 @@ class Channel:
         """
         return self.begin(operation, phase=phase).result(wait_s=wait_s, check=check)
 
-    def begin(self, operation: Callable[[Store], _T], *, phase: str) -> Pending[_T]:
+    def begin(self, operation: Callable[[KeyValues], _T], *, phase: str) -> Pending[_T]:
         """Start ``operation`` without waiting for it. What is begun or called afterwards queues up behind it."""
         future: Future[_T] = Future()
         with self._lock:
             if self._work is None:
+                self._refuse_too_many(phase)
                 self._work = self._start()
-            work = self._work
+            work, connected = self._work, self._connected
         work.put((operation, future))
-        return Pending(self, work, future, phase)
+        return Pending(self, work, connected, future, phase)
+
+    def _refuse_too_many(self, phase: str) -> None:
+        self._left = [thread for thread in self._left if thread.is_alive()]
+        if len(self._left) >= _MOST_LEFT:  # a host that is stopped for an hour must not cost a thread every few seconds
+            raise PeerLostError(phase=phase, ranks=(0,), reason=f"{self._whose} does not answer")
 
     def get(self, key: str, *, phase: str, wait_s: float, check: Check | None = None) -> bytes:
         """Wait for ``key`` and return its value."""
 
-        def wait_and_get(store: Store) -> bytes:
+        def wait_and_get(store: KeyValues) -> bytes:
             store.wait([key], timedelta(seconds=wait_s))
             return bytes(store.get(key))
 
@@ -118,11 +133,16 @@ class Channel:
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=_SLICE_S)
 
-    def settle(self, work: object, future: Future[_T], *, phase: str, wait_s: float, check: Check | None = None) -> _T:
+    def settle(
+        self, work: object, connected: Connected, future: Future[_T], phase: str, wait_s: float, check: Check | None
+    ) -> _T:
         """Wait for what ``begin`` started; for ``Pending`` alone."""
         try:
-            return self._await(future, phase, time.monotonic() + wait_s + self.answer_s, check)
-        except dist.DistNetworkError as error:
+            return self._await(connected, future, phase, wait_s, check)
+        except (dist.DistNetworkError, OSError) as error:
+            if isinstance(error, SafeCheckpointError):  # what ``check`` raised, or connecting
+                self._abandon(work)
+                raise
             self._abandon(work)
             raise PeerLostError(phase=phase, ranks=(0,), reason=_first_line(error)) from error
         except dist.DistStoreError as error:
@@ -133,8 +153,14 @@ class Channel:
                 self._abandon(work)
             raise
 
-    def _await(self, future: Future[_T], phase: str, deadline: float, check: Check | None) -> _T:
+    def _await(self, connected: Connected, future: Future[_T], phase: str, wait_s: float, check: Check | None) -> _T:
+        begun = time.monotonic()
         while True:
+            since = connected.at
+            deadline = max(begun, since or 0.0) + wait_s + self.answer_s
+            if since is None and (self._alive is None or self._alive()):
+                # Connecting has its own time. It says nothing about whether the host lives.
+                deadline = begun + _CONNECT_S
             try:
                 return future.result(timeout=max(0.0, min(_SLICE_S, deadline - time.monotonic())))
             except FutureTimeout:
@@ -142,32 +168,54 @@ class Channel:
                     raise
             if check is not None:
                 check()
-            if time.monotonic() >= deadline:
-                reason = f"{self._whose} does not answer for {self.answer_s:.0f} s: its process is stopped"
+            late_s = time.monotonic() - deadline
+            if late_s >= 0 and connected.at == since and not self._may_take_longer(late_s):
+                reason = (
+                    f"{self._whose} does not answer for {self.answer_s:.0f} s: its process is stopped, its host cannot "
+                )
+                reason += "be reached, or it has no file descriptors left (ulimit -n)"
                 raise PeerLostError(phase=phase, ranks=(0,), reason=reason)
+
+    def _may_take_longer(self, late_s: float) -> bool:
+        return self._alive is not None and late_s < (_PATIENCE - 1) * self.answer_s and self._alive()
 
     def _start(self) -> _Work:
         work: _Work = queue.SimpleQueue()
         first, self._first = self._first, None
-        arguments = (self._connect, work, first)
+        self._connected = Connected()
+        arguments = (self._connect, work, first, self._connected)
         name = f"safe_ckpt-{self._name}"
         self._thread = threading.Thread(target=_serve, args=arguments, name=name, daemon=True)
         self._thread.start()
         return work
+
+    def leave(self, work: object) -> None:
+        """Give up a connection that does not answer; for ``Pending`` alone."""
+        self._abandon(work)
 
     def _abandon(self, work: object) -> None:
         with self._lock:
             if self._work is not None and self._work is work:
                 self._work.put(None)
                 self._work = None
+                if self._thread is not None:
+                    self._left.append(self._thread)
+
+
+class Connected:
+    """Since when a connection stands, on the monotonic clock; None as long as it does not."""
+
+    def __init__(self) -> None:
+        self.at: float | None = None
 
 
 class Pending(Generic[_T]):
     """An operation that was begun and not yet waited for."""
 
-    def __init__(self, channel: Channel, work: object, future: Future[_T], phase: str) -> None:
+    def __init__(self, channel: Channel, work: object, connected: Connected, future: Future[_T], phase: str) -> None:
         self._channel = channel
         self._work = work
+        self._connected = connected
         self._future = future
         self._phase = phase
 
@@ -183,23 +231,28 @@ class Pending(Generic[_T]):
                 check()
         return True
 
+    def abandon(self) -> None:
+        """Nobody waits for it any more: what comes next must not queue up behind it."""
+        if not self._future.done():
+            self._channel.leave(self._work)
+
     def result(self, *, wait_s: float = 0.0, check: Check | None = None) -> _T:
         """Wait for it and return what it returned. Raises as ``Channel.call`` does."""
         if self._future.done() and self._future.exception() is None:
             return self._future.result(timeout=0)
-        return self._channel.settle(self._work, self._future, phase=self._phase, wait_s=wait_s, check=check)
+        return self._channel.settle(self._work, self._connected, self._future, self._phase, wait_s, check)
 
 
 class LocalChannel(Channel):
     """For a world of one rank: the store is in this process, so calls run on the caller's thread."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: KeyValues) -> None:
         super().__init__(lambda: store, name="local", answer_s=0.0)
         self._store = store
 
     def call(
         self,
-        operation: Callable[[Store], _T],
+        operation: Callable[[KeyValues], _T],
         *,
         phase: str,  # noqa: ARG002
         wait_s: float = 0.0,  # noqa: ARG002
@@ -212,12 +265,15 @@ class LocalChannel(Channel):
             raise KeyTimeout(str(error)) from error
 
 
-def _serve(connect: Callable[[], Store], work: _Work, store: Store | None) -> None:
+def _serve(connect: Callable[[], KeyValues], work: _Work, store: KeyValues | None, connected: Connected) -> None:
+    if store is not None:
+        connected.at = time.monotonic()
     while (item := work.get()) is not None:
         operation, future = item
         try:
             if store is None:
                 store = connect()
+                connected.at = time.monotonic()
             future.set_result(operation(store))
         except BaseException as error:  # whatever it is, it belongs to the caller that waits
             future.set_exception(error)

@@ -32,6 +32,7 @@ from safe_ckpt.errors import (
     ClosedError,
     ConfigError,
     CoordinationError,
+    ForkedError,
     SafeCheckpointError,
     SaveError,
     SaveSkippedError,
@@ -80,7 +81,7 @@ class Engine:
         self.owner = owner
         self.group = group
         self.emit = events.Emitter([LoggingHook(), *hooks])
-        self.session: Session = open_session(group, config.timeouts)
+        self.session: Session = open_session(group, config.timeouts, network=config.network)
         self.rank = self.session.rank
         self._pid = os.getpid()
         self._roots: list[Root] = []
@@ -226,7 +227,7 @@ class Engine:
         Args:
             size_bytes: what this rank will save, roughly; never shrinks what is there.
         """
-        if not self._closed:
+        if not self._closed and os.getpid() == self._pid:
             # Without this engine: one that nobody holds any more is closed, and stops it.
             self._taker.prepare(size_bytes, functools.partial(_get_ready, self._pipeline))
 
@@ -318,10 +319,15 @@ class Engine:
             within_s: wait this long at most, progress or not.
 
         Raises:
+            ForkedError: this process was forked from the one that opened this.
             SafeCheckpointError: the error of a save that nobody was told of yet.
         """
-        if self._closed or os.getpid() != self._pid:
+        if self._closed:
             return
+        if os.getpid() != self._pid:
+            if quiet:  # the end of a forked child: what is in flight is its parent's
+                return
+            raise ForkedError(what="close", pid=self._pid)
         self._closed = True
         self._at_exit.cancel()
         try:
@@ -340,6 +346,7 @@ class Engine:
             self.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
 
     def _agree_save(self, request: Request) -> grant.Grant:
+        self.session.refuse_fork("save")
         if self._closed:
             raise ClosedError(message="save: this was closed; open a new one")
         if isinstance(request.error, StateError):

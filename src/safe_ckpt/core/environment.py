@@ -45,7 +45,7 @@ def config_of_all(config: CheckpointConfig | None, group: ProcessGroup | None = 
         problem = to_wire(error, rank=facts.rank, phase="settings")
     # Its own timeouts where they can be had: they are what is to hold for the first meeting too.
     timeouts = Timeouts() if problem else mine.timeouts
-    session = open_session(group, timeouts, observe=False)
+    session = open_session(group, timeouts, observe=False, network=None if problem else mine.network)
     try:
         answer = {"problem": problem, "settings": mine.deviations()}
         session.agree("settings of the environment", {}, timeout_s=timeouts.barrier_s, answer=answer, decide=_refuse)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from safe_ckpt.core.channel import KeyTimeout
-from safe_ckpt.core.ranks import Store
+from safe_ckpt.core.sealed import KeyValues
 from safe_ckpt.errors import PeerLostError, RendezvousTimeout, from_wire, to_wire
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Flow:
         """
         number, rank, size = self._next, self._session.rank, self._session.size
 
-        def arrive(store: Store) -> None:
+        def arrive(store: KeyValues) -> None:
             store.set(f"{self._prefix}/at/{rank}", str(number + 1))
             if store.add(self._count(number), 1) == size:
                 store.set(self._go(number), "{}")
@@ -111,7 +111,7 @@ class Flow:
         keys = [self._go(number) for number in range(self._begun, self._next + 1)]
         text = json.dumps({"error": wire, "done": self._done})
 
-        def tell(store: Store) -> None:
+        def tell(store: KeyValues) -> None:
             for key in keys:
                 store.set(key, text)
 
@@ -126,7 +126,7 @@ class Flow:
             self._session.stale += [f"{self._prefix}/at/{rank}" for rank in range(self._session.size)]
 
     def _drop(self, keys: Sequence[str]) -> None:
-        def drop(store: Store) -> None:
+        def drop(store: KeyValues) -> None:
             for key in keys:
                 store.delete_key(key)
 
@@ -144,7 +144,7 @@ class Flow:
         self._session.check(self._needed)
 
     def _missing(self, number: int) -> tuple[int, ...]:
-        def late(store: Store) -> tuple[int, ...]:
+        def late(store: KeyValues) -> tuple[int, ...]:
             keys = {rank: f"{self._prefix}/at/{rank}" for rank in range(self._session.size)}
             return tuple(r for r, key in keys.items() if not store.check([key]) or int(store.get(key)) <= number)
 

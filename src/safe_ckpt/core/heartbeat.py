@@ -1,11 +1,13 @@
 """Who is still there, and whose bytes move. Every rank counts up a key; a count that stands still means a lost rank.
 
 Rank 0 watches all others, the others watch rank 0. Where both run on one machine the process is looked at as well: one that
-is busy (holding the interpreter lock for a minute, say) is late, not lost.
+is busy (holding the interpreter lock for a minute, say) is late, not lost. A rank whose count moves again is alive again: a
+network comes back, and only what was under way meanwhile has failed.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,11 +16,18 @@ from typing import TYPE_CHECKING
 
 from safe_ckpt.core import ranks
 from safe_ckpt.core.channel import Channel, KeyTimeout
-from safe_ckpt.core.ranks import Store
+from safe_ckpt.core.sealed import KeyValues
 from safe_ckpt.errors import PeerLostError
 
 if TYPE_CHECKING:
     from safe_ckpt.core.meeting import Machine
+
+logger = logging.getLogger(__name__)
+Errand = Callable[[KeyValues], None]
+_QUICKEST_S = 0.5
+_SLOWEST_S = 5.0
+_MARGIN_S = 2.0
+_PHASE = "heartbeat"
 
 
 class Heartbeat:
@@ -46,18 +55,21 @@ class Heartbeat:
         self._channel = channel
         self._rank = rank
         self._machines = dict(machines)
-        self._stall_s = stall_s
         self._interval_s = interval_s
         self._progress = progress
         self._here = ranks.machine_id()
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._lost: dict[int, str] = {}
+        self._ended: set[int] = set()
+        self._heard = self._awake = time.monotonic()
+        self._errands: list[Errand] = []
         self._stop = threading.Event()
+        self.observe(stall_s, interval_s)
         self._thread = threading.Thread(target=self._run, name="safe_ckpt-beat", daemon=True)
         self._thread.start()
 
     def check(self, needed: Iterable[int] | None = None) -> None:
-        """Raise if one of ``needed`` (all watched ranks when None) is lost.
+        """Raise if one of ``needed`` (all watched ranks when None) is lost now.
 
         Raises:
             PeerLostError: naming them.
@@ -71,7 +83,16 @@ class Heartbeat:
     def observe(self, stall_s: float, interval_s: float) -> None:
         """From now on this is how long a count may stand still, and the time between two beats."""
         self._stall_s, self._interval_s = stall_s, interval_s
-        self._channel.answer_s = stall_s
+        # A connection that went silent is replaced long before the host behind it counts as lost.
+        self._channel.answer_s = min(_SLOWEST_S, max(_QUICKEST_S, stall_s / 4))
+
+    def hears(self) -> bool:
+        """Whether the store's host is heard of."""
+        return 0 not in self._lost
+
+    def run_errand(self, errand: Errand) -> None:
+        """Have something told to the store's host as soon as it can be reached. On any thread; never waits."""
+        self._errands.append(errand)
 
     def progress(self) -> int:
         """The sum of what the watched ranks sent along."""
@@ -96,33 +117,79 @@ class Heartbeat:
         count = 0
         while True:
             count += 1
+            self._forgive()
             try:
                 self._beat(count)
                 self._look()
+                self._run_errands()
             except (PeerLostError, KeyTimeout) as error:
-                if self._rank != 0 and not self._stop.is_set():
-                    self._lost[0] = str(error)
+                self._judge_silence(str(error))
+            except Exception:  # whatever it is: without this thread the others would take this rank for lost
+                logger.exception("a heartbeat failed")
             if self._stop.wait(self._interval_s):
                 return
+
+    def _forgive(self) -> None:
+        """This process itself stood still (SIGSTOP, a suspended machine): others are not silent for that."""
+        before, self._awake = self._awake, time.monotonic()
+        absent_s = self._awake - before
+        if absent_s > self._stall_s / 2:
+            self._heard += absent_s
+            self._seen = {rank: (value, since + absent_s) for rank, (value, since) in self._seen.items()}
 
     def _beat(self, count: int) -> None:
         # Rank 0 passes on what it hears: the others watch it alone.
         progress = self._progress() + (self.progress() if self._rank == 0 else 0)
-        self._channel.call(lambda store: store.set(f"beat/{self._rank}", f"{count} {progress}"), phase="heartbeat")
+        self._call(lambda store: store.set(f"beat/{self._rank}", f"{count} {progress}"))
+
+    def _call(self, operation: Callable[[KeyValues], object]) -> object:
+        found = self._channel.call(operation, phase=_PHASE, check=self._judge_silence)
+        self._heard = time.monotonic()
+        return found
+
+    def _judge_silence(self, reason: str = "") -> None:
+        """Another rank: is the store's host lost? Called while waiting for its answer."""
+        self._forgive()
+        silent_s = time.monotonic() - self._heard
+        if self._rank != 0 and not self._stop.is_set() and silent_s >= self._limit_s:
+            self._lose(0, f"no sign of life for {silent_s:.1f} s{f': {reason}' if reason else ''}")
+
+    @property
+    def _limit_s(self) -> float:
+        # After an outage that is shorter than stall_s a new connection takes a moment.
+        return self._stall_s + min(_MARGIN_S, self._stall_s)
+
+    def _lose(self, rank: int, reason: str) -> None:
+        if rank not in self._lost:
+            logger.debug("rank %d is lost: %s", rank, reason)  # at the end of a run this is nothing special
+        self._lost[rank] = reason
+
+    def _find(self, rank: int) -> None:
+        if self._lost.pop(rank, None) is not None:
+            logger.info("rank %d is back", rank)
 
     def _look(self) -> None:
-        watched = [rank for rank in self._machines if rank not in self._lost]
-        values = self._channel.call(lambda store: _read(store, watched), phase="heartbeat")
+        watched = [rank for rank in self._machines if rank not in self._ended]
+        values: dict[int, bytes] = {}
+        self._call(lambda store: values.update(_read(store, watched)))
         now = time.monotonic()
         for rank, value in values.items():
             before, since = self._seen.get(rank, (b"", now))
             state = self._state(rank)
             if state in ("", "Z", "X"):
-                self._lost[rank] = f"process {self._machines[rank].pid} has ended"
+                self._ended.add(rank)
+                self._lose(rank, f"process {self._machines[rank].pid} has ended")
             elif value != before or rank not in self._seen:
                 self._seen[rank] = (value, now)
-            elif now - since >= self._stall_s and state not in ("R", "S", "D"):
-                self._lost[rank] = f"no sign of life for {now - since:.1f} s"
+                self._find(rank)
+            elif now - since >= self._limit_s and state not in ("R", "S", "D"):
+                self._lose(rank, f"no sign of life for {now - since:.1f} s")
+
+    def _run_errands(self) -> None:
+        while self._errands:
+            errand = self._errands[0]
+            self._call(errand)
+            self._errands.remove(errand)
 
     def _state(self, rank: int) -> str:
         # A late count proves nothing about a process that the kernel calls runnable or in I/O.
@@ -130,7 +197,7 @@ class Heartbeat:
         return process_state(machine.pid) if machine.host == self._here else "?"
 
 
-def _read(store: Store, watched: list[int]) -> dict[int, bytes]:
+def _read(store: KeyValues, watched: list[int]) -> dict[int, bytes]:
     keys = {rank: f"beat/{rank}" for rank in watched}
     if not keys:
         return {}

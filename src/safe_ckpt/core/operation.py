@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from safe_ckpt.core.overlap import Deferral
 from safe_ckpt.core.parts import Parts
 from safe_ckpt.core.root import Root
 from safe_ckpt.core.sink import FileTask
-from safe_ckpt.errors import RendezvousTimeout, SafeCheckpointError, SaveSkippedError
+from safe_ckpt.errors import ForkedError, RendezvousTimeout, SafeCheckpointError, SaveSkippedError
 
 Retain = Callable[[CheckpointInfo], Decision | None]
 """Called on rank 0's background thread after a commit; says what is to be deleted now. None: no rule deletes anything."""
@@ -172,6 +173,7 @@ class SaveHandle:
         self._info: CheckpointInfo | None = None
         self._error: SafeCheckpointError | None = None
         self._reported = False
+        self._pid = os.getpid()
 
     def done(self) -> bool:
         """Whether the outcome is known."""
@@ -200,8 +202,10 @@ class SaveHandle:
 
         Raises:
             RendezvousTimeout: it is not over yet.
+            ForkedError: in a forked child it never will be.
         """
         limit_s = self._limit_s if timeout_s is None else timeout_s
+        self._refuse_fork(self._finished)
         if not self._finished.wait(limit_s):
             raise RendezvousTimeout(phase=f"saving {self.name}", seconds=limit_s)
 
@@ -210,10 +214,16 @@ class SaveHandle:
 
         Raises:
             RendezvousTimeout: it is not complete yet.
+            ForkedError: in a forked child it never will be.
         """
         limit_s = self._limit_s if timeout_s is None else timeout_s
+        self._refuse_fork(self._snapshot_taken)
         if not self._snapshot_taken.wait(limit_s):
             raise RendezvousTimeout(phase=f"snapshot of {self.name}", seconds=limit_s)
+
+    def _refuse_fork(self, awaited: threading.Event) -> None:
+        if self._pid != os.getpid() and not awaited.is_set():
+            raise ForkedError(what=f"waiting for {self.name}", pid=self._pid)
 
     @property
     def outcome(self) -> CheckpointInfo | None:

@@ -19,7 +19,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.core.ranks import Store
+from safe_ckpt.core.sealed import KeyValues
 from safe_ckpt.errors import ConfigError, RendezvousTimeout
 
 if TYPE_CHECKING:
@@ -142,27 +142,43 @@ class Preemption:
         return signal.Signals(number).name == name and time.monotonic() - at > self._grace_s
 
     def _take_decision(self) -> bool:
-        decision = _NO
-        if self._pending is not None:
-            if not self._pending.ready(wait_s=self._barrier_s, check=self._check_rank_0):
-                raise RendezvousTimeout(phase=_PHASE, seconds=self._barrier_s, missing=(0,))
-            decision = self._pending.result()
+        decision = self._due_decision() if self._number else _NO
         if decision["signal"] is not None:
             self._decide(decision["signal"], time.monotonic() - decision["age_s"], rank=decision["rank"])
             return True
         self._number += 1
         self._due = self._asked + decision["every"]
-        if self._channel is not None:
-            self._pending = self._channel.begin(self._lead() if self._session.rank == 0 else self._follow, phase=_PHASE)
+        self._pending = self._ask()
         return False
 
-    def _lead(self) -> Callable[[Store], dict[str, Any]]:
+    def _due_decision(self) -> dict[str, Any]:
+        """The decision that was to lie ready by now. A failed attempt uses up none: the next call asks for the same one."""
+        pending, self._pending = self._pending, None
+        if pending is None:  # the attempt before this failed; rank 0 publishes what it decides now
+            pending = self._ask()
+        try:
+            if not pending.ready(wait_s=self._barrier_s, check=self._check_rank_0):
+                raise RendezvousTimeout(phase=_PHASE, seconds=self._barrier_s, missing=(0,))
+        except BaseException:
+            pending.abandon()
+            raise
+        return pending.result()
+
+    def _ask(self) -> Pending[dict[str, Any]]:
+        if self._channel is None:
+            raise ValueError("one rank asks itself")
+        return self._channel.begin(self._lead() if self._session.rank == 0 else self._follow, phase=_PHASE)
+
+    def _lead(self) -> Callable[[KeyValues], dict[str, Any]]:
         """Rank 0: publish the decision that is due at the next check."""
         number, got, size = self._number + 1, self._got, self._session.size
         self._pace()
         every = self._every
 
-        def publish(store: Store) -> dict[str, Any]:
+        def publish(store: KeyValues) -> dict[str, Any]:
+            if store.check([self._key(number)]):  # an attempt before this one got so far: others may have read it
+                published: dict[str, Any] = json.loads(store.get(self._key(number)))
+                return published
             decision: dict[str, Any] = {**_NO, "every": every}
             if got is not None:
                 decision.update(signal=got[0], rank=0, age_s=time.monotonic() - got[1])
@@ -176,7 +192,7 @@ class Preemption:
 
         return publish
 
-    def _tidy(self, store: Store) -> None:
+    def _tidy(self, store: KeyValues) -> None:
         """Drop the decisions that every rank has read."""
         keys = [f"stop/at/{rank}" for rank in range(1, self._session.size)]
         read = min(int(store.get(key)) if store.check([key]) else 0 for key in keys)
@@ -184,7 +200,7 @@ class Preemption:
             store.delete_key(self._key(old))
         self._tidied = max(self._tidied, read)
 
-    def _follow(self, store: Store) -> dict[str, Any]:
+    def _follow(self, store: KeyValues) -> dict[str, Any]:
         """Another rank: hand in what it got, and fetch the decision that is due at the next check."""
         rank, number = self._session.rank, self._number + 1
         if self._got is not None and not self._told:

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 
+from safe_ckpt.core.lease import kernel_id
+from safe_ckpt.core.sealed import KeyValues
 from safe_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -138,20 +140,26 @@ def _world() -> ProcessGroup:
     return world
 
 
-def local_store() -> Store:
+def local_store() -> KeyValues:
     """A store for a world of one rank."""
-    return HashStore()
+    return cast("KeyValues", HashStore())
 
 
-def host_store() -> tuple[Store, int]:
-    """Host a store in this process on a free port. Returns it with its port.
+def host_store(listening: socket.socket) -> Store:
+    """Host a store in this process behind a socket that listens already; it is the store's from now on.
 
     Ours, because clones of the default store die with ``destroy_process_group``.
     """
-    store = TCPStore(
-        "localhost", 0, is_master=True, timeout=timedelta(seconds=300), wait_for_workers=False, use_libuv=True
+    port = listening.getsockname()[1]
+    return TCPStore(
+        "localhost",
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=300),
+        wait_for_workers=False,
+        use_libuv=True,
+        master_listen_fd=listening.detach(),
     )
-    return store, int(store.port)
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> Store:
@@ -165,27 +173,13 @@ def connect_store(host: str, port: int, timeout_s: float) -> Store:
     )
 
 
-def addresses() -> list[str]:
-    """Names under which other hosts may reach this one, best first."""
-    found = [os.environ.get("MASTER_ADDR", ""), socket.gethostname(), _outward_address()]
-    return list(dict.fromkeys(name for name in found if name))
-
-
-def _outward_address() -> str:
-    # Connecting a datagram socket sends nothing; it only makes the kernel choose a source address.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("198.51.100.1", 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return ""
-
-
 def machine_id() -> str:
-    """Equal for two processes exactly when each can look up the other by its pid."""
+    """Equal for two processes exactly when each can look up the other by its pid, and reach it through the loopback."""
+    boot, spaces = kernel_id(), []
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        namespace = Path("/proc/self/ns/pid").stat().st_ino
+        spaces = [Path("/proc/self/ns", kind).stat().st_ino for kind in ("pid", "net")]
     except OSError:
+        boot = ""
+    if not boot:
         return f"{socket.gethostname()}/{os.getpid()}"
-    return f"{socket.gethostname()}/{boot}/{namespace}"
+    return f"{socket.gethostname()}/{boot}/{spaces}"

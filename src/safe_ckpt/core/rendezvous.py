@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing.util
+import os
 import threading
 import time
 import weakref
@@ -17,15 +18,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from safe_ckpt.config import CheckpointConfig, Network
 from safe_ckpt.core import meeting, ranks
 from safe_ckpt.core.channel import Channel, KeyTimeout, LocalChannel
 from safe_ckpt.core.heartbeat import Heartbeat
-from safe_ckpt.core.ranks import Store
+from safe_ckpt.core.meeting import Found
+from safe_ckpt.core.sealed import KeyValues
 from safe_ckpt.core.step import Step
 from safe_ckpt.errors import (
     ClosedError,
+    ConfigError,
     CoordinationError,
     DesyncError,
+    ForkedError,
     PeerLostError,
     RendezvousTimeout,
     from_wire,
@@ -39,6 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _GRACE_S = 3.0
+_HEAD = "log/head"
 
 Decide = Callable[[Mapping[int, Any]], Any]
 """Runs on rank 0 with every rank's answer; what it returns (JSON-able, or ``Shares``) or raises is what every rank gets."""
@@ -59,13 +65,18 @@ _open: list[Session] = []
 _open_lock = threading.Lock()
 
 
-def open_session(group: ProcessGroup | None, timeouts: Timeouts, *, observe: bool = True) -> Session:
-    """Join the session of this process group, making it on first use. Every rank calls this; release it when done.
+def open_session(
+    group: ProcessGroup | None, timeouts: Timeouts, *, observe: bool = True, network: Network | None = None
+) -> Session:
+    """Join the session of this process group, making it where not every rank has it. Every rank calls this.
+
+    Release it when done.
 
     Args:
         group: the ranks; None means WORLD.
         timeouts: of a session that is made here.
         observe: whether they hold from now on in one that is there already, too.
+        network: where rank 0 listens in one that is made here; None for what the environment says.
 
     Raises:
         RendezvousTimeout: some ranks did not come within ``barrier_s``; names them.
@@ -74,19 +85,40 @@ def open_session(group: ProcessGroup | None, timeouts: Timeouts, *, observe: boo
     with _open_lock:
         for session in [session for session in _open if session.orphaned]:
             session.close()
-        for session in _open:
-            if session.serves(facts):
-                session.users += 1
-                if observe:
-                    session.observe(timeouts)
-                return session
-    session = Session(facts, timeouts)
+        serving = [session for session in _open if session.serves(facts)]
+    have = serving[-1] if serving else None
+    if facts.size == 1 and have is not None:
+        return _used_once_more(have, timeouts, observe=observe)
+    found = None
+    if facts.size > 1:
+        where = network or (_network_of_environment() if facts.rank == 0 else Network())
+        found = meeting.meet(facts, timeouts, where, have.id if have is not None else "")
+        if found is None and have is not None:
+            return _used_once_more(have, timeouts, observe=observe)
+    for session in serving:
+        if session.users == 0:  # some other rank has it no more
+            session.close()
+    session = Session(facts, timeouts, found)
     with _open_lock:
         _open.append(session)
     # After the engines (priority 100), which finish what is in flight, and also where atexit does not run: atexit's own hooks
     # would come first, and rank 0's store would be gone under a running save. Here and not at import: a process that
     # multiprocessing forks forgets what was arranged before.
     session.at_exit = multiprocessing.util.Finalize(None, _close_at_exit, (weakref.ref(session),), exitpriority=50)
+    return session
+
+
+def _network_of_environment() -> Network:
+    try:
+        return CheckpointConfig.from_environment().network
+    except ConfigError:  # whoever takes settings from there is told what is wrong with them
+        return Network()
+
+
+def _used_once_more(session: Session, timeouts: Timeouts, *, observe: bool) -> Session:
+    session.users += 1
+    if observe:
+        session.observe(timeouts)
     return session
 
 
@@ -107,6 +139,7 @@ class Session:
     """What the ranks of one process group share while somebody saves. Made by ``open_session``.
 
     Attributes:
+        id: the same on all ranks, and of no other session.
         rank: this process's rank.
         size: number of ranks.
         reads: on rank 0, how many readings of verdicts are still to be expected, key by key.
@@ -115,7 +148,8 @@ class Session:
         at_exit: closes it when the process ends; cancelled by ``close``.
     """
 
-    def __init__(self, group: ranks.Group, timeouts: Timeouts) -> None:
+    def __init__(self, group: ranks.Group, timeouts: Timeouts, found: Found | None) -> None:
+        self.id = found.id if found is not None else ""
         self.rank = group.rank
         self.size = group.size
         self.users = 1
@@ -127,19 +161,22 @@ class Session:
         self._name = group.name
         # Only weakly: the default store holds the port that a later process group may want to bind.
         self._meeting = weakref.ref(group.meeting_store) if group.meeting_store is not None else None
+        self._pid = os.getpid()
         self._cursor = 0
+        self._unsettled = False
         self._closed = False
         self._heartbeat: Heartbeat | None = None
-        if group.size == 1:
+        if found is None:
             self._calls: Channel = LocalChannel(ranks.local_store())
             return
-        found = meeting.meet(group, timeouts)
         # On rank 0 this is the store itself; it goes with this reference.
-        self._store: Store | None = found.store
+        self._store: KeyValues | None = found.store
         answer_s = timeouts.peer_stall_s
         self._connect = found.connect
         self._answer_s = answer_s
-        self._calls = Channel(found.connect, name="calls", answer_s=answer_s, store=found.store)
+        self._calls = Channel(
+            found.connect, name="calls", answer_s=answer_s, store=found.store, alive=self._hears_of_rank_0
+        )
         beats = Channel(found.connect, name="heartbeat", answer_s=answer_s)
         self._heartbeat = Heartbeat(
             beats,
@@ -175,27 +212,40 @@ class Session:
             DesyncError: the ranks' views differ.
             RendezvousTimeout: some ranks did not come; names them.
             PeerLostError: a rank died or stopped.
+            ForkedError: this process was forked from the one that opened the session.
             SafeCheckpointError: what ``decide`` raised, on every rank.
         """
+        self.refuse_fork(kind)
         if self._closed:
             raise ClosedError(message=f"{kind}: this session was closed")
+        self._catch_up(kind)
         mine = {"kind": kind, **{key: str(value) for key, value in view.items()}}
         needed = [0] if self.rank else range(1, self.size)
         step = Step(self._calls, self.rank, self.size, self._cursor, kind, timeout_s, lambda: self.check(needed))
+        # Used up, whatever happens: on every rank the next call belongs to the next entry.
+        self._cursor += 1
         if self.rank == 0:
             return self._lead(step, mine, answer, decide)
         return self._follow(step, mine, answer)
+
+    def refuse_fork(self, what: str) -> None:
+        """Raise ``ForkedError`` in a forked child: nothing that answers is there."""
+        if self._pid != os.getpid():
+            raise ForkedError(what=what, pid=self._pid)
 
     def channel(self, name: str) -> Channel:
         """One more connection, for a thread of its own; whoever asks for it closes it."""
         if self.size == 1:
             return self._calls
-        return Channel(self._connect, name=name, answer_s=self._answer_s)
+        return Channel(self._connect, name=name, answer_s=self._answer_s, alive=self._hears_of_rank_0)
 
     def check(self, needed: Sequence[int]) -> None:
         """Raise ``PeerLostError`` if one of the ``needed`` ranks is known to be dead or stopped."""
         if self._heartbeat is not None:
             self._heartbeat.check(needed)
+
+    def _hears_of_rank_0(self) -> bool:
+        return self._heartbeat is not None and self._heartbeat.hears()
 
     def observe(self, timeouts: Timeouts) -> None:
         """From now on these timeouts hold. Every rank calls this, or none."""
@@ -224,6 +274,8 @@ class Session:
 
     def serves(self, group: ranks.Group) -> bool:
         """Whether this is the session of ``group``."""
+        if self._pid != os.getpid():  # a forked child has none of this
+            return False
         if group.meeting_store is None:
             return self._meeting is None
         return self._name == group.name and self._meeting is not None and self._meeting() is group.meeting_store
@@ -236,7 +288,7 @@ class Session:
 
     def close(self) -> None:
         """End the session. Rank 0 stays until the others have read its verdicts, at most ``shutdown_s``."""
-        if self._closed:
+        if self._closed or self._pid != os.getpid():
             return
         self._closed = True
         if self.at_exit is not None:
@@ -250,8 +302,15 @@ class Session:
         self._calls.close()
         self._store = None
 
+    def _catch_up(self, kind: str) -> None:
+        """Another rank that left an entry without its verdict: rank 0 may have gone on meanwhile, and ended more of them."""
+        if not self._unsettled:
+            return
+        head = self._calls.call(lambda store: store.get(_HEAD) if store.check([_HEAD]) else b"0", phase=kind)
+        self._cursor = max(self._cursor, int(head))
+        self._unsettled = False
+
     def _lead(self, step: Step, mine: Mapping[str, str], answer: object, decide: Decide | None) -> Any:
-        self._cursor += 1
         try:
             answers = {0: {"answer": answer}, **step.answers(mine)}
             _refuse_differences(mine, answers)
@@ -266,6 +325,7 @@ class Session:
             # The others wait for this verdict: they get the cause before this rank unwinds.
             wire = to_wire(error, rank=0, phase=step.kind)
             step.put("/verdict", {"error": wire})
+            self._calls.call(lambda store: store.set(_HEAD, str(self._cursor)), phase=step.kind)
             # Where a rank was lost the rest may still be on their way here, and should hear who it was.
             lost = len(error.ranks) if isinstance(error, PeerLostError) else 0
             self._expect_reads(self.size - 1 - lost if lost else step.present())
@@ -277,12 +337,8 @@ class Session:
         return result
 
     def _follow(self, step: Step, mine: Mapping[str, str], answer: object) -> Any:
-        try:
-            entry = step.get("")
-        except KeyTimeout:
-            raise RendezvousTimeout(phase=step.kind, seconds=step.timeout_s, missing=(0,)) from None
-        # From here on the entry is used up, whatever happens: the next call belongs to the next entry.
-        self._cursor += 1
+        self._unsettled = True
+        entry = self._await_entry(step)
         step.answer({"answer": answer} if entry == mine else {"view": mine})
         try:
             # Rank 0 waits timeout_s for the slowest and may take as long to decide: it names who is missing, not we.
@@ -290,10 +346,22 @@ class Session:
         except KeyTimeout:
             raise RendezvousTimeout(phase=f"{step.kind}: verdict", seconds=2 * step.timeout_s, missing=(0,)) from None
         share = step.take_share() if verdict.get("shared") else None
+        self._unsettled = False
         self._calls.acknowledge("log/read", phase=step.kind)
         if "error" in verdict:
             raise from_wire(verdict["error"])
         return share if verdict.get("shared") else verdict["ok"]
+
+    def _await_entry(self, step: Step) -> Any:
+        try:
+            return step.get("")
+        except BaseException as error:
+            # Rank 0 may come to it later, or sit in it right now and see nothing of what happened here.
+            if self._heartbeat is not None:
+                self._heartbeat.run_errand(step.farewell())
+            if isinstance(error, KeyTimeout):
+                raise RendezvousTimeout(phase=step.kind, seconds=step.timeout_s, missing=(0,)) from None
+            raise
 
     def _expect_reads(self, count: int) -> None:
         self.reads["log/read"] = self.reads.get("log/read", 0) + count
@@ -303,7 +371,7 @@ class Session:
         deadline = time.monotonic() + self._shutdown_s
         grace_from: float | None = None
 
-        def unread(store: Store) -> int:
+        def unread(store: KeyValues) -> int:
             return max((count - store.add(key, 0) for key, count in list(self.reads.items())), default=0)
 
         while time.monotonic() < deadline and not (self._heartbeat and self._heartbeat.all_gone()):

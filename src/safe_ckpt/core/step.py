@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from safe_ckpt.core.channel import Channel, Check, KeyTimeout
-from safe_ckpt.core.ranks import Store
+from safe_ckpt.core.sealed import KeyValues
 from safe_ckpt.errors import RendezvousTimeout
+
+_GAVE_UP = {"gave up": True}
 
 
 class Step:
@@ -44,39 +46,67 @@ class Step:
     def answer(self, value: object) -> None:
         """Another rank: say what this rank has to say."""
 
-        def arrive(store: Store) -> None:
+        def arrive(store: KeyValues) -> None:
             store.set(f"{self._prefix}/{self._rank}", json.dumps(value))
             if store.add(f"{self._prefix}/count", 1) == len(self._others):
                 store.set(f"{self._prefix}/all", "")
 
         self._channel.call(arrive, phase=self.kind)
 
+    def farewell(self) -> Callable[[KeyValues], None]:
+        """Another rank that has given up on this entry: how to tell rank 0, which need not wait for it then."""
+        prefix, rank = self._prefix, self._rank
+
+        def leave(store: KeyValues) -> None:
+            store.set(f"{prefix}/{rank}", json.dumps(_GAVE_UP))
+            store.set(f"{prefix}/all", "")
+
+        return leave
+
     def answers(self, mine: Mapping[str, str]) -> dict[int, Any]:
-        """Append the entry and collect what every other rank answers to it."""
+        """Append the entry and collect what every other rank answers to it.
+
+        Raises:
+            RendezvousTimeout: some did not answer in time, or gave up before this rank came; names them.
+        """
         if not self._others:
             return {}
         self.put("", mine)
         try:
             self._channel.get(f"{self._prefix}/all", phase=self.kind, wait_s=self.timeout_s, check=self._check)
         except KeyTimeout:
-            missing = tuple(rank for rank in self._others if not self._has(f"{self._prefix}/{rank}"))
-            raise RendezvousTimeout(phase=self.kind, seconds=self.timeout_s, missing=missing) from None
-        keys = [f"{self._prefix}/{rank}" for rank in self._others]
-        values = self._channel.call(lambda store: store.multi_get(keys), phase=self.kind)
-        return {rank: json.loads(value) for rank, value in zip(self._others, values, strict=True)}
+            self._refuse_missing(self._answered())
+        found = self._answered()
+        if len(found) < len(self._others) or any(answer == _GAVE_UP for answer in found.values()):
+            self._refuse_missing(found)
+        return found
+
+    def _refuse_missing(self, found: Mapping[int, Any]) -> None:
+        gone = tuple(rank for rank in self._others if found.get(rank) == _GAVE_UP)
+        missing = gone or tuple(rank for rank in self._others if rank not in found)
+        raise RendezvousTimeout(phase=self.kind, seconds=self.timeout_s, missing=missing)
+
+    def _answered(self) -> dict[int, Any]:
+        keys = {rank: f"{self._prefix}/{rank}" for rank in self._others}
+
+        def read(store: KeyValues) -> dict[int, bytes]:
+            if store.check(list(keys.values())):
+                return dict(zip(keys, store.multi_get(list(keys.values())), strict=True))
+            return {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
+
+        return {rank: json.loads(value) for rank, value in self._channel.call(read, phase=self.kind).items()}
 
     def hand_out(self, shares: Mapping[int, Any]) -> None:
         """Rank 0: leave a verdict of its own for every rank; each takes its share and drops it."""
         keys = [self._share(rank) for rank in self._others]
         if keys:
             values = [json.dumps(shares.get(rank)) for rank in self._others]
-            # torch's type stubs do not know it
-            self._channel.call(lambda store: store.multi_set(keys, values), phase=self.kind)  # type: ignore[attr-defined]
+            self._channel.call(lambda store: store.multi_set(keys, values), phase=self.kind)
 
     def take_share(self) -> Any:
         """Another rank: its share; there is one when the verdict says so."""
 
-        def take(store: Store) -> bytes:
+        def take(store: KeyValues) -> bytes:
             found = bytes(store.get(self._share(self._rank)))
             store.delete_key(self._share(self._rank))
             return found
@@ -87,8 +117,8 @@ class Step:
         return f"{self._prefix}/share/{rank}"
 
     def present(self) -> int:
-        """How many ranks have answered."""
-        return sum(self._has(f"{self._prefix}/{rank}") for rank in self._others)
+        """How many ranks have answered, and not given up."""
+        return sum(answer != _GAVE_UP for answer in self._answered().values()) if self._others else 0
 
     def forget(self) -> None:
         """Drop what nobody needs any more: these answers, and the entry before, whose verdict all have read."""
@@ -98,6 +128,3 @@ class Step:
         keys = [f"{self._prefix}/{rank}" for rank in self._others]
         keys += [f"{self._prefix}/count", f"{self._prefix}/all", before, f"{before}/verdict"]
         self._channel.call(lambda store: [store.delete_key(key) for key in keys], phase=self.kind)
-
-    def _has(self, key: str) -> bool:
-        return bool(self._channel.call(lambda store: store.check([key]), phase=self.kind))

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from safe_ckpt.config import CheckpointConfig, Timeouts
+from safe_ckpt.config import CheckpointConfig, Network, Timeouts
 from safe_ckpt.core import directory, ranks
+from safe_ckpt.core.meeting import meet
 from safe_ckpt.core.ranks import Store
 from safe_ckpt.core.rendezvous import Session
 from safe_ckpt.doctor import judging, surroundings
@@ -117,7 +118,8 @@ def _session(world: World, timeout_s: float) -> Iterator[tuple[Session, Store]]:
         barrier_s=timeout_s, peer_stall_s=min(_PEER_STALL_S, timeout_s), shutdown_s=min(timeout_s, 10.0)
     )
     name = f"doctor-{world.attempt}"
-    session = Session(ranks.Group(rank=world.rank, size=world.size, meeting_store=store, name=name), timeouts)
+    group = ranks.Group(rank=world.rank, size=world.size, meeting_store=store, name=name)
+    session = Session(group, timeouts, meet(group, timeouts, Network()))
     try:
         yield session, store
     finally:

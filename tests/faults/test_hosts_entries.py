@@ -1,0 +1,65 @@
+"""The faults that other tests try on the ranks of one host, as a sample on two hosts with two ranks each."""
+
+import os
+from collections import Counter
+
+import pytest
+import test_damage
+import test_lost_ranks
+from entries import entered
+
+from kit.hosts import Hosts, needs_hosts
+from kit.ranks import spawn_over
+from safe_ckpt.testing import values
+
+pytestmark = [needs_hosts, pytest.mark.slow]
+SAMPLE = [
+    ("Checkpointer", 0, "write", "SIGKILL"),
+    ("Checkpointer", 0, "commit", "SIGSTOP"),
+    ("Checkpointer", 2, "snapshot", "SIGSTOP"),
+    ("Checkpointer", 2, "report", "SIGKILL"),
+    ("accelerator.save_state", 2, "agree", "late"),
+]
+
+
+def lose(rank, *args):
+    # A stopped rank is ended from outside: on another host its pid means nothing.
+    test_lost_ranks.release = lambda *_, **__: None
+    return test_lost_ranks.lose(rank, *args)
+
+
+def load(rank, folder, name):
+    with entered(name, folder, test_lost_ranks.CONFIG) as entry:
+        return entry.load()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("name", "victim", "phase", "action"), SAMPLE)
+def test_the_others_learn_of_it_on_another_host(tmp_path, matrix, name, victim, phase, action):
+    """What ranks of one host are told of one that dies, stops or is late, those on another host are told as well."""
+    with Hosts(2, tmp_path) as hosts:
+        folder = hosts.share("bindfs")
+        stopped = [victim] if action == "SIGSTOP" else []
+        arguments = (folder.path, name, victim, phase, action)
+        outcomes = spawn_over(hosts, 2, lose, *arguments, expendable=stopped)
+        (found,) = values(spawn_over([hosts[0]], 1, load, folder.path / "exp", name))
+        assert os.listdir(folder.behind / "exp/.safe_ckpt/staging") == []
+        what = test_lost_ranks.judge(outcomes, found, victim, phase, action)
+    matrix(f"rank {victim} {action}", f"2 hosts x 2 ranks; {name}", Counter({what: 1}))
+
+
+STALE = pytest.mark.xfail(
+    strict=False,
+    reason="a host that still has the old file of a step that was saved again in its caches condemns the new checkpoint",
+)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("kind", ["ext4", pytest.param("bindfs", marks=[pytest.mark.thorough, STALE])])
+def test_damage_is_found_by_the_ranks_of_all_hosts(tmp_path, matrix, kind):
+    """Damage to some files, in every way: all ranks on both hosts go back to the same older checkpoint."""
+    with Hosts(2, tmp_path) as hosts:
+        folder = hosts.share(kind)
+        found = values(spawn_over(hosts, 2, test_damage.damage_all, folder.path, "Checkpointer", 3, timeout_s=150))
+    outcomes = test_damage.judge(found, "Checkpointer")
+    matrix("bit flipped, truncated, grown, emptied, deleted", f"some files, 2 hosts x 2 ranks, {kind}", outcomes)

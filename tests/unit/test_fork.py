@@ -1,0 +1,75 @@
+"""A process that is forked has neither the threads nor the writer of its parent: it says so at once."""
+
+import os
+import time
+
+import pytest
+import torch
+
+from safe_ckpt import Checkpointer
+from safe_ckpt.errors import ForkedError
+from support import run_script
+
+
+def in_child(call):
+    """The name of what ``call`` raised in a forked child, and how long that took."""
+    reading, writing = os.pipe()
+    begun = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        said = "nothing"
+        try:
+            call()
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as stream:
+        said = stream.read()
+    assert os.waitpid(pid, 0)[1] == 0
+    return said, time.monotonic() - begun
+
+
+@pytest.mark.parametrize("call", ["save", "resume", "close", "wait", "result", "wait_snapshot"])
+def test_a_forked_child_is_refused_at_once(tmp_path, call):
+    """Every call on what the parent opened names the parent, within moments, also with tensors that torch copies in threads."""
+    with Checkpointer(tmp_path) as ckpt:
+        state = {"w": {"t": torch.ones(20 << 20)}}
+        ckpt.save(1, state).result(timeout_s=60)
+        handle = ckpt.save(2, state)
+        calls = {
+            "save": lambda: ckpt.save(3, state),
+            "resume": lambda: ckpt.resume(state),
+            "close": ckpt.close,
+            "wait": ckpt.wait,
+            "result": handle.result,
+            "wait_snapshot": lambda: (handle._snapshot_taken.clear(), handle.wait_snapshot()),
+        }
+        said, seconds = in_child(calls[call])
+        in_time = handle.done() and call in {"wait", "result"}  # it was over before the fork
+        assert in_time or said.startswith(f"{ForkedError.__name__}: "), said
+        assert in_time or f"process {os.getpid()}" in said
+        assert seconds < 10
+        assert handle.result(timeout_s=60).step == 2
+    assert sorted(name for name in os.listdir(tmp_path) if name.startswith("step")) == [
+        "step-00000001",
+        "step-00000002",
+    ]
+
+
+def test_a_child_ends_without_a_word(tmp_path):
+    """A child that only inherits a Checkpointer, as a data loader's worker does, ends by itself and disturbs nothing."""
+    code = """
+        import os, sys
+        from safe_ckpt import Checkpointer
+        with Checkpointer(sys.argv[1]) as ckpt:
+            handle = ckpt.save(1, {"x": 1})
+            if os.fork() == 0:
+                del ckpt
+                sys.exit(0)
+            print(os.wait()[1], handle.result(timeout_s=60).step, ckpt.save(2, {"x": 1}).result(timeout_s=60).step)
+    """
+    done = run_script(code, str(tmp_path))
+    assert done.stdout == "0 1 2\n", done.stderr
+    assert done.stderr == ""
