@@ -15,7 +15,6 @@ WAIT_S = 90.0
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
     pytest.mark.timeout(240),
-    pytest.mark.xdist_group("slurm"),  # one SLURM for all of them, and one run to compare with
 ]
 
 
