@@ -49,6 +49,7 @@ class ThreadSession(Session):
         self.rank, self.size = rank, size
         self.users, self.reads, self.movers = 1, {}, []
         self.at_exit, self._pid, self._unsettled = None, os.getpid(), False
+        self._together = None
         self._shutdown_s, self._answer_s = 5.0, 5.0
         self._name, self._meeting, self._cursor, self._closed, self._heartbeat = "threads", None, 0, False, None
         self._calls = LocalChannel(store)
@@ -74,7 +75,9 @@ def save(session: Session, rounds: int, shares: bool) -> list[float]:
         agreed = session.agree(
             "save", {"step": number}, timeout_s=60, answer=answer, decide=lambda a: {"writers": len(a)}
         )
-        board = Board(session, session.channel("phases"), f"op{number}", range(agreed["writers"]), lambda: None)
+        board = Board(
+            session, session.channel("phases"), f"op{number}", range(agreed["writers"]), lambda: None, session.entry
+        )
         entry = {"path": f"model/__{session.rank}_0.distcp", "size_bytes": 1 << 30, "xxh3_128": "0" * 32}
         if session.rank == 0:
             board.prepared()

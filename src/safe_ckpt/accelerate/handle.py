@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,19 +30,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _OWNER = "a registered Accelerator; its free_memory() or end_training(), or handle.remove(), frees it"
-_REPLACED = ("save_state", "load_state", "end_training", "prepare_data_loader")
+_REPLACED = ("save_state", "load_state", "end_training", "free_memory", "prepare_data_loader")
+_registered: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
 def register(accelerator: Any, config: CheckpointConfig | None = None, *, hooks: Iterable[Hook] = ()) -> Handle:
     """Make an Accelerator's checkpoints safe and asynchronous. Every rank calls this, before or after ``prepare()``.
 
-    ``save_state``, ``load_state`` and ``end_training`` of this one object are replaced until ``handle.remove()``::
+    ``save_state``, ``load_state``, ``end_training`` and ``free_memory`` of this one object are replaced until
+    ``handle.remove()``::
 
         accelerator = Accelerator(project_config=ProjectConfiguration("runs/exp", automatic_checkpoint_naming=True))
         register(accelerator)
         ...
         accelerator.save_state(metrics={"loss": loss})  # returns when the snapshot is taken
         accelerator.load_state()                        # the newest valid checkpoint
+
+    An earlier registration in this process is ended first, as when a notebook's cell is run again: that of the same
+    Accelerator, and that of another one for the same project directory, whose ``save_state`` raises from then on.
 
     Args:
         accelerator: an ``accelerate.Accelerator``.
@@ -58,12 +64,23 @@ def register(accelerator: Any, config: CheckpointConfig | None = None, *, hooks:
         DesyncError: the ranks were given different settings.
         RendezvousTimeout: some ranks did not call this.
     """
-    earlier = getattr(accelerator, "_safe_ckpt", None)
-    if earlier is not None and earlier.closed:
+    earlier: Handle | None = getattr(accelerator, "_safe_ckpt", None)
+    if earlier is not None:
         earlier.remove()
     settings = config_of_all(config)
+    _end_earlier(accelerator)
     support.check(accelerator, settings)
     return Handle(accelerator, settings, hooks=hooks)
+
+
+def _end_earlier(accelerator: Any) -> None:
+    """A notebook's variables still hold the handle of a cell that is run again."""
+    project = accelerator.project_configuration
+    for handle in list(_registered):
+        other = handle.project
+        if project.automatic_checkpoint_naming and other == accelerator.project_dir and not handle.closed:
+            logger.warning("the registration of an earlier Accelerator for %s ends: this one takes its place", other)
+            handle.end()
 
 
 @dataclass(frozen=True)
@@ -109,8 +126,10 @@ class Handle:
         self._prepare_data_loader: Callable[..., Any] = accelerator.prepare_data_loader
         self._load_state: Callable[..., None] = accelerator.load_state
         self._end_training: Callable[[], None] = accelerator.end_training
+        self._free_memory: Callable[..., Any] = accelerator.free_memory
         self._stand_ins = StandIns(accelerator, {name: getattr(self, name) for name in _REPLACED})
         accelerator._safe_ckpt = self
+        _registered.add(self)
         self.prepare()
 
     def save_state(
@@ -249,6 +268,20 @@ class Handle:
         finally:
             self._end_training()
 
+    def free_memory(self, *objects: Any) -> Any:
+        """Stands in for ``Accelerator.free_memory`` and ``clear``: finishes what is in flight and gives the directory back.
+
+        To save again with this Accelerator, ``register`` it again.
+
+        Raises:
+            SafeCheckpointError: a save failed and nobody was told yet. The memory is freed all the same.
+        """
+        try:
+            self._finish()
+        finally:
+            objects = self._free_memory(*objects)
+        return objects
+
     def wait(self) -> None:
         """Wait until everything in flight is committed.
 
@@ -280,6 +313,16 @@ class Handle:
         finally:
             self._restore()
 
+    def end(self) -> None:
+        """Finish what is in flight and give the directory back. The Accelerator stays registered: its saves raise."""
+        self._finish()
+
+    @property
+    def project(self) -> str | None:
+        """The project directory that is held for automatically named checkpoints; None where these are named by hand."""
+        project = self._accelerator.project_configuration
+        return self._accelerator.project_dir if project.automatic_checkpoint_naming else None
+
     def __enter__(self) -> Self:
         return self
 
@@ -294,7 +337,7 @@ class Handle:
 
     @property
     def closed(self) -> bool:
-        """Whether ``end_training`` or ``remove`` was called."""
+        """Whether ``end_training``, ``free_memory`` or ``remove`` was called."""
         return self._closed
 
     @property

@@ -46,8 +46,6 @@ def check(accelerator: Any, config: CheckpointConfig) -> None:
     if project.automatic_checkpoint_naming and accelerator.project_dir is None:
         message = "automatic_checkpoint_naming needs it: it is where the checkpoints go"
         raise ConfigError(key="ProjectConfiguration.project_dir", message=message)
-    if getattr(accelerator, "_safe_ckpt", None) is not None:
-        raise ConfigError(key="accelerator", message="it is registered already: use that handle, or remove() it first")
 
 
 def retention(accelerator: Any, config: CheckpointConfig) -> Retention:

@@ -29,9 +29,13 @@ class Board:
         op_id: unique to this save.
         writers: the ranks that have something to write.
         check: called while waiting; raises when the save is to be given up.
+        entry: the agreement that it began with.
     """
 
-    def __init__(self, session: Session, channel: Channel, op_id: str, writers: Sequence[int], check: Check) -> None:
+    def __init__(
+        self, session: Session, channel: Channel, op_id: str, writers: Sequence[int], check: Check, entry: int
+    ) -> None:
+        self._entry = entry
         self._session = session
         self._channel = channel
         self._check = check
@@ -86,7 +90,7 @@ class Board:
                 # One that reported and died afterwards is not missed.
                 reported = self._reported()
                 needed = [rank for rank in self._writers if rank not in reported]
-                self._session.check(needed)
+                self._check_peers(needed)
 
     def conclude(self, verdict: Mapping[str, Any]) -> None:
         """Rank 0: publish what came of it. ``prepared`` is set too, so that whoever waits there wakes up."""
@@ -104,6 +108,18 @@ class Board:
         found = self._get("verdict", "commit", timeout_s)
         self._channel.acknowledge(f"{self._prefix}/read", phase="commit")
         return found
+
+    def leave(self) -> None:
+        """Another rank: it gives up, and could not say so."""
+        self._session.leave(self._entry)
+
+    def _check_peers(self, needed: Sequence[int]) -> None:
+        self._session.check(needed)
+        gone = tuple(rank for rank in self._session.have_left(self._entry) if rank in needed)
+        if gone:
+            raise PeerLostError(
+                phase="write", ranks=gone, reason="it gave this save up while it could not reach rank 0"
+            )
 
     def failed_elsewhere(self) -> SafeCheckpointError | None:
         """What another rank failed with, so that this one can stop working for a save that will not be."""
@@ -140,7 +156,7 @@ class Board:
     def _get(self, name: str, phase: str, timeout_s: float, needed: Sequence[int] = (0,)) -> Any:
         def check() -> None:
             self._check()
-            self._session.check(needed)
+            self._check_peers(needed)
 
         value = self._channel.get(f"{self._prefix}/{name}", phase=phase, wait_s=timeout_s, check=check)
         return json.loads(value) if value else {}

@@ -209,6 +209,7 @@ class Engine:
             handle=handle,
             started=started,
             agreed_s=agreed_s,
+            entry=self.session.entry,
         )
         op.error = SaveError(name=op.name, cause="interrupted", rank=self.rank, phase="snapshot")
         try:

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,11 +24,33 @@ if TYPE_CHECKING:
     from safe_ckpt.core.meeting import Machine
 
 logger = logging.getLogger(__name__)
-Errand = Callable[[KeyValues], None]
 _QUICKEST_S = 0.5
 _SLOWEST_S = 5.0
 _MARGIN_S = 2.0
 _PHASE = "heartbeat"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Beat:
+    """What a rank says of itself.
+
+    Attributes:
+        count: goes up.
+        progress: changes as long as bytes move.
+        left: the newest entry of the log that it has given up, -1 for none.
+    """
+
+    count: int
+    progress: int
+    left: int
+
+    @classmethod
+    def of(cls, value: bytes) -> _Beat:
+        count, progress, left = value.split()
+        return cls(count=int(count), progress=int(progress), left=int(left))
+
+    def __str__(self) -> str:
+        return f"{self.count} {self.progress} {self.left}"
 
 
 class Heartbeat:
@@ -62,7 +85,7 @@ class Heartbeat:
         self._lost: dict[int, str] = {}
         self._ended: set[int] = set()
         self._heard = self._awake = time.monotonic()
-        self._errands: list[Errand] = []
+        self._left = -1
         self._stop = threading.Event()
         self.observe(stall_s, interval_s)
         self._thread = threading.Thread(target=self._run, name="safe_ckpt-beat", daemon=True)
@@ -90,14 +113,20 @@ class Heartbeat:
         """Whether the store's host is heard of."""
         return 0 not in self._lost
 
-    def run_errand(self, errand: Errand) -> None:
-        """Have something told to the store's host as soon as it can be reached. On any thread; never waits."""
-        self._errands.append(errand)
+    def leave(self, entry: int) -> None:
+        """This rank takes part no more in what was agreed as ``entry``; rank 0 hears of it with the next beat that arrives."""
+        self._left = max(self._left, entry)
+
+    def have_left(self, entry: int) -> tuple[int, ...]:
+        """On rank 0: the ranks that take part no more in what was, or is to be, agreed as ``entry``."""
+        return tuple(rank for rank, beat in self._beats().items() if beat.left >= entry)
 
     def progress(self) -> int:
         """The sum of what the watched ranks sent along."""
-        # A value is "count progress"; what has not arrived yet is no progress.
-        return sum(int(value.split()[1]) for value, _ in list(self._seen.values()) if value)
+        return sum(beat.progress for beat in self._beats().values())
+
+    def _beats(self) -> dict[int, _Beat]:
+        return {rank: _Beat.of(value) for rank, (value, _) in dict(self._seen).items() if value}
 
     def lost(self) -> int:
         """How many ranks are lost."""
@@ -121,7 +150,6 @@ class Heartbeat:
             try:
                 self._beat(count)
                 self._look()
-                self._run_errands()
             except (PeerLostError, KeyTimeout) as error:
                 self._judge_silence(str(error))
             except Exception:  # whatever it is: without this thread the others would take this rank for lost
@@ -140,7 +168,8 @@ class Heartbeat:
     def _beat(self, count: int) -> None:
         # Rank 0 passes on what it hears: the others watch it alone.
         progress = self._progress() + (self.progress() if self._rank == 0 else 0)
-        self._call(lambda store: store.set(f"beat/{self._rank}", f"{count} {progress}"))
+        beat = _Beat(count=count, progress=progress, left=self._left)
+        self._call(lambda store: store.set(f"beat/{self._rank}", str(beat)))
 
     def _call(self, operation: Callable[[KeyValues], object]) -> object:
         found = self._channel.call(operation, phase=_PHASE, check=self._judge_silence)
@@ -184,12 +213,6 @@ class Heartbeat:
                 self._find(rank)
             elif now - since >= self._limit_s and state not in ("R", "S", "D"):
                 self._lose(rank, f"no sign of life for {now - since:.1f} s")
-
-    def _run_errands(self) -> None:
-        while self._errands:
-            errand = self._errands[0]
-            self._call(errand)
-            self._errands.remove(errand)
 
     def _state(self, rank: int) -> str:
         # A late count proves nothing about a process that the kernel calls runnable or in I/O.

@@ -118,7 +118,7 @@ class Phases:
         return info
 
     def _follow(self) -> CheckpointInfo:
-        op = self._op
+        op, reporting = self._op, False
         if self._rank in op.writers:
             try:
                 if op.error is not None:
@@ -126,13 +126,25 @@ class Phases:
                 self._board.await_prepared(self._left_s())
                 if self._board.failed_elsewhere() is None:
                     self._await_folder()
-                    self._board.report(self._write())
+                    report = self._write()
+                    reporting = True
+                    self._board.report(report)
+            except PeerLostError as error:
+                self._board.leave()
+                if not reporting:
+                    raise
+                # Rank 0 may have heard it all the same, and committed.
+                raise CommitOutcomeUnknown(name=op.name, cause=str(error), phase="commit") from error
             except Exception as error:
-                ours = self._named(error, "write")
-                if isinstance(error, PeerLostError):
-                    raise ours from error
-                self._board.report({"error": to_wire(ours, rank=self._rank, phase="write")})
+                self._report_failure(self._named(error, "write"))
         return self._read_verdict()
+
+    def _report_failure(self, error: SafeCheckpointError) -> None:
+        try:
+            self._board.report({"error": to_wire(error, rank=self._rank, phase="write")})
+        except PeerLostError:
+            self._board.leave()
+            raise error from None
 
     def _read_verdict(self) -> CheckpointInfo:
         try:

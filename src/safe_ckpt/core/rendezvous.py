@@ -164,6 +164,7 @@ class Session:
         self._pid = os.getpid()
         self._cursor = 0
         self._unsettled = False
+        self._together: int | None = None
         self._closed = False
         self._heartbeat: Heartbeat | None = None
         if found is None:
@@ -221,12 +222,37 @@ class Session:
         self._catch_up(kind)
         mine = {"kind": kind, **{key: str(value) for key, value in view.items()}}
         needed = [0] if self.rank else range(1, self.size)
-        step = Step(self._calls, self.rank, self.size, self._cursor, kind, timeout_s, lambda: self.check(needed))
+        since, self._together = self._cursor if self._together is None else self._together, None
+
+        def check() -> None:
+            if gone := self.have_left(since):
+                raise RendezvousTimeout(phase=kind, seconds=timeout_s, missing=gone)
+            self.check(needed)
+
+        step = Step(self._calls, self.rank, self.size, self._cursor, kind, timeout_s, check)
         # Used up, whatever happens: on every rank the next call belongs to the next entry.
         self._cursor += 1
         if self.rank == 0:
             return self._lead(step, mine, answer, decide)
         return self._follow(step, mine, answer)
+
+    @property
+    def entry(self) -> int:
+        """The number of the newest agreement."""
+        return self._cursor - 1
+
+    def keep_together(self) -> None:
+        """The next agreement belongs to the one before it: a rank that has left that one will not come to this one either."""
+        self._together = self.entry
+
+    def leave(self, entry: int) -> None:
+        """This rank gives up what was agreed as ``entry``, where it could not say so: rank 0 hears of it when it can."""
+        if self._heartbeat is not None and self.rank != 0:
+            self._heartbeat.leave(entry)
+
+    def have_left(self, entry: int) -> tuple[int, ...]:
+        """On rank 0: the ranks that have given up what was agreed as ``entry``, or something later."""
+        return self._heartbeat.have_left(entry) if self._heartbeat is not None and self.rank == 0 else ()
 
     def refuse_fork(self, what: str) -> None:
         """Raise ``ForkedError`` in a forked child: nothing that answers is there."""
@@ -337,31 +363,34 @@ class Session:
         return result
 
     def _follow(self, step: Step, mine: Mapping[str, str], answer: object) -> Any:
-        self._unsettled = True
-        entry = self._await_entry(step)
-        step.answer({"answer": answer} if entry == mine else {"view": mine})
+        number = self.entry
         try:
-            # Rank 0 waits timeout_s for the slowest and may take as long to decide: it names who is missing, not we.
-            verdict = step.get("/verdict", patience=2)
-        except KeyTimeout:
-            raise RendezvousTimeout(phase=f"{step.kind}: verdict", seconds=2 * step.timeout_s, missing=(0,)) from None
-        share = step.take_share() if verdict.get("shared") else None
-        self._unsettled = False
+            entry = self._await_entry(step)
+            step.answer({"answer": answer} if entry == mine else {"view": mine})
+            verdict = self._await_verdict(step)
+            share = step.take_share() if verdict.get("shared") else None
+        except BaseException:
+            # Rank 0 may come to it later, wait for this rank in it, or go on without knowing that this one does not.
+            self._unsettled = True
+            self.leave(number)
+            raise
         self._calls.acknowledge("log/read", phase=step.kind)
         if "error" in verdict:
             raise from_wire(verdict["error"])
         return share if verdict.get("shared") else verdict["ok"]
 
+    def _await_verdict(self, step: Step) -> Any:
+        try:
+            # Rank 0 waits timeout_s for the slowest and may take as long to decide: it names who is missing, not we.
+            return step.get("/verdict", patience=2)
+        except KeyTimeout:
+            raise RendezvousTimeout(phase=f"{step.kind}: verdict", seconds=2 * step.timeout_s, missing=(0,)) from None
+
     def _await_entry(self, step: Step) -> Any:
         try:
             return step.get("")
-        except BaseException as error:
-            # Rank 0 may come to it later, or sit in it right now and see nothing of what happened here.
-            if self._heartbeat is not None:
-                self._heartbeat.run_errand(step.farewell())
-            if isinstance(error, KeyTimeout):
-                raise RendezvousTimeout(phase=step.kind, seconds=step.timeout_s, missing=(0,)) from None
-            raise
+        except KeyTimeout:
+            raise RendezvousTimeout(phase=step.kind, seconds=step.timeout_s, missing=(0,)) from None
 
     def _expect_reads(self, count: int) -> None:
         self.reads["log/read"] = self.reads.get("log/read", 0) + count

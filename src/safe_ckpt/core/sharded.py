@@ -146,6 +146,7 @@ class ShardPlanner:
             if problem is not None and not isinstance(error, CoordinationError):
                 raise problem from None
             raise
+        self._engine.session.keep_together()
         for folder, item in local.items():
             kept = share[folder]["kept"]
             if kept is None:

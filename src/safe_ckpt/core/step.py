@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from safe_ckpt.core.channel import Channel, Check, KeyTimeout
 from safe_ckpt.core.sealed import KeyValues
 from safe_ckpt.errors import RendezvousTimeout
-
-_GAVE_UP = {"gave up": True}
 
 
 class Step:
@@ -53,21 +51,11 @@ class Step:
 
         self._channel.call(arrive, phase=self.kind)
 
-    def farewell(self) -> Callable[[KeyValues], None]:
-        """Another rank that has given up on this entry: how to tell rank 0, which need not wait for it then."""
-        prefix, rank = self._prefix, self._rank
-
-        def leave(store: KeyValues) -> None:
-            store.set(f"{prefix}/{rank}", json.dumps(_GAVE_UP))
-            store.set(f"{prefix}/all", "")
-
-        return leave
-
     def answers(self, mine: Mapping[str, str]) -> dict[int, Any]:
         """Append the entry and collect what every other rank answers to it.
 
         Raises:
-            RendezvousTimeout: some did not answer in time, or gave up before this rank came; names them.
+            RendezvousTimeout: some did not answer in time; names them.
         """
         if not self._others:
             return {}
@@ -75,16 +63,10 @@ class Step:
         try:
             self._channel.get(f"{self._prefix}/all", phase=self.kind, wait_s=self.timeout_s, check=self._check)
         except KeyTimeout:
-            self._refuse_missing(self._answered())
-        found = self._answered()
-        if len(found) < len(self._others) or any(answer == _GAVE_UP for answer in found.values()):
-            self._refuse_missing(found)
-        return found
-
-    def _refuse_missing(self, found: Mapping[int, Any]) -> None:
-        gone = tuple(rank for rank in self._others if found.get(rank) == _GAVE_UP)
-        missing = gone or tuple(rank for rank in self._others if rank not in found)
-        raise RendezvousTimeout(phase=self.kind, seconds=self.timeout_s, missing=missing)
+            found = self._answered()
+            missing = tuple(rank for rank in self._others if rank not in found)
+            raise RendezvousTimeout(phase=self.kind, seconds=self.timeout_s, missing=missing) from None
+        return self._answered()
 
     def _answered(self) -> dict[int, Any]:
         keys = {rank: f"{self._prefix}/{rank}" for rank in self._others}
@@ -117,8 +99,8 @@ class Step:
         return f"{self._prefix}/share/{rank}"
 
     def present(self) -> int:
-        """How many ranks have answered, and not given up."""
-        return sum(answer != _GAVE_UP for answer in self._answered().values()) if self._others else 0
+        """How many ranks have answered."""
+        return len(self._answered()) if self._others else 0
 
     def forget(self) -> None:
         """Drop what nobody needs any more: these answers, and the entry before, whose verdict all have read."""

@@ -19,7 +19,7 @@ from safe_ckpt.deepspeed.places import Places, checked_tag
 from safe_ckpt.events import Hook
 
 _OWNER = "a DeepSpeed engine that install() took; its destroy(), or handle.remove(), frees it"
-_REPLACED = ("save_checkpoint", "load_checkpoint")
+_REPLACED = ("save_checkpoint", "load_checkpoint", "destroy")
 
 
 def install(
@@ -27,8 +27,8 @@ def install(
 ) -> Handle:
     """Make a DeepSpeed engine's checkpoints safe and asynchronous. Every rank calls this, after ``deepspeed.initialize``.
 
-    ``save_checkpoint`` and ``load_checkpoint`` of this one object are replaced until ``handle.remove()``; they take what they
-    took and return what they returned::
+    ``save_checkpoint``, ``load_checkpoint`` and ``destroy`` of this one object are replaced until ``handle.remove()``; they
+    take what they took and return what they returned. Installed again, it is first taken back::
 
         engine, *_ = deepspeed.initialize(model=model, config=ds_config)
         handle = install(engine)
@@ -50,8 +50,8 @@ def install(
         DesyncError: the ranks were given different settings.
         RendezvousTimeout: some ranks did not call this.
     """
-    earlier = getattr(engine, "_safe_ckpt", None)
-    if earlier is not None and earlier.closed:
+    earlier: Handle | None = getattr(engine, "_safe_ckpt", None)
+    if earlier is not None:
         earlier.remove()
     settings = config_of_all(config)
     support.check(engine, settings)
@@ -74,6 +74,7 @@ class Handle:
         self._core = Engine(config, hooks=hooks, owner=_OWNER)
         self._places = Places(self._core, config.retention)
         self._load_checkpoint = engine.load_checkpoint
+        self._destroy: Callable[[], None] = engine.destroy
         self._stand_ins = StandIns(engine, {name: getattr(self, name) for name in _REPLACED})
         engine._safe_ckpt = self
 
@@ -185,6 +186,18 @@ class Handle:
         )
         return cast("tuple[str | None, Any]", found)
 
+    def destroy(self) -> None:
+        """Stands in for ``DeepSpeedEngine.destroy``: finishes what is in flight and gives the directories back first.
+
+        Raises:
+            SafeCheckpointError: a save failed and nobody was told yet. The engine is destroyed all the same.
+        """
+        try:
+            self._closed = True
+            self._core.close()
+        finally:
+            self._destroy()
+
     def wait(self) -> None:
         """Wait until everything in flight is committed.
 
@@ -220,7 +233,7 @@ class Handle:
 
     @property
     def closed(self) -> bool:
-        """Whether ``remove`` was called."""
+        """Whether ``destroy`` or ``remove`` was called."""
         return self._closed
 
     def _restore(self) -> None:

@@ -14,8 +14,6 @@ def check(engine: Any, config: CheckpointConfig) -> None:
     Raises:
         ConfigError: names the setting.
     """
-    if getattr(engine, "_safe_ckpt", None) is not None:
-        raise ConfigError(key="engine", message="it is installed already: use that handle, or remove() it first")
     check_engine(engine)
     check_settings(config)
 

@@ -1,0 +1,118 @@
+"""What nobody holds any more is gone, on every rank, whenever Python gets round to it; what is held is named."""
+
+import gc
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accelerate_runs import make
+from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, set_up_directory
+from safe_ckpt.accelerate import register
+from safe_ckpt.core.rendezvous import _open, open_session
+from safe_ckpt.errors import ClosedError, DirectoryInUseError
+from safe_ckpt.testing import spawn_ranks, values
+
+TIMES = Timeouts(lengthy_s=30, barrier_s=20, peer_stall_s=5, shutdown_s=5)
+CONFIG = CheckpointConfig(timeouts=TIMES)
+
+
+def _drop_at_different_times(rank, folder, early):
+    gc.disable()  # from here on what is in a cycle goes when this says so
+    steps = []
+    for step in range(1, 5):
+        ckpt = Checkpointer(folder, CONFIG)
+        steps.append(ckpt.save(step, {"x": step}).result(timeout_s=20).step)
+        if rank != early:
+            ckpt.itself = ckpt  # only Python's collector will find it
+        del ckpt
+        dist.barrier()
+    return steps, len(_open)
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_dropped_checkpointer_may_be_collected_when_it_likes(tmp_path, early):
+    """Dropped without close(), gone at once on one rank and in a cycle on the others: the next one works, again and again."""
+    for steps, _ in values(spawn_ranks(_drop_at_different_times, 3, tmp_path, early)):
+        assert steps == [1, 2, 3, 4]
+
+
+def _hold_on(rank, folder):
+    first = Checkpointer(folder, CONFIG)
+    with pytest.raises(DirectoryInUseError) as caught:
+        Checkpointer(folder, CONFIG)
+    step = first.save(1, {"x": 1}).result(timeout_s=20).step
+    first.close()
+    return str(caught.value), step
+
+
+def test_what_is_held_says_what_frees_it(tmp_path):
+    """A second one beside one that lives: refused on every rank, with what holds it and the call that frees it."""
+    for said, step in values(spawn_ranks(_hold_on, 2, tmp_path)):
+        assert "a Checkpointer; its close() frees it" in said
+        assert step == 1
+
+
+def _one_has_it_no_more(rank):
+    """Some ranks have the session, others released it: they find each other in a new one."""
+    first = open_session(None, TIMES)
+    kept = open_session(None, TIMES)
+    assert kept is first
+    first.release()
+    if rank == 1:
+        kept.release()  # the last user here, not there
+    second = open_session(None, TIMES)
+    found = second.agree("x", {}, timeout_s=10, answer=rank, decide=sum)
+    same = second is kept
+    third = open_session(None, TIMES)
+    assert third is second
+    for session in (second, third, *([] if rank == 1 else [kept])):
+        session.release()
+    return found, same, len(_open)
+
+
+def test_a_session_serves_again_only_where_all_have_it():
+    """One rank closed it: all meet anew; when all have it, it is the same one, and in the end nothing is left."""
+    assert values(spawn_ranks(_one_has_it_no_more, 3)) == [(3, False, 0)] * 3
+
+
+def _set_up_and_go_on(rank, folder):
+    set_up_directory(folder, mode="fresh", timeout_s=20)
+    with Checkpointer(folder, CONFIG) as ckpt:
+        alone = len(_open)
+        return ckpt.save(1, {"x": 1}).result(timeout_s=20).step, alone
+
+
+def test_one_session_serves_what_comes_one_after_the_other(tmp_path):
+    """set_up_directory leaves its session to the Checkpointer that follows."""
+    assert values(spawn_ranks(_set_up_and_go_on, 2, tmp_path / "exp")) == [(1, 1)] * 2
+
+
+def _notebook(rank, folder):
+    """The cell that makes an Accelerator, run three times with its variables still bound, and free_memory() at the end."""
+    os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    counts = []
+    for _ in range(3):
+        accelerator = make(folder)
+        handle = register(accelerator, CONFIG)
+        model = torch.nn.Linear(2, 2)
+        accelerator._models.append(model)
+        accelerator.save_state()
+        handle.wait()
+        counts.append(len(list((folder / "checkpoints").iterdir())))
+    again = register(accelerator, CONFIG)  # only this line of it
+    assert handle.closed
+    assert not again.closed
+    accelerator.free_memory()
+    with pytest.raises(ClosedError):
+        accelerator.save_state()
+    with Checkpointer(folder / "checkpoints", CONFIG) as ckpt:
+        assert ckpt.save(1, {"x": 1}).result(timeout_s=20).step == 1
+    return counts
+
+
+def test_a_cell_that_is_run_again_takes_the_directory(tmp_path):
+    """register() in a cell that is run again ends the registration before it; free_memory() gives the directory back."""
+    for counts in values(spawn_ranks(_notebook, 2, tmp_path)):
+        assert counts[0] == 1
