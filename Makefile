@@ -25,15 +25,19 @@ demo: .venv/ready  ## train on real data, kill the job again and again, compare 
 # Two at a time: most of them wait for something most of the time. The short ones first.
 TWO := -q -n 2 --dist worksteal
 SHORT := tests/unit tests/typing tests/docs
+# The tests of one file share a SLURM: they stay together.
+BY_FILE := -q -n 2 --dist loadfile
 LONG := tests/multirank tests/adapters tests/faults
 
 test: .venv/ready  ## unit, documentation, several ranks, adapters, faults: every promise, of the long sweeps a sample
 	$(BIN)/python -m pytest $(TWO) $(SHORT)
 	$(BIN)/python -m pytest $(TWO) $(LONG)
+	$(BIN)/python -m pytest $(BY_FILE) tests/schedulers
 
 test-all: .venv/ready  ## the same with the tests marked thorough
 	$(BIN)/python -m pytest $(TWO) --all $(SHORT)
 	$(BIN)/python -m pytest $(TWO) --all $(LONG)
+	$(BIN)/python -m pytest $(BY_FILE) --all tests/schedulers
 
 faults: .venv/ready  ## the whole fault matrix, printed with counts: about 20 minutes
 	SAFE_CKPT_THOROUGH=1 $(BIN)/python -m pytest -q tests/faults

@@ -1,5 +1,6 @@
 """The private parts of Lightning that the adapter leans on: when one of these fails, the adapter needs a look."""
 
+import importlib
 import inspect
 
 import pytest
@@ -77,6 +78,12 @@ def test_the_seams_of_the_trainer_exist(name):
     assert hasattr(loop, "min_epochs")
     assert hasattr(loop.epoch_loop, "min_steps")
     assert callable(trainer._signal_connector._sigterm_notifier_fn)
+    assert list(inspect.signature(trainer._signal_connector._slurm_sigusr_handler_fn).parameters) == ["signum", "_"]
+    assert connector._hpc_resume_path is None
+    assert list(inspect.signature(connector.hpc_save_path).parameters) == ["folderpath"]
+    assert hasattr(trainer._accelerator_connector, "cluster_environment")
+    slurm = importlib.import_module(f"{name}.plugins.environments").SLURMEnvironment
+    assert {"auto_requeue", "requeue_signal"} <= set(inspect.signature(slurm).parameters)
     assert hasattr(loop.epoch_loop.batch_progress, "is_last_batch")
     assert hasattr(loop, "_combined_loader")
     assert type(trainer.strategy).save_checkpoint.__qualname__ == "Strategy.save_checkpoint"

@@ -18,6 +18,14 @@ NOT_RUN = {
     ("README.md", "   kill | at step | within a save"),
     ("docs/PERFORMANCE.md", "make bench "),
     ("docs/reference/configuration.md", "python train.py fit "),
+    # tests/schedulers run these.
+    ("docs/clusters.md", "#!/bin/bash\n#SBATCH"),
+    ("docs/clusters.md", "$ sbatch job.sbatch python train.py"),
+    ("docs/clusters.md", "$ sbatch job.sbatch python train_lightning.py"),
+    ("docs/clusters.md", "#!/bin/bash\n# The same on every host"),
+    ("docs/clusters.md", "$ bash host.sh"),
+    ("docs/clusters.md", "apiVersion: batch/v1"),
+    ("docs/clusters.md", "$ kubectl apply"),
 }
 
 

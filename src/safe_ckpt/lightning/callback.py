@@ -18,7 +18,7 @@ from safe_ckpt.core.root import HIDDEN
 from safe_ckpt.core.weights import parse_size
 from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.events import Hook
-from safe_ckpt.lightning import continuation, resuming
+from safe_ckpt.lightning import continuation, requeueing, resuming
 from safe_ckpt.lightning.arguments import check_arguments, refuse_remote
 from safe_ckpt.lightning.bases import ModelCheckpoint
 from safe_ckpt.lightning.bookkeeping import Intents, Shadow, known_paths, reconcile
@@ -212,12 +212,23 @@ class SafeCheckpointCallback(ModelCheckpoint):
             return
         saver.land()
         directory = saver.auto_directory or self._directory
-        if not saver.has_whole(directory, trainer.global_step):
-            path = str(directory / f"{STOPPED_NAME}{self.FILE_EXTENSION}")
-            saver.save(Intents(saves=[path]), self, Shadow.of(self), weights_only=False, wait=False)
+        path = directory / f"{STOPPED_NAME}{self.FILE_EXTENSION}"
+        due = not saver.has_whole(directory, trainer.global_step)
+        if saver.agree_on_requeue() and saver.auto_directory is None:
+            path, due = requeueing.save_path(trainer), True  # the one file that the requeued job will look for
+        if due:
+            saver.save(Intents(saves=[str(path)]), self, Shadow.of(self), weights_only=False, wait=False)
         saver.stopping = True
         saver.settle()
         end_fit(trainer)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Everything is committed and no directory is held: SLURM may end the job now, if it is to be requeued."""
+        super().teardown(trainer, pl_module, stage)
+        saver = self._saver
+        if saver is not None and saver.stopper is self and saver.requeue_due:
+            saver.requeue_due = False
+            requeueing.requeue(trainer)
 
     def _should_skip_saving_checkpoint(self, trainer: Any) -> bool:
         stopping = self._saver is not None and self._saver.stopping

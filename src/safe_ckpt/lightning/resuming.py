@@ -17,7 +17,8 @@ from safe_ckpt.core.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.root import Root
 from safe_ckpt.core.select import Candidate
 from safe_ckpt.core.verify import verify_if_ours, verify_share
-from safe_ckpt.errors import ConfigError, CorruptCheckpointError, SafeCheckpointError
+from safe_ckpt.errors import ConfigError, CorruptCheckpointError, NoValidCheckpointError, SafeCheckpointError
+from safe_ckpt.lightning import requeueing
 from safe_ckpt.lightning.peek import peek
 from safe_ckpt.lightning.sharding import facts_file, is_sharded_directory
 
@@ -42,7 +43,7 @@ class Resumer(Protocol):
 
     auto_directory: Path | None
 
-    def resume_from(self, directory: Path, suffix: str) -> Path | None:
+    def resume_from(self, directory: Path, suffix: str, rival: Path | None) -> Path | None:
         """Choose, on all ranks."""
 
 
@@ -64,8 +65,9 @@ def arrange(trainer: Any, saver: Resumer, directory: Path, suffix: str) -> None:
 
     def restore(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
         connector.__dict__.pop("_restore_modules_and_callbacks", None)
-        if checkpoint_path is None:
-            chosen = saver.resume_from(directory, suffix)
+        rival = requeueing.resume_path(trainer) if checkpoint_path is not None else None
+        if checkpoint_path is None or (rival is not None and rival == Path(os.path.abspath(checkpoint_path))):
+            chosen = saver.resume_from(directory, suffix, rival)
             checkpoint_path = str(chosen) if chosen is not None else None
         original(checkpoint_path, *args, **kwargs)
 
@@ -94,6 +96,24 @@ def choose(engine: Engine, root: Root, suffix: str) -> Path | None:
     if not info.verified:
         logger.warning("%s was written by another tool and carries no checksums: resuming unverified", info.path)
     return info.path
+
+
+def choose_beside(engine: Engine, root: Root, suffix: str, rival: Path) -> Path | None:
+    """As ``choose``; None also when ``rival``, from which Lightning would go on, is of a later step, or is all there is."""
+    try:
+        chosen = choose(engine, root, suffix)
+    except NoValidCheckpointError as error:
+        logger.warning("resuming from %s, which Lightning saved: %s", rival, error)
+        return None
+    if chosen is None:
+        return None
+    ours = engine.agree("rival", {"path": rival}, decide=lambda _: _step(chosen) >= _step(rival))
+    return chosen if ours else None
+
+
+def _step(path: Path) -> int:
+    seen = peek(facts_file(path))
+    return seen.step if seen is not None else -1
 
 
 def listed(directory: Path, suffix: str) -> list[Candidate]:

@@ -30,7 +30,7 @@ from safe_ckpt.errors import (
     to_wire,
 )
 from safe_ckpt.events import Hook
-from safe_ckpt.lightning import dumping, overlapping, resuming, sharding, stopping
+from safe_ckpt.lightning import dumping, overlapping, requeueing, resuming, sharding, stopping
 from safe_ckpt.lightning.bookkeeping import Intents, Shadow
 from safe_ckpt.lightning.io import SafeCheckpointIO
 from safe_ckpt.lightning.scalars import LoggerScalars
@@ -72,6 +72,7 @@ class TrainerSaver:
         training: whether the training loop has begun: before that there is nothing to continue.
         stopping: whether a signal ended the run: what is saved after that would stand in the way of the resume.
         stopper: the callback that asks for signals, the last one, when all others have saved what was due.
+        requeue_due: whether the job goes back into SLURM's queue when ``fit`` is over.
     """
 
     def __init__(self, trainer: Any, config: CheckpointConfig, io: SafeCheckpointIO) -> None:
@@ -86,6 +87,8 @@ class TrainerSaver:
         self.training = False
         self.stopping = False
         self.stopper: Owner | None = None
+        self.requeue_due = False
+        self._wish = requeueing.Wish()
         self._last_whole: SaveHandle | None = None
         self._shards = self._shard_planner()
         self._roots: dict[Path, Root] = {}
@@ -305,11 +308,21 @@ class TrainerSaver:
             )
         return found
 
-    def resume_from(self, directory: Path, suffix: str) -> Path | None:
-        """The newest valid checkpoint in a held directory, verified on all ranks; None on a fresh run."""
-        self.resumed_from = resuming.choose(self.engine, self._roots[directory], suffix)
+    def resume_from(self, directory: Path, suffix: str, rival: Path | None) -> Path | None:
+        """The newest valid checkpoint in a held directory, verified on all ranks; None on a fresh run.
+
+        Args:
+            directory: the directory.
+            suffix: of its files.
+            rival: a file that Lightning would resume from; taken when it is the newer one.
+        """
+        root = self._roots[directory]
+        if rival is None:
+            self.resumed_from = resuming.choose(self.engine, root, suffix)
+        else:
+            self.resumed_from = resuming.choose_beside(self.engine, root, suffix, rival)
         self._io.trusted = self.resumed_from
-        return self.resumed_from
+        return self.resumed_from or rival
 
     def end(self) -> None:
         """Finish what is in flight and end the pipeline. After an exception nothing here raises: that one is to be seen."""
@@ -344,7 +357,15 @@ class TrainerSaver:
             state: dict[str, Any] = {"module": self._trainer.lightning_module}
             state.update({f"optimizer {number}": one for number, one in enumerate(self._trainer.optimizers)})
             self.engine.prepare(items.expected_bytes(state, rank=self.rank))
-            self.engine.watch_signals(stopping.without_notifier)
+            self.engine.watch_signals(self._wish.take_from(stopping.without_lightnings))
+
+    def agree_on_requeue(self) -> bool:
+        """Whether the signal that ended the run was the one at which Lightning requeues the job. Every rank calls this."""
+        with self._within():
+            self.requeue_due = self.engine.agree(
+                "requeue", {}, answer=self._wish.made, decide=lambda answers: any(answers.values())
+            )
+        return self.requeue_due
 
     def claim_continuation(self) -> bool:
         """True for the first callback that asks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 STOPPED_NAME = "stopped"
@@ -21,20 +22,32 @@ def restore(trainer: Any) -> None:
     trainer.fit_loop.epoch_loop.__dict__.pop("_should_check_val_fx", None)
 
 
-def without_notifier(handler: Any) -> Any:
-    """A signal handler without the part that Lightning puts in front of it for SIGTERM.
+def without_lightnings(handler: Any, without: Mapping[str, Callable[[], None]]) -> Any:
+    """A signal handler without what Lightning would do in it. What the user had installed stays.
 
-    That part issues a broadcast from within the handler, which waits for ranks that are somewhere else, and makes the loop
-    raise before anything is saved. Stopping in agreement takes its place. What the user had installed stays.
+    For SIGTERM Lightning issues a broadcast from within the handler, which waits for ranks that are somewhere else, and makes
+    the loop raise before anything is saved. Stopping in agreement takes its place.
+
+    Args:
+        handler: what is installed.
+        without: names of further parts that are left out, with what is called in their place.
     """
     parts = getattr(handler, "signal_handlers", None)
     if parts is None:
         return handler
-    kept = [part for part in parts if getattr(part, "__name__", "") != "_sigterm_notifier_fn"]
+    stand_ins = {"_sigterm_notifier_fn": _do_nothing, **without}
 
     def run(number: int, frame: Any) -> None:
-        for part in kept:
+        for part in parts:
+            stand_in = stand_ins.get(getattr(part, "__name__", ""))
+            if stand_in is not None:
+                stand_in()
+                continue
             if callable(part):
                 part(number, frame)
 
     return run
+
+
+def _do_nothing() -> None:
+    """In the place of a part that is left out."""
