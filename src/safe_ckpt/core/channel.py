@@ -73,7 +73,7 @@ class Channel:
         self._work: _Work | None = None
         self._thread: threading.Thread | None = None
         self._connected = Connected()
-        self._left: list[threading.Thread] = []
+        self._left: list[tuple[threading.Thread, Connected]] = []
 
     def call(
         self, operation: Callable[[KeyValues], _T], *, phase: str, wait_s: float = 0.0, check: Check | None = None
@@ -104,8 +104,10 @@ class Channel:
         return Pending(self, work, connected, future, phase)
 
     def _refuse_too_many(self, phase: str) -> None:
-        self._left = [thread for thread in self._left if thread.is_alive()]
-        if len(self._left) >= _MOST_LEFT:  # a host that is stopped for an hour must not cost a thread every few seconds
+        # A host that is stopped for an hour accepts connections and answers none: that must not cost a thread every few
+        # seconds. What was left in a wait has a connection, and ends by itself.
+        self._left = [(thread, at) for thread, at in self._left if thread.is_alive() and at.at is None]
+        if len(self._left) >= _MOST_LEFT:
             raise PeerLostError(phase=phase, ranks=(0,), reason=f"{self._whose} does not answer")
 
     def get(self, key: str, *, phase: str, wait_s: float, check: Check | None = None) -> bytes:
@@ -196,7 +198,7 @@ class Channel:
                 self._work.put(None)
                 self._work = None
                 if self._thread is not None:
-                    self._left.append(self._thread)
+                    self._left.append((self._thread, self._connected))
 
 
 class Connected:

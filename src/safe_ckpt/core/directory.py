@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from safe_ckpt.config import Timeouts
-from safe_ckpt.core import commit
+from safe_ckpt.core import commit, presence
 from safe_ckpt.core.lock import refuse_if_held
 from safe_ckpt.core.rendezvous import Session, open_session
 from safe_ckpt.core.root import HIDDEN
@@ -125,8 +125,9 @@ def _guarded(act: Callable[[Path, float], str], path: Path, patience_s: float) -
 
 
 def _check_resumable(path: Path, _: float) -> str:
-    if not path.is_dir():
-        reason = "is not a directory" if path.exists() else "does not exist"
+    if not presence.is_directory(path):
+        # What is only not to be seen in this moment is an error of the disk, raised here.
+        reason = "does not exist" if presence.is_gone(path) else "is not a directory"
         raise NoValidCheckpointError(path=str(path), message=f"cannot resume: it {reason}")
     for child in sorted(path.iterdir()):
         if child.name != HIDDEN and looks_like_checkpoint(child):

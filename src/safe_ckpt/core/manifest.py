@@ -233,7 +233,7 @@ class _Bounded:
             raise ValueError(f"a directory of {size} bytes is refused, at most {self.most_bytes} are read")
         data = self._stream.read(size)
         if not 0 <= size <= len(data) and self.tell() < os.fstat(self._stream.fileno()).st_size:
-            raise OSError(errno.EIO, "a read ended before the file does", self._stream.name)  # no damage: unread
+            raise presence.ShortReadError(str(self._stream.name), self.tell())
         return data
 
 
@@ -309,7 +309,7 @@ def _read_file(path: Path) -> bytes:
             raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message="the manifest is too large")
         data = stream.read(MOST_BYTES)
         if len(data) < status.st_size:
-            raise OSError(errno.EIO, "a read ended before the file does", str(path / MANIFEST_NAME))
+            raise presence.ShortReadError(str(path / MANIFEST_NAME), len(data))
         return data
 
 

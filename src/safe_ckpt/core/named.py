@@ -41,11 +41,11 @@ class NamedRoots:
                     self._sequence = max(self._sequence, self._held[earlier].last_sequence)
                     self._engine.let_go(self._held.pop(earlier))
             hidden = path.parent / HIDDEN / _NAMES / path.name
-            self._held[path] = self._engine.hold(path.parent, hidden=hidden, recorded=False)
-        root = self._held[path]
+            root = self._held[path] = self._engine.hold(path.parent, hidden=hidden, recorded=False)
+            self._engine.agree("sequence", {"path": path}, decide=lambda _: root.start_after(_sequence_of(path)))
         self._sequence = max(self._sequence, *(held.last_sequence for held in self._held.values()))
-        root.start_after(max(self._sequence, _sequence_of(path) if self._engine.rank == 0 else 0))
-        return root
+        self._held[path].start_after(self._sequence)
+        return self._held[path]
 
 
 def refuse(path: Path, adapter: str, other: Callable[[Path], str] = lambda _: "", *, empty: bool = False) -> None:
@@ -83,5 +83,9 @@ def refuse(path: Path, adapter: str, other: Callable[[Path], str] = lambda _: ""
 def _sequence_of(path: Path) -> int:
     try:
         return read_manifest(path).sequence
-    except (OSError, SafeCheckpointError):
+    except FileNotFoundError:
+        return 0
+    except DirectoryError:
+        raise
+    except SafeCheckpointError:  # not ours, or damaged: it is replaced, or refused elsewhere
         return 0

@@ -15,6 +15,13 @@ _TAIL_BYTES = (1 << 16) + 22  # of a zip archive: the longest comment, and the e
 _END_RECORD = b"PK\5\6"
 
 
+class ShortReadError(OSError):
+    """A read ended before the file does: a network file system has another file in its cache, or fails. No damage."""
+
+    def __init__(self, path: str, at: int) -> None:
+        super().__init__(errno.EIO, f"a read ended at {at}, before the file does", path)
+
+
 def is_there(path: Path) -> bool:
     """Whether ``path`` exists, links followed.
 
@@ -69,7 +76,7 @@ def ends_as_archive(path: Path) -> bool:
         stream.seek(max(0, size - _TAIL_BYTES))
         tail = stream.read(_TAIL_BYTES)
     if len(tail) < min(size, _TAIL_BYTES):
-        raise OSError(errno.EIO, "a read ended before the file does", str(path))
+        raise ShortReadError(str(path), size - _TAIL_BYTES + len(tail))
     return _END_RECORD in tail
 
 

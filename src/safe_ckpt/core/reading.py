@@ -15,6 +15,7 @@ from pathlib import Path
 
 import xxhash
 
+from safe_ckpt.core.presence import ShortReadError
 from safe_ckpt.core.zip_format import PAGE
 
 _CHUNK = 8 << 20
@@ -136,7 +137,7 @@ class _Source:
             done += count
         if done < size and os.fstat(self._plain).st_size > offset + done:
             # A network file system's cache, or one that fails: that is no shorter file, and says nothing of its bytes.
-            raise OSError(errno.EIO, f"a read ended at {offset + done}, before the file does", self._name)
+            raise ShortReadError(self._name, offset + done)
         return done
 
     def close(self) -> None:

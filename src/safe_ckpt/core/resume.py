@@ -21,6 +21,7 @@ from safe_ckpt.core.directory import await_visible
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo, read_manifest
 from safe_ckpt.core.patience import Patience
+from safe_ckpt.core.presence import ShortReadError
 from safe_ckpt.core.reading import drop_cache
 from safe_ckpt.core.rendezvous import raise_first
 from safe_ckpt.core.root import Root
@@ -37,6 +38,7 @@ from safe_ckpt.errors import (
 
 logger = logging.getLogger(__name__)
 _VISIBLE_S = 60.0
+_PAUSE_S = 0.1
 
 Load = Callable[[Path], Any]
 """Reads one candidate on this rank, verifying what it reads; raises ``CorruptCheckpointError``, of which
@@ -322,12 +324,22 @@ def _read(path: Path, load: Load, patience: Patience) -> Any:
             differed = True
             logger.warning("%s: reading it once more", error)
             drop_cache(path)
-        except FileNotFoundError as error:
-            file = Path(error.filename or "?")
-            if isinstance(error, SafeCheckpointError) or path not in (file, *file.parents):
+        except ShortReadError as error:
+            if over:
                 raise
-            if over or not patience.until_there(file):
-                raise IncompleteCheckpointError(path=str(path), file=file.name, message="is missing") from error
+            logger.info("%s: waiting for it to be seen as it is", error)
+            drop_cache(path)
+            time.sleep(_PAUSE_S)
+        except FileNotFoundError as error:
+            _await_missing(path, error, patience, over=over)
+
+
+def _await_missing(path: Path, error: FileNotFoundError, patience: Patience, *, over: bool) -> None:
+    file = Path(error.filename or "?")
+    if isinstance(error, SafeCheckpointError) or path not in (file, *file.parents):
+        raise error
+    if over or not patience.until_there(file):
+        raise IncompleteCheckpointError(path=str(path), file=file.name, message="is missing") from error
 
 
 def _set_aside(engine: Engine, root: Root, rejected: Mapping[str, str]) -> None:

@@ -21,7 +21,7 @@ from safe_ckpt.core.file_copy import records_in
 from safe_ckpt.core.lock import JobLock
 from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.core.verify import verify
-from safe_ckpt.errors import DirectoryError, SafeCheckpointError
+from safe_ckpt.errors import CorruptCheckpointError, DirectoryError, UnsupportedFormatError
 
 logger = logging.getLogger(__name__)
 
@@ -262,6 +262,6 @@ class Root:
 def _is_complete(path: Path) -> bool:
     try:
         verify(path, read_manifest(path))
-    except (OSError, SafeCheckpointError):
+    except (FileNotFoundError, CorruptCheckpointError, UnsupportedFormatError):
         return False
     return True
