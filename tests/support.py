@@ -58,6 +58,29 @@ def kill_group(process: subprocess.Popen[str], number: signal.Signals = signal.S
     process.wait(timeout=30)
 
 
+HOLD_LOCK = """
+import sys
+from pathlib import Path
+from safe_ckpt.core.lock import JobLock
+lock = JobLock(Path(sys.argv[1]), subject=Path(sys.argv[1]), lease_s=float(sys.argv[2]))
+lock.acquire()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def holding_lock(folder: Path, *, lease_s: float = 60.0, within: tuple[str, ...] = ()):
+    """A process that holds the job lock in ``folder``, started by the command ``within``."""
+    command = [*within, sys.executable, "-c", HOLD_LOCK, str(folder), str(lease_s)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()
+
+
 def flip_bit(file: Path, offset: int) -> None:
     """Change one bit of a file; its size stays."""
     with file.open("r+b") as stream:
@@ -122,7 +145,9 @@ def placements(mesh, choice: int, dims: int) -> list[object]:
 
 
 __all__ = [
+    "HOLD_LOCK",
     "flip_bit",
+    "holding_lock",
     "kill_all",
     "kill_group",
     "needs_root",

@@ -3,8 +3,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -20,39 +18,18 @@ from safe_ckpt.doctor.examined import Examined, known_size
 from safe_ckpt.formats.shelf import find_shelf
 from safe_ckpt.report import reading
 from safe_ckpt.report.existing import list_existing
-
-HOLD = """
-import sys
-from pathlib import Path
-from safe_ckpt.core.lock import JobLock
-lock = JobLock(Path(sys.argv[1]), subject=Path(sys.argv[1]), lease_s=60.0)
-lock.acquire()
-print("held", flush=True)
-sys.stdin.read()
-"""
+from support import holding_lock
 
 
 def run(command, directory, *options):
     return CliRunner().invoke(app, [command, str(directory), *options])
 
 
-@contextlib.contextmanager
-def held(hidden):
-    """A process that holds the lock in ``hidden``."""
-    command = [sys.executable, "-c", HOLD, str(hidden)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout.readline() == "held\n"
-            yield process
-        finally:
-            process.kill()
-
-
 def test_the_lock_of_a_killed_job_keeps_nobody_out(tmp_path):
     """While it lives unlock names it and exits with 1; killed, it is said to be gone, status 0; the next job gets in."""
     hidden = tmp_path / ".safe_ckpt"
     hidden.mkdir()
-    with held(hidden) as job:
+    with holding_lock(hidden) as job:
         said = run("unlock", tmp_path)
         assert (said.exit_code, f"process {job.pid} on host" in said.stdout) == (1, True)
         assert "which is alive" in said.stdout

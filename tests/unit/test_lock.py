@@ -1,6 +1,5 @@
 """Who may have a directory: taken over from the dead at once or when their lease is over, never from the living."""
 
-import contextlib
 import json
 import os
 import signal
@@ -19,17 +18,7 @@ from safe_ckpt.core.lease import Lease
 from safe_ckpt.core.lock import JobLock
 from safe_ckpt.core.root import Root
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
-from support import needs_root
-
-HOLD = """
-import sys
-from pathlib import Path
-from safe_ckpt.core.lock import JobLock
-lock = JobLock(Path(sys.argv[1]), subject=Path(sys.argv[1]), lease_s=float(sys.argv[2]))
-lock.acquire()
-print("held", flush=True)
-sys.stdin.read()
-"""
+from support import HOLD_LOCK, holding_lock, needs_root
 
 
 def of_elsewhere(**facts):
@@ -41,22 +30,10 @@ def lock_in(folder, lease_s=2.0):
     return JobLock(folder, subject=folder, lease_s=lease_s)
 
 
-@contextlib.contextmanager
-def held(folder, *, lease_s=60.0, within=()):
-    """A process that holds the lock in ``folder``."""
-    command = [*within, sys.executable, "-c", HOLD, str(folder), str(lease_s)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout.readline() == "held\n"
-            yield process
-        finally:
-            process.kill()
-
-
 @needs_root
 def test_another_container_of_this_machine_is_asked_through_the_kernel(tmp_path):
     """A holder in another PID namespace: refused while it lives, taken over at once when it is killed, its pid unknown here."""
-    with held(tmp_path, within=("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")) as holder:
+    with holding_lock(tmp_path, within=("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")) as holder:
         lease = Lease.from_bytes((tmp_path / "lock").read_bytes())
         assert lease.namespace != leases.pid_namespace()
         assert leases.fate_of(lease, tmp_path) == "unknown"
@@ -176,7 +153,7 @@ def test_one_of_many_gets_it(tmp_path):
     """Eight contenders for the lock of a dead process: one has it, the others are refused by its name."""
     here = {"kernel": leases.kernel_id(), "namespace": leases.pid_namespace()}
     (tmp_path / "lock").write_bytes(of_elsewhere(**here, pid=2**22 - 1).to_bytes())
-    code = HOLD.replace("lock.acquire()", "lock.acquire(patience_s=20)")
+    code = HOLD_LOCK.replace("lock.acquire()", "lock.acquire(patience_s=20)")
     started = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(tmp_path), "60"],
@@ -243,7 +220,7 @@ def test_overwriting_waits_for_the_lease_of_a_dead_job(tmp_path):
 
 def test_a_stopped_process_of_this_machine_is_named(tmp_path):
     """It is there, so nothing is taken from it: whoever is refused learns its pid."""
-    with held(tmp_path) as holder:
+    with holding_lock(tmp_path) as holder:
         os.kill(holder.pid, signal.SIGSTOP)
         with pytest.raises(DirectoryInUseError, match=f"process {holder.pid}"):
             lock_in(tmp_path).acquire(patience_s=1)
