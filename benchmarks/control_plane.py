@@ -48,8 +48,8 @@ class ThreadSession(Session):
     def __init__(self, rank: int, size: int, store: Any) -> None:
         self.rank, self.size = rank, size
         self.users, self.reads, self.movers = 1, {}, []
-        self.at_exit, self._pid, self._unsettled = None, os.getpid(), False
-        self._together = None
+        self.at_exit, self._pid = None, os.getpid()
+        self._call, self._part, self._depth, self._goes_on, self._ended, self.unsure = -1, 0, 0, False, [], False
         self._shutdown_s, self._answer_s = 5.0, 5.0
         self._name, self._meeting, self._cursor, self._closed, self._heartbeat = "threads", None, 0, False, None
         self._calls = LocalChannel(store)
@@ -76,7 +76,7 @@ def save(session: Session, rounds: int, shares: bool) -> list[float]:
             "save", {"step": number}, timeout_s=60, answer=answer, decide=lambda a: {"writers": len(a)}
         )
         board = Board(
-            session, session.channel("phases"), f"op{number}", range(agreed["writers"]), lambda: None, session.entry
+            session, session.channel("phases"), f"op{number}", range(agreed["writers"]), lambda: None, session.call
         )
         entry = {"path": f"model/__{session.rank}_0.distcp", "size_bytes": 1 << 30, "xxh3_128": "0" * 32}
         if session.rank == 0:

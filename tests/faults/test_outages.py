@@ -93,6 +93,51 @@ def test_an_outage_shorter_than_peer_stall_costs_nothing(tmp_path, matrix):
     matrix("a host unplugged for less than peer_stall_s", "2 hosts x 2 ranks", {"no save fails": 4})
 
 
+def _each_for_itself(rank, folder, calls):
+    """Saves once in a while, whatever comes of it, with nothing else that keeps the ranks together."""
+    told = []
+    with Checkpointer(folder, CheckpointConfig(timeouts=Timeouts(barrier_s=6, peer_stall_s=1.5, shutdown_s=5))) as ckpt:
+        for step in range(1, calls + 1):
+            try:
+                told.append(ckpt.save(step, {"x": step}).result(timeout_s=30).step)
+            except SafeCheckpointError as error:
+                told.append(type(error).__name__)
+            time.sleep(0.5 + 0.1 * rank)  # the pace of training, not the same on all ranks
+    return told
+
+
+@needs_hosts
+@pytest.mark.timeout(180)
+def test_calls_stay_together_through_an_outage(tmp_path, matrix):
+    """Each rank makes its calls at its own pace, many of them fail during an outage: afterwards the same steps meet again, and
+    no step is committed for one rank and failed for another.
+    """
+    calls = 24
+    with Hosts(2, tmp_path) as hosts:
+        folder = hosts.share("ext4")
+
+        def outage():
+            deadline = time.monotonic() + 60
+            while not (folder.behind / "exp/step-00000003").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            hosts[1].unplug()
+            time.sleep(6.0)  # the outage itself
+            hosts[1].plug()
+
+        thread = threading.Thread(target=outage)
+        thread.start()
+        told = values(spawn_over(hosts, 1, _each_for_itself, folder.path / "exp", calls, timeout_s=150))
+        thread.join()
+    for step, words in enumerate(zip(*told, strict=True), start=1):
+        committed = [word for word in words if word == step]
+        unsure = [word for word in words if word == "CommitOutcomeUnknown"]
+        assert len(committed) in {0, len(words) - len(unsure)}, (step, told)
+    assert told[0][:3] == [1, 2, 3]
+    assert told[0][-4:] == told[1][-4:] == list(range(calls - 3, calls + 1)), told
+    assert any(isinstance(word, str) for word in told[0]), told
+    matrix("a host unplugged, each rank at its own pace", "2 hosts, 24 saves", {"the same steps meet again": 1})
+
+
 def _meet_in_the_second_host(rank):
     group = dist.new_group([2, 3])
     odd = dist.new_group([1, 2])

@@ -68,8 +68,8 @@ def register(accelerator: Any, config: CheckpointConfig | None = None, *, hooks:
     if earlier is not None:
         earlier.remove()
     settings = config_of_all(config)
-    _end_earlier(accelerator)
     support.check(accelerator, settings)
+    _end_earlier(accelerator)
     return Handle(accelerator, settings, hooks=hooks)
 
 
@@ -78,7 +78,9 @@ def _end_earlier(accelerator: Any) -> None:
     project = accelerator.project_configuration
     for handle in list(_registered):
         other = handle.project
-        if project.automatic_checkpoint_naming and other == accelerator.project_dir and not handle.closed:
+        if not project.automatic_checkpoint_naming or other is None or handle.closed:
+            continue
+        if os.path.realpath(other) == os.path.realpath(accelerator.project_dir):
             logger.warning("the registration of an earlier Accelerator for %s ends: this one takes its place", other)
             handle.end()
 
@@ -177,7 +179,10 @@ class Handle:
             shards=self._shards,
             arguments=save_model_func_kwargs,
         )
-        path, handle = saving.save(self._engine, self._places, self._loaders, self._accelerator, output_dir, options)
+        with self._engine.together():
+            path, handle = saving.save(
+                self._engine, self._places, self._loaders, self._accelerator, output_dir, options
+            )
         self._trackers.follow(handle, step)
         if not async_save:
             handle.result()
@@ -209,7 +214,8 @@ class Handle:
         def restore(path: Path) -> None:
             self._load_state(str(path), load_kwargs, **load_model_func_kwargs)
 
-        path = loading.load(self._engine, self._places, self._loaders, self._accelerator, input_dir, restore)
+        with self._engine.together():
+            path = loading.load(self._engine, self._places, self._loaders, self._accelerator, input_dir, restore)
         engines.resume(self._engine, self._accelerator, path, load_model_func_kwargs)
         self.prepare()
 

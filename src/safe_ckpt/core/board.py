@@ -29,13 +29,13 @@ class Board:
         op_id: unique to this save.
         writers: the ranks that have something to write.
         check: called while waiting; raises when the save is to be given up.
-        entry: the agreement that it began with.
+        call: the number of the call that it began with.
     """
 
     def __init__(
-        self, session: Session, channel: Channel, op_id: str, writers: Sequence[int], check: Check, entry: int
+        self, session: Session, channel: Channel, op_id: str, writers: Sequence[int], check: Check, call: int
     ) -> None:
-        self._entry = entry
+        self._call = call
         self._session = session
         self._channel = channel
         self._check = check
@@ -94,9 +94,11 @@ class Board:
 
     def conclude(self, verdict: Mapping[str, Any]) -> None:
         """Rank 0: publish what came of it. ``prepared`` is set too, so that whoever waits there wakes up."""
-        self._session.reads[f"{self._prefix}/read"] = self._session.size - 1
+        self._session.reads[f"{self._prefix}/read"] = (self._session.size - 1, self._call)
         self._set("verdict", verdict)
         self._set("prepared", {})
+        if "error" in verdict:
+            self._set("wake", {})  # what still waits for reports, on a connection that was left, ends
 
     def verdict(self, timeout_s: float) -> Any:
         """The other ranks: wait for what came of it, and acknowledge that it was read.
@@ -111,11 +113,21 @@ class Board:
 
     def leave(self) -> None:
         """Another rank: it gives up, and could not say so."""
-        self._session.leave(self._entry)
+        self._session.leave(self._call)
+
+    def refuse_left(self) -> None:
+        """Rank 0, before it commits: nobody may have been told that this save failed.
+
+        Raises:
+            PeerLostError: some ranks gave it up; names them.
+        """
+        self._refuse(self._session.have_left(self._call))
 
     def _check_peers(self, needed: Sequence[int]) -> None:
         self._session.check(needed)
-        gone = tuple(rank for rank in self._session.have_left(self._entry) if rank in needed)
+        self._refuse(tuple(rank for rank in self._session.have_left(self._call) if rank in needed))
+
+    def _refuse(self, gone: tuple[int, ...]) -> None:
         if gone:
             raise PeerLostError(
                 phase="write", ranks=gone, reason="it gave this save up while it could not reach rank 0"
@@ -133,7 +145,7 @@ class Board:
         """Rank 0: drop the keys if every rank has read the verdict. Returns whether they are gone."""
         key = f"{self._prefix}/read"
         read = self._channel.call(lambda store: store.add(key, 0), phase="commit")
-        if read < self._session.size - 1:
+        if read + len(self._session.have_left(self._call)) < self._session.size - 1:
             return False
         names = ["prepared", "verdict", "count", "wake", "read", *(f"wrote/{rank}" for rank in self._writers)]
         keys = [f"{self._prefix}/{name}" for name in names]

@@ -151,6 +151,7 @@ class Channel:
         except BaseException:
             # The thread may sit in a wait for long; whoever calls next must not queue up behind it.
             if not future.done():
+                future.cancel()  # if it has not begun yet, it never will
                 self._abandon(work)
             raise
 
@@ -269,6 +270,8 @@ def _serve(connect: Callable[[], KeyValues], work: _Work, store: KeyValues | Non
         connected.at = time.monotonic()
     while (item := work.get()) is not None:
         operation, future = item
+        if not future.set_running_or_notify_cancel():
+            continue  # whoever asked for it has given up
         try:
             if store is None:
                 store = connect()

@@ -59,10 +59,20 @@ def publish_file(staged: Path, final: Path) -> None:
         OSError: it was not done; what had the name has it still.
         HalfCommittedError: it was done and then the disk refused to confirm it, or to undo it.
     """
-    kept = _keep(staged, final)
+    replaced = _exists(final)
+    kept = _keep(staged, final) if replaced else None
+
+    def undo() -> None:
+        if kept is not None:
+            os.replace(kept, final)
+        elif replaced:
+            raise OSError(errno.ENOTSUP, "what was replaced is gone: there are no hard links here", str(final))
+        else:
+            os.replace(final, staged)
+
     try:
         _replace(staged, final)
-        with _undone_by(lambda: os.replace(kept or final, final if kept else staged)):
+        with _undone_by(undo):
             sync_directory(str(final.parent))
     finally:
         if kept is not None:
@@ -154,7 +164,7 @@ def _undone_by(undo: Callable[[], object]) -> Iterator[None]:
 
 
 def _keep(staged: Path, final: Path) -> Path | None:
-    """A second name for what ``final`` is now, to go back to; None where there is nothing, or no hard links."""
+    """A second name for what ``final`` is now, to go back to; None where there are no hard links."""
     kept = staged.with_name(f".{final.name}.{uuid.uuid4().hex}.old")
     try:
         os.link(final, kept, follow_symlinks=False)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core import commit, presence
-from safe_ckpt.core.lock import refuse_if_held
+from safe_ckpt.core.lock import not_held
 from safe_ckpt.core.rendezvous import Session, open_session
 from safe_ckpt.core.root import HIDDEN
 from safe_ckpt.core.select import looks_like_checkpoint
@@ -148,11 +148,12 @@ def _overwrite(path: Path, patience_s: float) -> str:
     _refuse_dangerous(real)
     if os.path.lexists(real) and not real.is_dir():
         raise DirectoryError(path=str(path), message="is a file, not a directory", code=errno.ENOTDIR)
-    if real.is_dir():
-        refuse_if_held(real / HIDDEN, path, patience_s)
     for left in real.parent.glob(f".{real.name}.safe_ckpt-trash-*"):
         shutil.rmtree(left)
-    trash = _move_away(real) if real.is_dir() else None
+    trash = None
+    if real.is_dir():
+        with not_held(real / HIDDEN, path, patience_s):
+            trash = _move_away(real)
     commit.make_directory(real)
     if trash is not None:
         real.chmod(trash.stat().st_mode & 0o7777)

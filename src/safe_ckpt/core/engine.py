@@ -14,6 +14,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from safe_ckpt.core.root import Root
 from safe_ckpt.core.taking import Taker
 from safe_ckpt.errors import (
     ClosedError,
+    CommitOutcomeUnknown,
     ConfigError,
     CoordinationError,
     ForkedError,
@@ -81,6 +83,7 @@ class Engine:
         self.owner = owner
         self.group = group
         self.emit = events.Emitter([LoggingHook(), *hooks])
+        self._closed = True  # as long as it is not open
         self.session: Session = open_session(group, config.timeouts, network=config.network)
         self.rank = self.session.rank
         self._pid = os.getpid()
@@ -131,6 +134,10 @@ class Engine:
         """One agreed step under ``barrier_s``. See ``Session.agree``."""
         return self.session.agree(kind, view, timeout_s=self.config.timeouts.barrier_s, **options)
 
+    def together(self) -> AbstractContextManager[None]:
+        """All agreements within are one call: a rank that fails on the way begins the next call with the others."""
+        return self.session.together()
+
     def hold(self, path: Path, *, hidden: Path | None = None, recorded: bool = True) -> Root:
         """Take a directory: create it, lock it, clean up after an earlier job. Every rank calls this.
 
@@ -157,9 +164,10 @@ class Engine:
 
         # A holder that cannot be asked is given its lease to show a sign of life.
         patience_s = self.config.timeouts.barrier_s + 2 * self.config.lease_s
-        token = self.session.agree("hold", {"directory": path}, timeout_s=patience_s, decide=take)
-        self._roots.append(root)
-        directory.await_shared(self.session, seen_from, token, self.config.timeouts.barrier_s)
+        with self.together():
+            token = self.session.agree("hold", {"directory": path}, timeout_s=patience_s, decide=take)
+            self._roots.append(root)
+            directory.await_shared(self.session, seen_from, token, self.config.timeouts.barrier_s)
         if self.rank == 0 and self.config.record_events and recorded:
             hook = self._recorders[root] = JsonlHook(
                 root.hidden / "events.jsonl",
@@ -209,7 +217,7 @@ class Engine:
             handle=handle,
             started=started,
             agreed_s=agreed_s,
-            entry=self.session.entry,
+            call=self.session.call,
         )
         op.error = SaveError(name=op.name, cause="interrupted", rank=self.rank, phase="snapshot")
         try:
@@ -263,6 +271,7 @@ class Engine:
             RendezvousTimeout: rank 0 has not asked as often as this rank.
             PeerLostError: rank 0 died or stopped.
         """
+        self.session.refuse_fork("stop_requested")
         if self._preemption is None:
             return False
         was = self._preemption.stop
@@ -361,10 +370,14 @@ class Engine:
                 answer=grant.answer(request, unreported, self.rank),
                 decide=lambda answers: grant.decide(request, answers, busy=busy),
             )
-        except SafeCheckpointError as error:
+        except SafeCheckpointError as problem:
+            error: SafeCheckpointError = problem
+            if self.session.unsure:  # rank 0 has this rank's answer, and may have gone on to commit
+                cause, name = str(error), request.path.name
+                error = CommitOutcomeUnknown(name=name, cause=cause, rank=self.rank, phase="commit")
             self.emit(telling.refused(request, error, self.rank, time.monotonic() - begun))
-            if request.error is None or isinstance(error, CoordinationError):
-                raise
+            if request.error is None or isinstance(error, CoordinationError | CommitOutcomeUnknown):
+                raise error from (None if error is problem else problem)
             decision = {}
         if request.error is not None:
             raise request.error  # the original, with its traceback

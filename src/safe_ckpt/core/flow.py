@@ -164,7 +164,7 @@ class Flow:
 
     def _await_readers(self, count: int) -> None:
         # The store goes with rank 0: it stays until the others have read why there is no further round.
-        self._session.reads[self._read] = count
+        self._session.reads[self._read] = (count, -1)
 
     @property
     def _read(self) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ _QUICKEST_S = 0.5
 _SLOWEST_S = 5.0
 _MARGIN_S = 2.0
 _PHASE = "heartbeat"
+_MOST_LEFT = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,20 +39,22 @@ class _Beat:
     Attributes:
         count: goes up.
         progress: changes as long as bytes move.
-        left: the newest entry of the log that it has given up, -1 for none.
+        at: the number of its newest call.
+        left: the calls that it has given up lately.
     """
 
     count: int
     progress: int
-    left: int
+    at: int
+    left: tuple[int, ...]
 
     @classmethod
     def of(cls, value: bytes) -> _Beat:
-        count, progress, left = value.split()
-        return cls(count=int(count), progress=int(progress), left=int(left))
+        count, progress, at, *left = (int(word) for word in value.split())
+        return cls(count=count, progress=progress, at=at, left=tuple(left))
 
     def __str__(self) -> str:
-        return f"{self.count} {self.progress} {self.left}"
+        return " ".join(str(number) for number in (self.count, self.progress, self.at, *self.left))
 
 
 class Heartbeat:
@@ -63,6 +67,9 @@ class Heartbeat:
         stall_s: how long a count may stand still.
         interval_s: the time between two beats.
         progress: a number that changes as long as this rank's bytes move; sent along.
+
+    Attributes:
+        at: the number of this rank's newest call; sent along.
     """
 
     def __init__(
@@ -85,7 +92,8 @@ class Heartbeat:
         self._lost: dict[int, str] = {}
         self._ended: set[int] = set()
         self._heard = self._awake = time.monotonic()
-        self._left = -1
+        self._left: deque[int] = deque(maxlen=_MOST_LEFT)
+        self.at = -1
         self._stop = threading.Event()
         self.observe(stall_s, interval_s)
         self._thread = threading.Thread(target=self._run, name="safe_ckpt-beat", daemon=True)
@@ -113,13 +121,17 @@ class Heartbeat:
         """Whether the store's host is heard of."""
         return 0 not in self._lost
 
-    def leave(self, entry: int) -> None:
-        """This rank takes part no more in what was agreed as ``entry``; rank 0 hears of it with the next beat that arrives."""
-        self._left = max(self._left, entry)
+    def leave(self, call: int) -> None:
+        """This rank takes part no more in the call of that number; rank 0 hears of it with the next beat that arrives."""
+        self._left.append(call)
 
-    def have_left(self, entry: int) -> tuple[int, ...]:
-        """On rank 0: the ranks that take part no more in what was, or is to be, agreed as ``entry``."""
-        return tuple(rank for rank, beat in self._beats().items() if beat.left >= entry)
+    def have_left(self, call: int) -> tuple[int, ...]:
+        """On rank 0: the ranks that gave up the call of that number, and whatever it began."""
+        return tuple(rank for rank, beat in self._beats().items() if call in beat.left)
+
+    def are_past(self, call: int) -> tuple[int, ...]:
+        """On rank 0: the ranks for which the call of that number is over."""
+        return tuple(rank for rank, beat in self._beats().items() if beat.at > call or call in beat.left)
 
     def progress(self) -> int:
         """The sum of what the watched ranks sent along."""
@@ -168,7 +180,7 @@ class Heartbeat:
     def _beat(self, count: int) -> None:
         # Rank 0 passes on what it hears: the others watch it alone.
         progress = self._progress() + (self.progress() if self._rank == 0 else 0)
-        beat = _Beat(count=count, progress=progress, left=self._left)
+        beat = _Beat(count=count, progress=progress, at=self.at, left=tuple(self._left))
         self._call(lambda store: store.set(f"beat/{self._rank}", str(beat)))
 
     def _call(self, operation: Callable[[KeyValues], object]) -> object:

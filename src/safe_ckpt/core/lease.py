@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import socket
+import stat
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -85,7 +86,7 @@ def own_lease(*, token: str, started_at: str, lease_s: float) -> Lease:
         lease_s=lease_s,
         kernel=kernel_id(),
         namespace=pid_namespace(),
-        process_start=process_start(os.getpid()) or 0,
+        process_start=_own_start(),
     )
 
 
@@ -106,7 +107,7 @@ def read_lock(directory: Path, name: str = LOCK_NAME) -> bytes | None:
             return b""
         raise
     try:
-        return os.read(fd, _MOST_BYTES) if path.is_file() else b""
+        return os.read(fd, _MOST_BYTES) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
     finally:
         os.close(fd)
 
@@ -121,7 +122,7 @@ def fate_of(lease: Lease, directory: Path) -> Fate:
         return "unknown"
     # A namespace of our number is ours, or it is gone and the kernel has given its number to ours.
     if lease.namespace and lease.namespace == pid_namespace():
-        return "alive" if is_running(lease.pid, lease.process_start) else "dead"
+        return _fate_of_process(lease.pid, lease.process_start)
     with contextlib.suppress(OSError):
         if lease.device == directory.stat().st_dev and (directory / KERNEL_NAME).exists():
             # Held by the process, or by children that it forked: that proves nothing.
@@ -144,20 +145,44 @@ def _can_be_locked(directory: Path) -> bool:
     return True
 
 
-def is_running(pid: int, start: int) -> bool:
-    """Whether process ``pid`` of this namespace runs and began at ``start`` (0: whenever)."""
-    began = process_start(pid)
-    return began is not None and (not start or began == start)
+def _fate_of_process(pid: int, start: int) -> Fate:
+    """What became of process ``pid`` of this namespace, which began at ``start`` (0: whenever)."""
+    try:
+        began = process_start(pid)
+    except (
+        OSError
+    ):  # others' processes may be hidden (hidepid): then nobody can tell but whether there is one of this pid
+        began = None
+        if _is_hidden(pid):
+            return "unknown"
+    return "alive" if began is not None and (not start or began == start) else "dead"
+
+
+def _is_hidden(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def process_start(pid: int) -> int | None:
-    """When a process began, in clock ticks since the kernel did; None when it is gone or has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    fields = stat[stat.rfind(")") + 2 :].split()
+    """When a process began, in clock ticks since the kernel did; None when it has ended.
+
+    Raises:
+        OSError: there is no such process, or it cannot be looked at.
+    """
+    text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    fields = text[text.rfind(")") + 2 :].split()
     return None if len(fields) < 20 or fields[0] in ("Z", "X") else int(fields[19])
+
+
+def _own_start() -> int:
+    with contextlib.suppress(OSError):
+        return process_start(os.getpid()) or 0
+    return 0
 
 
 @functools.cache

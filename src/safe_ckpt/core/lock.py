@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -34,6 +34,8 @@ _HALF_WRITTEN_S = 2.0  # a creator writes its name at once; one that was killed 
 _BEATS_PER_LEASE = 6
 _ATTEMPTS = 100
 _PAUSE_S = 0.05
+_SLOW_S = 1.0
+_MOMENT_S = 1.5
 _PHASE = "taking the job lock"
 _TAKEN_AWAY = "another job took the directory over, because this one showed no sign of life for {:g} s (lease_s)"
 _held: dict[str, JobLock] = {}
@@ -83,7 +85,14 @@ class JobLock:
             raise DirectoryError.of(error, path=self._directory, rank=0, phase=_PHASE) from error
         _held[self._key] = self
         self._stop = threading.Event()
-        threading.Thread(target=self._keep, args=(self._lease, self._stop), name="safe_ckpt-lease", daemon=True).start()
+        keeper = threading.Thread(
+            target=self._keep, args=(self._lease, self._stop), name="safe_ckpt-lease", daemon=True
+        )
+        try:
+            keeper.start()
+        except BaseException:
+            self.release()
+            raise
 
     def confirm(self) -> None:
         """Check that the lock is still ours. Called right before every rename that commits.
@@ -94,6 +103,12 @@ class JobLock:
         """
         try:
             found = self._read()
+            deadline = time.monotonic() + _MOMENT_S
+            while (found is None or not found.token) and time.monotonic() < deadline and self._lease is not None:
+                # Somebody looks at it aside and gives it back, or a cache does not know it for a moment.
+                time.sleep(_PAUSE_S)
+                _look_again(self._directory)
+                found = self._read()
         except OSError as error:
             raise DirectoryError.of(error, path=self._path, rank=0, phase="confirming the job lock") from error
         if found is None or self._lease is None or found.token != self._lease.token:
@@ -153,29 +168,31 @@ class JobLock:
 
     def _fate(self, lease: Lease) -> str:
         fate = fate_of(lease, self._directory)
-        if fate == "alive" and lease.pid == os.getpid() and self._key not in _held:
+        if fate == "alive" and lease.pid == os.getpid():
+            for holder in _held.values():
+                if holder._lease is not None and holder._lease.token == lease.token:
+                    return fate  # this process has it under another path
             return "dead"  # ours, from a time when the disk refused to delete it
         return fate
 
     def _create(self) -> bool:
-        """Make the lock file if there is none. Returns whether it was made."""
-        try:
-            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        except FileExistsError:
+        """Make the lock file if there is none. Returns whether it was made, and is this job's."""
+        if os.path.lexists(self._path):
             return False
+        self._directory.stat()  # nobody is to make it on the way
+        # Only one that says whose it is appears under its name: an empty one would be taken for that of a killed creator.
+        fresh = self._directory / f"{LOCK_NAME}.{uuid.uuid4().hex}"
         try:
-            try:
-                lease = self._own_lease()
-                os.write(fd, lease.to_bytes())
-            finally:
-                os.close(fd)
-        except BaseException:
-            self._drop_kernel_lock()
-            self._path.unlink(missing_ok=True)
-            raise
-        self._lease, self._pid = lease, os.getpid()
-        (self._directory / _SEEN_NAME).unlink(missing_ok=True)
-        return True
+            lease = self._own_lease()
+            fresh.write_bytes(lease.to_bytes())
+            if _put(fresh, self._path) and _token(read_lock(self._directory) or b"") == lease.token:
+                self._lease, self._pid = lease, os.getpid()
+                (self._directory / _SEEN_NAME).unlink(missing_ok=True)
+        finally:
+            fresh.unlink(missing_ok=True)
+            if self._lease is None:
+                self._drop_kernel_lock()
+        return self._lease is not None
 
     def _stands_still(self, data: bytes, lease: Lease | None, deadline: float | None) -> bool:
         """Watch the lock file. Returns whether it stood still for as long as it takes; False where it is another one now.
@@ -189,16 +206,19 @@ class JobLock:
         needed_s = max(lease_s - waited_s, 2 * lease_s / _BEATS_PER_LEASE)
         host = lease.host if lease is not None else "unknown"
         logger.info("%s is held by host %s: waiting up to %.0f s for a sign of life", self._subject, host, needed_s)
-        begun = time.monotonic()
-        while (now := time.monotonic()) - begun < needed_s:
-            if deadline is not None and now >= deadline:
-                so_far = (
-                    f"it shows no sign of life; its lease ends in {needed_s - (now - begun):.0f} s: start again then"
-                )
+        pause_s, still_s, before = min(1.0, needed_s / 20), 0.0, time.monotonic()
+        while still_s < needed_s:
+            if deadline is not None and time.monotonic() >= deadline:
+                so_far = f"it shows no sign of life; its lease ends in {needed_s - still_s:.0f} s: start again then"
                 raise self.in_use(so_far, lease)
-            time.sleep(min(1.0, needed_s / 20))
+            time.sleep(pause_s)
             _look_again(self._directory)
             found = read_lock(self._directory)
+            took_s, before = time.monotonic() - before, time.monotonic()
+            still_s += min(took_s, pause_s + _SLOW_S)
+            if took_s > pause_s + _SLOW_S:
+                # The storage stood still, for the holder perhaps too: it gets the time of two beats to show itself.
+                still_s = min(still_s, needed_s - 2 * lease_s / _BEATS_PER_LEASE)
             if found == data and lease is not None and fate_of(lease, self._directory) == "dead":
                 return True
             if found == data:
@@ -235,7 +255,7 @@ class JobLock:
                 warned = True
                 continue
             warned = False
-            if found is not None and found.token != lease.token and not stop.is_set():
+            if found is not None and found.token not in ("", lease.token) and not stop.is_set():
                 where = f"process {found.pid} on host {found.host}"
                 logger.error("%s was taken over by %s: nothing more is committed there", self._subject, where)
                 return
@@ -308,8 +328,27 @@ def take_away(directory: Path, is_it: Callable[[bytes], bool]) -> bool:
         aside.unlink(missing_ok=True)
         return False
     # A host whose caches still lead to the old file must not find its own name in it.
-    aside.write_bytes(b"taken over\n")
+    with contextlib.suppress(OSError):  # of another user, or on a full disk
+        aside.write_bytes(b"taken over\n")
     aside.unlink()
+    return True
+
+
+def _put(fresh: Path, path: Path) -> bool:
+    """Give a complete lock file its name, if that is free. Returns whether it was done."""
+    try:
+        os.link(fresh, path)
+    except FileExistsError:
+        return False
+    except OSError:  # no hard links here: then it is empty for a moment
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except FileExistsError:
+            return False
+        try:
+            os.write(fd, fresh.read_bytes())
+        finally:
+            os.close(fd)
     return True
 
 
@@ -334,13 +373,19 @@ def _token(data: bytes) -> str:
     return lease.token if lease is not None else ""
 
 
-def refuse_if_held(directory: Path, subject: Path, patience_s: float) -> None:
-    """Raise if a live job holds the lock in ``directory``; take over and drop the lock of a dead one.
+@contextlib.contextmanager
+def not_held(directory: Path, subject: Path, patience_s: float) -> Iterator[None]:
+    """No live job holds the lock in ``directory``, nor takes it meanwhile where there is one; a dead job's is taken over.
 
     Raises:
         DirectoryInUseError: naming host, pid and start.
     """
-    if os.path.lexists(directory / LOCK_NAME):
-        lock = JobLock(directory, subject=subject, lease_s=60.0, owner="set_up_directory")
-        lock.acquire(patience_s)
+    if not os.path.lexists(directory / LOCK_NAME):
+        yield
+        return
+    lock = JobLock(directory, subject=subject, lease_s=60.0, owner="set_up_directory")
+    lock.acquire(patience_s)
+    try:
+        yield
+    finally:
         lock.release()

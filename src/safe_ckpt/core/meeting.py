@@ -63,7 +63,7 @@ class Found:
     machines: Mapping[int, Machine]
 
 
-def meet(group: ranks.Group, timeouts: Timeouts, where: Network, have: str = "") -> Found | None:
+def meet(group: ranks.Group, timeouts: Timeouts, where: Network, have: str = "", call: int = -1) -> Found | int:
     """Find the other ranks of ``group``. Every rank calls this.
 
     Args:
@@ -71,9 +71,10 @@ def meet(group: ranks.Group, timeouts: Timeouts, where: Network, have: str = "")
         timeouts: how long to wait.
         where: where rank 0 listens.
         have: the session of this group that this rank has open; "" for none.
+        call: the number of the newest call there.
 
     Returns:
-        A new session's store; None when all ranks have the same one, which then serves again.
+        A new session's store; or where all ranks have the same one, which then serves again, rank 0's ``call``.
 
     Raises:
         RendezvousTimeout: some did not come within ``barrier_s``; names them.
@@ -89,27 +90,30 @@ def meet(group: ranks.Group, timeouts: Timeouts, where: Network, have: str = "")
     )
     try:
         if group.rank == 0:
-            return _Host(group, timeouts, where, channel, have).run()
+            return _Host(group, timeouts, where, channel, have, call).run()
         welcome = _ask(group, timeouts, channel, have)
     finally:
         channel.close()
-    return None if welcome.get("again") else _join(group, timeouts, welcome)
+    return int(welcome["again"]) if "again" in welcome else _join(group, timeouts, welcome)
 
 
 class _Host:
     """Rank 0's part: hear who comes, decide whether the old session serves, else host a store and wait for all."""
 
-    def __init__(self, group: ranks.Group, timeouts: Timeouts, where: Network, channel: Channel, have: str) -> None:
+    def __init__(
+        self, group: ranks.Group, timeouts: Timeouts, where: Network, channel: Channel, have: str, call: int
+    ) -> None:
         self._root, self._size = f"safe_ckpt/{group.name}", group.size
-        self._timeouts, self._where, self._channel, self._have = timeouts, where, channel, have
+        self._timeouts, self._where, self._channel = timeouts, where, channel
+        self._have, self._call = have, call
         self._deadline = time.monotonic() + timeouts.barrier_s
         self._came: dict[int, Mapping[str, Any]] = {}  # the newest word of each rank
 
-    def run(self) -> Found | None:
+    def run(self) -> Found | int:
         """See ``meet``."""
         if self._have and self._all_have_it():
-            self._answer(json.dumps({"again": True}))
-            return None
+            self._answer(json.dumps({"again": self._call}))
+            return self._call
         return self._host()
 
     def _all_have_it(self) -> bool:
@@ -178,8 +182,9 @@ class _Host:
         own = ranks.host_store(listening)
         store = SealedStore(own, welcome["secret"])
         store.set("token", welcome["token"])
+        joining = [f"joined/{rank}" for rank in range(1, self._size)]
         self._poll(
-            lambda: store.add("joined", 0) >= self._size - 1,
+            lambda: store.add("joined", 0) >= self._size - 1 and store.check(joining),
             welcome=json.dumps(welcome),
             off=lambda seconds: _call_off(store, self._size, seconds),
         )

@@ -66,7 +66,7 @@ def restore_offloaded(
     """
     path = Path(os.path.abspath(source))
     barrier_s = min(timeout_s, Timeouts().barrier_s)
-    session = open_session(group, Timeouts(lengthy_s=timeout_s, barrier_s=barrier_s))
+    session = open_session(group, Timeouts(lengthy_s=timeout_s, barrier_s=barrier_s), observe=False)
     try:
         session.agree("restore offloaded", {"source": path}, timeout_s=barrier_s)
 

@@ -116,7 +116,7 @@ class Operation:
         stall_s: how long the call held the caller.
         started: when the caller called, on the monotonic clock; its deadline counts from when its turn comes.
         agreed_s: how long after that the ranks had agreed.
-        entry: the number of the agreement.
+        call: the number of the call that began it.
         begun: whether its background phases have begun.
     """
 
@@ -134,7 +134,7 @@ class Operation:
     stall_s: float = 0.0
     started: float = field(default_factory=time.monotonic)
     agreed_s: float = 0.0
-    entry: int = 0
+    call: int = 0
     begun: bool = False
 
     @property

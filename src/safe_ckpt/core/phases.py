@@ -270,6 +270,7 @@ class Phases:
 
     def _commit(self, reports: Mapping[int, Any]) -> CheckpointInfo:
         request = self._op.request
+        self._board.refuse_left()
         entries = tuple(FileEntry(**row) for rank in sorted(reports) for row in reports[rank]["files"])
         self._check_staged(entries)
         if request.parts is not None and not entries:
@@ -323,11 +324,17 @@ class Phases:
                 raise commit.HalfCommittedError(error.errno, f"{pointer.path}: {error.strerror}") from error
 
     def _aside(self, path: Path) -> Callable[[], Path]:
-        root, op_id = self._op.request.root, self._op.op_id
-        if not os.path.lexists(path):
-            return lambda: root.aside(op_id, path)
-        made = root.aside(op_id, path)
-        return lambda: made
+        request = self._op.request
+        if request.kind != "directory" and not os.path.lexists(path):
+            return lambda: request.root.aside(self._op.op_id, path)  # a file is replaced in one step
+        made = request.root.aside(self._op.op_id, path)
+
+        def durable() -> Path:
+            if made.parent.parent == request.root.trash and os.path.lexists(path):
+                sync_directory(str(made.parent.parent))
+            return made
+
+        return durable
 
     def _check_staged(self, entries: tuple[FileEntry, ...]) -> None:
         # Written must equal planned, as rank 0 sees it: another rank's file may have vanished, or lie on another disk. What
@@ -338,6 +345,7 @@ class Phases:
             if found != entry.size_bytes:
                 cause = f"{entry.path}, written by rank {entry.rank} with {entry.size_bytes} bytes, "
                 cause += "is not there" if found < 0 else f"has {found} bytes here"
+                self._op.request.root.confirm()  # a job that took over has swept it away
                 raise SaveError(name=self._op.name, cause=cause, rank=entry.rank, phase="commit")
 
     def _taken_over(self, error: BaseException) -> DirectoryInUseError | None:

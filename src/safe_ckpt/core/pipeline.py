@@ -158,7 +158,7 @@ class Pipeline:
     def _process(self, op: Operation) -> None:
         self._boards = [board for board in self._boards if not self._forget(board)]
         give_up = functools.partial(self._check_giving_up, op.name)
-        board = Board(self._session, self._channel, op.op_id, op.writers, give_up, op.entry)
+        board = Board(self._session, self._channel, op.op_id, op.writers, give_up, op.call)
         phases = Phases(op, board, self._writer, self._config, self._session.rank, give_up)
         self._emit(telling.agreed(op, self._session.rank))
         info, failure = None, None

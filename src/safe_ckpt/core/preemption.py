@@ -185,7 +185,7 @@ class Preemption:
             elif store.check(["stop/asked"]):
                 decision.update(json.loads(store.get("stop/asked")))
             store.set(self._key(number), json.dumps(decision))
-            self._session.reads["stop/read"] = (number - 1) * (size - 1)
+            self._session.reads["stop/read"] = ((number - 1) * (size - 1), -1)
             if number % _TIDY_EVERY == 0:
                 self._tidy(store)
             return decision

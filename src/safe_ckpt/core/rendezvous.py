@@ -8,13 +8,14 @@ that comes late reads the verdict that the others got.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing.util
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _GRACE_S = 3.0
-_HEAD = "log/head"
 
 Decide = Callable[[Mapping[int, Any]], Any]
 """Runs on rank 0 with every rank's answer; what it returns (JSON-able, or ``Shares``) or raises is what every rank gets."""
@@ -92,9 +92,12 @@ def open_session(
     found = None
     if facts.size > 1:
         where = network or (_network_of_environment() if facts.rank == 0 else Network())
-        found = meeting.meet(facts, timeouts, where, have.id if have is not None else "")
-        if found is None and have is not None:
+        known = (have.id, have.call) if have is not None else ("", -1)
+        met = meeting.meet(facts, timeouts, where, *known)
+        if isinstance(met, int) and have is not None:
+            have.start_at(met)  # a rank that was interrupted in here may have made another number of calls
             return _used_once_more(have, timeouts, observe=observe)
+        found = met if isinstance(met, Found) else None
     for session in serving:
         if session.users == 0:  # some other rank has it no more
             session.close()
@@ -142,7 +145,8 @@ class Session:
         id: the same on all ranks, and of no other session.
         rank: this process's rank.
         size: number of ranks.
-        reads: on rank 0, how many readings of verdicts are still to be expected, key by key.
+        reads: on rank 0, by the key that every reading of a verdict counts up: how many to expect, and of which call.
+        unsure: whether this rank failed in its newest agreement after it had answered: the others may have gone on.
         stale: on rank 0, keys of what is over that some rank may still be reading; dropped when all have come to the next.
         movers: numbers of this rank that change as long as bytes move; the other ranks hear of their sum.
         at_exit: closes it when the process ends; cancelled by ``close``.
@@ -153,7 +157,7 @@ class Session:
         self.rank = group.rank
         self.size = group.size
         self.users = 1
-        self.reads: dict[str, int] = {}
+        self.reads: dict[str, tuple[int, int]] = {}
         self.movers: list[Callable[[], int]] = []
         self.stale: list[str] = []
         self.at_exit: multiprocessing.util.Finalize | None = None
@@ -162,9 +166,10 @@ class Session:
         # Only weakly: the default store holds the port that a later process group may want to bind.
         self._meeting = weakref.ref(group.meeting_store) if group.meeting_store is not None else None
         self._pid = os.getpid()
-        self._cursor = 0
-        self._unsettled = False
-        self._together: int | None = None
+        self._call, self._part = -1, 0
+        self._depth, self._goes_on = 0, False
+        self._ended: list[str] = []
+        self.unsure = False
         self._closed = False
         self._heartbeat: Heartbeat | None = None
         if found is None:
@@ -219,40 +224,68 @@ class Session:
         self.refuse_fork(kind)
         if self._closed:
             raise ClosedError(message=f"{kind}: this session was closed")
-        self._catch_up(kind)
         mine = {"kind": kind, **{key: str(value) for key, value in view.items()}}
         needed = [0] if self.rank else range(1, self.size)
-        since, self._together = self._cursor if self._together is None else self._together, None
+        number, part = self._next_number()
 
         def check() -> None:
-            if gone := self.have_left(since):
+            if gone := self._are_past(number):
                 raise RendezvousTimeout(phase=kind, seconds=timeout_s, missing=gone)
             self.check(needed)
 
-        step = Step(self._calls, self.rank, self.size, self._cursor, kind, timeout_s, check)
-        # Used up, whatever happens: on every rank the next call belongs to the next entry.
-        self._cursor += 1
+        name = f"log/{number}.{part}"
+        step = Step(self._calls, self.rank, self.size, name, kind, timeout_s, check)
         if self.rank == 0:
-            return self._lead(step, mine, answer, decide)
-        return self._follow(step, mine, answer)
+            return self._lead(step, name, mine, answer, decide)
+        return self._follow(step, name, mine, answer)
+
+    def _next_number(self) -> tuple[int, int]:
+        """Of which call this agreement is which part. The number is used up on every rank, whatever comes of it."""
+        if self._goes_on:
+            self._part += 1
+        else:
+            self._call, self._part = self._call + 1, 0
+        self._goes_on = self._depth > 0
+        self.unsure = False
+        if self._heartbeat is not None:
+            self._heartbeat.at = self._call
+        return self._call, self._part
 
     @property
-    def entry(self) -> int:
-        """The number of the newest agreement."""
-        return self._cursor - 1
+    def call(self) -> int:
+        """The number of the newest call, the same on all ranks that made the same calls."""
+        return self._call
+
+    def start_at(self, call: int) -> None:
+        """From now on calls are counted from here. All ranks do this at the same place."""
+        self._call, self._goes_on = call, False
 
     def keep_together(self) -> None:
-        """The next agreement belongs to the one before it: a rank that has left that one will not come to this one either."""
-        self._together = self.entry
+        """The next agreement is a part of the same call: a rank that fails in between begins the next call with the others."""
+        self._goes_on = True
 
-    def leave(self, entry: int) -> None:
-        """This rank gives up what was agreed as ``entry``, where it could not say so: rank 0 hears of it when it can."""
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """All agreements within are parts of one call; see ``keep_together``."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._goes_on = False
+
+    def leave(self, call: int) -> None:
+        """This rank gives up a call where it cannot say so: rank 0 hears of it when it can."""
         if self._heartbeat is not None and self.rank != 0:
-            self._heartbeat.leave(entry)
+            self._heartbeat.leave(call)
 
-    def have_left(self, entry: int) -> tuple[int, ...]:
-        """On rank 0: the ranks that have given up what was agreed as ``entry``, or something later."""
-        return self._heartbeat.have_left(entry) if self._heartbeat is not None and self.rank == 0 else ()
+    def have_left(self, call: int) -> tuple[int, ...]:
+        """On rank 0: the ranks that have given up that call, and what it began."""
+        return self._heartbeat.have_left(call) if self._heartbeat is not None and self.rank == 0 else ()
+
+    def _are_past(self, call: int) -> tuple[int, ...]:
+        return self._heartbeat.are_past(call) if self._heartbeat is not None and self.rank == 0 else ()
 
     def refuse_fork(self, what: str) -> None:
         """Raise ``ForkedError`` in a forked child: nothing that answers is there."""
@@ -321,22 +354,18 @@ class Session:
             self.at_exit.cancel()
         if self in _open:
             _open.remove(self)
-        if self.rank == 0 and self.size > 1:
-            self._linger()
-        if self._heartbeat is not None:
-            self._heartbeat.close()
-        self._calls.close()
-        self._store = None
+        try:
+            if self.rank == 0 and self.size > 1:
+                self._linger()
+        except (CoordinationError, KeyTimeout) as error:
+            logger.debug("left without waiting for the others: %s", error)
+        finally:
+            if self._heartbeat is not None:
+                self._heartbeat.close()
+            self._calls.close()
+            self._store = None
 
-    def _catch_up(self, kind: str) -> None:
-        """Another rank that left an entry without its verdict: rank 0 may have gone on meanwhile, and ended more of them."""
-        if not self._unsettled:
-            return
-        head = self._calls.call(lambda store: store.get(_HEAD) if store.check([_HEAD]) else b"0", phase=kind)
-        self._cursor = max(self._cursor, int(head))
-        self._unsettled = False
-
-    def _lead(self, step: Step, mine: Mapping[str, str], answer: object, decide: Decide | None) -> Any:
+    def _lead(self, step: Step, name: str, mine: Mapping[str, str], answer: object, decide: Decide | None) -> Any:
         try:
             answers = {0: {"answer": answer}, **step.answers(mine)}
             _refuse_differences(mine, answers)
@@ -351,30 +380,33 @@ class Session:
             # The others wait for this verdict: they get the cause before this rank unwinds.
             wire = to_wire(error, rank=0, phase=step.kind)
             step.put("/verdict", {"error": wire})
-            self._calls.call(lambda store: store.set(_HEAD, str(self._cursor)), phase=step.kind)
+            step.release()
             # Where a rank was lost the rest may still be on their way here, and should hear who it was.
             lost = len(error.ranks) if isinstance(error, PeerLostError) else 0
-            self._expect_reads(self.size - 1 - lost if lost else step.present())
+            self._expect_reads(name, self.size - 1 - lost if lost else step.present())
+            self._ended.append(name)
             if isinstance(error, Exception) and not isinstance(error, CoordinationError):
                 raise from_wire(wire) from error
             raise
-        self._expect_reads(self.size - 1)
-        step.forget()
+        self._expect_reads(name, self.size - 1)
+        step.forget(self._ended)
+        self._ended = [name]
         return result
 
-    def _follow(self, step: Step, mine: Mapping[str, str], answer: object) -> Any:
-        number = self.entry
+    def _follow(self, step: Step, name: str, mine: Mapping[str, str], answer: object) -> Any:
+        answered = False
         try:
             entry = self._await_entry(step)
+            answered = True
             step.answer({"answer": answer} if entry == mine else {"view": mine})
             verdict = self._await_verdict(step)
             share = step.take_share() if verdict.get("shared") else None
         except BaseException:
             # Rank 0 may come to it later, wait for this rank in it, or go on without knowing that this one does not.
-            self._unsettled = True
-            self.leave(number)
+            self.unsure = answered
+            self.leave(self._call)
             raise
-        self._calls.acknowledge("log/read", phase=step.kind)
+        self._calls.acknowledge(f"{name}/read", phase=step.kind)
         if "error" in verdict:
             raise from_wire(verdict["error"])
         return share if verdict.get("shared") else verdict["ok"]
@@ -392,8 +424,10 @@ class Session:
         except KeyTimeout:
             raise RendezvousTimeout(phase=step.kind, seconds=step.timeout_s, missing=(0,)) from None
 
-    def _expect_reads(self, count: int) -> None:
-        self.reads["log/read"] = self.reads.get("log/read", 0) + count
+    def _expect_reads(self, name: str, count: int) -> None:
+        # Who reads a later one has read those before it.
+        self.reads = {key: value for key, value in self.reads.items() if not key.startswith("log/")}
+        self.reads[f"{name}/read"] = (count, self._call)
 
     def _linger(self) -> None:
         # The store dies with this process. A verdict that nobody can read any more is an unknown outcome for them.
@@ -401,7 +435,8 @@ class Session:
         grace_from: float | None = None
 
         def unread(store: KeyValues) -> int:
-            return max((count - store.add(key, 0) for key, count in list(self.reads.items())), default=0)
+            expected = [(count - len(self.have_left(call)), key) for key, (count, call) in list(self.reads.items())]
+            return max((count - store.add(key, 0) for count, key in expected), default=0)
 
         while time.monotonic() < deadline and not (self._heartbeat and self._heartbeat.all_gone()):
             missing = self._calls.call(unread, phase="close")

@@ -84,6 +84,17 @@ def choose(
         NoValidCheckpointError: there are or were checkpoints and none is usable.
         SafeCheckpointError: a checkpoint could not be read, on every rank. That condemns nothing.
     """
+    with engine.together():
+        return _choose(engine, root, list_candidates, load, view)
+
+
+def _choose(
+    engine: Engine,
+    root: Root,
+    list_candidates: Callable[[], Sequence[Candidate]],
+    load: Load,
+    view: Mapping[str, object] | None,
+) -> Chosen | None:
     begun = time.monotonic()
     plan = engine.agree(
         "resume",

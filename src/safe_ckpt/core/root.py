@@ -26,6 +26,7 @@ from safe_ckpt.errors import CorruptCheckpointError, DirectoryError, Unsupported
 logger = logging.getLogger(__name__)
 
 HIDDEN = ".safe_ckpt"
+_MOVING = ".moving-"
 
 
 class Root:
@@ -71,8 +72,10 @@ class Root:
         try:
             self._repair()
             self._sweep()
-        except OSError as error:
+        except BaseException as error:
             self._lock.release()
+            if not isinstance(error, OSError) or isinstance(error, DirectoryError):
+                raise
             where = error.filename or self.path
             raise DirectoryError.of(error, path=where, rank=0, phase="cleaning up after an earlier job") from error
 
@@ -127,7 +130,7 @@ class Root:
         if path.parent != self.path:
             return path.with_name(f".{path.name}.{op_id}.old")
         folder = self.trash / op_id
-        commit.make_directory(folder)
+        folder.mkdir(exist_ok=True)
         return folder / path.name
 
     def drop_staging(self, op_id: str, *, keep_copies: bool = False) -> None:
@@ -158,6 +161,7 @@ class Root:
     def _sweep_away(self, path: Path) -> None:
         """Delete what a job left that may still live: in one step out of its reach, so that it can never commit a half."""
         target = self.trash / f"{uuid.uuid4().hex}-{path.name}"
+        self.confirm()  # this job itself may have been stopped since it took the lock
         try:
             os.rename(path, target)
         except FileNotFoundError:
@@ -187,7 +191,14 @@ class Root:
     def _discard(self, path: Path) -> None:
         whole = path.is_symlink() or not path.is_dir()
         bin_ = self.trash / uuid.uuid4().hex
-        bin_.mkdir()
+        try:
+            bin_.mkdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not whole:
+                raise
+            self.confirm()
+            path.unlink()  # on a full disk nothing can be made, and something must go
+            return
         try:
             self.confirm()  # behind the making, as in ``aside``
             os.rename(path, bin_ / path.name)
@@ -200,16 +211,31 @@ class Root:
 
     def set_aside(self, path: Path) -> Path:
         """Move a damaged checkpoint into quarantine. Returns where it is now."""
-        self.confirm()
-        target = self.quarantine / path.name
-        if os.path.lexists(target):
-            target = self.quarantine / f"{path.name}.{uuid.uuid4().hex[:8]}"
-        os.rename(path, target)
+        # By way of a folder that whoever takes over moves away, as in ``aside``.
+        moving = self.quarantine / f"{_MOVING}{uuid.uuid4().hex}"
+        moving.mkdir()
+        try:
+            self.confirm()
+            os.rename(path, moving / path.name)
+        except BaseException:
+            moving.rmdir()
+            raise
+        return self._into_quarantine(moving)
+
+    def _into_quarantine(self, moving: Path) -> Path:
+        target = moving
+        for path in list(moving.iterdir()):
+            target = self.quarantine / path.name
+            if os.path.lexists(target):
+                target = self.quarantine / f"{path.name}.{uuid.uuid4().hex[:8]}"
+            os.rename(path, target)
+        moving.rmdir()
         return target
 
     def quarantined(self) -> list[Path]:
         """What lies in quarantine."""
-        return sorted(self.quarantine.iterdir()) if self.quarantine.is_dir() else []
+        found = self.quarantine.iterdir() if self.quarantine.is_dir() else ()
+        return sorted(path for path in found if not path.name.startswith(_MOVING))
 
     def _refuse_links(self) -> None:
         above = [folder for folder in self.hidden.parents if self.path in folder.parents]
@@ -228,6 +254,7 @@ class Root:
                     continue
                 new = self.staging / folder.name / old.name
                 chosen = new if _is_complete(new) else old
+                self.confirm()
                 logger.warning("%s: finished an interrupted replacement with %s", self.path / old.name, chosen)
                 commit.publish_directory(chosen, self.path / old.name, self.trash / folder.name / "unused")
 
@@ -242,6 +269,11 @@ class Root:
             logger.warning("%s could not be kept for the next attempt: %s", left, error)
 
     def _sweep(self) -> None:
+        for moving in self.quarantine.glob(f"{_MOVING}*"):
+            self.confirm()
+            away = self.quarantine / f"{_MOVING}{uuid.uuid4().hex}"  # out of reach of the job that made it
+            os.rename(moving, away)
+            self._into_quarantine(away)
         self._delete(self.hidden / HIDDEN)  # what a job that was killed on its way in left for the others to look for
         for folder in (self.staging, self.trash):
             for left in list(folder.iterdir()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from safe_ckpt.core.channel import Channel, Check, KeyTimeout
@@ -15,13 +15,12 @@ class Step:
     """The keys of one entry of the log. With nobody else there, nothing is written."""
 
     def __init__(
-        self, channel: Channel, rank: int, size: int, number: int, kind: str, timeout_s: float, check: Check
+        self, channel: Channel, rank: int, size: int, name: str, kind: str, timeout_s: float, check: Check
     ) -> None:
         self._channel = channel
         self._rank = rank
         self._others = range(1, size)
-        self._number = number
-        self._prefix = f"log/{number}"
+        self._prefix = name
         self._check = check
         self.kind = kind
         self.timeout_s = timeout_s
@@ -102,11 +101,19 @@ class Step:
         """How many ranks have answered."""
         return len(self._answered()) if self._others else 0
 
-    def forget(self) -> None:
-        """Drop what nobody needs any more: these answers, and the entry before, whose verdict all have read."""
+    def release(self) -> None:
+        """Rank 0: it has failed. What still waits for answers, on a connection that was left, ends."""
+        if self._others:
+            self._channel.call(lambda store: store.set(f"{self._prefix}/all", ""), phase=self.kind)
+
+    def forget(self, before: Sequence[str]) -> None:
+        """Drop what nobody needs any more: these answers, and the entries ``before``, whose verdicts all have passed."""
         if not self._others:
             return
-        before = f"log/{self._number - 1}"
-        keys = [f"{self._prefix}/{rank}" for rank in self._others]
-        keys += [f"{self._prefix}/count", f"{self._prefix}/all", before, f"{before}/verdict"]
+        keys = self._answer_keys(self._prefix)
+        for name in before:
+            keys += [name, f"{name}/verdict", f"{name}/read", *self._answer_keys(name)]
         self._channel.call(lambda store: [store.delete_key(key) for key in keys], phase=self.kind)
+
+    def _answer_keys(self, name: str) -> list[str]:
+        return [f"{name}/count", f"{name}/all", *(f"{name}/{rank}" for rank in self._others)]

@@ -113,16 +113,17 @@ class Handle:
             SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started. With
                 ``async_save=False`` also that of this one.
         """
-        handle = saving.save(
-            self._core,
-            self._places,
-            self._engine,
-            save_dir,
-            f"global_step{self._engine.global_steps}" if tag is None else str(tag),
-            client_state or {},
-            save_latest=save_latest,
-            exclude_frozen_parameters=exclude_frozen_parameters,
-        )
+        with self._core.together():
+            handle = saving.save(
+                self._core,
+                self._places,
+                self._engine,
+                save_dir,
+                f"global_step{self._engine.global_steps}" if tag is None else str(tag),
+                client_state or {},
+                save_latest=save_latest,
+                exclude_frozen_parameters=exclude_frozen_parameters,
+            )
         if not self._async_save:
             handle.result()
         return True
@@ -175,15 +176,16 @@ class Handle:
         wanted = None if tag is None else checked_tag(tag)
         if self._engine.load_universal_checkpoint():
             return cast("tuple[str | None, Any]", restore(wanted))
-        found = loading.load(
-            self._core,
-            self._places,
-            self._engine,
-            folder,
-            wanted,
-            restore,
-            optimizer_states=load_optimizer_states and not load_module_only,
-        )
+        with self._core.together():
+            found = loading.load(
+                self._core,
+                self._places,
+                self._engine,
+                folder,
+                wanted,
+                restore,
+                optimizer_states=load_optimizer_states and not load_module_only,
+            )
         return cast("tuple[str | None, Any]", found)
 
     def destroy(self) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from safe_ckpt.config import CheckpointConfig, Network, Timeouts
 from safe_ckpt.core import directory, ranks
-from safe_ckpt.core.meeting import meet
+from safe_ckpt.core.meeting import Found, meet
 from safe_ckpt.core.ranks import Store
 from safe_ckpt.core.rendezvous import Session
 from safe_ckpt.doctor import judging, surroundings
@@ -119,7 +119,8 @@ def _session(world: World, timeout_s: float) -> Iterator[tuple[Session, Store]]:
     )
     name = f"doctor-{world.attempt}"
     group = ranks.Group(rank=world.rank, size=world.size, meeting_store=store, name=name)
-    session = Session(group, timeouts, meet(group, timeouts, Network()))
+    found = meet(group, timeouts, Network())
+    session = Session(group, timeouts, found if isinstance(found, Found) else None)
     try:
         yield session, store
     finally:

@@ -175,7 +175,7 @@ class TrainerSaver:
         """
         self.settle()
         try:
-            with self._within():
+            with self.engine.together(), self._within():
                 handle = self.engine.save(
                     self._request(intents, weights_only=weights_only, overlap=self.training and not wait)
                 )

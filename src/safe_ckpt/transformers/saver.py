@@ -76,6 +76,10 @@ class TrainerSaver:
         Raises:
             SafeCheckpointError: it could not be started, or an earlier one failed; the same on every process.
         """
+        with self._engine.together():
+            return self._save(trainer, path)
+
+    def _save(self, trainer: Any, path: Path) -> Path:
         root, ledger = self._hold(path.parent)
         key = self._engine.agree("save", {"path": path}, decide=lambda _: uuid.uuid4().hex)
         begun = extras.open_folder(self._engine.session, root, key, self._engine.config.timeouts.barrier_s)
