@@ -187,7 +187,7 @@ def await_visible(path: Path, timeout_s: float) -> bool:
     """Wait until this rank sees ``path``. Returns False when it does not within ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     pause_s = 0.001
-    while not path.exists():
+    while not _is_visible(path):
         if time.monotonic() >= deadline:
             return False
         time.sleep(pause_s)
@@ -199,6 +199,13 @@ def await_visible(path: Path, timeout_s: float) -> bool:
             except OSError:
                 break
     return True
+
+
+def _is_visible(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a file system that is away for a moment; whoever waited in vain looks at why
+        return False
 
 
 def _remove_if_empty(path: Path) -> None:

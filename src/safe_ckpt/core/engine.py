@@ -6,6 +6,7 @@ on the thread that drives training, on every rank, in the same order.
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import multiprocessing.util
@@ -34,6 +35,7 @@ from safe_ckpt.errors import (
     CommitOutcomeUnknown,
     ConfigError,
     CoordinationError,
+    DirectoryError,
     ForkedError,
     SafeCheckpointError,
     SaveError,
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
+_BLIP_S = 30.0
+_BLIPS = (errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 
 
 class Engine:
@@ -155,7 +159,7 @@ class Engine:
         seen_from = root.hidden  # held by then: what a killed job left of this is swept
 
         def take(_: object) -> str:
-            root.open(self.config.timeouts.barrier_s + self.config.lease_s)
+            _open_through_blips(root, self.config)
             try:
                 return directory.leave_token(seen_from)
             except OSError:
@@ -423,6 +427,20 @@ class Engine:
             for root in self._roots:
                 root.close()
         self.session.release()
+
+
+def _open_through_blips(root: Root, config: CheckpointConfig) -> None:
+    """A network file system that was just mounted, or whose server changes, is not there for a moment."""
+    deadline = time.monotonic() + min(_BLIP_S, config.timeouts.barrier_s / 2)
+    while True:
+        try:
+            root.open(config.timeouts.barrier_s + config.lease_s)
+            return
+        except DirectoryError as error:
+            if error.errno not in _BLIPS or time.monotonic() >= deadline:
+                raise
+            logger.info("%s: waiting for it", error)
+        time.sleep(0.5)
 
 
 def _get_ready(pipeline: Pipeline) -> None:
