@@ -51,7 +51,7 @@ class ThreadSession(Session):
         self.at_exit, self._pid = None, os.getpid()
         self._call, self._part, self._depth, self._goes_on, self._ended, self.unsure = -1, 0, 0, False, [], False
         self._shutdown_s, self._answer_s = 5.0, 5.0
-        self._name, self._meeting, self._cursor, self._closed, self._heartbeat = "threads", None, 0, False, None
+        self._name, self._meeting, self._closed, self._heartbeat = "threads", None, False, None
         self._calls = LocalChannel(store)
 
     def channel(self, name: str) -> Channel:

@@ -61,7 +61,7 @@ def _attacked(rank, folder):
     spread = distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (2,)), [Shard(0)])
     with Checkpointer(folder, CheckpointConfig(timeouts=TIMES)) as ckpt:
         session = ckpt._engine.session
-        entry = session._cursor
+        name = f"log/{session.call + 1}.0"
         if rank == 0:
             # One who reaches the port answers in rank 1's place before it does.
             port = session._connect._port
@@ -70,8 +70,8 @@ def _attacked(rank, folder):
             )
             bomb = base64.b64encode(pickle.dumps(Bomb(str(folder / "boom")))).decode()
             forged = {"answer": {"error": None, "items": {"s": {"token": None, "plan": bomb, "lengths": {}}}}}
-            client.set(f"log/{entry}/1", json.dumps(forged))
-            client.set(f"log/{entry}/all", "")
+            client.set(f"{name}/1", json.dumps(forged))
+            client.set(f"{name}/all", "")
         else:
             while not (folder / "over").exists():
                 time.sleep(0.01)

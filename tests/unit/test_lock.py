@@ -149,10 +149,14 @@ def test_an_outage_longer_than_the_lease_ends_nothing(tmp_path):
     lock.release()
 
 
-def test_one_of_many_gets_it(tmp_path):
-    """Eight contenders for the lock of a dead process: one has it, the others are refused by its name."""
+@pytest.mark.parametrize("left", ["a dead process", "nobody"])
+def test_one_of_many_gets_it(tmp_path, left):
+    """Eight contenders for the lock of a dead process, or of one that was killed before it wrote its name: one has it, and
+    the others are refused by its name.
+    """
     here = {"kernel": leases.kernel_id(), "namespace": leases.pid_namespace()}
-    (tmp_path / "lock").write_bytes(of_elsewhere(**here, pid=2**22 - 1).to_bytes())
+    dead = of_elsewhere(**here, pid=2**22 - 1).to_bytes()
+    (tmp_path / "lock").write_bytes(dead if left == "a dead process" else b"")
     code = HOLD_LOCK.replace("lock.acquire()", "lock.acquire(patience_s=20)")
     started = [
         subprocess.Popen(
@@ -236,3 +240,14 @@ def test_a_disk_that_refuses_says_so(tmp_path):
     lock.acquire()
     lock.release()
     assert Path(tmp_path / "missing").exists()
+
+
+def test_what_killed_contenders_left_is_swept(tmp_path):
+    """Half-made locks and such that were being taken away: gone with the next start; the end leaves nothing."""
+    for number in range(3):
+        (tmp_path / f"lock.{number:032x}").write_bytes(of_elsewhere().to_bytes())
+    lock = lock_in(tmp_path)
+    lock.acquire()
+    assert sorted(os.listdir(tmp_path)) == ["lock", "lock.alive"]
+    lock.release()
+    assert os.listdir(tmp_path) == []

@@ -176,7 +176,7 @@ class Arena:
 
 def _huge_on_advice() -> bool:
     try:
-        return "[advise]" in _SHMEM_PAGES.read_text(encoding="ascii")
+        return "[advise]" in _SHMEM_PAGES.read_text(encoding="utf-8")
     except OSError:
         return False
 

@@ -29,7 +29,7 @@ def available_bytes(
 
 def _of_machine(meminfo: Path) -> Iterator[int]:
     try:
-        for line in meminfo.read_text(encoding="ascii").splitlines():
+        for line in meminfo.read_text(encoding="utf-8").splitlines():
             if line.startswith("MemAvailable:"):
                 yield int(line.split()[1]) * 1024
     except (OSError, ValueError):
@@ -56,9 +56,9 @@ def _of_cgroups(membership: Path, cgroups: Path) -> Iterator[int]:
 
 def _left(folder: Path, limit: str, usage: str, reclaimable: str) -> Iterator[int]:
     try:
-        most = int((folder / limit).read_text(encoding="ascii"))  # "max" is no number: no limit
-        used = int((folder / usage).read_text(encoding="ascii"))
-        rows = (line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+        most = int((folder / limit).read_text(encoding="utf-8"))  # "max" is no number: no limit
+        used = int((folder / usage).read_text(encoding="utf-8"))
+        rows = (line.split() for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
         cached = next((int(row[1]) for row in rows if row[0] == reclaimable), 0)
     except (OSError, ValueError):
         return

@@ -84,6 +84,7 @@ class JobLock:
         except OSError as error:
             raise DirectoryError.of(error, path=self._directory, rank=0, phase=_PHASE) from error
         _held[self._key] = self
+        self._sweep()
         self._stop = threading.Event()
         keeper = threading.Thread(
             target=self._keep, args=(self._lease, self._stop), name="safe_ckpt-lease", daemon=True
@@ -185,7 +186,7 @@ class JobLock:
         try:
             lease = self._own_lease()
             fresh.write_bytes(lease.to_bytes())
-            if _put(fresh, self._path) and _token(read_lock(self._directory) or b"") == lease.token:
+            if _put(fresh, lease.to_bytes(), self._path) and _token(read_lock(self._directory) or b"") == lease.token:
                 self._lease, self._pid = lease, os.getpid()
                 (self._directory / _SEEN_NAME).unlink(missing_ok=True)
         finally:
@@ -274,6 +275,17 @@ class JobLock:
             os.close(fd)
         return found
 
+    def _sweep(self) -> None:
+        """Remove what others left who were killed while they made a lock or took one away."""
+        with contextlib.suppress(OSError):
+            for path in self._directory.glob(f"{LOCK_NAME}.*"):
+                ours = (
+                    self._lease is not None
+                    and _token(read_lock(self._directory, path.name) or b"") == self._lease.token
+                )
+                if path.name not in (KERNEL_NAME, _SEEN_NAME) and not ours:  # ours is just being looked at by somebody
+                    path.unlink(missing_ok=True)
+
     def _read(self) -> Lease | None:
         data = read_lock(self._directory)
         return None if data is None else Lease.from_bytes(data) or _NOBODY
@@ -334,11 +346,11 @@ def take_away(directory: Path, is_it: Callable[[bytes], bool]) -> bool:
     return True
 
 
-def _put(fresh: Path, path: Path) -> bool:
+def _put(fresh: Path, data: bytes, path: Path) -> bool:
     """Give a complete lock file its name, if that is free. Returns whether it was done."""
     try:
         os.link(fresh, path)
-    except FileExistsError:
+    except (FileExistsError, FileNotFoundError):  # or somebody who has the lock by now has swept it
         return False
     except OSError:  # no hard links here: then it is empty for a moment
         try:
@@ -346,7 +358,7 @@ def _put(fresh: Path, path: Path) -> bool:
         except FileExistsError:
             return False
         try:
-            os.write(fd, fresh.read_bytes())
+            os.write(fd, data)
         finally:
             os.close(fd)
     return True

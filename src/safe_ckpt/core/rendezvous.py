@@ -396,15 +396,17 @@ class Session:
     def _follow(self, step: Step, name: str, mine: Mapping[str, str], answer: object) -> Any:
         answered = False
         try:
-            entry = self._await_entry(step)
+            entry = step.get("")
             answered = True
             step.answer({"answer": answer} if entry == mine else {"view": mine})
             verdict = self._await_verdict(step)
             share = step.take_share() if verdict.get("shared") else None
-        except BaseException:
+        except BaseException as error:
             # Rank 0 may come to it later, wait for this rank in it, or go on without knowing that this one does not.
             self.unsure = answered
             self.leave(self._call)
+            if isinstance(error, KeyTimeout):
+                raise RendezvousTimeout(phase=step.kind, seconds=step.timeout_s, missing=(0,)) from None
             raise
         self._calls.acknowledge(f"{name}/read", phase=step.kind)
         if "error" in verdict:
@@ -417,12 +419,6 @@ class Session:
             return step.get("/verdict", patience=2)
         except KeyTimeout:
             raise RendezvousTimeout(phase=f"{step.kind}: verdict", seconds=2 * step.timeout_s, missing=(0,)) from None
-
-    def _await_entry(self, step: Step) -> Any:
-        try:
-            return step.get("")
-        except KeyTimeout:
-            raise RendezvousTimeout(phase=step.kind, seconds=step.timeout_s, missing=(0,)) from None
 
     def _expect_reads(self, name: str, count: int) -> None:
         # Who reads a later one has read those before it.
