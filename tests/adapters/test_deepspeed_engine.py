@@ -553,7 +553,7 @@ FILES = [MODEL, OPTIM.format(0)]
 HEAD = """
     import os, signal, sys, torch
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
-    from safe_ckpt import CheckpointConfig, Retention, Telemetry, Timeouts, WriterConfig
+    from safe_ckpt import CheckpointConfig, Network, Retention, Telemetry, Timeouts, WriterConfig
     from safe_ckpt.deepspeed import SafeCheckpointEngine
     from safe_ckpt.errors import ConfigError
     folder = sys.argv[1]

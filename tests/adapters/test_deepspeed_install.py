@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("deepspeed")
 import deepspeed_runs as runs
 
-from safe_ckpt import CheckpointConfig, Retention, Timeouts
+from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Timeouts
 from safe_ckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -130,6 +130,18 @@ def using(rank, folder):
         assert client["epoch"] == 1
         run.save_checkpoint(str(folder / "stock"), tag="theirs", client_state={"epoch": 2})
     assert run.load_checkpoint(str(folder / "stock"))[1]["epoch"] == 2
+    check_destroy(run, folder / "left")
+
+
+def check_destroy(run, out):
+    """destroy() finishes what is in flight and gives the directory back, on every rank."""
+    handle = installed(run)
+    run.save_checkpoint(str(out), tag="last")
+    run.destroy()
+    assert handle.closed
+    with Checkpointer(out) as ckpt:
+        assert ckpt.save(1, {"x": 1}).result(timeout_s=60).step == 1
+    assert (out / "last/manifest.json").exists()
 
 
 def check_settings(run):
