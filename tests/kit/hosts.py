@@ -306,7 +306,10 @@ class Host:
     def _join_network(self):
         hub = self._hosts.hub
         if self is hub:
-            _network(self.pid, "link add sw type bridge", f"addr add {self.address}/24 dev sw", "link set sw up")
+            # An address of its own: else it takes that of one of its ports, another one when hosts come and go, and what the
+            # hosts send to the hub is lost for seconds.
+            bridge = "link add sw address 02:00:00:00:ff:00 type bridge"
+            _network(self.pid, bridge, f"addr add {self.address}/24 dev sw", "link set sw up")
             return
         # Always the same hardware address: who knew it before it was restarted need not ask again.
         hardware = f"02:00:00:00:00:{self._number:02x}"
