@@ -25,7 +25,8 @@ from safe_ckpt.core.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.operation import Pointer, Request, SaveHandle
 from safe_ckpt.core.parts import Parts
 from safe_ckpt.core.verify import verify_entry
-from safe_ckpt.deepspeed.places import ADAPTER, LATEST, Places, checked_tag, step_of
+from safe_ckpt.deepspeed.arguments import LATEST, agree, checked_directory, checked_tag
+from safe_ckpt.deepspeed.places import ADAPTER, Places, refuse_within_a_tag, step_of
 from safe_ckpt.deepspeed.support import check_settings
 from safe_ckpt.errors import ConfigError, NotEnoughSpaceError, SafeCheckpointError, SaveError, StateError
 from safe_ckpt.events import Hook
@@ -86,10 +87,21 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started.
         """
         self._conclude("another save began before its last file was handed over")
-        path = Path(os.path.abspath(info.save_dir)) / checked_tag(info.tag)
-        place = self._places.hold(path.parent)
+        with self._core.together():
+            self._begin(info)
+
+    def _begin(self, info: CheckpointCommitInfo) -> None:
+        found: list[tuple[Path, str]] = []
+
+        def look() -> dict[str, object]:
+            found.append((checked_directory(info.save_dir, "save_dir"), checked_tag(info.tag)))
+            return {"path": found[0][0] / found[0][1]}
+
+        agree(self._core, "create", look, lambda: refuse_within_a_tag(*found[0]))
+        top, tag = found[0]
+        path, place = top / tag, self._places.hold(top, tag)
         parts = Parts(self._pool)
-        latest = [Pointer(path=path.parent / LATEST, data=path.name.encode())] if info.save_latest else []
+        latest = [Pointer(path=top / LATEST, data=tag.encode())] if info.save_latest else []
         handle = self._core.save(
             Request(
                 root=place.root,
