@@ -144,7 +144,8 @@ def resume(rank, folder, stage, offload, *, stock):
             run.load_checkpoint(folder / "out", tag="global_step3", load_optimizer_states=False)
             assert not torch.equal(weights(run), now)
         handle.remove()
-        assert not list((folder / "out" / ".safe_ckpt" / "staging").iterdir())
+        if rank == 0:  # which tidies up behind the verdict
+            assert not list((folder / "out" / ".safe_ckpt" / "staging").iterdir())
         assert not (folder / "out" / "bad").exists()
     return same, Path(path).parent.name
 
@@ -164,7 +165,9 @@ def pipeline():
 
     torch.manual_seed(0)
     layers = [torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 16)]
-    net = PipelineModule(layers=layers, num_stages=2, loss_fn=torch.nn.CrossEntropyLoss(), partition_method="parameters")
+    net = PipelineModule(
+        layers=layers, num_stages=2, loss_fn=torch.nn.CrossEntropyLoss(), partition_method="parameters"
+    )
     return deepspeed.initialize(model=net, model_parameters=net.parameters(), config=CONFIG)[0]
 
 

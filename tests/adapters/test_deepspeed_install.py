@@ -25,6 +25,7 @@ from safe_ckpt.errors import (
     DirectoryError,
     NoValidCheckpointError,
     PeerLostError,
+    RestoreError,
     SafeCheckpointError,
     StateError,
     UnexpectedError,
@@ -34,7 +35,7 @@ from safe_ckpt.testing.ranks import values
 from support import flip_bit
 
 THOROUGH = bool(os.environ.get("SAFE_CKPT_THOROUGH"))
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 
 def has_nvme():
@@ -76,6 +77,8 @@ def test_a_killed_job_goes_on_bit_for_bit_and_stock_deepspeed_reads_it_too(tmp_p
         assert stored == ["rank00", "rank00.rank00001"]  # both call theirs rank00
     if stage in (1, 3) and offload != "nvme":
         check_conversions(tmp_path, stage)
+    if stage == 1:
+        assert values(spawn(universal, str(tmp_path))) == [True] * 2
     if offload != "nvme":  # there the stock one begins with zero moments
         assert values(spawn(resumed, str(tmp_path), stage, offload, True)) == [(True, tag)] * 2
     assert values(spawn(resumed, str(tmp_path), stage, offload, False)) == [(True, tag)] * 2
@@ -97,6 +100,32 @@ def check_conversions(folder: Path, stage: int) -> None:
     whole = torch.load(folder / "universal" / "zero" / "2.weight" / "fp32.pt", weights_only=False)
     whole = whole["param"] if isinstance(whole, dict) else whole
     assert torch.equal(whole.reshape(-1), found["2.weight"].reshape(-1)), stage
+
+
+def universal(rank, folder):
+    """What was converted is loaded on all ranks or on none, and is exact."""
+    folder = Path(folder)
+    run = runs.engine(1, width=64, checkpoint={"load_universal": True})
+    with installed(run):
+        with at_once(), pytest.raises(ValueError, match="latest_universal does not exist"):
+            run.load_checkpoint(folder / "out")
+        part = folder / "universal" / "zero" / "2.weight" / "fp32.pt"
+        for harm in (
+            lambda: part.rename(folder / "away"),
+            lambda: part.write_bytes((folder / "away").read_bytes()[:-50]),
+        ):
+            if rank == 0:
+                harm()
+            torch.distributed.barrier()
+            with at_once(), pytest.raises(RestoreError, match=r"fp32.pt.*missing, or cut off.*ds_to_universal"):
+                run.load_checkpoint(folder)
+            torch.distributed.barrier()
+        if rank == 0:
+            (folder / "away").replace(part)
+        torch.distributed.barrier()
+        assert run.load_checkpoint(folder)[1]["epoch"] == 7
+    runs.train(run, rank, 3, 6)
+    return torch.equal(runs.weights(run), torch.load(folder / f"want{rank}.pt"))
 
 
 def run_tool(command, cwd):
@@ -314,7 +343,7 @@ def check_mistakes(run, handle, rank, out):
             run.save_checkpoint(given)
     with at_once(), pytest.raises(ValueError, match="save_dir must be a non-empty string, got None"):
         run.save_checkpoint(None if rank else out)
-    with at_once(), pytest.raises(TypeError) if rank else pytest.raises(UnexpectedError, match="rank 1.*TypeError"):
+    with at_once(), pytest.raises(TypeError) if rank else pytest.raises(UnexpectedError, match=r"rank 1.*TypeError"):
         run.save_checkpoint(out, tag="bad", client_state=5 if rank else {})
     with pytest.raises(DesyncError, match="path"):
         run.save_checkpoint(out, tag=f"of{rank}")
@@ -346,6 +375,33 @@ def check_mistakes(run, handle, rank, out):
 def test_what_a_user_may_do_and_do_wrong(tmp_path):
     """Saving, naming, retaining, loading, falling back and every mistake end alike on both ranks, and harm nothing."""
     values(spawn(using, str(tmp_path)))
+
+
+def save_swapped(rank, folder, name, width):
+    """An engine with NVMe offload, what it may not load, and a tag of its own, also one of stock DeepSpeed."""
+    folder = Path(folder)
+    run = runs.engine(3, "nvme", folder / f"swap {name}", width=width)
+    size = torch.distributed.get_world_size()
+    before = runs.weights(run)
+    with installed(run) as handle:
+        for other in {"of 1", "of 2"} & {path.name for path in folder.iterdir()}:
+            why = "bytes in it and" if other == f"of {size}" else rf"ranks saved it and {size} are to load it"
+            for out in ("ours", "stock"):
+                with at_once(), pytest.raises(RestoreError, match=why):
+                    run.load_checkpoint(folder / other / out)
+        assert torch.equal(runs.weights(run), before)
+        runs.train(run, rank, 0, 1)
+        run.save_checkpoint(folder / name / "ours")
+        handle.wait()
+        assert run.load_checkpoint(folder / name / "ours")[0]
+    run.save_checkpoint(folder / name / "stock")
+
+
+@pytest.mark.skipif(not has_nvme(), reason="DeepSpeed's asynchronous I/O is not built")
+def test_nvme_states_of_another_number_of_ranks_are_refused(tmp_path):
+    """1 -> 2 and 2 -> 1 ranks, and another model: one named error on all ranks, at once, and nothing was restored."""
+    for name, width, ranks in (("of 1", 1024, 1), ("of 2", 1024, 2), ("last", 512, 1)):
+        values(spawn_ranks(save_swapped, ranks, str(tmp_path), name, width, timeout_s=100))
 
 
 def lose_a_rank(rank, folder, stage, moment):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ pytest.importorskip("deepspeed")
 import deepspeed_runs as runs
 
 from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.errors import ConfigError, RestoreError
 from safe_ckpt.testing import spawn_ranks
 from safe_ckpt.testing.ranks import values
 

@@ -48,7 +48,9 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     states on NVMe use ``install`` instead: DeepSpeed copies those past its checkpoint engine.
 
     A save is complete when DeepSpeed's ``save_checkpoint`` has handed over its last file. One that an exception interrupted
-    before that is never committed, whoever asks for it. Where DeepSpeed is not the caller, ``commit`` says that it is complete.
+    before that is never committed, whoever asks for it. Where DeepSpeed is not the caller, ``commit`` says that it is complete:
+    without it the save is dropped with an error, which the next ``create`` or ``cleanup`` raises, or the end of the program
+    logs.
 
     Called on the thread that trains.
 
@@ -213,6 +215,8 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _conclude(self, why_not: str) -> None:
         """The save that is under way, if there is one, goes on by itself if it is complete, and else it fails."""
         if self._open is not None and not self._open.complete:
+            if not self._open.by_deepspeed:
+                why_not += ", as far as is known: commit() was not called, which says that it is complete"
             self._give_up(why_not)
         self._open = None
 
