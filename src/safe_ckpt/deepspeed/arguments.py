@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from safe_ckpt.core.engine import Engine
@@ -95,8 +95,7 @@ def checked_tag(tag: object) -> str:
 
 def is_tag(name: str) -> bool:
     """Whether a tag may have this name."""
-    pure = PurePosixPath(name)
-    return bool(name) and not pure.is_absolute() and str(pure) == name and not set(pure.parts) & set(_RESERVED)
+    return all(part and part not in _RESERVED for part in name.split("/"))
 
 
 def checked_file(directory: object, name: object) -> Path:

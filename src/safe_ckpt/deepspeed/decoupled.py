@@ -89,10 +89,11 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started.
         """
         self._conclude("another save began before its last file was handed over")
+        by_deepspeed = _is_deepspeeds()
         with self._core.together():
-            self._begin(info)
+            self._open = self._begin(info, by_deepspeed=by_deepspeed)
 
-    def _begin(self, info: CheckpointCommitInfo) -> None:
+    def _begin(self, info: CheckpointCommitInfo, *, by_deepspeed: bool) -> _Open:
         found: list[tuple[Path, str]] = []
 
         def look() -> dict[str, object]:
@@ -119,7 +120,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 patient=True,
             )
         )
-        self._open = _Open(info, path, parts, handle, by_deepspeed=_is_deepspeeds())
+        return _Open(info, path, parts, handle, by_deepspeed=by_deepspeed)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """As ``os.makedirs``, but for the tag: that appears when it is complete."""
