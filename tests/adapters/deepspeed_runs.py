@@ -143,11 +143,22 @@ def resume(rank, folder, stage, offload, *, stock):
             now = weights(run)
             run.load_checkpoint(folder / "out", tag="global_step3", load_optimizer_states=False)
             assert not torch.equal(weights(run), now)
+            gathers_whole_weights(run, folder / "whole")
         handle.remove()
         if rank == 0:  # which tidies up behind the verdict
             assert not list((folder / "out" / ".safe_ckpt" / "staging").iterdir())
         assert not (folder / "out" / "bad").exists()
     return same, Path(path).parent.name
+
+
+def gathers_whole_weights(run, folder):
+    """With ZeRO-3 the file holds what all ranks have together; where DeepSpeed is not to gather it, there is none."""
+    assert run.save_16bit_model(folder) is False
+    assert not folder.exists()
+    run._config.zero_config.gather_16bit_weights_on_model_save = True
+    assert run.save_16bit_model(folder) is True
+    found = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    assert torch.equal(torch.cat([tensor.flatten() for tensor in found.values()]), weights(run))
 
 
 CONFIG = {

@@ -88,13 +88,12 @@ def save_weights(
 
     arguments.agree(core, "save_16bit_model", look, lambda: _refuse_directory(found[0]))
     (path,) = found
-    root = roots.hold(path)
     captured = capture_weights(engine, path.name, exclude_frozen_parameters=exclude_frozen_parameters)
     if captured.result is False:  # as its settings have it, so on every rank
         return None
     return core.save(
         Request(
-            root=root,
+            root=roots.hold(path),
             path=path,
             kind="file",
             step=engine.global_steps,
