@@ -397,6 +397,7 @@ def save_swapped(rank, folder, name, width):
     run.save_checkpoint(folder / name / "stock")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_nvme(), reason="DeepSpeed's asynchronous I/O is not built")
 def test_nvme_states_of_another_number_of_ranks_are_refused(tmp_path):
     """1 -> 2 and 2 -> 1 ranks, and another model: one named error on all ranks, at once, and nothing was restored."""

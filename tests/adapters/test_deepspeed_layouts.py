@@ -15,7 +15,7 @@ from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.testing import spawn_ranks
 from safe_ckpt.testing.ranks import values
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def spawn(function, *args, **options):
