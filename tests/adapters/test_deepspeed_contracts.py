@@ -11,6 +11,7 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+from deepspeed.utils import groups
 
 ENGINE = upstream.DeepSpeedEngine
 SELF = ("self",)
@@ -21,12 +22,17 @@ PARTS = [
     Part(ENGINE, "load_checkpoint", "deepspeed/handle.py", "is stood in for",
          ("self", "load_dir", "tag", "load_module_strict", "load_optimizer_states", "load_lr_scheduler_states",
           "load_module_only", "custom_load_fn")),
-    Part(ENGINE, "load_universal_checkpoint", "deepspeed/handle.py", "is left to DeepSpeed", SELF),
+    Part(ENGINE, "save_16bit_model", "deepspeed/handle.py", "is stood in for",
+         ("self", "save_dir", "save_filename", "exclude_frozen_parameters")),
+    Part(ENGINE, "load_universal_checkpoint", "deepspeed/handle.py", "whether what is loaded was converted", SELF),
     Part(ENGINE, "_checkpoint_tag_validation", "deepspeed/capture.py", "is a collective: we agree on the tag", ("self", "tag")),
     Part(ENGINE, "_copy_recovery_script", "deepspeed/capture.py", "what lies beside the tags", ("self", "save_path")),
     Part(ENGINE, "_optimizer_has_ckpt_event_epilogue", "deepspeed/capture.py", "tidies after an error", SELF),
     Part(ENGINE, "zero_nvme_offload_optimizer", "deepspeed/capture.py", "the copy of the swap files is ours", SELF),
-    Part(ENGINE, "checkpoint_writer_enabled", "deepspeed/support.py", "is refused", SELF),
+    Part(ENGINE, "checkpoint_writer_enabled", "deepspeed/loading.py", "its files are read with the plain engine", SELF),
+    Part(ENGINE, "_common_checkpoint_state", "deepspeed/capture.py", "which names client_state replaces", SELF),
+    Part(ENGINE, "is_first_weights_partition_group", "deepspeed/capture.py", "which ranks write the weights of ZeRO-3", SELF),
+    Part(groups, "_get_sequence_data_parallel_rank", "deepspeed/capture.py", "which rank writes those of other stages", ()),
     Part(ENGINE, "use_node_local_storage", "deepspeed/swapping.py", "which name a rank's swap files have", SELF),
     Part(ENGINE, "_get_zero_ckpt_name", "deepspeed/swapping.py", "the file of the optimizer's states",
          ("self", "checkpoints_path", "tag")),
@@ -42,7 +48,6 @@ PARTS = [
     Part(CheckpointEngine, "get_commit_info", "deepspeed/decoupled.py", "what is to be committed", SELF),
     Part(CheckpointEngine, "is_decoupled", "deepspeed/decoupled.py", "is asked after the last file", SELF),
     Part(CheckpointEngine, "cleanup", "deepspeed/decoupled.py", "the end", SELF),
-    Part(CheckpointEngine, "is_data_parallel_writer", "deepspeed/capture.py", "is overridden", ("self", "dp_rank")),
     Part(Stage3, "_set_fp32_optimizer_param_groups", "deepspeed/swapping.py", "the order of the states", SELF),
     Part(Stage3, "_clear_fp32_optimizer_param_groups", "deepspeed/swapping.py", "the order of the states", SELF),
     Part(Stage3, "_reassign_or_swap_out_partitioned_parameters", "deepspeed/swapping.py", "small parameters come back"),

@@ -29,6 +29,7 @@ from safe_ckpt.errors import (
     CoordinationError,
     CorruptCheckpointError,
     DesyncError,
+    DirectoryError,
     NotEnoughSpaceError,
     SafeCheckpointError,
     SaveError,
@@ -289,6 +290,8 @@ def test_a_full_disk_is_an_error_of_commit_and_leaves_what_was(tmp_path):
         with pytest.raises(NotEnoughSpaceError) as caught:
             engine.commit(info)
         assert str(full) in caught.value.path
+        assert 20_000_000 < caught.value.needed_bytes < 21_000_000
+        assert caught.value.free_bytes < 20_000_000
         assert names(full) == [tag_of(1), "latest"]
         assert latest(full) == tag_of(1)
         assert complete(full, 1)
@@ -474,6 +477,32 @@ def test_a_save_without_its_files_never_replaces_a_tag(tmp_path):
         assert engine.commit(save(engine, tmp_path, 2))
         assert complete(tmp_path, 1)
         assert complete(tmp_path, 2)
+
+
+def test_a_save_that_nobody_commits_is_an_error_of_the_next(tmp_path):
+    """Driven by hand: create() of a tag before commit() of the one before says what was missing, and the next one works."""
+    with opened() as engine:
+        begin(engine, tmp_path, 1)
+        put(engine, tmp_path, 1)
+        with pytest.raises(SaveError, match=r"global_step1 was not saved.*commit\(\) was not called"):
+            engine.create(info_of(tmp_path, 2))
+        assert engine.commit(save(engine, tmp_path, 2))
+        assert names(tmp_path) == [tag_of(2), "latest"]
+
+
+def test_a_tag_may_lie_in_folders(tmp_path):
+    """A tag such as DeepSpeed takes, with folders in its name, is committed, and `latest`, beside the folders, names it."""
+    with opened() as engine:
+        info = CheckpointCommitInfo(tag="warmup/step3", save_dir=str(tmp_path), save_latest=True)
+        engine.create(info)
+        engine.makedirs(str(tmp_path / "warmup/step3"), exist_ok=True)
+        file = tmp_path / "warmup/step3" / MODEL
+        engine.save(state_of(3), str(file))
+        assert engine.commit(info) is True
+        assert latest(tmp_path) == "warmup/step3"
+        assert equal(engine.load(str(file)), state_of(3))
+        with pytest.raises(DirectoryError, match="is a tag itself"):
+            engine.create(replace(info, tag="warmup/step3/x"))
 
 
 def test_cleanup_on_the_way_out_of_an_exception_commits_no_part(tmp_path, caplog):
@@ -668,7 +697,7 @@ def test_validation_does_not_depend_on_assert(tmp_path):
 
     refused(put, 2, MODEL, 10)
     refused(engine.commit, info())
-    for tag in ("", ".", "..", "a/b", "../up", "latest", ".safe_ckpt"):
+    for tag in ("", ".", "..", "a//b", "../up", "latest", ".safe_ckpt"):
         refused(engine.create, info(tag=tag))
     for path in ("x.pt", "global_step1/x.pt", "global_step2/../x.pt", "global_step2/a/b.pt", "global_step2"):
         engine.create(info())

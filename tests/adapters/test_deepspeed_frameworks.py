@@ -22,15 +22,16 @@ from test_deepspeed_install import THOROUGH, has_nvme, spawn
 
 from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.core.verify import verify
-from safe_ckpt.errors import SafeCheckpointError, StateError
+from safe_ckpt.errors import RestoreError, SafeCheckpointError, StateError
+from safe_ckpt.testing import spawn_ranks
 from safe_ckpt.testing.ranks import values
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 WITH_NVME = ["nvme"] if has_nvme() else []
 OFFLOADS = ["none", *WITH_NVME] if THOROUGH else WITH_NVME or ["none"]
 
 
-def accelerated(rank, folder, offload, swap):
+def accelerated(rank, folder, offload, swap, ranks=2):
     """An Accelerator on a DeepSpeed engine with its handle, the engine, and a loader whose order depends on the epoch alone."""
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     runs._deepspeed()
@@ -50,7 +51,7 @@ def accelerated(rank, folder, offload, swap):
         "steps_per_print": 10**9,
     }
     PartialState()
-    PartialState._shared_state.update(num_processes=2, process_index=rank, local_process_index=rank)
+    PartialState._shared_state.update(num_processes=ranks, process_index=rank, local_process_index=rank)
     accelerator = Accelerator(
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings),
@@ -83,6 +84,16 @@ def accelerate_first(rank, folder, offload):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def accelerate_alone(rank, folder, offload):
+    """One process, and a checkpoint of two."""
+    accelerator, handle, engine, _ = accelerated(rank, folder, offload, Path(folder) / "swap-alone", ranks=1)
+    before = runs.weights(engine)
+    with pytest.raises(RestoreError, match="2 ranks saved it and 1 are to load it"):
+        accelerator.load_state()
+    handle.remove()
+    return torch.equal(runs.weights(engine), before)
+
+
 def accelerate_again(rank, folder, offload):
     accelerator, handle, engine, loader = accelerated(rank, folder, offload, Path(folder) / "swap-again")
     accelerator.load_state()
@@ -105,6 +116,8 @@ def test_a_killed_accelerator_goes_on_bit_for_bit(tmp_path, offload):
     assert {"latest", "zero_to_fp32.py", "pytorch_model", "random_states_0.pkl", "random_states_1.pkl"} <= names
     assert not {"optimizer.bin", "model.safetensors"} & names
     assert (newest / "latest").read_text() == "pytorch_model"
+    if offload == "nvme":
+        assert values(spawn_ranks(accelerate_alone, 1, str(tmp_path), offload, timeout_s=60)) == [True]
     assert values(spawn(accelerate_again, str(tmp_path), offload)) == [True, True]
     assert sorted(path.name for path in newest.parent.iterdir()) == ["checkpoint_1", "checkpoint_2"]
 

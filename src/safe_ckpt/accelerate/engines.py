@@ -6,6 +6,7 @@ on GPUs it was never run.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,20 @@ def collect(core: Engine, accelerator: Any, arguments: Mapping[str, Any]) -> Nes
         exclude_frozen_parameters=bool(known.get("exclude_frozen_parameters", False)),
         save_latest=bool(arguments.get("save_latest", True)),
     )
+
+
+def loading(core: Engine, accelerator: Any, path: Path) -> contextlib.AbstractContextManager[None]:
+    """Within this block the engines may load. Every rank enters it.
+
+    Raises:
+        SafeCheckpointError: see ``nested.loading``.
+    """
+    engines = of(accelerator)
+    if not engines:
+        return contextlib.nullcontext()
+    from safe_ckpt.deepspeed import nested
+
+    return nested.loading(core, engines, path)
 
 
 def resume(core: Engine, accelerator: Any, path: Path, arguments: Mapping[str, Any]) -> None:

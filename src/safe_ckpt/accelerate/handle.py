@@ -212,7 +212,8 @@ class Handle:
         self._land()  # one that failed is no reason not to go back to the one before it; its error stays to be raised
 
         def restore(path: Path) -> None:
-            self._load_state(str(path), load_kwargs, **load_model_func_kwargs)
+            with engines.loading(self._engine, self._accelerator, path):
+                self._load_state(str(path), load_kwargs, **load_model_func_kwargs)
 
         with self._engine.together():
             path = loading.load(self._engine, self._places, self._loaders, self._accelerator, input_dir, restore)

@@ -107,7 +107,7 @@ class Operation:
     Attributes:
         manifest: what is known of it before a byte is written.
         writers: the ranks that write.
-        needed_bytes: what all ranks together will write.
+        needed_bytes: what all ranks together will write; 0 for files that come one by one.
         tasks: what this rank writes.
         copy: what fills the arena; the writing follows it.
         read: set when the files to be copied have been read, or never will be.
@@ -141,6 +141,11 @@ class Operation:
     def name(self) -> str:
         """The checkpoint's name."""
         return self.request.path.name
+
+    @property
+    def known_bytes(self) -> int:
+        """What is known to be needed: of files that come one by one, those of this rank that came."""
+        return self.needed_bytes or (self.request.parts.size_bytes if self.request.parts is not None else 0)
 
     @property
     def op_id(self) -> str:

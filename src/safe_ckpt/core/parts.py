@@ -30,6 +30,12 @@ class Parts:
         self._place: tuple[str, Mapping[str, Any]] = ("", {})
         self._ended = False
         self._error: SafeCheckpointError | None = None
+        self._size_bytes = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """How much was handed over until now."""
+        return self._size_bytes
 
     def bind(self, folder: str, manifest: Mapping[str, Any]) -> None:
         """Where the files go. For the engine, before the first one comes."""
@@ -42,6 +48,7 @@ class Parts:
             NotEnoughSpaceError: the machine has not that much memory left.
         """
         with self._turn:
+            self._size_bytes += image.length
             arena = self._arena_for(snapshot.arena_bytes([image]))
         try:
             tasks = snapshot.take([image], arena, *self._place)

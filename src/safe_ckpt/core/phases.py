@@ -378,7 +378,7 @@ class Phases:
                     message=f"Saving {name}: {error.strerror}.",
                     rank=self._rank,
                     code=error.errno,
-                    needed_bytes=self._op.needed_bytes,
+                    needed_bytes=self._op.known_bytes,
                     free_bytes=_free_bytes(self._op.request.root.path),
                     phase=phase,
                 )

@@ -27,6 +27,7 @@ from safe_ckpt.core.rendezvous import raise_first
 from safe_ckpt.core.root import Root
 from safe_ckpt.core.select import Candidate, newest_first
 from safe_ckpt.errors import (
+    CoordinationError,
     CorruptCheckpointError,
     DirectoryNotSharedError,
     IncompleteCheckpointError,
@@ -147,7 +148,8 @@ def apply(engine: Engine, action: Callable[[], None]) -> None:
     """Do ``action`` on every rank and raise on all if it fails on one. Every rank calls this.
 
     Raises:
-        SafeCheckpointError: what ``action`` raised on the lowest rank on which it did.
+        SafeCheckpointError: what ``action`` raised on the lowest rank on which it did. A rank on which it failed raises its
+            own exception instead, whatever that is, with its traceback.
     """
     failure: Exception | None = None
     try:
@@ -155,7 +157,12 @@ def apply(engine: Engine, action: Callable[[], None]) -> None:
     except Exception as error:
         failure = error
     wire = to_wire(failure, rank=engine.rank, phase="restore") if failure else None
-    engine.agree("restored", {}, answer=wire, decide=raise_first)
+    try:
+        engine.agree("restored", {}, answer=wire, decide=raise_first)
+    except SafeCheckpointError as told:
+        if failure is not None and not isinstance(told, CoordinationError):
+            raise failure from None
+        raise
 
 
 def listed(list_candidates: Callable[[], Sequence[Candidate]], timeouts: Timeouts) -> Sequence[Candidate]:

@@ -7,44 +7,26 @@ without its copy of the NVMe swap files and without its scripts, which are writt
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import deepspeed.runtime.engine as upstream
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.utils import groups
 
 from safe_ckpt.core import layout
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.stand_ins import StandIns
 from safe_ckpt.errors import StateError
 
-_RESERVED = frozenset(
-    [
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "sparse_tensor_module_names",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "num_experts",
-        "ds_config",
-        "ds_version",
-    ]
-)
+logger = logging.getLogger(__name__)
+_FOLDER = os.path.join(os.sep, "captured")  # nothing is made there
 
 
 @dataclass(kw_only=True)
@@ -54,11 +36,13 @@ class Captured:
     Attributes:
         images: planned, with paths relative to the tag.
         scripts: name -> content of what DeepSpeed puts beside the tags; on rank 0.
+        result: what it returned.
         error: what it raised.
     """
 
     images: list[Image] = field(default_factory=list)
     scripts: dict[str, bytes] = field(default_factory=dict)
+    result: object = None
     error: Exception | None = None
 
 
@@ -73,25 +57,46 @@ def capture(engine: Any, tag: str, client_state: Mapping[str, Any], *, exclude_f
         client_state: as for DeepSpeed.
         exclude_frozen_parameters: the same.
     """
+
+    def collect() -> None:
+        # Of the class: the instance's own is the one that calls this.
+        type(engine).save_checkpoint(
+            engine,
+            _FOLDER,
+            tag,
+            client_state=dict(client_state),
+            save_latest=False,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
+
+    return _captured(engine, os.path.join(_FOLDER, tag), collect, client_state)
+
+
+def capture_weights(engine: Any, name: str, *, exclude_frozen_parameters: bool) -> Captured:
+    """Run the engine's own ``save_16bit_model`` and collect what it would write, on rank 0. Every rank calls this.
+
+    Args:
+        engine: a ``DeepSpeedEngine``.
+        name: of the file.
+        exclude_frozen_parameters: as for DeepSpeed.
+    """
+
+    def collect() -> bool:
+        own = type(engine).save_16bit_model
+        return bool(own(engine, _FOLDER, name, exclude_frozen_parameters=exclude_frozen_parameters))
+
+    return _captured(engine, _FOLDER, collect, {})
+
+
+def _captured(engine: Any, folder: str, collect: Callable[[], object], client_state: Mapping[str, Any]) -> Captured:
     found = Captured()
-    folder = os.path.join(os.sep, "captured")  # nothing is made there
-    listener = Listener(found, os.path.join(folder, tag), engine.checkpoint_engine)
+    listener = Listener(found, folder, engine.checkpoint_engine)
     try:
-        if taken := sorted(_RESERVED & set(client_state)):
-            raise StateError(key=f"client_state[{taken[0]!r}]", message="is a name that DeepSpeed uses itself")
-        with _listening(engine, listener):
-            # Of the class: the instance's own is the one that calls this.
-            type(engine).save_checkpoint(
-                engine,
-                folder,
-                tag,
-                client_state=dict(client_state),
-                save_latest=False,
-                exclude_frozen_parameters=exclude_frozen_parameters,
-            )
+        with _listening(engine, listener, client_state):
+            found.result = collect()
         if listener.wants_scripts:
             found.scripts = _scripts(engine)
-    except Exception as error:  # as the docstring says
+    except Exception as error:  # the other ranks wait to hear of it
         found.error = error
         _tidy(engine)
     return found
@@ -137,13 +142,9 @@ class Listener(CheckpointEngine):  # type: ignore[misc]
         del info
         return True
 
-    def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """As the engine's own."""
-        return bool(self._before.is_data_parallel_writer(dp_rank))
-
 
 @contextlib.contextmanager
-def _listening(engine: Any, listener: Listener) -> Iterator[None]:
+def _listening(engine: Any, listener: Listener, client_state: Mapping[str, Any]) -> Iterator[None]:
     def asked(_: str) -> None:
         listener.wants_scripts = True
 
@@ -151,10 +152,32 @@ def _listening(engine: Any, listener: Listener) -> Iterator[None]:
         "checkpoint_engine": listener,
         "_checkpoint_tag_validation": lambda _: None,
         "_copy_recovery_script": asked,
+        "_common_checkpoint_state": functools.partial(_common_state, engine, client_state),
         "zero_nvme_offload_optimizer": lambda: False,
     }
+    if not engine.has_moe_layers:  # there it is set in between
+        stubs["save_non_zero_checkpoint"] = _writes_model(engine)
     with StandIns(engine, stubs), StandIns(upstream.dist, {"barrier": _no_barrier}):
         yield
+
+
+def _writes_model(engine: Any) -> bool:
+    """Whether this rank writes the model's states: as with DeepSpeed's own plain engine in one shared directory.
+
+    What it decided itself when the engine was made is another matter with its own writer, and with
+    ``use_node_local_storage``, where one rank of every node writes a file of the same name.
+    """
+    if engine.zero_optimization_partition_weights() and engine.is_first_weights_partition_group():
+        return True
+    return bool(groups._get_sequence_data_parallel_rank() == 0)
+
+
+def _common_state(engine: Any, client_state: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    state = type(engine)._common_checkpoint_state(engine, *args, **kwargs)
+    replaced = sorted(str(name) for name in client_state if state.get(name) is not None)
+    if replaced and engine.global_rank == 0:
+        logger.warning("client_state replaces what DeepSpeed itself saves as %s", ", ".join(replaced))
+    return state
 
 
 def _no_barrier(*_: Any, **__: Any) -> None:

@@ -25,7 +25,8 @@ from safe_ckpt.core.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.operation import Pointer, Request, SaveHandle
 from safe_ckpt.core.parts import Parts
 from safe_ckpt.core.verify import verify_entry
-from safe_ckpt.deepspeed.places import ADAPTER, LATEST, Places, checked_tag, step_of
+from safe_ckpt.deepspeed.arguments import LATEST, agree, checked_directory, checked_tag
+from safe_ckpt.deepspeed.places import ADAPTER, Places, refuse_within_a_tag, step_of
 from safe_ckpt.deepspeed.support import check_settings
 from safe_ckpt.errors import ConfigError, NotEnoughSpaceError, SafeCheckpointError, SaveError, StateError
 from safe_ckpt.events import Hook
@@ -47,7 +48,9 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     states on NVMe use ``install`` instead: DeepSpeed copies those past its checkpoint engine.
 
     A save is complete when DeepSpeed's ``save_checkpoint`` has handed over its last file. One that an exception interrupted
-    before that is never committed, whoever asks for it. Where DeepSpeed is not the caller, ``commit`` says that it is complete.
+    before that is never committed, whoever asks for it. Where DeepSpeed is not the caller, ``commit`` says that it is complete:
+    without it the save is dropped with an error, which the next ``create`` or ``cleanup`` raises, or the end of the program
+    logs.
 
     Called on the thread that trains.
 
@@ -86,10 +89,22 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started.
         """
         self._conclude("another save began before its last file was handed over")
-        path = Path(os.path.abspath(info.save_dir)) / checked_tag(info.tag)
-        place = self._places.hold(path.parent)
+        by_deepspeed = _is_deepspeeds()
+        with self._core.together():
+            self._open = self._begin(info, by_deepspeed=by_deepspeed)
+
+    def _begin(self, info: CheckpointCommitInfo, *, by_deepspeed: bool) -> _Open:
+        found: list[tuple[Path, str]] = []
+
+        def look() -> dict[str, object]:
+            found.append((checked_directory(info.save_dir, "save_dir"), checked_tag(info.tag)))
+            return {"path": found[0][0] / found[0][1]}
+
+        agree(self._core, "create", look, lambda: refuse_within_a_tag(*found[0]))
+        top, tag = found[0]
+        path, place = top / tag, self._places.hold(top, tag)
         parts = Parts(self._pool)
-        latest = [Pointer(path=path.parent / LATEST, data=path.name.encode())] if info.save_latest else []
+        latest = [Pointer(path=top / LATEST, data=tag.encode())] if info.save_latest else []
         handle = self._core.save(
             Request(
                 root=place.root,
@@ -105,7 +120,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 patient=True,
             )
         )
-        self._open = _Open(info, path, parts, handle, by_deepspeed=_is_deepspeeds())
+        return _Open(info, path, parts, handle, by_deepspeed=by_deepspeed)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """As ``os.makedirs``, but for the tag: that appears when it is complete."""
@@ -201,6 +216,8 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _conclude(self, why_not: str) -> None:
         """The save that is under way, if there is one, goes on by itself if it is complete, and else it fails."""
         if self._open is not None and not self._open.complete:
+            if not self._open.by_deepspeed:
+                why_not += ", as far as is known: commit() was not called, which says that it is complete"
             self._give_up(why_not)
         self._open = None
 

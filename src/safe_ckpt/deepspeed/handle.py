@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
@@ -13,13 +12,14 @@ from typing_extensions import Self
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.environment import config_of_all
+from safe_ckpt.core.named import NamedRoots
 from safe_ckpt.core.stand_ins import StandIns
 from safe_ckpt.deepspeed import loading, saving, support
-from safe_ckpt.deepspeed.places import Places, checked_tag
+from safe_ckpt.deepspeed.places import Places
 from safe_ckpt.events import Hook
 
 _OWNER = "a DeepSpeed engine that install() took; its destroy(), or handle.remove(), frees it"
-_REPLACED = ("save_checkpoint", "load_checkpoint", "destroy")
+_REPLACED = ("save_checkpoint", "load_checkpoint", "save_16bit_model", "destroy")
 
 
 def install(
@@ -27,8 +27,8 @@ def install(
 ) -> Handle:
     """Make a DeepSpeed engine's checkpoints safe and asynchronous. Every rank calls this, after ``deepspeed.initialize``.
 
-    ``save_checkpoint``, ``load_checkpoint`` and ``destroy`` of this one object are replaced until ``handle.remove()``; they
-    take what they took and return what they returned. Installed again, it is first taken back::
+    ``save_checkpoint``, ``load_checkpoint``, ``save_16bit_model`` and ``destroy`` of this one object are replaced until
+    ``handle.remove()``; they take what they took and return what they returned. Installed again, it is first taken back::
 
         engine, *_ = deepspeed.initialize(model=model, config=ds_config)
         handle = install(engine)
@@ -73,6 +73,7 @@ class Handle:
         self._closed = False
         self._core = Engine(config, hooks=hooks, owner=_OWNER)
         self._places = Places(self._core, config.retention)
+        self._roots = NamedRoots(self._core)
         self._load_checkpoint = engine.load_checkpoint
         self._destroy: Callable[[], None] = engine.destroy
         self._stand_ins = StandIns(engine, {name: getattr(self, name) for name in _REPLACED})
@@ -94,8 +95,9 @@ class Handle:
         Args:
             save_dir: the directory of tags, on a file system that all ranks share.
             tag: the checkpoint's name; None for ``global_step<n>``. One that is there is replaced as a whole; files that
-                others keep in it go along.
-            client_state: as for DeepSpeed.
+                others keep in it go along. It may lie in folders, as in ``"warmup/step10"``: retention then counts the tags
+                of that folder.
+            client_state: as for DeepSpeed. A name that DeepSpeed uses itself takes the place of its own, with a warning.
             save_latest: whether ``latest`` is to name it.
             exclude_frozen_parameters: as for DeepSpeed.
 
@@ -103,7 +105,7 @@ class Handle:
             True.
 
         Raises:
-            ConfigError: the tag is no name of a directory.
+            ConfigError: ``save_dir`` is none, or the tag no name of a directory, on any rank.
             StateError: something cannot be saved; names it, on every rank. Nothing was started.
             SourceChangedError: a swap file changed while it was copied.
             DirectoryError: something that is no checkpoint of DeepSpeed stands where the tag goes.
@@ -119,7 +121,7 @@ class Handle:
                 self._places,
                 self._engine,
                 save_dir,
-                f"global_step{self._engine.global_steps}" if tag is None else str(tag),
+                f"global_step{self._engine.global_steps}" if tag is None else tag,
                 client_state or {},
                 save_latest=save_latest,
                 exclude_frozen_parameters=exclude_frozen_parameters,
@@ -154,39 +156,81 @@ class Handle:
             As DeepSpeed: the file that was loaded and the client state; ``(None, None)`` when there is nothing to load.
 
         Raises:
-            ConfigError: the tag is no name of a directory.
+            ConfigError: ``load_dir`` is none, or the tag no name of a directory, on any rank.
             CorruptCheckpointError: the one that ``tag`` names is damaged.
             NoValidCheckpointError: there are checkpoints and none is usable; says why not, one by one.
-            SafeCheckpointError: it does not fit what is restored; the same on every rank.
+            RestoreError: with NVMe offload, another number of ranks saved it. With ``load_universal_checkpoint`` in DeepSpeed's
+                settings, there is none, or it is not complete.
+            Exception: what DeepSpeed, or ``custom_load_fn``, raised on this rank, as it was raised.
+            SafeCheckpointError: it failed on another rank; names it.
         """
         self._core.settle()  # one that failed is no reason not to go back to the one before it; its error stays to be raised
-        folder = Path(os.path.abspath(load_dir))
-
-        def restore(found: str | None) -> Any:
-            return self._load_checkpoint(
-                str(folder),
-                found,
-                load_module_strict=load_module_strict,
-                load_optimizer_states=load_optimizer_states,
-                load_lr_scheduler_states=load_lr_scheduler_states,
-                load_module_only=load_module_only,
-                custom_load_fn=custom_load_fn,
-            )
-
-        wanted = None if tag is None else checked_tag(tag)
-        if self._engine.load_universal_checkpoint():
-            return cast("tuple[str | None, Any]", restore(wanted))
         with self._core.together():
-            found = loading.load(
-                self._core,
-                self._places,
-                self._engine,
-                folder,
-                wanted,
-                restore,
-                optimizer_states=load_optimizer_states and not load_module_only,
-            )
+            folder, wanted = loading.agree_place(self._core, load_dir, tag)
+
+            def restore(found: str | None) -> Any:
+                return self._load_checkpoint(
+                    str(folder),
+                    found,
+                    load_module_strict=load_module_strict,
+                    load_optimizer_states=load_optimizer_states,
+                    load_lr_scheduler_states=load_lr_scheduler_states,
+                    load_module_only=load_module_only,
+                    custom_load_fn=custom_load_fn,
+                )
+
+            if self._engine.load_universal_checkpoint():
+                found = loading.load_universal(self._core, self._engine, folder, wanted, restore)
+            else:
+                found = loading.load(
+                    self._core,
+                    self._places,
+                    self._engine,
+                    folder,
+                    wanted,
+                    restore,
+                    optimizer_states=load_optimizer_states and not load_module_only,
+                )
         return cast("tuple[str | None, Any]", found)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Stands in for ``DeepSpeedEngine.save_16bit_model``, and so for ``save_fp16_model``.
+
+        When this returns the file is there, complete and durable, and replaced what was there in one step; or the file of
+        before is. DeepSpeed gathers the weights of ZeRO-3 itself, under the process group's own timeout.
+
+        Args:
+            save_dir: the directory, on a file system that all ranks share.
+            save_filename: the file's name.
+            exclude_frozen_parameters: as for DeepSpeed.
+
+        Returns:
+            As DeepSpeed: False where its settings say that the weights of ZeRO-3 are not gathered. Nothing is written then.
+
+        Raises:
+            ConfigError: ``save_dir`` is none, or ``save_filename`` no name of a file, on any rank.
+            DirectoryError: a directory stands there.
+            DesyncError: the ranks differ in what they ask for.
+            RendezvousTimeout: some ranks did not call this; names them.
+            SafeCheckpointError: it failed, on every rank.
+        """
+        with self._core.together():
+            handle = saving.save_weights(
+                self._core,
+                self._roots,
+                self._engine,
+                save_dir,
+                save_filename,
+                exclude_frozen_parameters=exclude_frozen_parameters,
+            )
+        if handle is not None:
+            handle.result()
+        return handle is not None
 
     def destroy(self) -> None:
         """Stands in for ``DeepSpeedEngine.destroy``: finishes what is in flight and gives the directories back first.

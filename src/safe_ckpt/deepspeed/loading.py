@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed.runtime.engine as upstream
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from safe_ckpt import events
 from safe_ckpt.core import presence, resume
@@ -18,7 +20,7 @@ from safe_ckpt.core.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.root import HIDDEN
 from safe_ckpt.core.stand_ins import StandIns
 from safe_ckpt.core.verify import verify_share
-from safe_ckpt.deepspeed import places, swapping
+from safe_ckpt.deepspeed import arguments, places, swapping, universal
 from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError
 
 logger = logging.getLogger(__name__)
@@ -49,16 +51,16 @@ def load(
         SafeCheckpointError: see ``Handle.load_checkpoint``.
     """
     begun = time.monotonic()
-    plan = core.agree("load_checkpoint", {"directory": folder, "tag": tag}, decide=lambda _: _survey(folder, tag))
+    plan = core.agree("load_checkpoint", {}, decide=lambda _: _survey(folder, tag))
     if plan["repair"]:
-        held.repair(folder)
-        plan = core.agree("load_checkpoint", {"directory": folder, "tag": tag}, decide=lambda _: _survey(folder, tag))
-    chosen, rejected = _first_good(core, folder, plan["order"], asked=tag is not None)
+        held.repair(folder / plan["repair"])
+        plan = core.agree("load_checkpoint", {}, decide=lambda _: _survey(folder, tag))
+    chosen, rejected = _first_good(core, engine, folder, plan["order"], asked=tag is not None)
     result: Any = None
 
     def apply() -> None:
         nonlocal result
-        with _bound_to(chosen):
+        with _bound_to(chosen), plain_reading(engine):
             result = restore(chosen)
 
     resume.apply(core, apply)
@@ -70,6 +72,52 @@ def load(
     return result
 
 
+def agree_place(core: Engine, load_dir: object, tag: object) -> tuple[Path, str | None]:
+    """Which directory of tags, and which tag, checked and the same on all ranks. Every rank calls this.
+
+    Raises:
+        ConfigError: ``load_dir`` or ``tag`` is none, on any rank.
+        DesyncError: the ranks differ.
+    """
+    found: list[tuple[Path, str | None]] = []
+
+    def look() -> dict[str, object]:
+        folder = arguments.checked_directory(load_dir, "load_dir")
+        found.append((folder, None if tag is None else arguments.checked_tag(tag)))
+        return {"directory": folder, "tag": found[0][1]}
+
+    arguments.agree(core, "load_checkpoint", look)
+    return found[0]
+
+
+def load_universal(core: Engine, engine: Any, folder: Path, tag: str | None, restore: Callable[[str], Any]) -> Any:
+    """Load what ``ds_to_universal`` made. Every rank calls this. Returns what ``restore`` returned.
+
+    It carries no checksums: whether it is complete is all that can be known of it.
+
+    Raises:
+        RestoreError: there is none, or it lacks something; on every rank.
+        SafeCheckpointError: whatever else went wrong, on every rank.
+    """
+    name = core.agree("load_checkpoint", {}, decide=lambda _: tag if tag is not None else universal.latest(folder))
+    resume.apply(core, lambda: universal.refuse_incomplete(engine, folder / name))
+    found: list[Any] = []
+
+    def apply() -> None:
+        with plain_reading(engine):
+            found.append(restore(name))
+
+    resume.apply(core, apply)
+    return found[0]
+
+
+def plain_reading(engine: Any) -> contextlib.AbstractContextManager[object]:
+    """Within this block DeepSpeed reads with its plain engine: that of ``checkpoint.writer`` (0.19.8) refuses what it wrote."""
+    if not engine.checkpoint_writer_enabled():
+        return contextlib.nullcontext()
+    return StandIns(engine, {"checkpoint_engine": TorchCheckpointEngine()})
+
+
 def _bound_to(tag: str | None) -> StandIns:
     """Let DeepSpeed read whole weights from this tag: with ZeRO-3 and no optimizer states it takes those of ``latest``."""
     name = "get_fp32_state_dict_from_zero_checkpoint"
@@ -77,20 +125,24 @@ def _bound_to(tag: str | None) -> StandIns:
 
 
 def _survey(folder: Path, tag: str | None) -> dict[str, Any]:
-    trash = folder / HIDDEN / "trash"
     wanted = tag if tag is not None else places.latest_tag(folder)
     lost = wanted is not None and not presence.is_directory(folder / wanted)
     # Killed while it was replaced, where the kernel cannot exchange directories: it is in the trash, or complete in staging.
-    repair = lost and any(trash.glob(f"*/{wanted}"))
+    path = folder / wanted if wanted is not None else folder
+    repair = lost and any((path.parent / HIDDEN / "trash").glob(f"*/{path.name}"))
     if tag is not None and lost and not repair:
-        raise NoValidCheckpointError(path=str(folder / tag), message="there is no such tag")
-    return {"repair": repair, "order": [path.name for path in places.order(folder, tag)]}
+        raise NoValidCheckpointError(path=str(path), message="there is no such tag")
+    return {
+        "repair": path.parent.relative_to(folder).as_posix() if repair else "",
+        "order": [found.relative_to(folder).as_posix() for found in places.order(folder, tag)],
+    }
 
 
-def _first_good(core: Engine, folder: Path, order: list[str], *, asked: bool) -> tuple[str | None, int]:
+def _first_good(core: Engine, engine: Any, folder: Path, order: list[str], *, asked: bool) -> tuple[str | None, int]:
     rejected: dict[str, str] = {}
     for name in order:
         path = folder / name
+        swapping.refuse_unfit(core, {path: engine})
         try:
             resume.check(core, path, lambda found: verify_share(found, core.rank, core.session.size))
         except CorruptCheckpointError as error:

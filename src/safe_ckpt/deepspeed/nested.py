@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.file_copy import FileCopy
 from safe_ckpt.core.layout import Image
 from safe_ckpt.deepspeed import support, swapping
+from safe_ckpt.deepspeed.arguments import LATEST
 from safe_ckpt.deepspeed.capture import capture
-from safe_ckpt.deepspeed.places import LATEST
+from safe_ckpt.deepspeed.loading import plain_reading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,20 @@ def collect(
     if core.rank == 0:
         images += [layout.bytes_image(name, data) for name, data in beside.items()]
     return Nested(images=images, copies=copies, folders=sorted(set(folders)), notes={swapping.NOTE: notes}, error=error)
+
+
+@contextlib.contextmanager
+def loading(core: Engine, engines: Mapping[str, Any], checkpoint: Path) -> Iterator[None]:
+    """Within this block the engines may load. Every rank enters it.
+
+    Raises:
+        RestoreError: with NVMe offload, another number of ranks saved it, or another model; on every rank.
+    """
+    swapping.refuse_unfit(core, {checkpoint / tag: one for tag, one in engines.items()}, checkpoint)
+    with contextlib.ExitStack() as stack:
+        for engine in engines.values():
+            stack.enter_context(plain_reading(engine))
+        yield
 
 
 def resume_swapped(core: Engine, engines: Mapping[str, Any], checkpoint: Path, *, optimizer_states: bool) -> None:

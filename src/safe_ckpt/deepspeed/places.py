@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,24 +12,31 @@ from safe_ckpt.config import Retention
 from safe_ckpt.core import presence, retention, select
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.ledger import Decision, Ledger
-from safe_ckpt.core.manifest import CheckpointInfo
-from safe_ckpt.core.root import HIDDEN, Root
+from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo
+from safe_ckpt.core.root import Root
 from safe_ckpt.core.select import Candidate
-from safe_ckpt.errors import ConfigError, DirectoryInUseError
+from safe_ckpt.deepspeed.arguments import LATEST, is_tag
+from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 
 logger = logging.getLogger(__name__)
 
 ADAPTER = "deepspeed"
-LATEST = "latest"
 _HELD = 2
 
 
 @dataclass(kw_only=True)
 class Place:
-    """A directory of tags that is held. ``ledger`` counts on rank 0 only."""
+    """A directory of tags that is held.
+
+    Attributes:
+        root: it.
+        ledger: what is in it; counts on rank 0 only.
+        tops: where a ``latest`` may name a tag of it: itself, and for tags such as ``"warmup/step10"`` the one above.
+    """
 
     root: Root
     ledger: Ledger
+    tops: tuple[Path, ...] = ()
 
 
 class Places:
@@ -46,20 +52,24 @@ class Places:
         self._policy = policy
         self._held: dict[Path, Place] = {}
 
-    def hold(self, folder: Path) -> Place:
-        """Take a directory of tags.
+    def hold(self, top: Path, tag: str) -> Place:
+        """Take the directory in which ``tag`` lies: ``top``, or one below it.
 
         Raises:
             DirectoryError: it cannot be used.
             DirectoryInUseError: a live job holds it.
         """
+        folder = (top / tag).parent
         if folder in self._held:
-            return self._held[folder]
+            place = self._held[folder]
+            if top not in place.tops:
+                place.tops = (*place.tops, top)
+            return place
         if len(self._held) >= _HELD:
             self._engine.settle()  # nothing of theirs may be in flight
             for earlier in list(self._held):
                 self._engine.let_go(self._held.pop(earlier).root)
-        place = Place(root=self._engine.hold(folder), ledger=Ledger())
+        place = Place(root=self._engine.hold(folder), ledger=Ledger(), tops=(folder, top))
 
         def take_stock(_: object) -> None:
             found = candidates(folder)
@@ -87,10 +97,10 @@ class Places:
 
     def retain(self, place: Place, new: CheckpointInfo) -> Decision | None:
         """``new`` was committed. Says what is to be deleted now, never what ``latest`` names. In the background."""
-        named = latest_tag(place.root.path)
+        named = {top / tag for top in place.tops if (tag := latest_tag(top)) is not None}
 
         def choose(known: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-            return [info for info in retention.to_delete(known, self._policy) if info.path.name != named]
+            return [info for info in retention.to_delete(known, self._policy) if info.path not in named]
 
         return place.ledger.retain(new, choose if retention.has_rules(self._policy) else None)
 
@@ -99,22 +109,6 @@ def candidates(folder: Path) -> list[Candidate]:
     """The tags in ``folder`` that this package wrote, in no order."""
     found = select.list_directories(folder, lambda _: None) if presence.is_directory(folder) else []
     return [c for c in found if c.manifest is not None and c.manifest.notes.get("adapter") == ADAPTER]
-
-
-def checked_tag(tag: object) -> str:
-    """A tag as text.
-
-    Raises:
-        ConfigError: it is not the name of a directory.
-    """
-    name = str(tag)
-    if not _is_name(name):
-        raise ConfigError(key="tag", message=f"expected the name of a directory, got {name!r}")
-    return name
-
-
-def _is_name(name: str) -> bool:
-    return bool(name) and name == os.path.basename(name) and name not in (".", "..", HIDDEN, LATEST)
 
 
 def step_of(tag: str) -> int:
@@ -129,10 +123,23 @@ def latest_tag(folder: Path) -> str | None:
         name = (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
-    if _is_name(name):
+    if is_tag(name):
         return name
     logger.warning("%s names no directory beside it: %r", folder / LATEST, name)
     return None
+
+
+def refuse_within_a_tag(top: Path, tag: str) -> None:
+    """A tag that is saved again is replaced as a whole, with what lies in it: no other may lie there.
+
+    Raises:
+        DirectoryError: one would.
+    """
+    for above in (top / tag).parents:
+        if above == top:
+            return
+        if presence.is_there(above / MANIFEST_NAME) or not stock_problem(above):
+            raise DirectoryError(path=str(above), message=f"is a tag itself: {tag!r} cannot lie in it", rank=0)
 
 
 def is_state(name: str) -> bool:
@@ -157,7 +164,8 @@ def order(folder: Path, tag: str | None) -> list[Path]:
     if tag is not None:
         return [folder / tag]
     named = latest_tag(folder)
-    ours = select.newest_first(c for c in candidates(folder) if c.manifest and c.manifest.notes.get("latest"))
+    beside = folder if named is None else (folder / named).parent
+    ours = select.newest_first(c for c in candidates(beside) if c.manifest and c.manifest.notes.get("latest"))
     paths = [candidate.path for candidate in ours]
     if named is None or not presence.is_directory(folder / named):
         if named is not None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import errno
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safe_ckpt.core import layout, presence
 from safe_ckpt.core.engine import Engine
-from safe_ckpt.core.named import refuse
+from safe_ckpt.core.named import NamedRoots, refuse
 from safe_ckpt.core.operation import Pointer, Request, SaveHandle
-from safe_ckpt.deepspeed import places, swapping
-from safe_ckpt.deepspeed.capture import Captured, capture
-from safe_ckpt.errors import ConfigError
+from safe_ckpt.core.select import WEIGHTS
+from safe_ckpt.deepspeed import arguments, places, swapping
+from safe_ckpt.deepspeed.capture import Captured, capture, capture_weights
+from safe_ckpt.errors import DirectoryError
 
 _EXECUTABLE = 0o755
 
@@ -21,8 +23,8 @@ def save(
     core: Engine,
     held: places.Places,
     engine: Any,
-    save_dir: str | os.PathLike[str],
-    tag: str,
+    save_dir: object,
+    tag: object,
     client_state: Mapping[str, Any],
     *,
     save_latest: bool,
@@ -33,12 +35,12 @@ def save(
     Raises:
         SafeCheckpointError: see ``Handle.save_checkpoint``.
     """
-    path = Path(os.path.abspath(save_dir)) / tag
-    view = {"path": path, "save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen_parameters}
-    core.agree("save_checkpoint", view, decide=lambda _: _refuse(save_dir, path, tag))
-    place = held.hold(path.parent)
+    options = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen_parameters}
+    top, tag = agree_place(core, "save_checkpoint", save_dir, tag, options)
+    path = top / tag
+    place = held.hold(top, tag)
     parts = swapping.agree(core, engine)
-    captured = capture(engine, path.name, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
+    captured = capture(engine, tag, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
     return core.save(
         Request(
             root=place.root,
@@ -56,23 +58,90 @@ def save(
             },
             retain=lambda new: held.retain(place, new),
             carry=lambda name: not places.is_state(name),
-            pointers=_pointers(captured, path, save_latest=save_latest),
+            pointers=_pointers(captured, top, tag, save_latest=save_latest),
         )
     )
 
 
-def _refuse(save_dir: str | os.PathLike[str], path: Path, tag: str) -> None:
-    if not os.fspath(save_dir):
-        raise ConfigError(key="save_checkpoint: save_dir", message="expected a directory, got an empty name")
-    places.checked_tag(tag)
-    if places.stock_problem(path):
-        refuse(path, places.ADAPTER, empty=True)
+def save_weights(
+    core: Engine,
+    roots: NamedRoots,
+    engine: Any,
+    save_dir: object,
+    save_filename: object,
+    *,
+    exclude_frozen_parameters: bool,
+) -> SaveHandle | None:
+    """Write what ``save_16bit_model`` writes, as one file that is replaced as a whole. Every rank calls this.
+
+    Returns:
+        None when DeepSpeed's settings say that nothing is written.
+
+    Raises:
+        SafeCheckpointError: see ``Handle.save_16bit_model``.
+    """
+    found: list[Path] = []
+
+    def look() -> dict[str, object]:
+        found.append(arguments.checked_file(save_dir, save_filename))
+        return {"path": found[0], "exclude_frozen_parameters": exclude_frozen_parameters}
+
+    arguments.agree(core, "save_16bit_model", look, lambda: _refuse_directory(found[0]))
+    (path,) = found
+    captured = capture_weights(engine, path.name, exclude_frozen_parameters=exclude_frozen_parameters)
+    if captured.result is False:  # as its settings have it, so on every rank
+        return None
+    return core.save(
+        Request(
+            root=roots.hold(path),
+            path=path,
+            kind="file",
+            step=engine.global_steps,
+            images=[layout.single(image, path.name) for image in captured.images],
+            error=captured.error,
+            notes={"adapter": WEIGHTS},
+            patient=True,
+        )
+    )
 
 
-def _pointers(captured: Captured, path: Path, *, save_latest: bool) -> list[Pointer]:
+def _refuse_directory(path: Path) -> None:
+    if presence.is_directory(path):
+        raise DirectoryError(path=str(path), message="is a directory where a file goes", rank=0, code=errno.EISDIR)
+
+
+def agree_place(
+    core: Engine, kind: str, save_dir: object, tag: object, options: Mapping[str, object]
+) -> tuple[Path, str]:
+    """Where a tag goes, checked and the same on all ranks. Every rank calls this.
+
+    Returns:
+        The directory that the caller named, and the tag.
+
+    Raises:
+        ConfigError: ``save_dir`` or ``tag`` is none, on any rank.
+        DesyncError: the ranks differ.
+        DirectoryError: something stands there that must not be replaced.
+    """
+    found: list[tuple[Path, str]] = []
+
+    def look() -> dict[str, object]:
+        found.append((arguments.checked_directory(save_dir, "save_dir"), arguments.checked_tag(tag)))
+        return {"path": found[0][0] / found[0][1], **options}
+
+    def refuse_what_stands_there() -> None:
+        top, name = found[0]
+        places.refuse_within_a_tag(top, name)
+        if places.stock_problem(top / name):
+            refuse(top / name, places.ADAPTER, empty=True)
+
+    arguments.agree(core, kind, look, refuse_what_stands_there)
+    return found[0]
+
+
+def _pointers(captured: Captured, top: Path, tag: str, *, save_latest: bool) -> list[Pointer]:
     """What lies beside the tags: the scripts first, ``latest`` last."""
-    folder = path.parent
-    found = [Pointer(path=folder / name, data=data, mode=_EXECUTABLE) for name, data in captured.scripts.items()]
+    found = [Pointer(path=top / name, data=data, mode=_EXECUTABLE) for name, data in captured.scripts.items()]
     if save_latest:
-        found.append(Pointer(path=folder / places.LATEST, data=path.name.encode()))
+        found.append(Pointer(path=top / arguments.LATEST, data=tag.encode()))
     return found

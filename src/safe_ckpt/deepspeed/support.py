@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def check(engine: Any, config: CheckpointConfig) -> None:
@@ -16,6 +19,11 @@ def check(engine: Any, config: CheckpointConfig) -> None:
     """
     check_engine(engine)
     check_settings(config)
+    if engine.use_node_local_storage() and engine.global_rank == 0:
+        logger.warning(
+            "use_node_local_storage: checkpoints go to a directory that all nodes share all the same; one of each node's own "
+            "is refused at the first save (DirectoryNotSharedError)"
+        )
 
 
 def check_engine(engine: Any) -> None:
@@ -24,11 +32,6 @@ def check_engine(engine: Any) -> None:
     Raises:
         ConfigError: names the setting.
     """
-    if engine.checkpoint_writer_enabled():
-        message = (
-            "DeepSpeed's own writer decides which rank writes what: leave it out, safe_ckpt writes in parallel anyway"
-        )
-        raise ConfigError(key="checkpoint.writer", message=message)
     if engine.zero_nvme_offload_optimizer() and engine.has_moe_layers:
         message = "optimizer states on NVMe together with mixture-of-experts layers are not covered"
         raise ConfigError(key="zero_optimization.offload_optimizer.device", message=message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,12 @@ from typing import Any
 import torch
 from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 
-from safe_ckpt.core import resume
+from safe_ckpt.core import presence, resume
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.manifest import MANIFEST_NAME, read_manifest
-from safe_ckpt.core.offload import Parts, agree_parts
+from safe_ckpt.core.offload import Parts, agree_parts, own_part
 from safe_ckpt.core.onload import Part, give_back, parts_of
-from safe_ckpt.errors import RestoreError
+from safe_ckpt.errors import RestoreError, SafeCheckpointError
 
 FOLDER = "offloaded_tensors"
 NOTE = "offloaded"
@@ -42,6 +43,73 @@ def agree(core: Engine, engine: Any, below: str = "") -> Parts | None:
     """
     own = part(engine)
     return agree_parts(core, own, IGNORED, prefix=f"{below}{FOLDER}/") if own else None
+
+
+def refuse_unfit(core: Engine, engines: Mapping[Path, Any], checkpoint: Path | None = None) -> None:
+    """Before anything is restored: whether every rank's swap files are those that it needs. Every rank calls this.
+
+    DeepSpeed reads a file of another size into its buffers, and the process dies.
+
+    Args:
+        core: where the ranks meet.
+        engines: tag that is to be loaded -> into what.
+        checkpoint: the directory with the manifest; None when each tag has its own.
+
+    Raises:
+        RestoreError: the tag was saved by another number of ranks, or of another model; on every rank.
+    """
+    if not any(engine.zero_nvme_offload_optimizer() for engine in engines.values()):
+        return
+
+    def compare() -> None:
+        for tag, engine in engines.items():
+            _refuse_unfit(core, engine, tag, checkpoint or tag)
+
+    resume.apply(core, compare)
+
+
+def _refuse_unfit(core: Engine, engine: Any, tag: Path, checkpoint: Path) -> None:
+    own = part(engine)
+    if not own:
+        return
+    (asked, folder), size = next(iter(own.items())), core.session.size
+    try:
+        saved_by, sizes = _swap_files(checkpoint, tag, asked, core.rank)
+    except (SafeCheckpointError, FileNotFoundError):
+        return  # whoever verifies it says what it lacks
+    if saved_by != size:
+        message = (
+            f"{saved_by} ranks saved it and {size} are to load it: what DeepSpeed keeps on NVMe fits only as many ranks. Load "
+            f"it with {saved_by}"
+        )
+        raise RestoreError(path=str(tag), key=str(folder), message=message)
+    for number in _swapped(engine.optimizer):
+        file = f"{engine.optimizer.fp32_partitioned_groups_flat[number].ds_id}.tensor.swp"
+        if file not in sizes:
+            message = (
+                f"it holds no {file}: DeepSpeed numbers parameters as they are made, so load it in a process that has made "
+                f"no other model before, as the one that saved it"
+            )
+            raise RestoreError(path=str(tag), key=str(folder), message=message)
+        needed = (folder / file).stat().st_size
+        if sizes[file] != needed:
+            message = f"{file} has {sizes[file]} bytes in it and {needed} here: it was saved of another model"
+            raise RestoreError(path=str(tag), key=str(folder), message=message)
+
+
+def _swap_files(checkpoint: Path, tag: Path, asked: str, rank: int) -> tuple[int, dict[str, int]]:
+    """How many ranks saved a tag, and the swap files in it of this rank, with their sizes."""
+    if presence.is_there(checkpoint / MANIFEST_NAME):
+        manifest = read_manifest(checkpoint)
+        below = f"{tag.relative_to(checkpoint).as_posix()}/" if tag != checkpoint else ""
+        name = own_part(manifest.notes.get(NOTE, {}).get(below, ()), asked, rank)
+        prefix = f"{below}{FOLDER}/{name}/"
+        files = {e.path.removeprefix(prefix): e.size_bytes for e in manifest.files if e.path.startswith(prefix)}
+        return manifest.world_size, files
+    saved_by = sum(name.endswith("_optim_states.pt") for name in os.listdir(tag))
+    folder = tag / FOLDER / asked
+    found = os.listdir(folder) if presence.is_directory(folder) else []
+    return saved_by, {name: (folder / name).stat().st_size for name in found}
 
 
 def put_back(core: Engine, engine: Any, checkpoint: Path, below: str = "") -> None:
@@ -94,8 +162,7 @@ def resume_all(core: Engine, engines: Mapping[Path, Any], *, optimizer_states: b
         optimizer_states: whether the optimizer's states are wanted.
 
     Raises:
-        RestoreError: the swap files belong to parameters of other numbers.
-        SafeCheckpointError: whatever else went wrong, on every rank.
+        SafeCheckpointError: whatever went wrong, on every rank.
     """
     swapped = {tag: engine for tag, engine in engines.items() if engine.zero_nvme_offload_optimizer()}
     if not swapped:
@@ -118,8 +185,6 @@ def _resume_states(engine: Any, tag: Path, *, optimizer_states: bool) -> None:
     optimizer = engine.optimizer
     saved = torch.load(engine._get_zero_ckpt_name(str(tag.parent), tag.name), map_location="cpu", weights_only=False)
     state = saved["optimizer_state_dict"]
-    (folder,) = part(engine).values()
-    _expect_files(optimizer, tag, folder)
     optimizer.checkpoint_event_prologue()
     if optimizer_states:
         _load_states(optimizer, state)
@@ -127,18 +192,6 @@ def _resume_states(engine: Any, tag: Path, *, optimizer_states: bool) -> None:
         if kept.numel():  # it was in memory
             optimizer.fp32_partitioned_groups_flat[number].data.copy_(kept.data)
             optimizer._reassign_or_swap_out_partitioned_parameters(number)
-
-
-def _expect_files(optimizer: Any, tag: Path, folder: Path) -> None:
-    for number in _swapped(optimizer):
-        parameter = optimizer.fp32_partitioned_groups_flat[number]
-        file = f"{parameter.ds_id}.tensor.swp"
-        if not any((tag / FOLDER).glob(f"*/{file}")):
-            message = (
-                f"it holds no {file}: DeepSpeed numbers parameters as they are made, so load it in a process that has made "
-                f"no other model before, as the one that saved it"
-            )
-            raise RestoreError(path=str(tag), key=str(folder), message=message)
 
 
 def _swapped(optimizer: Any) -> list[int]:

@@ -6,6 +6,7 @@ CPU; on GPUs it was never run.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,6 +53,17 @@ def collect(core: Engine, strategy: Any, checkpoint: Mapping[str, Any] | None, e
     if error is None:
         return found
     return nested.Nested(folders=found.folders, notes=found.notes, error=error)
+
+
+def loading(core: Engine, strategy: Any, path: Path) -> contextlib.AbstractContextManager[None]:
+    """Within this block the strategy may load. Every rank enters it.
+
+    Raises:
+        SafeCheckpointError: see ``nested.loading``.
+    """
+    from safe_ckpt.deepspeed import nested
+
+    return nested.loading(core, {TAG: strategy.deepspeed_engine}, path)
 
 
 def resume(core: Engine, strategy: Any, path: Path, *, fitting: bool) -> None:

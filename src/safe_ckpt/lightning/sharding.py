@@ -146,10 +146,12 @@ def guard(trainer: Any, engine: Engine, before: Callable[[], None], end: Callabl
         rank, size = engine.rank, engine.session.size
         if presence.is_directory(path) and presence.is_there(path / MANIFEST_NAME):
             resume.check(engine, path, lambda found: verify_share(found, rank, size))
-        loaded = original(strategy, checkpoint_path, *args, **kwargs)
-        if form is not None and form.engine and path.is_dir():
-            fitting = str(getattr(trainer.state.fn, "value", "")) == "fit"
-            engines.resume(engine, strategy, path, fitting=fitting)
+        if form is None or not form.engine or not path.is_dir():
+            return original(strategy, checkpoint_path, *args, **kwargs)
+        with engines.loading(engine, strategy, path):
+            loaded = original(strategy, checkpoint_path, *args, **kwargs)
+        fitting = str(getattr(trainer.state.fn, "value", "")) == "fit"
+        engines.resume(engine, strategy, path, fitting=fitting)
         return loaded
 
     def teardown() -> None:

@@ -1,0 +1,111 @@
+"""What the callers gave, checked on each rank before the ranks compare it: what one rank gave wrong, all raise, at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.rendezvous import raise_first
+from safe_ckpt.core.root import HIDDEN
+from safe_ckpt.errors import ConfigError, CoordinationError, DesyncError, SafeCheckpointError, to_wire
+
+LATEST = "latest"
+_RESERVED = (".", "..", HIDDEN, LATEST)
+
+
+def agree(
+    core: Engine,
+    kind: str,
+    look: Callable[[], Mapping[str, object]],
+    decide: Callable[[], Any] = lambda: None,
+) -> Any:
+    """Check this rank's arguments, compare them with those of the others, and decide. Every rank calls this.
+
+    Args:
+        core: where the ranks meet.
+        kind: the name of the call.
+        look: returns what must be equal on all ranks; raises where an argument is wrong.
+        decide: runs on rank 0.
+
+    Returns:
+        What ``decide`` returned, on every rank.
+
+    Raises:
+        DesyncError: the ranks differ.
+        SafeCheckpointError: what ``look`` raised on the lowest rank on which it did, or ``decide``. A rank on which ``look``
+            failed raises its own exception.
+    """
+    view: Mapping[str, object] = {}
+    problem: Exception | None = None
+    try:
+        view = look()
+    except Exception as error:  # whatever it is: the other ranks must learn of it
+        problem = error
+    wire = to_wire(problem, rank=core.rank, phase=kind) if problem else None
+
+    def judge(answers: Mapping[int, Any]) -> Any:
+        raise_first({rank: answer["error"] for rank, answer in answers.items()})
+        for name in view:
+            values = {str(rank): answer["view"].get(name) for rank, answer in answers.items()}
+            if len(set(values.values())) > 1:
+                raise DesyncError(what=name, values=values)
+        return decide()
+
+    answer = {"error": wire, "view": {name: str(value) for name, value in view.items()}}
+    try:
+        return core.agree(kind, {}, answer=answer, decide=judge)
+    except SafeCheckpointError as told:
+        if problem is not None and not isinstance(told, CoordinationError):
+            raise problem from None
+        raise
+
+
+def checked_directory(given: object, name: str) -> Path:
+    """A directory as an absolute path.
+
+    Args:
+        given: what the caller gave.
+        name: of the argument.
+
+    Raises:
+        ConfigError: it is none. It is a ``ValueError``, with the words of DeepSpeed's own.
+    """
+    if not given or not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str):
+        raise ConfigError(message=f"{name} must be a non-empty string, got {given!r}")
+    return Path(os.path.abspath(given))
+
+
+def checked_tag(tag: object) -> str:
+    """A tag as text: the name of a directory, which may lie in others, as in ``"warmup/step10"``.
+
+    Raises:
+        ConfigError: it leads elsewhere, or is a name of ours or of DeepSpeed's.
+    """
+    name = str(tag)
+    if not is_tag(name):
+        message = (
+            f"expected the name of a directory below the one that is saved to, and none of {_RESERVED}, got {name!r}"
+        )
+        raise ConfigError(key="tag", message=message)
+    return name
+
+
+def is_tag(name: str) -> bool:
+    """Whether a tag may have this name."""
+    return all(part and part not in _RESERVED for part in name.split("/"))
+
+
+def checked_file(directory: object, name: object) -> Path:
+    """A file in a directory as an absolute path.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    folder, text = checked_directory(directory, "save_dir"), str(name)
+    path = Path(os.path.abspath(folder / text))
+    if not text or text.endswith(os.sep) or path == folder or set(path.parts) & {HIDDEN} or path.name == LATEST:
+        raise ConfigError(key="save_filename", message=f"expected the name of a file, got {text!r}")
+    return path
