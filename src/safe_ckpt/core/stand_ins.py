@@ -43,3 +43,18 @@ class StandIns:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
+
+    def state_without(self) -> Any:
+        """What a copy of the object begins with if nothing of ours is to go along: its state as it was."""
+        owner = self._owner
+        of_class = getattr(type(owner), "__getstate__", None)  # before Python 3.11 few have it
+        state = of_class(owner) if of_class is not None else vars(owner)
+        if not isinstance(state, dict):
+            return state
+        state = dict(state)
+        for name, method in self._methods.items():
+            if state.get(name) == method:
+                del state[name]
+                if self._before[name] is not None:
+                    state[name] = self._before[name]
+        return state
