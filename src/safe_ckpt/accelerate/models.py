@@ -105,7 +105,7 @@ def save(
 
 
 def _state_of(accelerator: Any, model: torch.nn.Module, options: Options) -> Mapping[str, Lazy | torch.Tensor]:
-    """Names to tensors, on rank 0. What is in parts on all ranks is gathered, as Accelerate gathers it: all of them call this."""
+    """Names to tensors, on rank 0. What is in parts on the ranks is gathered, as Accelerate does: all of them call this."""
     plain = weights.unwrapped(model)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         plain = getattr(model, "module", model)
