@@ -325,8 +325,9 @@ class Handle:
 
     def _restore(self) -> None:
         accelerator = self._accelerator
-        if vars(accelerator).pop("_safe_ckpt", None) is None:
+        if vars(accelerator).get("_safe_ckpt") is not self:
             return
+        del accelerator._safe_ckpt
         self._loaders.forget()
         self._stand_ins.give_back()
 
