@@ -322,7 +322,7 @@ def test_a_model_is_saved_by_all_ranks_at_once(tmp_path):
     said = run(tmp_path, body, tmp_path / "exp")
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
     beside = "['.safe_ckpt', 'pytorch_model.bin', 'state', 'weights'] ['bias', 'tied', 'weight']"
-    assert said == dict.fromkeys(range(2), [str(["manifest.json", *shards]), beside])
+    assert said == {rank: [str(["manifest.json", *shards]), beside] for rank in range(2)}
     index = json.loads((tmp_path / "exp/weights/model.safetensors.index.json").read_text())
     assert sorted(index["weight_map"]) == ["bias", "weight"] or sorted(index["weight_map"]) == ["bias", "tied"]
 
