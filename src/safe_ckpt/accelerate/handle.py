@@ -215,6 +215,8 @@ class Handle:
     def end_training(self) -> None:
         """Stands in for ``Accelerator.end_training``: finishes what is in flight first, for that ends the process group.
 
+        From then on ``save_model`` of the Accelerator is stock's, and ``save_state`` and ``load_state`` raise ``ClosedError``.
+
         Raises:
             SafeCheckpointError: a save failed and nobody was told yet. Training is ended all the same.
         """
@@ -317,6 +319,7 @@ class Handle:
             self._land()
         finally:
             self._ended = by
+            self._stand_ins.give_back("save_model")  # needs no registration: from here on it is stock's
             self._engine.close()
 
     def _refuse_ended(self, call: str) -> None:

@@ -152,7 +152,9 @@ class Places:
             refuse(path if whole else path.resolve(), WEIGHTS, _is_stock, whole=whole)
             return whole
 
-        return bool(self._engine.agree("weights", {"save_directory": path}, decide=decide))
+        whole = bool(self._engine.agree("weights", {"save_directory": path}, decide=decide))
+        self._take_over(path)
+        return whole
 
     def target(self, output_dir: str | os.PathLike[str] | None, *, hooks: bool) -> Target:
         """Agree on where a save goes.
@@ -191,13 +193,15 @@ class Places:
         return Target(place=place, path=path, number=number, step=step, begun=begun, key=agreed["key"])
 
     def _hold_named(self, path: Path) -> Place:
-        for other in list(_living):
-            if (
-                other is not self
-            ):  # an Accelerator of a notebook's cell that was run again, which nobody has collected yet
-                other.named.let_go(path)
+        self._take_over(path)
         root = self.named.hold(path, resumed=True)
         return Place(root=root, ledger=self._ledgers.setdefault(path.parent, Ledger()))
+
+    def _take_over(self, path: Path) -> None:
+        """From an Accelerator of this process, such as that of a notebook's cell that was run again and is still held."""
+        for other in list(_living):
+            if other is not self:
+                other.named.let_go(path)
 
 
 def candidates(folder: Path) -> list[Candidate]:

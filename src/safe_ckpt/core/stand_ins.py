@@ -32,10 +32,13 @@ class StandIns:
     def __exit__(self, *_: object) -> None:
         self.give_back()
 
-    def give_back(self) -> None:
-        """Leave the object as it was. What somebody else has put there since stays, with a warning."""
+    def give_back(self, *names: str) -> None:
+        """Leave the object as it was, or these of its attributes. What somebody else put there stays, with a warning."""
         owner = self._owner
-        for name, method in self._methods.items():
+        for name in names or tuple(self._methods):
+            method = self._methods.pop(name, None)
+            if method is None:
+                continue
             before = self._before[name]
             if vars(owner).get(name) != method:
                 logger.warning("%s.%s was replaced by something else and stays so", type(owner).__name__, name)
