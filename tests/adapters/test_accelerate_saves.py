@@ -528,16 +528,14 @@ def test_remove_leaves_nothing(tmp_path):
 def test_end_training_finishes_what_is_in_flight(tmp_path):
     """It comes back when all is committed; what is called afterwards says what ended it, and what to do."""
     accelerator = make(tmp_path)
-    register(accelerator, CONFIG)
+    handle = register(accelerator, CONFIG)
     training = Training(accelerator)
     accelerator.save_state()
     accelerator.end_training()
     assert checkpoints(tmp_path) == ["checkpoint_0"]
-    for call in (
-        accelerator.save_state,
-        accelerator.load_state,
-        lambda: accelerator.save_model(training.net, tmp_path),
-    ):
+    accelerator.save_model(training.net, tmp_path / "stock")
+    assert names(tmp_path / "stock") == ["model.safetensors"]
+    for call in (accelerator.save_state, accelerator.load_state, lambda: handle.save_model(training.net, tmp_path)):
         with pytest.raises(ClosedError, match=r"end_training\(\) finished.*register\(accelerator\) again"):
             call()
     register(accelerator, CONFIG)
