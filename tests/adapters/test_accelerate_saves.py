@@ -343,7 +343,7 @@ KILLED = """
     folder = sys.argv[1]
     accelerator = make(None)
     handle = register(accelerator, CONFIG)
-    Training(accelerator)
+    Training(accelerator, width=100_000)
     for step in (30, 40, 50):
         accelerator.save_state(f"{folder}/step_{step}", async_save=False)
     writer = handle._engine._pipeline.writer
@@ -369,7 +369,7 @@ def test_names_of_ones_own_are_recorded_swept_and_in_order(tmp_path):
         f".safe_ckpt/names/step_60/staging/{name}" for name in names(left / "staging")
     ]
     with registered(None) as (accelerator, handle):
-        Training(accelerator)
+        Training(accelerator, width=100_000)
         accelerator.load_state(tmp_path / "step_40")
         accelerator.save_state(tmp_path / "step_45")
         accelerator.save_state(tmp_path / "last", async_save=False)
@@ -510,7 +510,7 @@ def test_remove_leaves_nothing(tmp_path):
     methods = {name: getattr(accelerator, name) for name in ("save_state", "load_state", "end_training")}
     handle = SafeCheckpointPlugin(CONFIG).register(accelerator)
     assert accelerator.save_state != methods["save_state"]
-    Training(accelerator)
+    Training(accelerator, width=100_000)
     accelerator.save_state()
     assert writer_processes()
     handle.remove()
