@@ -250,5 +250,7 @@ def _replace_each(
 
 
 def _stale(path: Path, names: Sequence[str], _: object) -> Decision:
-    there = (entry for entry in os.listdir(path) if entry not in names or entry.endswith(".json"))
-    return Decision(doomed=[path / entry for entry in there if weights.is_weight_file(entry) or entry == MANIFEST_NAME])
+    # The index that is there too, although a new one may follow: it is not to speak of a mixture.
+    found = [entry for entry in os.listdir(path) if entry not in names or entry.endswith(".json")]
+    found = [entry for entry in found if weights.is_weight_file(entry) or entry == MANIFEST_NAME]
+    return Decision(doomed=[path / entry for entry in found if not (path / entry).is_dir()])
