@@ -253,6 +253,11 @@ class DesyncError(CoordinationError):
                 "Give all ranks the same settings: look at the arguments, SAFE_CKPT_CONFIG and SAFE_CKPT__* of each "
                 "(safe-ckpt config show)"
             )
+        elif self.what in ("output_dir", "save_directory"):
+            advice = (
+                "All ranks together write one directory, what differs between them in a file for each: give all of them "
+                "the same one"
+            )
         return f"the ranks disagree on {self.what}: {sides}. {advice}"
 
 

@@ -88,8 +88,10 @@ def _go(rank, folder, kind):
         train(made, parts, 2)
         assert equal(whole(parts[0]), expected), "went on from memory"
         saved = handle.save_model(parts[0], folder / "weights")
+        made.save_model(parts[0], folder, safe_serialization=False)  # where checkpoints are
     if rank == 0:
         assert equal(load_file(saved / "model.safetensors"), expected)
+        assert equal(torch.load(folder / "pytorch_model.bin"), expected)
 
     made = accelerator(rank, folder / "exp", kind)
     parts = training(made, number=7)

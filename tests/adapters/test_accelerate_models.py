@@ -144,19 +144,83 @@ def test_equal_values_are_not_one_tensor(tmp_path, handle):
         model(torch.ones(1, 2))
 
 
-def test_where_checkpoints_are_kept_no_weights_are_put(tmp_path):
-    """The directory would be replaced as a whole: the project's own, a parent of checkpoints, a checkpoint are refused."""
+def test_weights_where_checkpoints_are_kept(tmp_path):
+    """In a directory that holds others, or is a link, file by file: nothing else in it moves. A checkpoint is refused."""
     with fresh(), register(make(tmp_path / "project"), CONFIG) as made, register(make(None), CONFIG) as other:
-        made._accelerator.prepare(Model())
-        path = made._accelerator.save_state(async_save=False)
+        accelerator = made._accelerator
+        accelerator.prepare(Model())
+        path = accelerator.save_state(async_save=False)
         before = sorted(p.name for p in path.iterdir())
-        for target in (tmp_path, tmp_path / "project", path):
-            with pytest.raises(DirectoryError, match="another name"):
-                made.save_model(Model(), target)
+        (tmp_path / "link").symlink_to(tmp_path / "project")
+        for name in ("project/model-00001-of-00009.safetensors", "project/model.safetensors.index.json"):
+            (tmp_path / name).write_text("stale")
+        shards = [*(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)), "model.safetensors.index.json"]
+        for target, limit, names in (
+            (tmp_path, "10GB", ["model.safetensors"]),
+            (tmp_path / "project", 100, shards),
+            (tmp_path / "link", "10GB", ["model.safetensors"]),
+        ):
+            accelerator.save_model(Model(), target, max_shard_size=limit)
+            assert sorted(p.name for p in target.iterdir() if p.name.startswith("model")) == names
+            assert loaded(target)["scale"].equal(Model().scale)
+        with pytest.raises(DirectoryError, match="another name"):
+            accelerator.save_model(Model(), path)
         with pytest.raises(DirectoryError, match="another name"):
             other.save_state(made.save_model(Model(), tmp_path / "weights"))
-        made._accelerator.save_state(async_save=False)
+        verify(path, read_manifest(path))
+        accelerator.save_state(async_save=False)
     assert sorted(p.name for p in path.iterdir()) == before
+    assert {p.name for p in tmp_path.iterdir()} - {".safe_ckpt"} == {"link", "model.safetensors", "project", "weights"}
+    assert not list(tmp_path.rglob(".safe_ckpt/names/**/lock"))
+
+
+class Uneven(torch.nn.Module):
+    """Small, large, small; tied; not contiguous; whole numbers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.small = torch.nn.Linear(2, 2)
+        self.large = torch.nn.Linear(40, 40)
+        self.tied = torch.nn.Linear(2, 2)
+        self.tied.weight = self.small.weight
+        self.turned = torch.nn.Parameter(torch.randn(3, 2).T)
+        self.register_buffer("count", torch.tensor(3))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_accelerators_own_save_model_is_safe(tmp_path, offload):
+    """Same arguments, files, names, shards, index and values as stock, in safetensors and pickle; stock again at the end."""
+    with fresh():
+        accelerator = make(None)
+        model = cpu_offload(Uneven()) if offload else accelerator.prepare(Uneven())
+        runs = [(f"{limit}-{safe}", limit, safe) for limit in ("10GB", "1KB") for safe in (True, False)]
+        for name, limit, safe in runs:
+            accelerator.save_model(model, tmp_path / "stock" / name, limit, safe)
+        with register(accelerator, CONFIG):
+            for name, limit, safe in runs:
+                accelerator.save_model(model, tmp_path / "ours" / name, limit, safe_serialization=safe)
+        assert "save_model" not in vars(accelerator)
+    for name, limit, _ in runs:
+        stock, ours = tmp_path / "stock" / name, tmp_path / "ours" / name
+        files = {p.name for p in stock.iterdir()}
+        if not (offload and limit == "1KB"):  # there stock misses what lies at the root, and keeps ties apart
+            assert {p.name for p in ours.iterdir()} - {"manifest.json"} == files
+            for index in stock.glob("*.json"):
+                assert json.loads((ours / index.name).read_text()) == json.loads(index.read_text())
+        theirs, mine = contents(stock), contents(ours)
+        assert set(mine) >= set(theirs) - {"tied.weight"}
+        assert {"turned", "count"} <= set(mine)
+        for key, tensor in mine.items():
+            assert tensor.equal(Uneven().state_dict()[key]), (name, key)
+        verify(ours, read_manifest(ours))
+
+
+def contents(folder):
+    found = loaded(folder)
+    for file in folder.glob("*.bin"):
+        found.update(torch.load(file))
+    return found
 
 
 def test_shards_of_an_earlier_save_are_gone(tmp_path, handle):
@@ -167,7 +231,7 @@ def test_shards_of_an_earlier_save_are_gone(tmp_path, handle):
     for name in ("model-00001-of-00009.safetensors", "model.safetensors.index.json", "pytorch_model.bin"):
         (target / name).write_text("stale")
     handle.save_model(Model(), target, max_shard_size=100)
-    assert len(list(target.glob("*.safetensors"))) == 4
+    assert len(list(target.glob("*.safetensors"))) == 3
     handle.save_model(Model(), target)
     assert sorted(p.name for p in target.iterdir()) == ["config.json", "manifest.json", "model.safetensors"]
 

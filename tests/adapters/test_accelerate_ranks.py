@@ -212,7 +212,7 @@ def test_a_failed_save_is_told_to_all_and_the_one_before_is_there_for_all(tmp_pa
 
 
 def test_what_differs_between_ranks_is_refused_by_all(tmp_path):
-    """Another path, a hook that breaks, a loader at another place, on one rank: every rank raises it, nothing hangs."""
+    """Another path, a size that is none, a hook that breaks, a loader at another place: every rank raises it, nothing hangs."""
     body = """
         accelerator = make(None, dataloader_config=stateful())
         handle = register(accelerator, CONFIG)
@@ -224,6 +224,15 @@ def test_what_differs_between_ranks_is_refused_by_all(tmp_path):
             except Exception as error:
                 say(type(error).__name__, "mine" in str(error), time.monotonic() - begun < 10)
         attempt(folder / f"mine{rank}")
+        for call, *given in (
+            (accelerator.save_state, folder / f"mine{rank}"),
+            (accelerator.save_model, training.net, folder / f"mine{rank}"),
+            (accelerator.save_model, training.net, folder / "weights", "big"),
+        ):
+            try:
+                call(*given)
+            except SafeCheckpointError as error:
+                say(type(error).__name__, str(error).rpartition(": ")[2])
         def hook(models, weights, output_dir):
             (Path(output_dir) / f"extra{rank}.txt").write_text("x")
             if rank == 1 and broken:
@@ -242,8 +251,15 @@ def test_what_differs_between_ranks_is_refused_by_all(tmp_path):
     """
     said = run(tmp_path, body, tmp_path / "exp")
     listed = "['extra0.txt', 'extra1.txt', 'random_states_0.pkl', 'random_states_1.pkl']"
-    assert said[0] == ["DesyncError True True", "UnexpectedError True True", listed, "DesyncError False True"]
-    assert said[1] == ["DesyncError True True", "KeyError True True", listed, "DesyncError False True"]
+    same = "DesyncError give all of them the same one"
+    own = [
+        "DesyncError True True",
+        same,
+        same,
+        "ConfigError expected a number of bytes or text such as \"5GB\", got 'big'",
+    ]
+    assert said[0] == [*own, "UnexpectedError True True", listed, "DesyncError False True"]
+    assert said[1] == [*own, "KeyError True True", listed, "DesyncError False True"]
 
 
 def test_handles_give_everything_back_on_every_rank(tmp_path):
@@ -288,8 +304,8 @@ def test_a_stock_job_loads_ours_on_both_ranks(tmp_path):
 
 
 def test_a_model_is_saved_by_all_ranks_at_once(tmp_path):
-    """handle.save_model on two ranks: one set of files, complete, with tied weights once. And loaders whose workers have other
-    seeds on each rank are no reason to refuse a save.
+    """save_model on two ranks: one set of files, complete, with tied weights once, also file by file where checkpoints are.
+    And loaders whose workers have other seeds on each rank are no reason to refuse a save.
     """
     body = """
         accelerator = make(None, dataloader_config=stateful())
@@ -297,13 +313,16 @@ def test_a_model_is_saved_by_all_ranks_at_once(tmp_path):
         training = Training(accelerator, number=rank, num_workers=1)
         training.epoch()
         accelerator.save_state(folder / "state", async_save=False)
-        path = handle.save_model(training.head, folder / "weights", max_shard_size="20B")
+        path = accelerator.save_model(training.head, folder / "weights", max_shard_size="20B")
         say(sorted(os.listdir(path)))
+        accelerator.save_model(training.head, folder, safe_serialization=False)
+        say(sorted(os.listdir(folder)), sorted(torch.load(folder / "pytorch_model.bin")))
         accelerator.end_training()
     """
     said = run(tmp_path, body, tmp_path / "exp")
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
-    assert said == {0: [str(["manifest.json", *shards])], 1: [str(["manifest.json", *shards])]}
+    beside = "['.safe_ckpt', 'pytorch_model.bin', 'state', 'weights'] ['bias', 'tied', 'weight']"
+    assert said == {rank: [str(["manifest.json", *shards]), beside] for rank in range(2)}
     index = json.loads((tmp_path / "exp/weights/model.safetensors.index.json").read_text())
     assert sorted(index["weight_map"]) == ["bias", "weight"] or sorted(index["weight_map"]) == ["bias", "tied"]
 

@@ -1,6 +1,7 @@
 """``register`` in one process: what is written, what is read, what is refused, what is left behind."""
 
 import contextlib
+import copy
 import gc
 import json
 import logging
@@ -8,6 +9,7 @@ import os
 import pickle
 import random
 import shutil
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -18,13 +20,16 @@ import torch
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DataLoaderConfiguration
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from accelerate_runs import CONFIG, Training, forget, fresh, make, seed, shared_memory, stateful
-from safe_ckpt import CheckpointConfig, Retention, SafeCheckpointError
+from safe_ckpt import CheckpointConfig, Retention
 from safe_ckpt.accelerate import SafeCheckpointPlugin, register
+from safe_ckpt.cli.app import app
 from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.core.verify import verify
 from safe_ckpt.errors import (
+    ClosedError,
     ConfigError,
     CorruptCheckpointError,
     DirectoryError,
@@ -331,6 +336,67 @@ def test_jobs_may_keep_their_checkpoints_side_by_side(tmp_path):
         handle.save_model(accelerator._models[0], tmp_path / "step_3")
 
 
+KILLED = """
+    import os, signal, sys, time; sys.path[:0] = sys.argv[2:]
+    from accelerate_runs import CONFIG, Training, make
+    from safe_ckpt.accelerate import register
+    folder = sys.argv[1]
+    accelerator = make(None)
+    handle = register(accelerator, CONFIG)
+    Training(accelerator, width=100_000)
+    for step in (30, 40, 50):
+        accelerator.save_state(f"{folder}/step_{step}", async_save=False)
+    writer = handle._engine._pipeline.writer
+    os.kill(writer.pid, signal.SIGSTOP)
+    accelerator.save_state(f"{folder}/step_60")
+    deadline = time.monotonic() + 20
+    while not os.listdir(f"{folder}/.safe_ckpt/names/step_60/staging") and time.monotonic() < deadline:
+        pass
+    os.kill(writer.pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_names_of_ones_own_are_recorded_swept_and_in_order(tmp_path):
+    """The next job sweeps what a killed one left under another name; what it saves is the newest, whatever its step; list,
+    resume-path and report speak of both jobs.
+    """
+    assert run_script(KILLED, str(tmp_path), *sys.path).returncode == -signal.SIGKILL
+    left = tmp_path / ".safe_ckpt/names/step_60"
+    assert names(left / "staging")
+    before = json.loads(command("list", tmp_path, "--json"))
+    assert [row["name"] for row in before if row["state"] == "partial"] == [
+        f".safe_ckpt/names/step_60/staging/{name}" for name in names(left / "staging")
+    ]
+    with registered(None) as (accelerator, handle):
+        Training(accelerator, width=100_000)
+        accelerator.load_state(tmp_path / "step_40")
+        accelerator.save_state(tmp_path / "step_45")
+        accelerator.save_state(tmp_path / "last", async_save=False)
+        assert not [path for path in left.rglob("*") if path.is_file()]
+    rows = json.loads(command("list", tmp_path, "--json"))
+    assert [(row["name"], row["step"]) for row in rows] == [
+        ("last", 3),
+        ("step_45", 45),
+        ("step_50", 50),
+        ("step_40", 40),
+        ("step_30", 30),
+    ]
+    assert command("resume-path", tmp_path).strip() == str(tmp_path / "last")
+    for asked in (tmp_path, tmp_path / "step_45"):
+        told = json.loads(command("report", asked, "--json"))
+        assert [save["step"] for save in told["saves"] if save["outcome"] == "committed"] == [30, 40, 50, 45, 3]
+        assert [save["step"] for save in told["saves"] if save["outcome"] == "interrupted"] == [60]
+        assert len(told["runs"]) == 2
+    assert names(tmp_path / ".safe_ckpt")[0] == "events.jsonl"
+
+
+def command(*words):
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
 def test_a_save_that_is_skipped_leaves_nothing(tmp_path):
     """With on_busy="skip" neither a number is used up nor a folder of the hooks left; an export waits its turn."""
     config = CheckpointConfig(timeouts=CONFIG.timeouts, on_busy="skip", max_in_flight=1)
@@ -444,7 +510,7 @@ def test_remove_leaves_nothing(tmp_path):
     methods = {name: getattr(accelerator, name) for name in ("save_state", "load_state", "end_training")}
     handle = SafeCheckpointPlugin(CONFIG).register(accelerator)
     assert accelerator.save_state != methods["save_state"]
-    Training(accelerator)
+    Training(accelerator, width=100_000)
     accelerator.save_state()
     assert writer_processes()
     handle.remove()
@@ -460,15 +526,72 @@ def test_remove_leaves_nothing(tmp_path):
 
 
 def test_end_training_finishes_what_is_in_flight(tmp_path):
-    """It comes back when all is committed; a failure is raised after training has ended."""
+    """It comes back when all is committed; what is called afterwards says what ended it, and what to do."""
     accelerator = make(tmp_path)
-    register(accelerator, CONFIG)
-    Training(accelerator)
+    handle = register(accelerator, CONFIG)
+    training = Training(accelerator)
     accelerator.save_state()
     accelerator.end_training()
     assert checkpoints(tmp_path) == ["checkpoint_0"]
-    with pytest.raises(SafeCheckpointError, match="closed"):
+    accelerator.save_model(training.net, tmp_path / "stock")
+    assert names(tmp_path / "stock") == ["model.safetensors"]
+    for call in (accelerator.save_state, accelerator.load_state, lambda: handle.save_model(training.net, tmp_path)):
+        with pytest.raises(ClosedError, match=r"end_training\(\) finished.*register\(accelerator\) again"):
+            call()
+    register(accelerator, CONFIG)
+    accelerator.free_memory()
+    with pytest.raises(ClosedError, match=r"save_state: free_memory.*register\(accelerator\) again"):
         accelerator.save_state()
+    register(accelerator, CONFIG)
+    second = make(tmp_path)
+    handle = register(second, CONFIG)
+    with pytest.raises(ClosedError, match="another Accelerator was registered for the same project"):
+        accelerator.save_state()
+    handle.remove()
+    with pytest.raises(ClosedError, match=r"handle.remove\(\)"):
+        handle.save_state()
+
+
+class Holding:
+    """A collate function that holds what a training holds."""
+
+    def __init__(self, *held):
+        self.held = held
+
+    def __call__(self, batch):
+        accelerator, handle = self.held
+        ours = {"save_state", "save_model", "__getstate__", "_safe_ckpt"} & set(vars(accelerator))
+        return sorted(ours), handle.closed, threading.active_count(), os.getpid()
+
+
+def test_a_copy_is_a_stock_accelerator(tmp_path):
+    """Pickled, copied, or sent to a spawned worker, it has nothing of ours; the registered one goes on."""
+    accelerator = make(tmp_path)
+    training = Training(accelerator)
+    stock = set(vars(pickle.loads(pickle.dumps(accelerator))))
+    with register(accelerator, CONFIG) as handle:
+        accelerator.save_state()
+        assert copy.deepcopy(accelerator) is accelerator  # as in stock
+        for made in (pickle.loads(pickle.dumps(accelerator)), copy.copy(accelerator)):
+            assert set(vars(made)) == stock
+            assert made.save_state.__func__ is type(accelerator).save_state
+        method = pickle.loads(pickle.dumps({"accelerator": accelerator, "save": accelerator.get_state_dict}))["save"]
+        assert method.__self__.save_state.__func__ is type(accelerator).save_state
+        loader = torch.utils.data.DataLoader(
+            [1, 2], num_workers=1, multiprocessing_context="spawn", collate_fn=Holding(accelerator, handle)
+        )
+        (ours, closed, threads, pid), _ = loader
+        assert (ours, closed, pid != os.getpid()) == ([], True, True)
+        assert threads <= 2
+        for other in (copy.deepcopy(handle), pickle.loads(pickle.dumps(handle))):
+            for call in (other.save_state, other.wait):
+                with pytest.raises(ClosedError, match="copy of the handle"):
+                    call()
+            other.remove()
+        training.epoch()
+        accelerator.save_state(async_save=False)
+    assert set(vars(accelerator)) == stock
+    assert checkpoints(tmp_path) == ["checkpoint_0", "checkpoint_1"]
 
 
 def test_an_exception_in_the_block_is_the_one_that_is_raised(tmp_path):
@@ -511,12 +634,13 @@ def test_arguments_for_deepspeed_are_named_and_ignored(tmp_path, caplog):
 
 
 def test_after_the_end_one_may_register_again(tmp_path):
-    """end_training closes the handle; the Accelerator is not lost for it."""
+    """end_training closes the handle; the Accelerator is not lost for it, and an older handle cannot take the new one back."""
     accelerator = make(tmp_path)
-    register(accelerator, CONFIG)
+    earlier = register(accelerator, CONFIG)
     Training(accelerator)
     accelerator.end_training()
     with register(accelerator, CONFIG):
+        earlier.remove()
         accelerator.save_state()
     assert checkpoints(tmp_path) == ["checkpoint_0"]
 

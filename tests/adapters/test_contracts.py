@@ -72,6 +72,8 @@ ACCELERATE = [
          ("self", "output_dir", "safe_serialization", "save_model_func_kwargs")),
     Part(Accelerator, "load_state", "accelerate/handle.py", "is stood in for",
          ("self", "input_dir", "load_kwargs", "load_model_func_kwargs")),
+    Part(Accelerator, "save_model", "accelerate/handle.py", "is stood in for",
+         ("self", "model", "save_directory", "max_shard_size", "safe_serialization")),
     Part(Accelerator, "end_training", "accelerate/handle.py", "is stood in for", SELF),
     Part(Accelerator, "prepare_data_loader", "accelerate/handle.py", "is stood in for", ("self", "data_loader")),
     Part(Accelerator, "get_state_dict", "accelerate/saving.py", "the models as they are saved", ("self", "model", "unwrap")),

@@ -2,6 +2,8 @@
 
 import gc
 import os
+import threading
+import time
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from accelerate_runs import make
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, set_up_directory
 from safe_ckpt.accelerate import register
+from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.core.rendezvous import _open, open_session
 from safe_ckpt.errors import ClosedError, DirectoryInUseError
 from safe_ckpt.testing import spawn_ranks, values
@@ -116,3 +119,44 @@ def test_a_cell_that_is_run_again_takes_the_directory(tmp_path):
     """register() in a cell that is run again ends the registration before it; free_memory() gives the directory back."""
     for counts in values(spawn_ranks(_notebook, 2, tmp_path)):
         assert counts[0] == 1
+
+
+def _dropped_and_run_again(rank, folder):
+    """Accelerators of three cells: one dropped, which rank 1 has not collected; then two that save under one name."""
+    os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    gc.disable()
+    kept, steps = [], []
+    for number in range(3):
+        accelerator = make(folder if number == 0 else None)
+        handle = register(accelerator, CONFIG)
+        accelerator._models.append(torch.nn.Linear(2, 2))
+        path = accelerator.save_state(folder / "last", step=number, async_save=False)
+        steps.append(read_manifest(path).step)
+        if number == 1:
+            kept.append(handle)  # as a notebook's Out does
+        del accelerator, handle
+        if rank == 0:
+            gc.collect()
+        dist.barrier()
+    kept.clear()
+    gc.collect()
+    dist.barrier()
+    with Checkpointer(folder / "checkpoints", CONFIG) as ckpt:
+        steps.append(ckpt.save(9, {"x": 1}).result(timeout_s=20).step)
+    deadline = time.monotonic() + 10  # the store's host gives the others a moment to leave
+    while (threads := _ours()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return steps, threads, len(_open)
+
+
+def _ours():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("safe_ckpt")]
+
+
+def test_a_dropped_accelerator_frees_what_it_held(tmp_path):
+    """Dropped without a word and collected on one rank only: its directory is free. A cell that is run again saves under the
+    same name although something still holds the handle before it. In the end nothing of ours is left.
+    """
+    for steps, threads, left in values(spawn_ranks(_dropped_and_run_again, 2, tmp_path)):
+        assert steps == [0, 1, 2, 9]
+        assert (threads, left) == ([], 0)

@@ -6,6 +6,7 @@ from safe_ckpt import compatibility
 
 compatibility.check("accelerate")  # before what fails on an older one
 
-from safe_ckpt.accelerate.handle import Handle, SafeCheckpointPlugin, register  # noqa: E402
+from safe_ckpt.accelerate.handle import Handle  # noqa: E402
+from safe_ckpt.accelerate.registering import SafeCheckpointPlugin, register  # noqa: E402
 
 __all__ = ["Handle", "SafeCheckpointPlugin", "register"]

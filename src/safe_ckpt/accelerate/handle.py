@@ -1,28 +1,25 @@
-"""``register``: an Accelerator whose ``save_state``, ``load_state`` and ``end_training`` are safe, and the handle on it."""
+"""The handle on an Accelerator that is registered: what stands in for ``save_state``, ``load_state`` and the others."""
 
 from __future__ import annotations
 
 import logging
 import os
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from safe_ckpt.accelerate import engines, loading, saving, sharding, support
+from safe_ckpt.accelerate import engines, loading, models, saving, sharding, support
 from safe_ckpt.accelerate.loaders import Loaders
 from safe_ckpt.accelerate.places import Places
 from safe_ckpt.accelerate.trackers import Trackers
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core import dtensors, items, weights
+from safe_ckpt.core import items
 from safe_ckpt.core.engine import Engine
-from safe_ckpt.core.environment import config_of_all
-from safe_ckpt.core.export import Exporter
 from safe_ckpt.core.stand_ins import StandIns
+from safe_ckpt.errors import ClosedError
 from safe_ckpt.events import Hook
 
 if TYPE_CHECKING:
@@ -30,76 +27,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _OWNER = "a registered Accelerator; its free_memory() or end_training(), or handle.remove(), frees it"
-_REPLACED = ("save_state", "load_state", "end_training", "free_memory", "prepare_data_loader")
-_registered: weakref.WeakSet[Handle] = weakref.WeakSet()
-
-
-def register(accelerator: Any, config: CheckpointConfig | None = None, *, hooks: Iterable[Hook] = ()) -> Handle:
-    """Make an Accelerator's checkpoints safe and asynchronous. Every rank calls this, before or after ``prepare()``.
-
-    ``save_state``, ``load_state``, ``end_training`` and ``free_memory`` of this one object are replaced until
-    ``handle.remove()``::
-
-        accelerator = Accelerator(project_config=ProjectConfiguration("runs/exp", automatic_checkpoint_naming=True))
-        register(accelerator)
-        ...
-        accelerator.save_state(metrics={"loss": loss})  # returns when the snapshot is taken
-        accelerator.load_state()                        # the newest valid checkpoint
-
-    An earlier registration in this process is ended first, as when a notebook's cell is run again: that of the same
-    Accelerator, and that of another one for the same project directory, whose ``save_state`` raises from then on.
-
-    Args:
-        accelerator: an ``accelerate.Accelerator``.
-        config: settings, equal on all ranks; None reads the file that ``SAFE_CKPT_CONFIG`` names, or takes the defaults.
-        hooks: called with what happens; see ``safe_ckpt.events``.
-
-    Returns:
-        The handle, to wait for what is in flight and to take it all back.
-
-    Raises:
-        ConfigError: a setting is not allowed, or the Accelerator's kind of training is not covered.
-        DirectoryError: the directory of the checkpoints cannot be used.
-        DirectoryInUseError: a live job holds it.
-        DesyncError: the ranks were given different settings.
-        RendezvousTimeout: some ranks did not call this.
-    """
-    earlier: Handle | None = getattr(accelerator, "_safe_ckpt", None)
-    if earlier is not None:
-        earlier.remove()
-    settings = config_of_all(config)
-    support.check(accelerator, settings)
-    _end_earlier(accelerator)
-    return Handle(accelerator, settings, hooks=hooks)
-
-
-def _end_earlier(accelerator: Any) -> None:
-    """A notebook's variables still hold the handle of a cell that is run again."""
-    project = accelerator.project_configuration
-    for handle in list(_registered):
-        other = handle.project
-        if not project.automatic_checkpoint_naming or other is None or handle.closed:
-            continue
-        if os.path.realpath(other) == os.path.realpath(accelerator.project_dir):
-            logger.warning("the registration of an earlier Accelerator for %s ends: this one takes its place", other)
-            handle.end()
-
-
-@dataclass(frozen=True)
-class SafeCheckpointPlugin:
-    """``register`` as an object that can be passed around.
-
-    Attributes:
-        config: see ``register``.
-        hooks: the same.
-    """
-
-    config: CheckpointConfig | None = None
-    hooks: Sequence[Hook] = ()
-
-    def register(self, accelerator: Any) -> Handle:
-        """See ``safe_ckpt.accelerate.register``."""
-        return register(accelerator, self.config, hooks=self.hooks)
+_REPLACED = ("save_state", "load_state", "save_model", "end_training", "free_memory", "prepare_data_loader")
+_ENDED = {
+    "end_training": (
+        "end_training() finished the saves and ended this registration, and the process group. Save before it; in a process "
+        "that goes on without one, call register(accelerator) again"
+    ),
+    "free_memory": "free_memory() or clear() gave the directory back: call register(accelerator) again to save with this one",
+    "remove": "handle.remove() gave the Accelerator back as it was: call register(accelerator) again",
+    "end": "another Accelerator was registered for the same project: save with that one, or register this one again",
+    "copy": "this is a copy of the handle, bound to nothing: use the one that register returned, in the process that trains",
+}
+"""How a registration came to its end -> what happened and what to do."""
 
 
 class Handle:
@@ -113,14 +52,13 @@ class Handle:
         self._accelerator = accelerator
         self._engine = Engine(config, hooks=hooks, owner=_OWNER)
         self._trackers = Trackers(accelerator, self._engine)
-        self._closed = False
+        self._ended = ""
         try:
             self._places = Places(self._engine, accelerator, support.retention(accelerator, config))
             self._places.hold_automatic()
         except BaseException:
             self._engine.close(quiet=True)
             raise
-        self._exporter = Exporter(self._engine, self._places.named)
         self._shards = sharding.planner(self._engine, accelerator)
         self._loaders = Loaders()
         for loader in accelerator._dataloaders:
@@ -129,10 +67,14 @@ class Handle:
         self._load_state: Callable[..., None] = accelerator.load_state
         self._end_training: Callable[[], None] = accelerator.end_training
         self._free_memory: Callable[..., Any] = accelerator.free_memory
-        self._stand_ins = StandIns(accelerator, {name: getattr(self, name) for name in _REPLACED})
+        methods = {name: getattr(self, name) for name in _REPLACED}
+        self._stand_ins = StandIns(accelerator, {**methods, "__getstate__": self._state_of_a_copy})
         accelerator._safe_ckpt = self
-        _registered.add(self)
         self.prepare()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Threads, locks and a process stay here: what is copied, or sent to a worker, is a handle that has ended.
+        return _ended_handle, (self._accelerator, self.config)
 
     def save_state(
         self,
@@ -153,7 +95,8 @@ class Handle:
                 replaced if it is a checkpoint of ours; files that others keep in it go along.
             safe_serialization: safetensors for the models, or pickle.
             metrics: numbers for ``Retention(keep_best=...)``.
-            step: the training step, for the manifest and the trackers; None for Accelerate's own count of saves.
+            step: the training step, for the manifest and the trackers; None for the number in ``output_dir``'s name, such as
+                ``step_90``, or else Accelerate's own count of saves.
             async_save: False waits until it is durable.
             save_model_func_kwargs: as for Accelerate, which uses them for DeepSpeed only; else ignored, with a warning.
 
@@ -164,10 +107,12 @@ class Handle:
             StateError: something cannot be saved; names it, on every rank. Nothing was started.
             DirectoryError: ``output_dir`` is there and is not a checkpoint of ours.
             DesyncError: the ranks differ in path, or in what one file holds for all of them.
+            ClosedError: the registration has ended; says by what, and what to do.
             RendezvousTimeout: some ranks did not call this; names them.
             SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started. With
                 ``async_save=False`` also that of this one.
         """
+        self._refuse_ended("save_state")
         self._trackers.tell()
         if save_model_func_kwargs and not engines.of(self._accelerator):
             logger.warning("save_state ignores %s: only DeepSpeed has them", ", ".join(save_model_func_kwargs))
@@ -209,6 +154,7 @@ class Handle:
             ConfigError: neither ``input_dir`` nor automatic naming says where to look.
             SafeCheckpointError: it does not fit what is restored; the same on every rank.
         """
+        self._refuse_ended("load_state")
         self._land()  # one that failed is no reason not to go back to the one before it; its error stays to be raised
 
         def restore(path: Path) -> None:
@@ -231,47 +177,52 @@ class Handle:
         model: torch.nn.Module,
         save_directory: str | os.PathLike[str],
         max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+        *,
         dtype: torch.dtype | None = None,
     ) -> Path:
-        """Write a model's weights alone, also of one that is offloaded to host memory or disk. Returns when it is durable.
+        """Stands in for ``Accelerator.save_model``: the weights alone, offloaded or not. Returns when they are durable.
 
-        Every parameter and persistent buffer is fetched or, where FSDP2 shards it, gathered when its turn comes and let go
-        again, so that this takes no more memory than the largest of them and buffers of 64 MiB (160 where it is gathered or
-        converted). Tied ones are stored once. The directory is replaced as a
-        whole: shards of an earlier save are gone, other files in it stay.
+        Every rank calls this, not only the main one. Every parameter and persistent buffer is fetched or, where FSDP2 shards
+        it, gathered when its turn comes and let go again, so that this takes no more memory than the largest of them and
+        buffers of 64 MiB (160 where it is gathered); ``safe_serialization=False`` and ZeRO-3 take the whole. The directory is
+        replaced as a whole: weights of an earlier save are gone, other files in it stay. In one that holds directories, such
+        as checkpoints, the files are replaced one by one, each as a whole.
 
         Args:
             model: wrapped or not; offloaded by ``cpu_offload``, ``disk_offload``, ``dispatch_model``, or not at all. It must
                 not change meanwhile.
-            save_directory: gets ``model.safetensors``, or shards and an index, as ``from_pretrained`` and
-                ``load_checkpoint_in_model`` read them.
+            save_directory: gets ``model.safetensors`` (``pytorch_model.bin``), or shards and an index, under the names that
+                Accelerate gives them.
             max_shard_size: bytes, or text such as ``"5GB"``.
-            dtype: floating-point tensors are converted to it; not for an offloaded model.
+            safe_serialization: safetensors, with tied tensors stored once, or pickle.
+            dtype: floating-point tensors are converted to it; for safetensors.
 
         Returns:
             The directory.
 
         Raises:
+            ConfigError: an argument is not allowed.
             StateError: a tensor is on the meta device and nobody knows its values, or does not fit safetensors; names it.
+            DirectoryError: the directory is a checkpoint.
+            ClosedError: the registration has ended.
             SafeCheckpointError: it could not be written; the same on every rank.
         """
+        self._refuse_ended("save_model")
         self._trackers.tell()
-        plain = weights.unwrapped(model)
-        if dtype is not None or dtensors.has_sharded(plain):
-            handle = self._exporter.export(
-                plain, save_directory, format="safetensors", max_shard_size=max_shard_size, dtype=dtype
-            )
-            return handle.result().path
-        return saving.save_model(self._engine, self._places, plain, save_directory, max_shard_size).result().path
+        options = models.Options(max_shard_size=max_shard_size, safe_serialization=safe_serialization, dtype=dtype)
+        return models.save(self._engine, self._places, self._accelerator, model, save_directory, options)
 
     def end_training(self) -> None:
         """Stands in for ``Accelerator.end_training``: finishes what is in flight first, for that ends the process group.
+
+        From then on ``save_model`` of the Accelerator is stock's, and ``save_state`` and ``load_state`` raise ``ClosedError``.
 
         Raises:
             SafeCheckpointError: a save failed and nobody was told yet. Training is ended all the same.
         """
         try:
-            self._finish()
+            self._finish("end_training")
         finally:
             self._end_training()
 
@@ -284,7 +235,7 @@ class Handle:
             SafeCheckpointError: a save failed and nobody was told yet. The memory is freed all the same.
         """
         try:
-            self._finish()
+            self._finish("free_memory")
         finally:
             objects = self._free_memory(*objects)
         return objects
@@ -295,6 +246,10 @@ class Handle:
         Raises:
             SafeCheckpointError: a save failed and nobody was told yet; the same on every rank.
         """
+        if self._ended == "copy":
+            self._refuse_ended("wait")
+        if self._ended:
+            return
         try:
             self._engine.wait()
         finally:
@@ -305,6 +260,7 @@ class Handle:
 
         Called by ``register`` and after ``load_state``. Worth a call of its own when ``prepare()`` came after ``register``.
         """
+        self._refuse_ended("prepare")
         parts = [*self._accelerator._models, *saving.plain_optimizers(self._accelerator)]
         state = {str(number): part for number, part in enumerate(parts)}
         self._engine.prepare(items.expected_bytes(state, rank=self._engine.rank))
@@ -316,13 +272,13 @@ class Handle:
             SafeCheckpointError: a save failed and nobody was told yet. The Accelerator is as it was all the same.
         """
         try:
-            self._finish()
+            self._finish("remove")
         finally:
             self._restore()
 
     def end(self) -> None:
         """Finish what is in flight and give the directory back. The Accelerator stays registered: its saves raise."""
-        self._finish()
+        self._finish("end")
 
     @property
     def project(self) -> str | None:
@@ -339,13 +295,15 @@ class Handle:
         if error is None:
             self.remove()
             return
-        self._engine.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
+        if not self._ended:
+            self._ended = "remove"
+            self._engine.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
         self._restore()
 
     @property
     def closed(self) -> bool:
         """Whether ``end_training``, ``free_memory`` or ``remove`` was called."""
-        return self._closed
+        return bool(self._ended)
 
     @property
     def _overlaps(self) -> bool:
@@ -355,16 +313,39 @@ class Handle:
         self._engine.settle()
         self._trackers.tell()
 
-    def _finish(self) -> None:
+    def _finish(self, by: str) -> None:
+        if self._ended:
+            return
         try:
             self._land()
         finally:
-            self._closed = True
+            self._ended = by
+            self._stand_ins.give_back("save_model")  # needs no registration: from here on it is stock's
             self._engine.close()
+
+    def _refuse_ended(self, call: str) -> None:
+        if self._ended:
+            raise ClosedError(message=f"{call}: {_ENDED[self._ended]}")
 
     def _restore(self) -> None:
         accelerator = self._accelerator
-        if vars(accelerator).pop("_safe_ckpt", None) is None:
+        if vars(accelerator).get("_safe_ckpt") is not self:
             return
+        del accelerator._safe_ckpt
         self._loaders.forget()
         self._stand_ins.give_back()
+
+    def _state_of_a_copy(self) -> Any:
+        """Stands in for the Accelerator's ``__getstate__``: a copy, also one in a worker, is as if it were not registered."""
+        state = self._stand_ins.state_without()
+        if isinstance(state, dict):
+            state.pop("_safe_ckpt", None)
+        return state
+
+
+def _ended_handle(accelerator: Any, config: CheckpointConfig) -> Handle:
+    handle = Handle.__new__(Handle)
+    handle.config = config
+    handle._accelerator = accelerator
+    handle._ended = "copy"
+    return handle

@@ -19,10 +19,19 @@ from safe_ckpt.errors import StateError
 Fetch = Callable[[], torch.Tensor]
 
 
-def tensors(model: torch.nn.Module) -> dict[str, Lazy]:
-    """Every parameter and persistent buffer under its name, module by module; tied ones under the first.
+def is_offloaded(model: torch.nn.Module) -> bool:
+    """Whether some of its values are elsewhere."""
+    return any(tensor.is_meta for _, tensor in _named(model))
+
+
+def tensors(model: torch.nn.Module, *, once: bool = True) -> dict[str, Lazy]:
+    """Every parameter and persistent buffer under its name, module by module.
 
     Where a tie can no longer be seen, as between two files of weights that were offloaded to disk, each name gets its values.
+
+    Args:
+        model: whose.
+        once: tied ones under the first name alone, and nothing that does not fit safetensors.
 
     Raises:
         StateError: one is on the meta device and no hook knows where it was offloaded to, or it does not fit safetensors.
@@ -38,11 +47,12 @@ def tensors(model: torch.nn.Module) -> dict[str, Lazy]:
                 "is on the meta device, and no hook of Accelerate knows where its values are: load the model first"
             )
             raise StateError(key=name, message=message)
-        identity = _identity(tensor, held)
-        if seen & identity:
+        identity = identity_of(tensor, held)
+        if once and seen & identity:
             continue
         seen |= identity
-        weights.admit(name, tensor, tensor.dtype)
+        if once:
+            weights.admit(name, tensor, tensor.dtype)
         found[name] = Lazy(dtype=tensor.dtype, shape=tuple(tensor.shape), fetch=fetch)
     return found
 
@@ -123,7 +133,7 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def _identity(tensor: torch.Tensor, held: torch.Tensor | None) -> set[object]:
+def identity_of(tensor: torch.Tensor, held: torch.Tensor | None) -> set[object]:
     """What two names of one tensor have in common. Equal values are not enough: zeros are equal to zeros."""
     found: set[object] = {id(tensor)}
     if held is not None and held.numel():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import uuid
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from safe_ckpt.errors import ConfigError
 ADAPTER = "accelerate"
 FOLDER = "checkpoints"
 _NAME = re.compile(r"^checkpoint_(\d+)$")
+_STEP = re.compile(r"(?:^|(?:step|epoch|checkpoint|ckpt|iter|iteration)s?[-_=]?)(\d{1,18})$")
+_living: weakref.WeakSet[Places] = weakref.WeakSet()
 
 
 @dataclass(kw_only=True)
@@ -43,6 +46,7 @@ class Target:
         place: the directory that is held.
         path: the final name.
         number: Accelerate's ``iteration``.
+        step: the number in a name of the user's, or else ``number``.
         begun: a folder for what hooks write; None when no rank has hooks.
         key: what ``begun`` is staged under.
     """
@@ -50,6 +54,7 @@ class Target:
     place: Place
     path: Path
     number: int
+    step: int
     begun: Path | None
     key: str
 
@@ -77,6 +82,7 @@ class Places:
         self.named = NamedRoots(engine)
         self._ledgers: dict[Path, Ledger] = {}
         self._last: Path | None = None
+        _living.add(self)
 
     def retain(self, place: Place, new: CheckpointInfo) -> Decision | None:
         """``new`` was committed in ``place``. Says what is to be deleted now. Called on the background thread."""
@@ -134,14 +140,21 @@ class Places:
         known = {info.path for info in place.ledger.committed}
         return [found for found in candidates(place.root.path) if found.path in known]
 
-    def for_weights(self, path: Path) -> Place:
-        """Take a directory for weights alone.
+    def for_weights(self, path: Path) -> bool:
+        """Whether a directory for weights alone can be replaced as a whole: there are no directories in it, and it is no link.
 
         Raises:
-            DirectoryError: it is, or holds, checkpoints.
+            DirectoryError: it is a checkpoint, or no directory.
         """
-        self._engine.agree("weights", {"path": path}, decide=lambda _: refuse(path, WEIGHTS, _is_stock))
-        return self._hold_named(path)
+
+        def decide(_: object) -> bool:
+            whole = not path.is_symlink() and not _has_folders(path)
+            refuse(path if whole else path.resolve(), WEIGHTS, _is_stock, whole=whole)
+            return whole
+
+        whole = bool(self._engine.agree("weights", {"save_directory": path}, decide=decide))
+        self._take_over(path)
+        return whole
 
     def target(self, output_dir: str | os.PathLike[str] | None, *, hooks: bool) -> Target:
         """Agree on where a save goes.
@@ -165,7 +178,7 @@ class Places:
             number = iteration if place is None else max(iteration, next_number(place.root.path))
             return {"number": number, "hooks": any(answers.values()), "key": uuid.uuid4().hex}
 
-        agreed = self._engine.agree("name", {"path": own or "automatic"}, answer=hooks, decide=decide)
+        agreed = self._engine.agree("name", {"output_dir": own or "automatic"}, answer=hooks, decide=decide)
         if place is not None:
             path = place.root.path / f"checkpoint_{agreed['number']}"
         else:
@@ -175,10 +188,20 @@ class Places:
         if agreed["hooks"]:
             timeout_s = self._engine.config.timeouts.barrier_s
             begun = extras.open_folder(self._engine.session, place.root, agreed["key"], timeout_s)
-        return Target(place=place, path=path, number=agreed["number"], begun=begun, key=agreed["key"])
+        number = agreed["number"]
+        step = number if own is None else _step_of(path.name, number)
+        return Target(place=place, path=path, number=number, step=step, begun=begun, key=agreed["key"])
 
     def _hold_named(self, path: Path) -> Place:
-        return Place(root=self.named.hold(path), ledger=self._ledgers.setdefault(path.parent, Ledger()))
+        self._take_over(path)
+        root = self.named.hold(path, resumed=True)
+        return Place(root=root, ledger=self._ledgers.setdefault(path.parent, Ledger()))
+
+    def _take_over(self, path: Path) -> None:
+        """From an Accelerator of this process, such as that of a notebook's cell that was run again and is still held."""
+        for other in list(_living):
+            if other is not self:
+                other.named.let_go(path)
 
 
 def candidates(folder: Path) -> list[Candidate]:
@@ -201,6 +224,19 @@ def _named(output_dir: str | os.PathLike[str] | None) -> Path:
         message = "give it, or use ProjectConfiguration(automatic_checkpoint_naming=True)"
         raise ConfigError(key="save_state: output_dir", message=message)
     return Path(os.path.abspath(output_dir))
+
+
+def _step_of(name: str, otherwise: int) -> int:
+    found = _STEP.search(name)
+    return int(found.group(1)) if found else otherwise
+
+
+def _has_folders(path: Path) -> bool:
+    try:
+        with os.scandir(path) as entries:
+            return any(entry.is_dir() for entry in entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _number_of(name: str) -> int | None:

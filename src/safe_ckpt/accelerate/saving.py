@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.accelerate import capture, engines, offloaded, sharding
+from safe_ckpt.accelerate import capture, engines, sharding
 from safe_ckpt.accelerate.loaders import KEY, Loaders
 from safe_ckpt.accelerate.places import ADAPTER, Places, Target
-from safe_ckpt.core import export, items, weights
+from safe_ckpt.core import items
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.operation import Request, SaveHandle
 from safe_ckpt.core.overlap import Deferral
 
 if TYPE_CHECKING:
-    import torch
-
     from safe_ckpt.core.sharded import ShardPlanner
 
 
@@ -65,29 +62,6 @@ def save(
     return target.path, handle
 
 
-def save_model(
-    engine: Engine, places: Places, model: torch.nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str
-) -> SaveHandle:
-    """Write the weights alone, in Hugging Face's layout. Every rank calls this; rank 0 reads and writes.
-
-    Raises:
-        SafeCheckpointError: see ``Handle.save_model``.
-    """
-    path = Path(os.path.abspath(directory))
-    place = places.for_weights(path)
-    planned: list[Image] = []
-    error: Exception | None = None
-    try:
-        most_bytes = weights.parse_size(max_shard_size, "max_shard_size")
-        if engine.rank == 0:
-            planned = weights.images(offloaded.tensors(model), most_bytes)
-    except Exception as problem:  # the other ranks must learn of it
-        error = problem
-    request = export.request_of(place.root, path, planned, error)
-    view = {"max_shard_size": str(max_shard_size)}
-    return engine.save(dataclasses.replace(request, view=view, streamed=True))
-
-
 def plain_optimizers(accelerator: Any) -> list[Any]:
     """The optimizers without Accelerate's wrapper."""
     return [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
@@ -118,7 +92,7 @@ def _unsharded(
 def _request(
     engine: Engine, places: Places, accelerator: Any, loaders: Loaders, target: Target, options: Options
 ) -> Request:
-    step = target.number if options.step is None else options.step
+    step = target.step if options.step is None else options.step
     planned: list[Image] = []
     metrics: dict[str, float] = {}
     view: dict[str, str] = {}

@@ -93,6 +93,7 @@ class Engine:
         self._pid = os.getpid()
         self._roots: list[Root] = []
         self._recorders: dict[Root, events.Hook] = {}
+        self._records: dict[Path, events.Hook] = {}
         self._taker = Taker(config, self.rank)
         self._pipeline = Pipeline(self.session, config, self.emit, self._taker.give_back)
         self._handles: list[SaveHandle] = []
@@ -142,13 +143,13 @@ class Engine:
         """All agreements within are one call: a rank that fails on the way begins the next call with the others."""
         return self.session.together()
 
-    def hold(self, path: Path, *, hidden: Path | None = None, recorded: bool = True) -> Root:
+    def hold(self, path: Path, *, hidden: Path | None = None, recorded: bool | Path = True) -> Root:
         """Take a directory: create it, lock it, clean up after an earlier job. Every rank calls this.
 
         Args:
             path: the directory.
             hidden: where the hidden folder lies; None for in it.
-            recorded: whether events go to a file there, as ``record_events`` has it.
+            recorded: whether events go to a file there, as ``record_events`` has it; or the folder in which.
 
         Raises:
             DirectoryError: on every rank, naming path and rank.
@@ -173,20 +174,28 @@ class Engine:
             self._roots.append(root)
             directory.await_shared(self.session, seen_from, token, self.config.timeouts.barrier_s)
         if self.rank == 0 and self.config.record_events and recorded:
-            hook = self._recorders[root] = JsonlHook(
-                root.hidden / "events.jsonl",
+            self._record(root, recorded if isinstance(recorded, Path) else root.hidden)
+        return root
+
+    def _record(self, root: Root, folder: Path) -> None:
+        if folder not in self._records:
+            self._records[folder] = JsonlHook(
+                folder / "events.jsonl",
                 record_bytes=self.config.telemetry.record_bytes,
                 record_files=self.config.telemetry.record_files,
                 world_size=self.session.size,
             )
+        hook = self._records[folder]
+        if hook not in self._recorders.values():
             self.emit.add(hook)
-        return root
+        self._recorders[root] = hook
 
     def let_go(self, root: Root) -> None:
         """Give a directory back before the end. Nothing that is in flight may belong to it; on any rank."""
         if root in self._roots:
             self._roots.remove(root)
-            if (hook := self._recorders.pop(root, None)) is not None:
+            hook = self._recorders.pop(root, None)
+            if hook is not None and hook not in self._recorders.values():
                 self.emit.remove(hook)
             if self.rank == 0:
                 root.close()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
 
+from safe_ckpt.core import select
 from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.lease import read_lock
 from safe_ckpt.core.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.root import HIDDEN, Root
 from safe_ckpt.errors import DirectoryError, SafeCheckpointError
 
-_NAMES = "names"
+logger = logging.getLogger(__name__)
+
+NAMES = "names"
 
 
 class NamedRoots:
@@ -25,9 +30,15 @@ class NamedRoots:
         self._engine = engine
         self._held: dict[Path, Root] = {}
         self._sequence = 0
+        self._seen: set[Path] = set()
 
-    def hold(self, path: Path) -> Root:
+    def hold(self, path: Path, *, resumed: bool = False) -> Root:
         """Take what ``path`` names; its hidden folder is ``.safe_ckpt/names/<name>`` beside it.
+
+        Args:
+            path: what is to be written.
+            resumed: it may be resumed from, as what lies beside it may: its place in the order of commits is behind theirs,
+                and events go to ``.safe_ckpt/events.jsonl`` beside it.
 
         Raises:
             DirectoryError: it cannot be used.
@@ -35,27 +46,83 @@ class NamedRoots:
         """
         if path not in self._held:
             if len(self._held) > 1:
-                # Nothing of theirs may be in flight when they are let go.
-                self._engine.settle()
                 for earlier in list(self._held):
-                    self._sequence = max(self._sequence, self._held[earlier].last_sequence)
-                    self._engine.let_go(self._held.pop(earlier))
-            hidden = path.parent / HIDDEN / _NAMES / path.name
-            root = self._held[path] = self._engine.hold(path.parent, hidden=hidden, recorded=False)
-            self._engine.agree("sequence", {"path": path}, decide=lambda _: root.start_after(_sequence_of(path)))
+                    self.let_go(earlier)
+            hidden = path.parent / HIDDEN / NAMES / path.name
+            record = path.parent / HIDDEN if resumed else False
+            root = self._held[path] = self._engine.hold(path.parent, hidden=hidden, recorded=record)
+            # What is swept may be large.
+            lengthy_s = self._engine.config.timeouts.lengthy_s
+            self._engine.session.agree(
+                "sequence",
+                {"path": path},
+                timeout_s=lengthy_s,
+                decide=lambda _: self._look(path, root, resumed=resumed),
+            )
         self._sequence = max(self._sequence, *(held.last_sequence for held in self._held.values()))
         self._held[path].start_after(self._sequence)
         return self._held[path]
 
+    def let_go(self, path: Path) -> None:
+        """Give ``path`` back once nothing is in flight; nothing happens where it is not held. On any rank."""
+        if path in self._held:
+            self._engine.settle()
+            root = self._held.pop(path)
+            self._sequence = max(self._sequence, root.last_sequence)
+            self._engine.let_go(root)
 
-def refuse(path: Path, adapter: str, other: Callable[[Path], str] = lambda _: "", *, empty: bool = False) -> None:
-    """What stands at ``path`` is replaced as a whole: only something of the same kind, or files that can go along.
+    def _look(self, path: Path, root: Root, *, resumed: bool) -> None:
+        root.start_after(_sequence_of(path))
+        if path.parent in self._seen:
+            return
+        self._seen.add(path.parent)
+        _sweep(path.parent, root.hidden, self._engine.config.lease_s)
+        if resumed:
+            root.start_after(_newest_in(path.parent))
+
+
+def _sweep(folder: Path, own: Path, lease_s: float) -> None:
+    """Clean up what killed jobs left under other names: half a save, a replacement that was interrupted. Never raises."""
+    names = folder / HIDDEN / NAMES
+    try:
+        found = sorted(entry for entry in names.iterdir() if entry != own and not entry.is_symlink())
+    except OSError:
+        return
+    for hidden in found:
+        root = Root(folder, lease_s=lease_s, hidden=hidden)
+        try:
+            if read_lock(hidden) is None:
+                continue  # nobody's, or one takes it in this moment
+            root.open(patience_s=0.0)
+        except (SafeCheckpointError, OSError) as error:  # a live job's, or nobody can tell yet
+            logger.debug("%s stays as it is: %s", hidden, error)
+            continue
+        root.close()
+
+
+def _newest_in(folder: Path) -> int:
+    try:
+        return select.newest_sequence(select.list_directories(folder, on_error=lambda *_: None))
+    except OSError:  # one may write here and not look around
+        return 0
+
+
+def refuse(
+    path: Path,
+    adapter: str,
+    other: Callable[[Path], str] = lambda _: "",
+    *,
+    empty: bool = False,
+    whole: bool = True,
+) -> None:
+    """What stands at ``path`` is replaced: only something of the same kind, or files that can go along.
 
     Args:
         path: where something is to be written.
         adapter: the kind, as in the manifest's notes.
         other: what another tool has written there that must not be replaced; "" for nothing.
         empty: whether only an empty directory will do where there is no manifest.
+        whole: it is replaced as a whole, so that no checkpoints may be kept in it.
 
     Raises:
         DirectoryError: it is something else.
@@ -65,7 +132,7 @@ def refuse(path: Path, adapter: str, other: Callable[[Path], str] = lambda _: ""
     remedy = "so it is not replaced: give another name, or move it away"
     if path.is_symlink() or not path.is_dir():
         raise DirectoryError(path=str(path), message=f"it is not a directory, {remedy}", rank=0)
-    if any(HIDDEN in below for _, below, _ in os.walk(path)):
+    if whole and any(HIDDEN in below for _, below, _ in os.walk(path)):
         raise DirectoryError(path=str(path), message=f"checkpoints are kept in it, {remedy}", rank=0)
     if (path / MANIFEST_NAME).exists():
         try:

@@ -32,10 +32,13 @@ class StandIns:
     def __exit__(self, *_: object) -> None:
         self.give_back()
 
-    def give_back(self) -> None:
-        """Leave the object as it was. What somebody else has put there since stays, with a warning."""
+    def give_back(self, *names: str) -> None:
+        """Leave the object as it was, or these of its attributes. What somebody else put there stays, with a warning."""
         owner = self._owner
-        for name, method in self._methods.items():
+        for name in names or tuple(self._methods):
+            method = self._methods.pop(name, None)
+            if method is None:
+                continue
             before = self._before[name]
             if vars(owner).get(name) != method:
                 logger.warning("%s.%s was replaced by something else and stays so", type(owner).__name__, name)
@@ -43,3 +46,18 @@ class StandIns:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
+
+    def state_without(self) -> Any:
+        """What a copy of the object begins with if nothing of ours is to go along: its state as it was."""
+        owner = self._owner
+        of_class = getattr(type(owner), "__getstate__", None)  # before Python 3.11 few have it
+        state = of_class(owner) if of_class is not None else vars(owner)
+        if not isinstance(state, dict):
+            return state
+        state = dict(state)
+        for name, method in self._methods.items():
+            if state.get(name) == method:
+                del state[name]
+                if self._before[name] is not None:
+                    state[name] = self._before[name]
+        return state

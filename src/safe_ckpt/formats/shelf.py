@@ -17,6 +17,7 @@ from safe_ckpt.formats.files import Window
 from safe_ckpt.formats.torch_files import looks_like_archive, open_archive, read_old_file
 
 _HIDDEN_TOO = "_safe_ckpt"  # where the Transformers Trainer would push what begins with a dot
+_NAMES = "names"  # in the hidden folder: those of checkpoints that are named one by one
 _SHARDED = "meta.pt"  # the last file that Lightning writes into a sharded checkpoint
 _NO_STATE = "holds weights only, no state of the training"
 _STEP = re.compile(r"^(?:step-|checkpoint_|checkpoint-|global_step|epoch_|step_)(\d{1,18})$")
@@ -137,12 +138,20 @@ def _told_by_name(candidate: Candidate) -> Candidate:
 
 
 def _listed(hidden: Path | None, name: str, unreadable: dict[Path, str]) -> tuple[Path, ...]:
+    """What lies in the folders of this name: the directory's own, and those of what is held by its own name in it."""
     if hidden is None:
         return ()
+    found: list[Path] = []
+    for place in (hidden, *_entries(hidden / _NAMES, unreadable)):
+        found += _entries(place / name, unreadable)
+    return tuple(found)
+
+
+def _entries(folder: Path, unreadable: dict[Path, str]) -> list[Path]:
     try:
-        return tuple(sorted((hidden / name).iterdir()))
+        return sorted(folder.iterdir())
     except FileNotFoundError:
-        return ()
+        return []
     except OSError as error:
-        unreadable[hidden / name] = str(error)
-        return ()
+        unreadable[folder] = str(error)
+        return []

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from safe_ckpt.core.manifest import MANIFEST_NAME
 from safe_ckpt.core.root import HIDDEN
 from safe_ckpt.report import words
 
@@ -87,8 +88,8 @@ class Recording:
 def find_events(directory: Path) -> tuple[Path, ...]:
     """The files of events that belong to ``directory``, newest first; empty when there are none. Only names are looked at.
 
-    They lie in its hidden folder, for Transformers in ``_safe_ckpt``, and for Accelerate's ``checkpoints`` beside it. Where
-    several of these have events, those that were written last are taken.
+    They lie in its hidden folder, for Transformers in ``_safe_ckpt``, and for Accelerate's ``checkpoints`` beside it, as for
+    a checkpoint itself. Where several of these have events, those that were written last are taken.
 
     Raises:
         OSError: none were found, and a place could not be looked at.
@@ -96,8 +97,8 @@ def find_events(directory: Path) -> tuple[Path, ...]:
     places = [directory / HIDDEN, directory / _ELSEWHERE]
     if directory.name in (HIDDEN, _ELSEWHERE):
         places.append(directory)
-    if directory.name == _ACCELERATE:
-        places.append(directory.parent / HIDDEN)
+    if directory.name == _ACCELERATE or _is_file(directory / MANIFEST_NAME):
+        places.append(directory.absolute().parent / HIDDEN)
     found, refused = [], []
     for place in places:
         try:
@@ -125,7 +126,7 @@ def _series(place: Path) -> tuple[Path, ...]:
 def _is_file(path: Path) -> bool:
     try:
         return stat.S_ISREG(path.stat().st_mode)  # is_file hides from Python 3.14 on that it may not look
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 

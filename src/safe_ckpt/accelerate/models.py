@@ -1,0 +1,256 @@
+"""``save_model``: the weights alone, in the files that Accelerate would write, offloaded, gathered or as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import utils
+from accelerate.utils import DistributedType
+from huggingface_hub import (
+    StateDictSplit,
+    split_state_dict_into_shards_factory,
+    split_torch_state_dict_into_shards,
+)
+
+from safe_ckpt.accelerate import offloaded, sharding
+from safe_ckpt.accelerate.places import Places
+from safe_ckpt.core import dtensors, export, layout, weights
+from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.export import Exporter
+from safe_ckpt.core.layout import Image, Lazy
+from safe_ckpt.core.ledger import Decision
+from safe_ckpt.core.manifest import MANIFEST_NAME
+from safe_ckpt.core.named import NAMES
+from safe_ckpt.core.operation import Request
+from safe_ckpt.core.rendezvous import raise_first
+from safe_ckpt.core.root import HIDDEN, Root
+from safe_ckpt.core.select import WEIGHTS
+from safe_ckpt.errors import ConfigError, StateError, to_wire
+
+logger = logging.getLogger(__name__)
+_WEIGHTS = ".weights"  # in the place of a name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """See ``Handle.save_model``."""
+
+    max_shard_size: int | str
+    safe_serialization: bool
+    dtype: torch.dtype | None
+
+    @property
+    def view(self) -> dict[str, str]:
+        """What is equal on all ranks."""
+        return {
+            "max_shard_size": str(self.max_shard_size),
+            "safe_serialization": str(bool(self.safe_serialization)),
+            "dtype": str(self.dtype),
+        }
+
+    def most_bytes(self) -> int:
+        """How large a shard may be.
+
+        Raises:
+            ConfigError: an argument is not allowed.
+        """
+        if self.dtype is not None and not self.safe_serialization:
+            raise ConfigError(key="save_model: dtype", message="is for safe_serialization=True only")
+        return weights.parse_size(self.max_shard_size, "save_model: max_shard_size")
+
+
+def save(
+    engine: Engine,
+    places: Places,
+    accelerator: Any,
+    model: torch.nn.Module,
+    directory: str | os.PathLike[str],
+    options: Options,
+) -> Path:
+    """Write the weights. Every rank calls this; rank 0 writes. Returns the directory when they are durable.
+
+    Raises:
+        SafeCheckpointError: see ``Handle.save_model``.
+    """
+    path = Path(os.path.abspath(directory))
+    whole = places.for_weights(path)
+    if whole and options.safe_serialization and sharding.is_sharding(accelerator) and dtensors.has_sharded(model):
+        exported = Exporter(engine, places.named).export(
+            model, path, format="safetensors", max_shard_size=options.max_shard_size, dtype=options.dtype
+        )
+        return exported.result().path
+    planned: list[Image] = []
+    error: Exception | None = None
+    try:
+        most_bytes = options.most_bytes()
+        state = _state_of(accelerator, model, options)
+        if engine.rank == 0:
+            planned = _images(state, most_bytes, options)
+    except Exception as problem:  # the other ranks must learn of it
+        error = problem
+    if whole:
+        _replace(engine, places.named.hold(path), path, planned, error, options)
+    else:
+        _replace_each(engine, path, planned, error, options)
+    return path
+
+
+def _state_of(accelerator: Any, model: torch.nn.Module, options: Options) -> Mapping[str, Lazy | torch.Tensor]:
+    """Names to tensors, on rank 0. What is in parts on the ranks is gathered, as Accelerate does: all of them call this."""
+    plain = weights.unwrapped(model)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        plain = getattr(model, "module", model)
+        try:
+            dtensors.refuse_partitioned(plain)
+        except StateError as apart:
+            try:
+                return accelerator.get_state_dict(model) or {}
+            except ValueError as error:  # a setting of DeepSpeed forbids it
+                raise StateError(key=apart.key, message=f"{apart.message}. {error}") from error
+    elif dtensors.has_sharded(plain):
+        return accelerator.get_state_dict(model) or {}
+    dtensors.refuse_partitioned(plain)
+    if offloaded.is_offloaded(plain):
+        return offloaded.tensors(plain, once=options.safe_serialization)
+    return plain.state_dict()
+
+
+def _images(state: Mapping[str, Lazy | torch.Tensor], most_bytes: int, options: Options) -> list[Image]:
+    if options.safe_serialization:
+        lazies = _once(state, options.dtype)
+        split = split_state_dict_into_shards_factory(
+            lazies,
+            get_storage_size=lambda lazy: lazy.size_bytes,
+            filename_pattern=utils.SAFE_WEIGHTS_PATTERN_NAME,
+            max_shard_size=most_bytes,
+        )
+        return _files(lazies, split, layout.named_safetensors_image, utils.SAFE_WEIGHTS_NAME)
+    fetched = _fetched(state)
+    split = split_torch_state_dict_into_shards(
+        fetched, filename_pattern=utils.WEIGHTS_PATTERN_NAME, max_shard_size=most_bytes
+    )
+    archive = functools.partial(layout.torch_image, strict=False, key="model")
+    return _files(fetched, split, archive, utils.WEIGHTS_NAME)
+
+
+def _files(
+    tensors: Mapping[str, Any], split: StateDictSplit, image: Callable[[str, dict[str, Any]], Image], single: str
+) -> list[Image]:
+    shards = split.filename_to_tensors or {single: []}
+    planned = [image(file, {name: tensors[name] for name in names}) for file, names in shards.items()]
+    if not split.is_sharded:
+        return planned
+    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+    body = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    return [*planned, layout.bytes_image(f"{single}.index.json", body.encode())]
+
+
+def _once(state: Mapping[str, Lazy | torch.Tensor], dtype: torch.dtype | None) -> dict[str, Lazy]:
+    """What safetensors takes: each tensor under the first of its names, fetched and converted when its turn comes."""
+    found: dict[str, Lazy] = {}
+    seen: set[object] = set()
+    for name, value in _tensors(state).items():
+        identity = set() if isinstance(value, Lazy) else offloaded.identity_of(value, value)
+        if seen & identity:
+            continue
+        seen |= identity
+        final = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
+        if isinstance(value, torch.Tensor):
+            weights.admit(name, value, final)
+        elif final != value.dtype:
+            raise StateError(key=name, message="an offloaded model is saved in its own dtype: leave dtype out")
+        fetch = value.fetch if isinstance(value, Lazy) else functools.partial(_converted, value, final)
+        found[name] = Lazy(dtype=final, shape=tuple(value.shape), fetch=fetch)
+    return found
+
+
+def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.detach().to(dtype)
+
+
+def _fetched(state: Mapping[str, Lazy | torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors themselves, offloaded ones in host memory all at once: an archive shows which of them are tied."""
+    fetched: dict[int, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
+    for name, value in _tensors(state).items():
+        tensor = value.fetch() if isinstance(value, Lazy) else value.detach()
+        home = tensor.untyped_storage().data_ptr() if tensor.numel() else id(tensor)
+        found[name] = fetched.setdefault(home, tensor) if isinstance(value, Lazy) else tensor
+    return found
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, value in state.items():
+        if isinstance(value, str):
+            logger.warning("%s is text and left out of the weights, as Accelerate leaves it out", name)
+        elif isinstance(value, Lazy | torch.Tensor):
+            found[name] = value
+        else:
+            raise StateError(key=name, message=f"expected a tensor, got {type(value).__name__}")
+    return found
+
+
+def _replace(
+    engine: Engine, root: Root, path: Path, planned: Sequence[Image], error: Exception | None, options: Options
+) -> None:
+    """The directory as a whole, in one step."""
+    request = export.request_of(root, path, planned, error)
+    request = dataclasses.replace(request, view=options.view, streamed=True)
+    engine.save(request).result()
+
+
+def _replace_each(
+    engine: Engine, path: Path, planned: Sequence[Image], error: Exception | None, options: Options
+) -> None:
+    """File by file: of another directory in there, such as a checkpoint, nothing may be moved.
+
+    What the new weights replace goes with the first file, its index too: a job that is killed on the way leaves no mixture
+    that could be taken for a whole.
+    """
+    wire = to_wire(error, rank=engine.rank, phase="planning the weights") if error is not None else None
+
+    def decide(answers: Mapping[int, Any]) -> list[str]:
+        raise_first(answers)
+        return [image.path for image in planned]
+
+    try:
+        names: list[str] = engine.agree("weights", options.view, answer=wire, decide=decide)
+    except Exception:
+        if error is not None:
+            raise error from None
+        raise
+    root = engine.hold(path, hidden=path / HIDDEN / NAMES / _WEIGHTS, recorded=False)
+    try:
+        for number, name in enumerate(names):
+            request = Request(
+                root=root,
+                path=path / name,
+                kind="file",
+                step=0,
+                images=planned[number : number + 1],
+                notes={"adapter": WEIGHTS},
+                retain=functools.partial(_stale, path, names) if number == 0 else None,
+                patient=True,
+                streamed=True,
+            )
+            engine.save(request).result()
+    finally:
+        engine.settle()
+        engine.let_go(root)
+
+
+def _stale(path: Path, names: Sequence[str], _: object) -> Decision:
+    # The index that is there too, although a new one may follow: it is not to speak of a mixture.
+    found = [entry for entry in os.listdir(path) if entry not in names or entry.endswith(".json")]
+    found = [entry for entry in found if weights.is_weight_file(entry) or entry == MANIFEST_NAME]
+    return Decision(doomed=[path / entry for entry in found if not (path / entry).is_dir()])
