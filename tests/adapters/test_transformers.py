@@ -130,6 +130,10 @@ def test_what_is_damaged_or_half_is_passed_over(tmp_path, caplog):
     (tmp_path / "checkpoint-7").mkdir()
     (tmp_path / "checkpoint-8").mkdir()
     (tmp_path / "checkpoint-8/model.safetensors").write_bytes(b"half")
+    cut_off = tmp_path / "checkpoint-9/global_step9/mp_rank_00_model_states.pt"
+    cut_off.parent.mkdir(parents=True)
+    cut_off.write_bytes(b"half")
+    (tmp_path / "checkpoint-9/trainer_state.json").write_text("{}")
     shutil.copytree(tmp_path / "checkpoint-6", tmp_path / "copy")
     seen = []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -187,7 +186,7 @@ def _problem_of_stock(path: Path) -> str:
     # The Trainer writes its state last: without it the save was interrupted.
     if not presence.is_there(path / STATE_FILE):
         return f"it has no manifest, and without {STATE_FILE} it is not complete either"
-    files = [path / name for name in sorted(os.listdir(path)) if ".pt" in name]
+    files = [file for file in sorted([*path.iterdir(), *path.glob("global_step*/*")]) if ".pt" in file.name]
     cut_off = [file.name for file in files if presence.is_file(file) and not presence.ends_as_archive(file)]
     return f"it has no manifest, and {cut_off[0]} was not written to its end" if cut_off else ""
 
