@@ -112,7 +112,11 @@ def go_on(rank, folder, stage):
         again = made(rank, folder / run, stage, kind, save_strategy="no")
         again.train(resume_from_checkpoint=str(folder / run / "checkpoint-4"))
         found.append(same(state_of(again), want))
-    return found
+    return found, None
+
+
+def go_on_and_more(rank, folder, stage):
+    return go_on(rank, folder, stage)[0], variants(rank, folder)
 
 
 def names(folder):
@@ -123,18 +127,25 @@ def files(folder):
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.thorough) for stage in (1, 2))])
-def test_a_killed_trainer_goes_on_bit_for_bit(tmp_path, stage):
-    """As an uninterrupted stock run, with the files it writes; a stock Trainer resumes from ours, ours from a stock one's."""
+def train_kill_and_go_on(tmp_path, stage, job):
+    """Compared with an uninterrupted stock run. Returns what ``job`` found besides."""
     dead = spawn(train_and_die, str(tmp_path), stage)
     assert [outcome.exit_code for outcome in dead] == [-9, -9], dead
-    found = values(spawn(go_on, str(tmp_path), stage))
-    assert all(found[0] + found[1]), found
+    found = values(spawn(job, str(tmp_path), stage))
+    assert all(all(same) for same, _ in found), found
     assert names(tmp_path / "ours") == ["checkpoint-4", "checkpoint-5", "checkpoint-6"]
     for name in ("checkpoint-4", "checkpoint-6"):
         ours = tmp_path / "ours" / name
         assert files(ours) == files(tmp_path / "stock" / name) | {"manifest.json"}
         verify(ours, read_manifest(ours))
+    return found[0][1]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_killed_trainer_goes_on_bit_for_bit(tmp_path, stage):
+    """As below, in ZeRO 1 and 2."""
+    train_kill_and_go_on(tmp_path, stage, go_on)
 
 
 def with_swap(rank, folder, swap, start):
@@ -170,11 +181,12 @@ def variants(rank, folder):
     return weights
 
 
-def test_limits_best_weights_alone_and_an_error_of_one_rank(tmp_path):
-    """save_total_limit, load_best_model_at_end and save_only_model as in stock; what fails on one rank fails all at once."""
+def test_a_trainer_with_deepspeed_is_as_a_stock_one(tmp_path):
+    """Killed in ZeRO 3, it goes on bit for bit, with stock's files, and from and to stock. Limits, the best, weights alone; an
+    error of one process is raised on all at once."""
     from transformers import LlamaForCausalLM
 
-    weights = values(spawn(variants, str(tmp_path)))[0]
+    weights = train_kill_and_go_on(tmp_path, 3, go_on_and_more)
     assert names(tmp_path / "best") == ["checkpoint-4", "checkpoint-8"]
     state = json.loads((tmp_path / "best/checkpoint-8/trainer_state.json").read_text())
     assert Path(state["best_model_checkpoint"]).name == "checkpoint-4"

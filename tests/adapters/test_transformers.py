@@ -28,6 +28,7 @@ from safe_ckpt.core.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.verify import verify
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, NotEnoughSpaceError, NoValidCheckpointError
 from safe_ckpt.transformers import SafeCheckpointMixin, rotation
+from safe_ckpt.transformers.saver import candidates
 from support import flip_bit, kill_all, needs_root, small_disk, writer_processes
 
 CONFIG = CheckpointConfig(
@@ -134,6 +135,8 @@ def test_what_is_damaged_or_half_is_passed_over(tmp_path, caplog):
     cut_off.parent.mkdir(parents=True)
     cut_off.write_bytes(b"half")
     (tmp_path / "checkpoint-9/trainer_state.json").write_text("{}")
+    (problem,) = [found.problem for found in candidates(tmp_path) if found.path.name == "checkpoint-9"]
+    assert "mp_rank_00_model_states.pt was not written to its end" in problem
     shutil.copytree(tmp_path / "checkpoint-6", tmp_path / "copy")
     seen = []
 

@@ -82,27 +82,35 @@ def _go_on(rank, folder, layout):
         again = made(rank, folder / run, layout, kind, save_strategy="no")
         again.train(resume_from_checkpoint=str(folder / run / "checkpoint-4"))
         found.append(state_of(again))
-    return killed_at, found == [(folder / f"want{rank}").read_text()] * 3
+    return killed_at, found == [(folder / f"want{rank}").read_text()] * 3, None
+
+
+def _go_on_and_more(rank, folder, layout):
+    return *_go_on(rank, folder, layout)[:2], _variants(rank, folder)
 
 
 def files(folder):
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("layout", ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.thorough)])
-def test_a_killed_trainer_goes_on_bit_for_bit(tmp_path, layout):
-    """As an uninterrupted stock run, with the files it writes; a stock Trainer resumes from ours, ours from a stock one's."""
+def train_kill_and_go_on(tmp_path, layout, job):
+    """Compared with an uninterrupted stock run. Returns what ``job`` found besides."""
     dead = spawn_ranks(_train_and_die, 2, tmp_path, layout, init=False, timeout_s=90)
     assert [outcome.exit_code for outcome in dead] == [-9, -9]
-    found = values(spawn_ranks(_go_on, 2, tmp_path, layout, init=False, timeout_s=90))
-    assert found[0] == found[1]
-    assert found[0][0] >= 3
-    assert found[0][1]
+    found = values(spawn_ranks(job, 2, tmp_path, layout, init=False, timeout_s=120))
+    assert all(killed_at >= 3 and same for killed_at, same, _ in found), found
     assert names(tmp_path / "ours") == ["checkpoint-4", "checkpoint-5", "checkpoint-6"]
     for name in ("checkpoint-4", "checkpoint-6"):
         ours = tmp_path / "ours" / name
         assert files(ours) == files(tmp_path / "stock" / name) | {"manifest.json"}
         verify(ours, read_manifest(ours))
+    return found[0][2]
+
+
+@pytest.mark.thorough
+def test_a_killed_trainer_goes_on_bit_for_bit_with_whole_files(tmp_path):
+    """As below, with FULL_STATE_DICT."""
+    train_kill_and_go_on(tmp_path, "FULL_STATE_DICT", _go_on)
 
 
 class Scored(Safe):
@@ -136,9 +144,10 @@ def _variants(rank, folder):
     return whole
 
 
-def test_limits_best_weights_alone_and_an_error_of_one_rank(tmp_path):
-    """save_total_limit, load_best_model_at_end, save_only_model as in stock; who fails fails all; FSDP 1 is refused."""
-    whole = values(spawn_ranks(_variants, 2, tmp_path, init=False, timeout_s=90))[0]
+def test_a_trainer_with_fsdp2_is_as_a_stock_one(tmp_path):
+    """Killed, it goes on bit for bit, with stock's files, and from and to stock. Limits, the best, weights alone; an error of
+    one process is raised on all at once; FSDP 1 is refused."""
+    whole = train_kill_and_go_on(tmp_path, "SHARDED_STATE_DICT", _go_on_and_more)
     assert names(tmp_path / "best") == ["checkpoint-4", "checkpoint-8"]
     state = json.loads((tmp_path / "best/checkpoint-8/trainer_state.json").read_text())
     assert Path(state["best_model_checkpoint"]).name == "checkpoint-4"
