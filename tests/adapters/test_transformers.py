@@ -209,10 +209,14 @@ def test_methods_that_users_override_are_honoured(tmp_path):
             super().save_model(output_dir, _internal_call)
             torch.save({"mine": torch.ones(3)}, os.path.join(output_dir, "mine.pt"))
             (Path(output_dir) / "notes.txt").write_text("mine")
+            torch.save({}, os.path.join(output_dir, "dummy.bin"))  # as Transformers before 5 with ZeRO 3
+            (Path(output_dir) / "dummy.bin").unlink()
 
     trainer(tmp_path, Mine).train()
     path = tmp_path / "checkpoint-2"
-    assert {"mine.pt", "notes.txt"} <= {entry.path for entry in read_manifest(path).files}
+    listed = {entry.path for entry in read_manifest(path).files}
+    assert {"mine.pt", "notes.txt"} <= listed
+    assert "dummy.bin" not in listed
     assert torch.load(path / "mine.pt")["mine"].tolist() == [1, 1, 1]
     verify(path, read_manifest(path))
 
