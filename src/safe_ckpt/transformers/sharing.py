@@ -86,10 +86,9 @@ class Sharing:
         @functools.wraps(stock)
         def load(engine: Any, checkpoint: str, *args: Any, **kwargs: Any) -> None:
             path = Path(checkpoint)
-            stock(engine, checkpoint, *args, **kwargs)
             tag = places.latest_tag(path)
-            if tag is not None:
-                nested.resume_swapped(self._core, {tag: engine}, path, optimizer_states=True)
+            stock(engine, checkpoint, *args, **kwargs)
+            nested.resume_swapped(self._core, {tag: engine} if tag else {}, path, optimizer_states=True)
 
         with StandIns(upstream, {"deepspeed_load_checkpoint": load}):
             yield
