@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, mo
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.storage import TypedStorage
 from torchdata.stateful_dataloader import StatefulDataLoader
-from transformers import Trainer, modeling_utils
+from transformers import Trainer, modeling_utils, trainer
 
 from accelerate_runs import forget
 
@@ -94,7 +94,15 @@ TRANSFORMERS = [
     Part(Trainer, "_save_optimizer_and_scheduler", "transformers/saver.py", "writes them", ("self", "output_dir")),
     Part(Trainer, "_save_scaler", "transformers/saver.py", "writes it", ("self", "output_dir")),
     Part(Trainer, "_save_rng_state", "transformers/saver.py", "writes it", ("self", "output_dir")),
-]
+    Part(trainer, "save_fsdp_model", "transformers/sharing.py", "is stood in for while a Trainer saves"),
+    Part(trainer, "save_fsdp_optimizer", "transformers/sharing.py", "is stood in for while a Trainer saves"),
+    Part(trainer, "deepspeed_load_checkpoint", "transformers/sharing.py", "is stood in for while a Trainer trains",
+         ("deepspeed_engine", "checkpoint_path", "load_module_strict")),
+    Part(Accelerator, "get_state_dict", "transformers/sharing.py", "gathers: is stood in for while a Trainer saves",
+         ("self", "model")),
+    Part(torch.distributed.checkpoint, "save", "transformers/capturing.py", "is stood in for while a Trainer saves",
+         ("state_dict", "checkpoint_id")),
+]  # fmt: skip
 
 LIGHTNING = [
     Part(CombinedLoader, "_state_dicts", "lightning/continuation.py", "where the loaders are", SELF),
@@ -229,6 +237,14 @@ def test_the_trainer_saves_what_we_save():
     source = inspect.getsource(Trainer._save_checkpoint)
     for step in ("store_flos", "save_model", "best_model_checkpoint", "ExportableState", "save_to_json"):
         assert step in source, f"transformers/saver.py: _write does not know how this release handles {step}"
+    source = inspect.getsource(Trainer)
+    for step in ("model_wrapped.save_checkpoint(output_dir", "save_fsdp_model(", "accelerator.get_state_dict("):
+        assert step in source, f"transformers/sharing.py: {step} is not what this release calls"
+    source = inspect.getsource(trainer.save_fsdp_model) + inspect.getsource(trainer.save_fsdp_optimizer)
+    assert source.count("dist_cp.save(") == source.count("storage_writer=dist_cp.FileSystemWriter(ckpt_dir)") == 2, (
+        "transformers/capturing.py: FSDP2's shards are caught there"
+    )
+    assert hasattr(torch.distributed.checkpoint.FileSystemWriter("there"), "path"), "transformers/capturing.py"
     end = [name for name in ("_finalize_training", "_sorted_checkpoints") if hasattr(Trainer, name)]
     assert end, "transformers/mixin.py: nothing keeps the end of training from deleting the newest checkpoint"
 

@@ -13,13 +13,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
-from safe_ckpt import CheckpointConfig, Retention, Timeouts
+from safe_ckpt import CheckpointConfig, Retention, Timeouts, events
 from safe_ckpt.core.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.verify import verify
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, NotEnoughSpaceError, NoValidCheckpointError
 from safe_ckpt.transformers import SafeCheckpointMixin, rotation
+from safe_ckpt.transformers.saver import candidates
 from support import flip_bit, kill_all, needs_root, small_disk, writer_processes
 
 CONFIG = CheckpointConfig(
@@ -46,14 +55,14 @@ def data(count=24):
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def trainer(folder, kind=SafeTrainer, *, hidden=16, callbacks=(), **more):
+def trainer(folder, kind=SafeTrainer, *, hidden=16, callbacks=(), arguments=TrainingArguments, **more):
     settings = {
         "output_dir": str(folder), "max_steps": 6, "per_device_train_batch_size": 4, "save_steps": 2, "use_cpu": True,
         "save_strategy": "steps", "report_to": [], "disable_tqdm": True, "logging_steps": 100, "learning_rate": 1e-2,
         **more,
     }  # fmt: skip
     return kind(
-        model=model(hidden), args=TrainingArguments(**settings), train_dataset=data(), eval_dataset=data(4),
+        model=model(hidden), args=arguments(**settings), train_dataset=data(), eval_dataset=data(4),
         callbacks=list(callbacks),
     )  # fmt: skip
 
@@ -122,6 +131,12 @@ def test_what_is_damaged_or_half_is_passed_over(tmp_path, caplog):
     (tmp_path / "checkpoint-7").mkdir()
     (tmp_path / "checkpoint-8").mkdir()
     (tmp_path / "checkpoint-8/model.safetensors").write_bytes(b"half")
+    cut_off = tmp_path / "checkpoint-9/global_step9/mp_rank_00_model_states.pt"
+    cut_off.parent.mkdir(parents=True)
+    cut_off.write_bytes(b"half")
+    (tmp_path / "checkpoint-9/trainer_state.json").write_text("{}")
+    (problem,) = [found.problem for found in candidates(tmp_path) if found.path.name == "checkpoint-9"]
+    assert "mp_rank_00_model_states.pt was not written to its end" in problem
     shutil.copytree(tmp_path / "checkpoint-6", tmp_path / "copy")
     seen = []
 
@@ -194,12 +209,73 @@ def test_methods_that_users_override_are_honoured(tmp_path):
             super().save_model(output_dir, _internal_call)
             torch.save({"mine": torch.ones(3)}, os.path.join(output_dir, "mine.pt"))
             (Path(output_dir) / "notes.txt").write_text("mine")
+            torch.save({}, os.path.join(output_dir, "dummy.bin"))  # as Transformers before 5 with ZeRO 3
+            (Path(output_dir) / "dummy.bin").unlink()
 
     trainer(tmp_path, Mine).train()
     path = tmp_path / "checkpoint-2"
-    assert {"mine.pt", "notes.txt"} <= {entry.path for entry in read_manifest(path).files}
+    listed = {entry.path for entry in read_manifest(path).files}
+    assert {"mine.pt", "notes.txt"} <= listed
+    assert "dummy.bin" not in listed
     assert torch.load(path / "mine.pt")["mine"].tolist() == [1, 1, 1]
     verify(path, read_manifest(path))
+
+
+def test_classes_between_the_mixin_and_the_trainer_are_called(tmp_path):
+    """TRL's do more in ``_save_checkpoint``; what is pushed to the hub is committed; hooks hear of each save."""
+    stock, pushed, heard = Trainer._save_checkpoint, [], []
+
+    class WithCards(Trainer):
+        def _save_checkpoint(self, model, trial):
+            (Path(self.args.output_dir) / f"card-{self.state.global_step}").touch()
+            super()._save_checkpoint(model, trial)
+
+        def _push_from_checkpoint(self, checkpoint_folder):
+            verify(Path(checkpoint_folder), read_manifest(Path(checkpoint_folder)))
+            pushed.append(Path(checkpoint_folder).name)
+
+    class Mine(SafeCheckpointMixin, WithCards):
+        checkpoint_config = CONFIG
+        checkpoint_hooks = (heard.append,)
+
+    made = trainer(tmp_path, Mine)
+    made.args.push_to_hub = True
+    made.train()
+    assert sorted(path.name for path in tmp_path.glob("card-*")) == ["card-2", "card-4", "card-6"]
+    assert pushed == names(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert [event.step for event in heard if isinstance(event, events.Committed)] == [2, 4, 6]
+    assert Trainer._save_checkpoint is stock
+
+
+def test_one_that_never_calls_the_trainers_own_is_told_of(tmp_path, caplog):
+    """A class that writes checkpoints itself keeps doing so, and a warning says that they are not safe."""
+
+    class Own(Trainer):
+        def _save_checkpoint(self, model, trial):
+            self.save_model(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+
+    class Mine(SafeCheckpointMixin, Own):
+        checkpoint_config = CONFIG
+
+    trainer(tmp_path, Mine, max_steps=2).train()
+    assert names(tmp_path) == ["checkpoint-2"]
+    assert not (tmp_path / "checkpoint-2/manifest.json").exists()
+    assert "Mine._save_checkpoint did not call Trainer's" in caplog.text
+
+
+def test_a_seq2seq_trainer_goes_on_exactly(tmp_path):
+    """The mixin before ``Seq2SeqTrainer``: stopped in mid-epoch and resumed, it ends as a stock one."""
+
+    class Safe(SafeCheckpointMixin, Seq2SeqTrainer):
+        checkpoint_config = CONFIG
+
+    straight = trainer(tmp_path / "straight", Seq2SeqTrainer, arguments=Seq2SeqTrainingArguments)
+    straight.train()
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path / "broken", Safe, arguments=Seq2SeqTrainingArguments, callbacks=[Stop(5)]).train()
+    resumed = trainer(tmp_path / "broken", Safe, arguments=Seq2SeqTrainingArguments)
+    resumed.train(resume_from_checkpoint=True)
+    assert fingerprint(resumed) == fingerprint(straight)
 
 
 def test_what_does_not_fit_is_refused(tmp_path, monkeypatch):

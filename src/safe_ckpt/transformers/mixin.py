@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformers import trainer as upstream
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.environment import config_of_all, refused_retention
+from safe_ckpt.core.stand_ins import StandIns
 from safe_ckpt.errors import ConfigError
+from safe_ckpt.events import Hook
+from safe_ckpt.transformers import sharing
 from safe_ckpt.transformers.saver import TrainerSaver
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
 else:
     _Base = object
+
+logger = logging.getLogger(__name__)
 
 
 class SafeCheckpointMixin(_Base):
@@ -38,9 +46,12 @@ class SafeCheckpointMixin(_Base):
     Attributes:
         checkpoint_config: settings, equal on all processes; None reads the file that ``SAFE_CKPT_CONFIG`` names, or takes the
             defaults. ``retention`` is the Trainer's own: rules in here are refused.
+        checkpoint_hooks: called with what happens; see ``safe_ckpt.events``. Of the class, or set on the object before
+            ``train()``.
     """
 
     checkpoint_config: CheckpointConfig | None = None
+    checkpoint_hooks: Sequence[Hook] = ()
     _safe_saver: TrainerSaver | None = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +65,7 @@ class SafeCheckpointMixin(_Base):
         """
         config = config_of_all(self.checkpoint_config)
         _check(self, config)
-        with TrainerSaver(config) as saver:
+        with TrainerSaver(config, self.checkpoint_hooks) as saver, saver.loading(self):
             self._safe_saver = saver
             try:
                 found: str | None = None
@@ -68,10 +79,27 @@ class SafeCheckpointMixin(_Base):
                 self._safe_saver = None
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        saver = self._safe_saver
-        if saver is None:  # not within train(): nothing is held
+        if self._safe_saver is None:  # not within train(): nothing is held
             super()._save_checkpoint(model, trial)
             return
+        saver, stock, saved = self._safe_saver, upstream.Trainer._save_checkpoint, False
+
+        def save(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            nonlocal saved
+            if trainer is self:
+                self._save_safely(saver, trial)
+                saved = True
+            else:
+                stock(trainer, *args, **kwargs)
+
+        # A class between this one and Trainer may do more: TRL's write a model card first.
+        with StandIns(upstream.Trainer, {"_save_checkpoint": save}):
+            super()._save_checkpoint(model, trial)
+        if not saved:
+            message = "%s._save_checkpoint did not call Trainer's: what it wrote is not safe_ckpt's, and not verified"
+            logger.warning(message, type(self).__name__)
+
+    def _save_safely(self, saver: TrainerSaver, trial: Any) -> None:
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         run = Path(os.path.abspath(self._get_output_dir(trial=trial)))
@@ -110,12 +138,7 @@ class SafeCheckpointMixin(_Base):
 
 
 def _check(trainer: Any, config: CheckpointConfig) -> None:
-    for name in ("is_deepspeed_enabled", "is_fsdp_enabled", "is_fsdp_xla_enabled"):
-        if getattr(trainer, name, False):
-            message = (
-                "is not covered yet: it writes its checkpoints itself. Use the Trainer without SafeCheckpointMixin"
-            )
-            raise ConfigError(key=f"Trainer.{name}", message=message)
+    sharing.check(trainer, config)
     if trainer.args.save_on_each_node:
         message = "is not supported: safe_ckpt commits one checkpoint that all processes see"
         raise ConfigError(key="TrainingArguments.save_on_each_node", message=message)

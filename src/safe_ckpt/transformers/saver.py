@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,8 +25,10 @@ from safe_ckpt.core.root import Root
 from safe_ckpt.core.select import Candidate
 from safe_ckpt.core.verify import verify_share
 from safe_ckpt.errors import NoValidCheckpointError
+from safe_ckpt.events import Hook
 from safe_ckpt.transformers import rotation
-from safe_ckpt.transformers.capturing import catching
+from safe_ckpt.transformers.capturing import Catch, catching
+from safe_ckpt.transformers.sharing import Sharing
 
 logger = logging.getLogger(__name__)
 ADAPTER = "transformers"
@@ -40,10 +42,12 @@ class TrainerSaver:
 
     Args:
         config: settings.
+        hooks: called with what happens.
     """
 
-    def __init__(self, config: CheckpointConfig) -> None:
-        self._engine = Engine(config, owner="a Transformers Trainer; it is free when train() has ended")
+    def __init__(self, config: CheckpointConfig, hooks: Iterable[Hook] = ()) -> None:
+        self._engine = Engine(config, hooks=hooks, owner="a Transformers Trainer; it is free when train() has ended")
+        self._sharing = Sharing(self._engine)
         self._held: dict[Path, tuple[Root, Ledger]] = {}
 
     def newest(self, folder: Path) -> Path:
@@ -69,6 +73,10 @@ class TrainerSaver:
         if there:  # else the Trainer says what it misses
             resume.check(self._engine, path, self._verify)
             self._warn_if_stock(path)
+
+    def loading(self, trainer: Any) -> AbstractContextManager[None]:
+        """While this is entered, what the Trainer loads is complete."""
+        return self._sharing.loading(trainer)
 
     def save(self, trainer: Any, path: Path) -> Path:
         """Take a snapshot of what the Trainer would write and have it written. Returns where it will be.
@@ -110,15 +118,16 @@ class TrainerSaver:
 
     def _request(self, trainer: Any, path: Path, root: Root, begun: Path, ledger: Ledger) -> Request:
         error: Exception | None = None
-        images = []
+        caught = Catch(begun)
         best = trainer.state.best_model_checkpoint
         limit = trainer.args.save_total_limit
-        try:
-            with catching(begun) as caught:
-                _write(trainer, str(begun))
-            images = caught.images
-        except Exception as problem:  # whatever the Trainer or a callback raises: the others must learn of it
-            error = problem
+        with self._sharing.noting(trainer, begun) as noted:
+            try:
+                with catching(begun, shards=trainer.is_fsdp_enabled) as caught:
+                    _write(trainer, str(begun))
+            except Exception as problem:  # whatever the Trainer or a callback raises: the others must learn of it
+                error = problem
+        added = self._sharing.plan(trainer, noted, caught, error)
 
         def choose(infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
             return rotation.to_delete(infos, limit, Path(best) if best else None)
@@ -129,11 +138,13 @@ class TrainerSaver:
             kind="directory",
             step=int(trainer.state.global_step),
             metrics=_metrics(trainer),
-            images=images,
-            error=error,
-            notes={"adapter": ADAPTER},
+            images=[] if added.error is not None else [*caught.images, *added.images],
+            error=added.error,
+            notes={"adapter": ADAPTER, **added.notes},
             retain=lambda new: ledger.retain(new, choose if limit else None),
             begun=begun,
+            folders=added.folders,
+            copies=added.copies,
             carry=lambda _: True,
         )
 
@@ -175,7 +186,7 @@ def _problem_of_stock(path: Path) -> str:
     # The Trainer writes its state last: without it the save was interrupted.
     if not presence.is_there(path / STATE_FILE):
         return f"it has no manifest, and without {STATE_FILE} it is not complete either"
-    files = [path / name for name in sorted(os.listdir(path)) if ".pt" in name]
+    files = [file for file in sorted([*path.iterdir(), *path.glob("global_step*/*")]) if ".pt" in file.name]
     cut_off = [file.name for file in files if presence.is_file(file) and not presence.ends_as_archive(file)]
     return f"it has no manifest, and {cut_off[0]} was not written to its end" if cut_off else ""
 
