@@ -28,7 +28,7 @@ from safe_ckpt.lightning.stopping import STOPPED_NAME, end_fit
 
 logger = logging.getLogger(__name__)
 # What belongs to a running stage: our pipeline, and the logging methods that a Trainer attaches.
-_LIVE = ("_saver", "_intents", "_shadow", "_contribution", "log", "log_dict")
+_LIVE = ("_saver", "_intents", "_shadow", "log", "log_dict")
 
 
 class SafeCheckpointCallback(ModelCheckpoint):
@@ -142,7 +142,6 @@ class SafeCheckpointCallback(ModelCheckpoint):
         self._saver: TrainerSaver | None = None
         self._intents: Intents | None = None
         self._shadow: Shadow | None = None
-        self._contribution: dict[str, Any] | None = None
         self._at_once = False
 
     # ------------------------------------------------------------------ the life of a stage
@@ -169,10 +168,10 @@ class SafeCheckpointCallback(ModelCheckpoint):
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Take this rank's part of the checkpoint."""
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
-        if self._saver is not None:
+        if self._saver is not None and self._saver.continuation is None:
             size = self._saver.engine.session.size
-            self._contribution = continuation.put_loaders_back(checkpoint, self._saver.rank, size)
-            if self._contribution is not None:
+            self._saver.continuation = continuation.prepare(checkpoint, self._saver.rank, size)
+            if self._saver.continuation is not None:
                 continuation.let_next_epoch_begin(trainer.fit_loop)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -190,9 +189,9 @@ class SafeCheckpointCallback(ModelCheckpoint):
         if self._came_from is not None and str(self._came_from) in known_paths(self):
             # This step is on disk already; upstream does not keep these two and would save it again.
             self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, str(self._came_from)
-        contribution, self._contribution = self._contribution, None
-        if contribution is not None and self._saver.claim_continuation():
-            continuation.continue_from(trainer, contribution)
+        due, self._saver.continuation = self._saver.continuation, None
+        if due is not None:
+            continuation.continue_from(trainer, due)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Save if it is time to."""

@@ -32,6 +32,8 @@ from safe_ckpt.errors import (
 from safe_ckpt.events import Hook
 from safe_ckpt.lightning import dumping, overlapping, requeueing, resuming, sharding, stopping
 from safe_ckpt.lightning.bookkeeping import Intents, Shadow
+from safe_ckpt.lightning.continuation import Continuation
+from safe_ckpt.lightning.epochs import BreakingOff
 from safe_ckpt.lightning.io import SafeCheckpointIO
 from safe_ckpt.lightning.scalars import LoggerScalars
 from safe_ckpt.lightning.signals import in_signal_handler
@@ -72,6 +74,7 @@ class TrainerSaver:
         training: whether the training loop has begun: before that there is nothing to continue.
         stopping: whether a signal ended the run: what is saved after that would stand in the way of the resume.
         stopper: the callback that asks for signals, the last one, when all others have saved what was due.
+        continuation: what is left to be done before a resumed loop goes on.
         requeue_due: whether the job goes back into SLURM's queue when ``fit`` is over.
     """
 
@@ -88,6 +91,8 @@ class TrainerSaver:
         self.stopping = False
         self.stopper: Owner | None = None
         self.requeue_due = False
+        self.continuation: Continuation | None = None
+        self._breaking_off = BreakingOff()
         self._wish = requeueing.Wish()
         self._last_whole: SaveHandle | None = None
         self._shards = self._shard_planner()
@@ -96,7 +101,6 @@ class TrainerSaver:
         self._flights: list[_Flight] = []
         self._busy = False
         self._closed = False
-        self._continued = False
         self._out_by: float | None = None
 
     @property
@@ -338,6 +342,7 @@ class TrainerSaver:
         finally:
             self._closed = True
             stopping.restore(self._trainer)
+            self._breaking_off.forget(self._trainer)
             self.engine.close(quiet=interrupted, within_s=self._left_s() if interrupted else None)
 
     def _left_s(self) -> float:
@@ -354,6 +359,7 @@ class TrainerSaver:
         """The loops are about to run, and Lightning's own signal handlers are in place. Every rank calls this."""
         if not self.training:
             self.training = True
+            self._breaking_off.watch(self._trainer)
             state: dict[str, Any] = {"module": self._trainer.lightning_module}
             state.update({f"optimizer {number}": one for number, one in enumerate(self._trainer.optimizers)})
             self.engine.prepare(items.expected_bytes(state, rank=self.rank))
@@ -366,11 +372,6 @@ class TrainerSaver:
                 "requeue", {}, answer=self._wish.made, decide=lambda answers: any(answers.values())
             )
         return self.requeue_due
-
-    def claim_continuation(self) -> bool:
-        """True for the first callback that asks."""
-        claimed, self._continued = self._continued, True
-        return not claimed
 
     def _tell(self, flight: _Flight) -> None:
         if flight not in self._flights:
@@ -396,6 +397,7 @@ class TrainerSaver:
                 primary,
                 weights_only=weights_only,
                 whole=fitting and not weights_only,
+                broken_off=self._breaking_off.rng,
                 shards=self._shards,
             )
         links = [Link(path=Path(os.path.abspath(path))) for path in intents.saves[1:]]
