@@ -72,8 +72,11 @@ def module_of(order, *, random_hooks):
     return Module()
 
 
-def ender(cause, step):
-    """What ends a run after ``step`` steps: settings of the Trainer, and callbacks."""
+def ender(cause, step, *, save_to=None):
+    """What ends a run after ``step`` steps: settings of the Trainer, and callbacks.
+
+    With ``save_to`` the run saves there and ends where ours would save at a signal.
+    """
     pl = package(NAME)
 
     class End(pl.Callback):
@@ -103,9 +106,21 @@ def ender(cause, step):
         return {}, [stopping]
     if cause == "exception":
         return {}, [stop_at(pl, step)]
+    if cause == "signal" and save_to is not None:
+        return {}, [save_and_stop(pl, step, save_to)]
     if cause == "signal":
         End.on_train_batch_end = pl.Callback.on_train_batch_end
     return {}, [End()]
+
+
+def save_and_stop(pl, step, path):
+    class SaveAndStop(pl.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == step:
+                trainer.save_checkpoint(path)
+                raise Stop
+
+    return SaveAndStop()
 
 
 def fit(folder, kind, order, *, settings, callbacks=(), seed=1, path=None, random_hooks=False, **arguments):
@@ -139,7 +154,8 @@ def straight_folder(tmp_path_factory):
 
 
 def newest(folder):
-    return max(Path(folder).glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    stopped = Path(folder) / "stopped.ckpt"
+    return stopped if stopped.exists() else max(Path(folder).glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
 
 
 def go(folder, cause, place, order, first, second, *, path, random_hooks):
@@ -147,7 +163,8 @@ def go(folder, cause, place, order, first, second, *, path, random_hooks):
     limited = {"limit_train_batches": LIMIT} if cause == "limit_train_batches" else {}
     batches = LIMIT if limited else BATCHES
     step = batches if place == "end" else batches - 2
-    settings, callbacks = ender(cause, step)
+    alike = path and second is not SafeCheckpointCallback and first is second
+    settings, callbacks = ender(cause, step, save_to=folder / "stopped.ckpt" if alike else None)
     before, _ = fit(folder, first, order, settings={**limited, **settings}, callbacks=callbacks, random_hooks=random_hooks)
     seen = before.seen[:step]  # an exception comes in the middle of a batch
     settings = {"max_steps": EPOCHS * batches, "max_epochs": -1} if cause == "max_steps" else {}

@@ -37,7 +37,7 @@ def capture(trainer: Any, broken_off: dict[str, Any] | None) -> dict[str, Any]:
     if ended:
         states = [loader.at_end(state) for state in states]
     else:
-        unseen = epochs.unprocessed_batches(loop)
+        unseen = epochs.unprocessed(vars(loop.epoch_loop.batch_progress.current))
         states = [loader.at_batch(state, unseen=unseen, now=rng) for state in states]
     return {"rng": rng, "loaders": states, "mid_epoch": not ended}
 
@@ -95,12 +95,12 @@ def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | 
             len(saved),
             size,
         )
-    state = fit_loop.get("state_dict", {})
-    mine = saved[rank] if rank < len(saved) else None
-    if not saved and size == 1:  # of stock Lightning: a loader of ours said what the generators were
-        rng = loader.generators(state.get("combined_loader", []))
-        mine = {"rng": rng, "loaders": state["combined_loader"]} if rng is not None else None
-    mid_epoch = bool(saved[0]["mid_epoch"] if saved else not fit_loop["epoch_loop.batch_progress"]["is_last_batch"])
+    state, batch = fit_loop.get("state_dict", {}), fit_loop["epoch_loop.batch_progress"]
+    mid_epoch = bool(saved[0]["mid_epoch"] if saved else not batch["is_last_batch"])
+    if saved:
+        mine = saved[rank] if rank < len(saved) else None
+    else:
+        mine = _of_stock(state.get("combined_loader", []), batch["current"]) if size == 1 else None
     if mine is not None and "state_dict" in fit_loop:
         state["combined_loader"] = mine["loaders"]
     if not mid_epoch and "combined_loader" in state:
@@ -111,6 +111,15 @@ def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | 
         finish_epoch=_let_epoch_end(fit_loop),
         broken_off=mid_epoch and epochs.go_on_within(fit_loop),
     )
+
+
+def _of_stock(states: Sequence[Any], batches: Mapping[str, int]) -> dict[str, Any] | None:
+    """What a loader of ours said to stock Lightning: where it was, and what the generators were."""
+    rng = loader.generators(states)
+    if rng is None:
+        return None
+    unseen = epochs.unprocessed(batches)
+    return {"rng": rng, "loaders": [loader.at_batch(state, unseen=unseen, now=rng) for state in states]}
 
 
 def let_next_epoch_begin(fit_loop: Any) -> None:

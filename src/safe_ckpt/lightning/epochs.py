@@ -7,6 +7,7 @@ as processed, as it does one that ended, and runs the hooks at the end of an epo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from safe_ckpt.core.rng import get_rng_state
@@ -20,10 +21,9 @@ def at_end(fit_loop: Any) -> bool:
     return bool(fit_loop.epoch_loop.batch_progress.is_last_batch or (fetcher is not None and fetcher.done))
 
 
-def unprocessed_batches(fit_loop: Any) -> int:
+def unprocessed(batches: Mapping[str, int]) -> int:
     """How many batches were fetched and not trained on: one where an exception came in between."""
-    counts = fit_loop.epoch_loop.batch_progress.current
-    return max(0, int(counts.ready) - int(counts.processed))
+    return max(0, batches["ready"] - batches["processed"])
 
 
 def go_on_within(fit_loop: dict[str, Any]) -> bool:
