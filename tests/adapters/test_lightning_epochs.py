@@ -165,7 +165,9 @@ def go(folder, cause, place, order, first, second, *, path, random_hooks):
     step = batches if place == "end" else batches - 2
     alike = path and second is not SafeCheckpointCallback and first is second
     settings, callbacks = ender(cause, step, save_to=folder / "stopped.ckpt" if alike else None)
-    before, _ = fit(folder, first, order, settings={**limited, **settings}, callbacks=callbacks, random_hooks=random_hooks)
+    before, _ = fit(
+        folder, first, order, settings={**limited, **settings}, callbacks=callbacks, random_hooks=random_hooks
+    )
     seen = before.seen[:step]  # an exception comes in the middle of a batch
     settings = {"max_steps": EPOCHS * batches, "max_epochs": -1} if cause == "max_steps" else {}
     arguments = {} if path else {"resume": "auto"}

@@ -22,7 +22,7 @@ from safe_ckpt.lightning import continuation, requeueing, resuming
 from safe_ckpt.lightning.arguments import check_arguments, refuse_remote
 from safe_ckpt.lightning.bases import ModelCheckpoint
 from safe_ckpt.lightning.bookkeeping import Intents, Shadow, known_paths, reconcile
-from safe_ckpt.lightning.install import install, install_for_loading
+from safe_ckpt.lightning.install import install, install_for_loading, overrides_saving
 from safe_ckpt.lightning.saver import TrainerSaver
 from safe_ckpt.lightning.stopping import STOPPED_NAME, end_fit
 
@@ -157,13 +157,17 @@ class SafeCheckpointCallback(ModelCheckpoint):
         if str(getattr(stage, "value", stage)) != "fit" or trainer.fast_dev_run:
             install_for_loading(trainer)
             return
+        saver = self._open(trainer)
+        saver.stopper = self
+        if self._resume_due:
+            self._resume_due = False  # a second fit goes on with what is in memory
+            resuming.arrange(trainer, saver, self._directory, self.FILE_EXTENSION)
+
+    def _open(self, trainer: Any) -> TrainerSaver:
         self._saver = install(trainer, self.config)
         self._saver.add_hooks(self.hooks)
         self._saver.hold(self._directory, self.FILE_EXTENSION)
-        self._saver.stopper = self
-        if self._resume_due:
-            self._resume_due = False  # a second fit goes on with what is in memory
-            resuming.arrange(trainer, self._saver, self._directory, self.FILE_EXTENSION)
+        return self._saver
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Take this rank's part of the checkpoint."""
@@ -255,15 +259,19 @@ class SafeCheckpointCallback(ModelCheckpoint):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Save if asked to, then let what is in flight end. Nothing here masks the exception."""
-        if self._saver is None:
+        saver, name = self._saver, type(exception).__name__
+        if saver is None:
             return
         try:
-            if self._should_save_on_exception(trainer) and self._all_ranks_are_here():
+            if self._should_save_on_exception(trainer) and self._all_ranks_are_here(saver, name):
+                if saver.closed:  # raised when all was given back already; the teardown ends this one, too
+                    saver, before = self._open(trainer), saver
+                    saver.follow(before)
                 with self._deciding():
                     super().on_exception(trainer, pl_module, exception)
-            self._saver.land_on_exception()
+            saver.land_on_exception()
         except Exception:  # the user's exception is the one to see
-            logger.exception("while handling %s: could not save", type(exception).__name__)
+            logger.exception("%s was raised, and no checkpoint could be saved at it", name)
 
     # ------------------------------------------------------------------ decisions become intents
 
@@ -318,15 +326,27 @@ class SafeCheckpointCallback(ModelCheckpoint):
         super()._save_last_checkpoint(trainer, monitor_candidates)
 
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
-        if self._intents is None:
+        if self._intents is None or self._saver is None:
             super()._save_checkpoint(trainer, filepath)
             return
         self._begin()
-        self._intents.saves.append(filepath)
+        at_once = self._at_once or (not self.async_save and self._is_looked_at(trainer))
+
+        def take(path: str) -> None:
+            if self._intents is not None:
+                self._intents.saves.append(path)
+            if at_once:
+                self._flush()
+
+        # Through the Trainer, whose subclass may do something of its own there.
+        with self._saver.collecting(take, weights_only=self.save_weights_only):
+            trainer.save_checkpoint(filepath, self.save_weights_only)
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
-        if self._at_once:
-            self._flush()
+
+    def _is_looked_at(self, trainer: Any) -> bool:
+        """Whether a subclass, of this or of the Trainer, may want to do something with the file that was just saved."""
+        return type(self)._save_checkpoint is not SafeCheckpointCallback._save_checkpoint or overrides_saving(trainer)
 
     def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:  # type: ignore[override]
         if self._intents is None:
@@ -377,14 +397,13 @@ class SafeCheckpointCallback(ModelCheckpoint):
             return True
         return self._directory.is_dir() and os.listdir(self._directory) == [HIDDEN]
 
-    def _all_ranks_are_here(self) -> bool:
+    def _all_ranks_are_here(self, saver: TrainerSaver, name: str) -> bool:
         # One rank alone must not wait in a collective for others that train on.
-        if self._saver is None:
-            return False
         try:
-            timeout_s = self.config.timeouts.peer_stall_s
-            self._saver.engine.session.agree("exception", {}, timeout_s=timeout_s)
+            saver.agree_on_exception()
         except SafeCheckpointError as error:
-            logger.warning("no checkpoint on this exception: not all ranks met one (%s)", error)
+            logger.warning(
+                "%s was raised; no checkpoint is saved at it, for not all ranks met an exception: %s", name, error
+            )
             return False
         return True

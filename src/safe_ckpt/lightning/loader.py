@@ -14,6 +14,22 @@ _Loader = TypeVar("_Loader", bound="DataLoader[Any]")
 _KEY = "safe_ckpt.position"
 
 
+class _Batches:
+    """The batches of an epoch. As Lightning has it for those of a DataLoader, none go along in a copy of the Trainer."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return iter, ((),)
+
+
 class _Resumable:
     """Mixed into the class of a DataLoader by ``resumable``.
 
@@ -38,7 +54,7 @@ class _Resumable:
 
     def __iter__(self) -> Iterator[Any]:
         pending, self._pending = self._pending, None
-        return self._go_on(pending)
+        return _Batches(self._go_on(pending))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The class was made at run time: another process makes it again.

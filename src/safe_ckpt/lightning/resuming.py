@@ -60,6 +60,7 @@ def arrange(trainer: Any, saver: Resumer, directory: Path, suffix: str) -> None:
         message = f"one directory at a time: {saver.auto_directory} is resumed from, so {directory} cannot be"
         raise ConfigError(key="resume", message=message)
     saver.auto_directory = directory
+
     # Lightning has no public seam here: when setup() runs, ckpt_path is a local variable of the Trainer already.
     def restore(original: Callable[..., None], checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
         rival = requeueing.resume_path(trainer) if checkpoint_path is not None else None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -99,6 +100,7 @@ class TrainerSaver:
         self._roots: dict[Path, Root] = {}
         self._counted: set[tuple[Path, str]] = set()
         self._flights: list[_Flight] = []
+        self._collector: tuple[Callable[[str], None], bool] | None = None
         self._busy = False
         self._closed = False
         self._out_by: float | None = None
@@ -195,12 +197,17 @@ class TrainerSaver:
         return handle
 
     def save_now(self, path: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
-        """Stands in for ``Trainer.save_checkpoint``: returns when the file is durable, or raises on every rank."""
+        """What ``Trainer.save_checkpoint`` does: returns when the file is durable, or raises on every rank.
+
+        What a callback saves is its own to do, at the end of its hook: see ``collecting``.
+        """
         if storage_options is not None:
             raise TypeError("storage_options are not supported: safe_ckpt writes to local and mounted file systems")
         target = Path(os.path.abspath(path))
         if self._busy or in_signal_handler():
             self._save_alone(target, weights_only)
+        elif self._collector is not None and bool(weights_only) == self._collector[1]:
+            self._collector[0](os.fspath(path))
         elif self._closed and sharding.layout_of(self._trainer.strategy) is not None:
             self._save_with_another(target, weights_only)
         elif self._closed:
@@ -209,6 +216,15 @@ class TrainerSaver:
             intents = Intents(saves=[str(target)])
             handle = self.save(intents, None, None, weights_only=weights_only, wait=True)
             handle.result()  # also with on_failure="warn": who asks for a file is told that there is none
+
+    @contextlib.contextmanager
+    def collecting(self, take: Callable[[str], None], *, weights_only: bool) -> Iterator[None]:
+        """While this is entered, what ``Trainer.save_checkpoint`` is asked to save goes to ``take``."""
+        self._collector = (take, weights_only)
+        try:
+            yield
+        finally:
+            self._collector = None
 
     def export(self, module: torch.nn.Module, directory: Path, max_shard_size: int | str) -> None:
         """Write the module's weights alone and wait until they are durable. Every rank calls this.
@@ -364,6 +380,28 @@ class TrainerSaver:
             state.update({f"optimizer {number}": one for number, one in enumerate(self._trainer.optimizers)})
             self.engine.prepare(items.expected_bytes(state, rank=self.rank))
             self.engine.watch_signals(self._wish.take_from(stopping.without_lightnings))
+
+    def agree_on_exception(self) -> None:
+        """Learn whether all ranks are about to save at an exception, within ``peer_stall_s``. Each that is calls this.
+
+        Raises:
+            SafeCheckpointError: some are not.
+        """
+        timeout_s = self.config.timeouts.peer_stall_s
+        if not self._closed:
+            self.engine.session.agree("exception", {}, timeout_s=timeout_s)
+            return
+        timeouts = dataclasses.replace(self.config.timeouts, barrier_s=timeout_s)
+        session = open_session(None, timeouts, network=self.config.network)
+        try:
+            session.agree("exception", {}, timeout_s=timeout_s)
+        finally:
+            session.release(keep=True)
+
+    def follow(self, before: TrainerSaver) -> None:
+        """Save for the same ``fit`` as one that has ended."""
+        self.training = before.training
+        self._breaking_off = before._breaking_off
 
     def agree_on_requeue(self) -> bool:
         """Whether the signal that ended the run was the one at which Lightning requeues the job. Every rank calls this."""
