@@ -27,6 +27,7 @@ from safe_ckpt.lightning.saver import TrainerSaver
 from safe_ckpt.lightning.stopping import STOPPED_NAME, end_fit
 
 logger = logging.getLogger(__name__)
+COMMITTED_HOOK = "on_checkpoint_committed"
 # What belongs to a running stage: our pipeline, and the logging methods that a Trainer attaches.
 _LIVE = ("_saver", "_intents", "_shadow", "log", "log_dict")
 
@@ -375,11 +376,26 @@ class SafeCheckpointCallback(ModelCheckpoint):
 
     # ------------------------------------------------------------------ outcomes
 
+    def wait(self) -> None:
+        """Wait until what this Trainer has saved is committed: ``best_model_path`` and the rest name files that are there.
+
+        Every rank calls this, on the thread that trains; outside of ``fit`` there is nothing to wait for.
+
+        Raises:
+            SafeCheckpointError: a save failed, the same on every rank.
+        """
+        if self._saver is not None:
+            self._saver.settle()
+
     def settled(self, trainer: Any, info: CheckpointInfo | None) -> None:
-        """A save of this callback is over: loggers are told of what exists, not of what is hoped for."""
-        if info is not None and trainer.is_global_zero:
-            for log in trainer.loggers:
-                log.after_save_checkpoint(proxy(self))
+        """A save of this callback is over: loggers and callbacks are told of what exists, not of what is hoped for."""
+        if info is None:
+            return
+        for log in trainer.loggers if trainer.is_global_zero else ():
+            log.after_save_checkpoint(proxy(self))
+        for callback in trainer.callbacks:
+            if (hook := getattr(callback, COMMITTED_HOOK, None)) is not None:
+                hook(trainer, trainer.lightning_module, info)
 
     @property
     def _came_from(self) -> Path | None:

@@ -77,7 +77,7 @@ def _let_savers_save(home: type[Any]) -> None:
 def install_for_loading(trainer: Any) -> None:
     """Outside of ``fit``: verify what is loaded, where the strategy leaves loading to the I/O that it always has."""
     strategy = trainer.strategy
-    if _is_unsharded(strategy) and type(strategy.checkpoint_io).__name__ == "TorchCheckpointIO":
+    if _is_unsharded(strategy) and _writes_as_torch(strategy.checkpoint_io):
         _install_io(trainer)
 
 
@@ -97,12 +97,21 @@ def _install_io(trainer: Any) -> SafeCheckpointIO:
     present = strategy.checkpoint_io
     if isinstance(present, SafeCheckpointIO):
         return present
-    if type(present).__name__ != "TorchCheckpointIO":
-        message = f"replaces every other CheckpointIO: remove {type(present).__name__} from the Trainer's plugins"
+    if not _writes_as_torch(present):
+        message = (
+            f"{type(present).__name__} writes or removes files in a way of its own, which cannot be verified nor committed "
+            "in one step: remove it from the Trainer's plugins, or use ModelCheckpoint with it"
+        )
         raise ConfigError(key="SafeCheckpointCallback", message=message)
     io = SafeCheckpointIO(present)
     strategy.checkpoint_io = io
     return io
+
+
+def _writes_as_torch(io: Any) -> bool:
+    """Whether it leaves writing and removing to Lightning's own: one that only reads in a way of its own goes on reading."""
+    names = ("save_checkpoint", "remove_checkpoint")
+    return all(getattr(type(io), name).__qualname__ == f"TorchCheckpointIO.{name}" for name in names)
 
 
 def _is_unsharded(strategy: Any) -> bool:
