@@ -96,7 +96,9 @@ def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | 
             size,
         )
     state, batch = fit_loop.get("state_dict", {}), fit_loop["epoch_loop.batch_progress"]
-    mid_epoch = bool(saved[0]["mid_epoch"] if saved else not batch["is_last_batch"])
+    mid_epoch = bool(saved[0]["mid_epoch"]) if saved else not epochs.ended(batch)
+    if mid_epoch:
+        batch["is_last_batch"] = False  # an exception came while that batch was trained on: it is to be done again
     if saved:
         mine = saved[rank] if rank < len(saved) else None
     else:

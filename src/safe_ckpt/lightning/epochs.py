@@ -2,7 +2,7 @@
 
 ``max_steps``, ``should_stop``, a Timer and EarlyStopping can end ``fit`` in the middle of an epoch. Lightning counts that epoch
 as processed, as it does one that ended, and runs the hooks at the end of an epoch. What tells the two apart is
-``batch_progress.is_last_batch``: whether the data, or ``limit_train_batches``, had nothing more to give.
+``batch_progress.is_last_batch``: whether the data, or ``limit_train_batches``, had nothing more to give after that batch.
 """
 
 from __future__ import annotations
@@ -15,10 +15,16 @@ from safe_ckpt.lightning import stand_ins
 
 
 def at_end(fit_loop: Any) -> bool:
-    """Whether the loop has had the last batch of an epoch, and has not begun the next one."""
+    """Whether the loop has trained on the last batch of an epoch, and has not begun the next one."""
     # A loader that gives fewer batches than its length says ends an epoch without a last batch.
-    fetcher = fit_loop._data_fetcher
-    return bool(fit_loop.epoch_loop.batch_progress.is_last_batch or (fetcher is not None and fetcher.done))
+    fetcher, batches = fit_loop._data_fetcher, fit_loop.epoch_loop.batch_progress
+    last = batches.is_last_batch or (fetcher is not None and fetcher.done)
+    return bool(last) and not unprocessed(vars(batches.current))
+
+
+def ended(batch_progress: Mapping[str, Any]) -> bool:
+    """The same of the state of a loop, as far as it tells."""
+    return bool(batch_progress["is_last_batch"]) and not unprocessed(batch_progress["current"])
 
 
 def unprocessed(batches: Mapping[str, int]) -> int:
