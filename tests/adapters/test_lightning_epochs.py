@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from lightning_runs import Stop, fingerprint, package, stop_at, trainer
+from lightning_runs import Stop, fingerprint, module_class, package, stop_at, trainer
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from safe_ckpt import CheckpointConfig
@@ -210,3 +210,28 @@ def test_a_run_goes_on_as_if_it_had_not_ended(tmp_path, straight_folder, cause, 
     assert seen + module.seen == expected
     assert made.current_epoch == epoch
     assert fingerprint(module) == weights
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_a_scheduler_that_follows_a_metric(tmp_path, every):
+    """ReduceLROnPlateau steps at the end of an epoch that was resumed in its middle, or after its last batch, as in any other."""
+    pl = package(NAME)
+
+    class Module(module_class(pl)):
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0, threshold=1e9)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+    def go(folder, *callbacks):
+        pl.seed_everything(1, verbose=False)
+        module = Module(loader=resumable)
+        saving = SafeCheckpointCallback(dirpath=folder, every_n_train_steps=every, save_top_k=-1, resume="auto")
+        made = trainer(pl, [saving, *callbacks], folder)
+        with contextlib.suppress(Stop):
+            made.fit(module)
+        return fingerprint(module), made.optimizers[0].param_groups[0]["lr"]
+
+    reference = go(tmp_path / "straight")
+    go(tmp_path / "broken", stop_at(pl, 5))
+    assert go(tmp_path / "broken") == reference

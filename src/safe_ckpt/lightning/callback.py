@@ -242,6 +242,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         """Save if it is time to."""
         with self._deciding():
             super().on_train_epoch_end(trainer, pl_module)
+        continuation.let_schedulers_step(trainer)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Save if it is time to."""

@@ -172,6 +172,17 @@ def continue_from(trainer: Any, continuation: Continuation) -> None:
         _warn_if_inexact(trainer, mine)
 
 
+def let_schedulers_step(trainer: Any) -> None:
+    """At ``on_train_epoch_end``: also in the epoch that was resumed, schedulers that follow a metric step, if it is known.
+
+    Lightning leaves them out there, because a checkpoint has no metrics: the learning rate would be another one from then on.
+    """
+    fit_loop, known = trainer.fit_loop, trainer.callback_metrics
+    follow = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    if fit_loop.restarting and follow and all(name in known for name in follow):
+        fit_loop._restarting = False
+
+
 def _put_generators_back(fit_loop: Any, rng: Mapping[str, Any]) -> None:
     def put_back(on_advance_start: Callable[[], None]) -> None:
         set_rng_state(rng)
