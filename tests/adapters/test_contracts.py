@@ -147,6 +147,8 @@ ELSEWHERE = {
             "_signal_connector",
             "_last_checkpoint_saved",
             "_last_global_step_saved",
+            "_data_fetcher",
+            "_can_stop_early",
         ],
         "test_lightning_contract.py",
     ),

@@ -93,6 +93,37 @@ def test_the_seams_of_the_trainer_exist(name):
 
 
 @PACKAGE
+def test_what_tells_where_in_an_epoch_a_loop_is(name):
+    """lightning/epochs.py reads these of a running loop, and of the state of one."""
+    pl = package(name)
+    trainer = pl.Trainer(logger=False, enable_progress_bar=False, accelerator="cpu", enable_checkpointing=False)
+    loop = trainer.fit_loop
+    assert loop._data_fetcher is None
+    assert loop._can_stop_early is True
+    assert loop.epoch_loop.done is False
+    assert vars(trainer)["should_stop"] is False
+    state = loop.state_dict()
+    counts = {"ready", "started", "processed", "completed"}
+    for progress in ("epoch_progress", "epoch_loop.batch_progress"):
+        assert set(state[progress]["total"]) == set(state[progress]["current"]) == counts
+    assert state["epoch_loop.batch_progress"]["is_last_batch"] is False
+    fetchers = importlib.import_module(f"{name}.loops.fetchers")
+    assert fetchers._PrefetchDataFetcher().done is False
+
+
+@PACKAGE
+def test_where_a_trainer_saves_and_what_writes(name):
+    """lightning/install.py replaces the save_checkpoint of the class that has it, and knows Lightning's own I/O by its name."""
+    from safe_ckpt.lightning.install import _home, _writes_as_torch
+
+    pl = package(name)
+    trainer = pl.Trainer(logger=False, enable_progress_bar=False, accelerator="cpu", enable_checkpointing=False)
+    assert _home(trainer) is pl.Trainer
+    assert _writes_as_torch(trainer.strategy.checkpoint_io)
+    assert not _writes_as_torch(importlib.import_module(f"{name}.plugins.io").AsyncCheckpointIO())
+
+
+@PACKAGE
 def test_the_callback_is_a_checkpoint_for_both_trainers(name):
     """A Trainer of either package recognises it, adds no second ModelCheckpoint, and keys its state as upstream does."""
     from safe_ckpt.lightning import SafeCheckpointCallback

@@ -116,7 +116,7 @@ def test_ddp_survives_kills_bit_for_bit(tmp_path):
     assert fingerprints(run_ranks(file, tmp_path / "exp", 1, 3000, "ddp")) == reference, f"random seed {seed}"
     assert len(reference) == 1
     assert sorted(p.name for p in (tmp_path / "exp").glob("*.ckpt")) == ["epoch=19-step=40.ckpt", "last.ckpt"]
-    assert os.listdir(tmp_path / "exp/.safe_ckpt/staging") == []
+    assert list((tmp_path / "exp/.safe_ckpt/staging").rglob("*")) == []
     assert writer_processes() == []
 
 
@@ -392,3 +392,23 @@ def test_sigterm_on_one_rank_stops_both_and_the_run_goes_on_exactly(tmp_path):
     assert 5 <= int(*steps) < 40
     assert (tmp_path / "exp/stopped.ckpt").exists()
     assert fingerprints(run_ranks(file, tmp_path / "exp", 1, 100, "ddp")) == reference
+
+
+def test_an_epoch_that_was_broken_off_goes_on_on_every_rank(tmp_path):
+    """max_steps in mid-epoch, DDP with Lightning's own DistributedSampler: the rest of that epoch, the same weights."""
+    body = """
+        def go(name, seed, **settings):
+            pl.seed_everything(1, verbose=False)
+            module = module_class(pl)(loader=resumable)
+            torch.manual_seed(seed)  # the sampler's own seed is that of the program
+            callback = SafeCheckpointCallback(dirpath=folder / name, config=CONFIG, resume="auto", filename="{step}")
+            trainer(pl, [callback], folder, strategy="ddp", devices=2, **settings).fit(module)
+            return module
+        if __name__ == "__main__":
+            straight = go("straight", 1)
+            before, after = go("broken", 1, max_steps=3, max_epochs=-1), go("broken", 7)
+            assert before.seen + after.seen == straight.seen, (before.seen, after.seen, straight.seen)
+            assert len(before.seen) == 3 and len(straight.seen) == 6
+            assert fingerprint(after) == fingerprint(straight)
+    """
+    run_ranks(script(tmp_path, body), tmp_path / "exp")

@@ -61,6 +61,7 @@ class JobLock:
         self._kernel: FileLock | None = None
         self._pid = 0
         self._key = ""
+        self._keeper: threading.Thread | None = None
         self._stop = threading.Event()
 
     def acquire(self, patience_s: float | None = None) -> None:
@@ -86,11 +87,11 @@ class JobLock:
         _held[self._key] = self
         self._sweep()
         self._stop = threading.Event()
-        keeper = threading.Thread(
+        self._keeper = threading.Thread(
             target=self._keep, args=(self._lease, self._stop), name="safe_ckpt-lease", daemon=True
         )
         try:
-            keeper.start()
+            self._keeper.start()
         except BaseException:
             self.release()
             raise
@@ -124,6 +125,8 @@ class JobLock:
             return
         if _held.get(self._key) is self:
             del _held[self._key]
+        if self._keeper is not None and self._keeper.is_alive():
+            self._keeper.join(_MOMENT_S)  # a disk that does not answer holds it up
         try:
             self._drop_kernel_lock()
             take_away(self._directory, lambda data: _token(data) == lease.token)

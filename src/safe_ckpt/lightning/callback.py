@@ -22,13 +22,14 @@ from safe_ckpt.lightning import continuation, requeueing, resuming
 from safe_ckpt.lightning.arguments import check_arguments, refuse_remote
 from safe_ckpt.lightning.bases import ModelCheckpoint
 from safe_ckpt.lightning.bookkeeping import Intents, Shadow, known_paths, reconcile
-from safe_ckpt.lightning.install import install, install_for_loading
+from safe_ckpt.lightning.install import install, install_for_loading, overrides_saving
 from safe_ckpt.lightning.saver import TrainerSaver
 from safe_ckpt.lightning.stopping import STOPPED_NAME, end_fit
 
 logger = logging.getLogger(__name__)
+COMMITTED_HOOK = "on_checkpoint_committed"
 # What belongs to a running stage: our pipeline, and the logging methods that a Trainer attaches.
-_LIVE = ("_saver", "_intents", "_shadow", "_contribution", "log", "log_dict")
+_LIVE = ("_saver", "_intents", "_shadow", "log", "log_dict")
 
 
 class SafeCheckpointCallback(ModelCheckpoint):
@@ -142,7 +143,6 @@ class SafeCheckpointCallback(ModelCheckpoint):
         self._saver: TrainerSaver | None = None
         self._intents: Intents | None = None
         self._shadow: Shadow | None = None
-        self._contribution: dict[str, Any] | None = None
         self._at_once = False
 
     # ------------------------------------------------------------------ the life of a stage
@@ -158,21 +158,25 @@ class SafeCheckpointCallback(ModelCheckpoint):
         if str(getattr(stage, "value", stage)) != "fit" or trainer.fast_dev_run:
             install_for_loading(trainer)
             return
+        saver = self._open(trainer)
+        saver.stopper = self
+        if self._resume_due:
+            self._resume_due = False  # a second fit goes on with what is in memory
+            resuming.arrange(trainer, saver, self._directory, self.FILE_EXTENSION)
+
+    def _open(self, trainer: Any) -> TrainerSaver:
         self._saver = install(trainer, self.config)
         self._saver.add_hooks(self.hooks)
         self._saver.hold(self._directory, self.FILE_EXTENSION)
-        self._saver.stopper = self
-        if self._resume_due:
-            self._resume_due = False  # a second fit goes on with what is in memory
-            resuming.arrange(trainer, self._saver, self._directory, self.FILE_EXTENSION)
+        return self._saver
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Take this rank's part of the checkpoint."""
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
-        if self._saver is not None:
+        if self._saver is not None and self._saver.continuation is None:
             size = self._saver.engine.session.size
-            self._contribution = continuation.put_loaders_back(checkpoint, self._saver.rank, size)
-            if self._contribution is not None:
+            self._saver.continuation = continuation.prepare(checkpoint, self._saver.rank, size)
+            if self._saver.continuation is not None:
                 continuation.let_next_epoch_begin(trainer.fit_loop)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -190,9 +194,9 @@ class SafeCheckpointCallback(ModelCheckpoint):
         if self._came_from is not None and str(self._came_from) in known_paths(self):
             # This step is on disk already; upstream does not keep these two and would save it again.
             self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, str(self._came_from)
-        contribution, self._contribution = self._contribution, None
-        if contribution is not None and self._saver.claim_continuation():
-            continuation.continue_from(trainer, contribution)
+        due, self._saver.continuation = self._saver.continuation, None
+        if due is not None:
+            continuation.continue_from(trainer, due)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Save if it is time to."""
@@ -238,6 +242,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         """Save if it is time to."""
         with self._deciding():
             super().on_train_epoch_end(trainer, pl_module)
+        continuation.let_schedulers_step(trainer)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Save if it is time to."""
@@ -256,15 +261,19 @@ class SafeCheckpointCallback(ModelCheckpoint):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Save if asked to, then let what is in flight end. Nothing here masks the exception."""
-        if self._saver is None:
+        saver, name = self._saver, type(exception).__name__
+        if saver is None:
             return
         try:
-            if self._should_save_on_exception(trainer) and self._all_ranks_are_here():
+            if self._should_save_on_exception(trainer) and self._all_ranks_are_here(saver, name):
+                if saver.closed:  # raised when all was given back already; the teardown ends this one, too
+                    saver, before = self._open(trainer), saver
+                    saver.follow(before)
                 with self._deciding():
                     super().on_exception(trainer, pl_module, exception)
-            self._saver.land_on_exception()
+            saver.land_on_exception()
         except Exception:  # the user's exception is the one to see
-            logger.exception("while handling %s: could not save", type(exception).__name__)
+            logger.exception("%s was raised, and no checkpoint could be saved at it", name)
 
     # ------------------------------------------------------------------ decisions become intents
 
@@ -319,15 +328,27 @@ class SafeCheckpointCallback(ModelCheckpoint):
         super()._save_last_checkpoint(trainer, monitor_candidates)
 
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
-        if self._intents is None:
+        if self._intents is None or self._saver is None:
             super()._save_checkpoint(trainer, filepath)
             return
         self._begin()
-        self._intents.saves.append(filepath)
+        at_once = self._at_once or (not self.async_save and self._is_looked_at(trainer))
+
+        def take(path: str) -> None:
+            if self._intents is not None:
+                self._intents.saves.append(path)
+            if at_once:
+                self._flush()
+
+        # Through the Trainer, whose subclass may do something of its own there.
+        with self._saver.collecting(take, weights_only=self.save_weights_only):
+            trainer.save_checkpoint(filepath, self.save_weights_only)
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
-        if self._at_once:
-            self._flush()
+
+    def _is_looked_at(self, trainer: Any) -> bool:
+        """Whether a subclass, of this or of the Trainer, may want to do something with the file that was just saved."""
+        return type(self)._save_checkpoint is not SafeCheckpointCallback._save_checkpoint or overrides_saving(trainer)
 
     def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:  # type: ignore[override]
         if self._intents is None:
@@ -356,11 +377,26 @@ class SafeCheckpointCallback(ModelCheckpoint):
 
     # ------------------------------------------------------------------ outcomes
 
+    def wait(self) -> None:
+        """Wait until what this Trainer has saved is committed: ``best_model_path`` and the rest name files that are there.
+
+        Every rank calls this, on the thread that trains; outside of ``fit`` there is nothing to wait for.
+
+        Raises:
+            SafeCheckpointError: a save failed, the same on every rank.
+        """
+        if self._saver is not None:
+            self._saver.settle()
+
     def settled(self, trainer: Any, info: CheckpointInfo | None) -> None:
-        """A save of this callback is over: loggers are told of what exists, not of what is hoped for."""
-        if info is not None and trainer.is_global_zero:
-            for log in trainer.loggers:
-                log.after_save_checkpoint(proxy(self))
+        """A save of this callback is over: loggers and callbacks are told of what exists, not of what is hoped for."""
+        if info is None:
+            return
+        for log in trainer.loggers if trainer.is_global_zero else ():
+            log.after_save_checkpoint(proxy(self))
+        for callback in trainer.callbacks:
+            if (hook := getattr(callback, COMMITTED_HOOK, None)) is not None:
+                hook(trainer, trainer.lightning_module, info)
 
     @property
     def _came_from(self) -> Path | None:
@@ -378,14 +414,13 @@ class SafeCheckpointCallback(ModelCheckpoint):
             return True
         return self._directory.is_dir() and os.listdir(self._directory) == [HIDDEN]
 
-    def _all_ranks_are_here(self) -> bool:
+    def _all_ranks_are_here(self, saver: TrainerSaver, name: str) -> bool:
         # One rank alone must not wait in a collective for others that train on.
-        if self._saver is None:
-            return False
         try:
-            timeout_s = self.config.timeouts.peer_stall_s
-            self._saver.engine.session.agree("exception", {}, timeout_s=timeout_s)
+            saver.agree_on_exception()
         except SafeCheckpointError as error:
-            logger.warning("no checkpoint on this exception: not all ranks met one (%s)", error)
+            logger.warning(
+                "%s was raised; no checkpoint is saved at it, for not all ranks met an exception: %s", name, error
+            )
             return False
         return True

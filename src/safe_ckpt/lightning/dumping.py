@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ def images(
     *,
     weights_only: bool | None,
     whole: bool,
+    broken_off: dict[str, Any] | None = None,
     shards: ShardPlanner | None = None,
 ) -> Files:
     """The planned files of this rank; what went wrong, where it did. Nothing is raised before all ranks know of it.
@@ -50,9 +52,11 @@ def images(
         path: the file's final name.
         weights_only: as in ``Trainer.save_checkpoint``.
         whole: whether the generators and loaders of all ranks belong to it.
+        broken_off: what the generators were where this epoch was broken off; None where it was not.
         shards: plans what every rank has a part of; None where the checkpoint is one file.
     """
-    found, error = _whole_checkpoint(engine, trainer, io, path, weights_only=weights_only, whole=whole)
+    mine = functools.partial(continuation.capture, trainer, broken_off) if whole else None
+    found, error = _whole_checkpoint(engine, trainer, io, path, weights_only, mine)
     form = sharding.layout_of(trainer.strategy)
     if form is not None and form.engine:
         return _of_an_engine(engine, trainer, found, error)
@@ -80,18 +84,23 @@ def _of_an_engine(engine: Engine, trainer: Any, checkpoint: dict[str, Any] | Non
 
 
 def _whole_checkpoint(
-    engine: Engine, trainer: Any, io: SafeCheckpointIO, path: Path, *, weights_only: bool | None, whole: bool
+    engine: Engine,
+    trainer: Any,
+    io: SafeCheckpointIO,
+    path: Path,
+    weights_only: bool | None,
+    capture: Callable[[], dict[str, Any]] | None,
 ) -> tuple[dict[str, Any] | None, Exception | None]:
-    """The Trainer's checkpoint, on rank 0 with what belongs to the ranks."""
+    """The Trainer's checkpoint, on rank 0 with what belongs to the ranks, if they ``capture`` anything."""
     mine, failure = "", None
-    if whole:
+    if capture is not None:
         try:
-            mine = continuation.to_text(continuation.capture(trainer))
+            mine = continuation.to_text(capture())
         except Exception as problem:  # a loader of the user's that cannot tell where it is
             failure = problem
     found, error = dump(trainer, io, path, weights_only)
     texts: dict[int, str] = {}
-    if whole:
+    if capture is not None:
         engine.agree("ranks' states", {}, answer=mine, decide=texts.update)
     if found is None or failure is not None or error is not None:
         return found, failure or error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from safe_ckpt.config import CheckpointConfig
@@ -9,6 +10,8 @@ from safe_ckpt.errors import ConfigError
 from safe_ckpt.lightning import requeueing, sharding
 from safe_ckpt.lightning.io import SafeCheckpointIO
 from safe_ckpt.lightning.saver import TrainerSaver
+
+_MARK = "_safe_ckpt"
 
 
 def install(trainer: Any, config: CheckpointConfig) -> TrainerSaver:
@@ -31,15 +34,50 @@ def install(trainer: Any, config: CheckpointConfig) -> TrainerSaver:
     io.saver = saver
     if sharding.layout_of(strategy) is not None:
         sharding.guard(trainer, saver.engine, saver.land, saver.end)
-    # So that the user's own saves, SLURM's and the tuners' are agreed and awaited on every rank as well.
-    trainer.save_checkpoint = saver.save_now
+    _let_savers_save(_home(trainer))
     return saver
+
+
+def overrides_saving(trainer: Any) -> bool:
+    """Whether a subclass, or the object itself, has a ``save_checkpoint`` of its own."""
+    kinds = type(trainer).__mro__
+    below = kinds[: kinds.index(_home(trainer))]
+    return any("save_checkpoint" in vars(one) for one in (trainer, *below))
+
+
+def _home(trainer: Any) -> type[Any]:
+    """The Trainer of Lightning: the last class that has a ``save_checkpoint``."""
+    return next(kind for kind in reversed(type(trainer).__mro__) if "save_checkpoint" in vars(kind))
+
+
+def _let_savers_save(home: type[Any]) -> None:
+    """Have ``Trainer.save_checkpoint`` save through the saver of a Trainer that has one; nothing else changes.
+
+    In the class and not in the object, so that what a subclass overrides is called, and calls this with ``super()``. The
+    user's own saves, SLURM's and the tuners' come here, and are agreed and awaited on every rank.
+    """
+    stock = home.save_checkpoint
+    if hasattr(stock, _MARK):
+        return
+
+    @functools.wraps(stock)
+    def save_checkpoint(
+        trainer: Any, filepath: Any, weights_only: bool | None = None, storage_options: Any = None
+    ) -> None:
+        saver = getattr(trainer.strategy.checkpoint_io, "saver", None)
+        if isinstance(saver, TrainerSaver):
+            saver.save_now(filepath, weights_only, storage_options)
+        else:
+            stock(trainer, filepath, weights_only, storage_options)
+
+    setattr(save_checkpoint, _MARK, True)
+    home.save_checkpoint = save_checkpoint
 
 
 def install_for_loading(trainer: Any) -> None:
     """Outside of ``fit``: verify what is loaded, where the strategy leaves loading to the I/O that it always has."""
     strategy = trainer.strategy
-    if _is_unsharded(strategy) and type(strategy.checkpoint_io).__name__ == "TorchCheckpointIO":
+    if _is_unsharded(strategy) and _writes_as_torch(strategy.checkpoint_io):
         _install_io(trainer)
 
 
@@ -59,12 +97,21 @@ def _install_io(trainer: Any) -> SafeCheckpointIO:
     present = strategy.checkpoint_io
     if isinstance(present, SafeCheckpointIO):
         return present
-    if type(present).__name__ != "TorchCheckpointIO":
-        message = f"replaces every other CheckpointIO: remove {type(present).__name__} from the Trainer's plugins"
+    if not _writes_as_torch(present):
+        message = (
+            f"{type(present).__name__} writes or removes files in a way of its own, which cannot be verified nor committed "
+            "in one step: remove it from the Trainer's plugins, or use ModelCheckpoint with it"
+        )
         raise ConfigError(key="SafeCheckpointCallback", message=message)
     io = SafeCheckpointIO(present)
     strategy.checkpoint_io = io
     return io
+
+
+def _writes_as_torch(io: Any) -> bool:
+    """Whether it leaves writing and removing to Lightning's own: one that only reads in a way of its own goes on reading."""
+    names = ("save_checkpoint", "remove_checkpoint")
+    return all(getattr(type(io), name).__qualname__ == f"TorchCheckpointIO.{name}" for name in names)
 
 
 def _is_unsharded(strategy: Any) -> bool:

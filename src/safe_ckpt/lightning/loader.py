@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
@@ -11,6 +12,22 @@ from safe_ckpt.core.rng import get_rng_state, set_rng_state
 
 _Loader = TypeVar("_Loader", bound="DataLoader[Any]")
 _KEY = "safe_ckpt.position"
+
+
+class _Batches:
+    """The batches of an epoch. As Lightning has it for those of a DataLoader, none go along in a copy of the Trainer."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return iter, ((),)
 
 
 class _Resumable:
@@ -37,7 +54,7 @@ class _Resumable:
 
     def __iter__(self) -> Iterator[Any]:
         pending, self._pending = self._pending, None
-        return self._go_on(pending)
+        return _Batches(self._go_on(pending))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The class was made at run time: another process makes it again.
@@ -51,10 +68,13 @@ class _Resumable:
         self._fetched = 0
         batches = super().__iter__()  # type: ignore[misc]
         if pending is not None:
-            for _ in range(pending["fetched"]):
+            unseen = pending.get("unseen", 0)
+            for _ in range(pending["fetched"] - unseen):
                 next(batches)
-            self._fetched = pending["fetched"]
+            again = [next(batches) for _ in range(unseen)]
+            self._fetched = pending["fetched"] - unseen
             set_rng_state(pending["now"])
+            batches = itertools.chain(again, batches)
         for batch in batches:
             self._fetched += 1
             yield batch
@@ -64,6 +84,25 @@ class _Resumable:
 def at_end(state: dict[str, Any]) -> dict[str, Any]:
     """The state of a loader after the last batch of an epoch. Lightning does not ask for more, so the loader cannot know."""
     return {_KEY: {**state[_KEY], "begun": None}} if _KEY in state else state
+
+
+def generators(states: Sequence[Any]) -> dict[str, Any] | None:
+    """What the generators were at a save, as far as one of these states of loaders says."""
+    ours = (state[_KEY]["now"] for state in states if isinstance(state, dict) and _KEY in state)
+    return next(ours, None)
+
+
+def at_batch(state: dict[str, Any], *, unseen: int, now: dict[str, Any]) -> dict[str, Any]:
+    """The state of a loader within an epoch.
+
+    Args:
+        state: what the loader says.
+        unseen: how many of the batches that it gave were not trained on; they are given again.
+        now: what the generators were when training stopped, which may be a while ago.
+    """
+    if _KEY not in state:
+        return state
+    return {_KEY: {**state[_KEY], "unseen": unseen, "now": now}}
 
 
 def resumable(loader: _Loader) -> _Loader:

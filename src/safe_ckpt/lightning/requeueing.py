@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.lightning import stand_ins
 
 HANDLER = "_slurm_sigusr_handler_fn"
 
@@ -46,12 +47,8 @@ def requeue(trainer: Any) -> None:
     number = _signal_of(trainer)
     if number is None:
         return
-    before = trainer.save_checkpoint
-    trainer.save_checkpoint = _is_saved
-    try:
+    with stand_ins.within(trainer, "save_checkpoint", _is_saved):
         getattr(trainer._signal_connector, HANDLER)(number, None)
-    finally:
-        trainer.save_checkpoint = before
 
 
 class Wish:

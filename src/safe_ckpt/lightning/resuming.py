@@ -7,6 +7,7 @@ import logging
 import os
 import uuid
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from safe_ckpt.core.root import Root
 from safe_ckpt.core.select import Candidate
 from safe_ckpt.core.verify import verify_if_ours, verify_share
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, NoValidCheckpointError, SafeCheckpointError
-from safe_ckpt.lightning import requeueing
+from safe_ckpt.lightning import requeueing, stand_ins
 from safe_ckpt.lightning.peek import peek
 from safe_ckpt.lightning.sharding import facts_file, is_sharded_directory
 
@@ -59,19 +60,16 @@ def arrange(trainer: Any, saver: Resumer, directory: Path, suffix: str) -> None:
         message = f"one directory at a time: {saver.auto_directory} is resumed from, so {directory} cannot be"
         raise ConfigError(key="resume", message=message)
     saver.auto_directory = directory
-    # Lightning has no public seam here: when setup() runs, ckpt_path is a local variable of the Trainer already.
-    connector = trainer._checkpoint_connector
-    original = connector._restore_modules_and_callbacks
 
-    def restore(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-        connector.__dict__.pop("_restore_modules_and_callbacks", None)
+    # Lightning has no public seam here: when setup() runs, ckpt_path is a local variable of the Trainer already.
+    def restore(original: Callable[..., None], checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
         rival = requeueing.resume_path(trainer) if checkpoint_path is not None else None
         if checkpoint_path is None or (rival is not None and rival == Path(os.path.abspath(checkpoint_path))):
             chosen = saver.resume_from(directory, suffix, rival)
             checkpoint_path = str(chosen) if chosen is not None else None
         original(checkpoint_path, *args, **kwargs)
 
-    connector._restore_modules_and_callbacks = restore
+    stand_ins.once(trainer._checkpoint_connector, "_restore_modules_and_callbacks", restore)
 
 
 def choose(engine: Engine, root: Root, suffix: str) -> Path | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,6 +33,8 @@ from safe_ckpt.errors import (
 from safe_ckpt.events import Hook
 from safe_ckpt.lightning import dumping, overlapping, requeueing, resuming, sharding, stopping
 from safe_ckpt.lightning.bookkeeping import Intents, Shadow
+from safe_ckpt.lightning.continuation import Continuation
+from safe_ckpt.lightning.epochs import BreakingOff
 from safe_ckpt.lightning.io import SafeCheckpointIO
 from safe_ckpt.lightning.scalars import LoggerScalars
 from safe_ckpt.lightning.signals import in_signal_handler
@@ -72,6 +75,7 @@ class TrainerSaver:
         training: whether the training loop has begun: before that there is nothing to continue.
         stopping: whether a signal ended the run: what is saved after that would stand in the way of the resume.
         stopper: the callback that asks for signals, the last one, when all others have saved what was due.
+        continuation: what is left to be done before a resumed loop goes on.
         requeue_due: whether the job goes back into SLURM's queue when ``fit`` is over.
     """
 
@@ -88,15 +92,17 @@ class TrainerSaver:
         self.stopping = False
         self.stopper: Owner | None = None
         self.requeue_due = False
+        self.continuation: Continuation | None = None
+        self._breaking_off = BreakingOff()
         self._wish = requeueing.Wish()
         self._last_whole: SaveHandle | None = None
         self._shards = self._shard_planner()
         self._roots: dict[Path, Root] = {}
         self._counted: set[tuple[Path, str]] = set()
         self._flights: list[_Flight] = []
+        self._collector: tuple[Callable[[str], None], bool] | None = None
         self._busy = False
         self._closed = False
-        self._continued = False
         self._out_by: float | None = None
 
     @property
@@ -191,12 +197,17 @@ class TrainerSaver:
         return handle
 
     def save_now(self, path: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
-        """Stands in for ``Trainer.save_checkpoint``: returns when the file is durable, or raises on every rank."""
+        """What ``Trainer.save_checkpoint`` does: returns when the file is durable, or raises on every rank.
+
+        What a callback saves is its own to do, at the end of its hook: see ``collecting``.
+        """
         if storage_options is not None:
             raise TypeError("storage_options are not supported: safe_ckpt writes to local and mounted file systems")
         target = Path(os.path.abspath(path))
         if self._busy or in_signal_handler():
             self._save_alone(target, weights_only)
+        elif self._collector is not None and bool(weights_only) == self._collector[1]:
+            self._collector[0](os.fspath(path))
         elif self._closed and sharding.layout_of(self._trainer.strategy) is not None:
             self._save_with_another(target, weights_only)
         elif self._closed:
@@ -205,6 +216,15 @@ class TrainerSaver:
             intents = Intents(saves=[str(target)])
             handle = self.save(intents, None, None, weights_only=weights_only, wait=True)
             handle.result()  # also with on_failure="warn": who asks for a file is told that there is none
+
+    @contextlib.contextmanager
+    def collecting(self, take: Callable[[str], None], *, weights_only: bool) -> Iterator[None]:
+        """While this is entered, what ``Trainer.save_checkpoint`` is asked to save goes to ``take``."""
+        self._collector = (take, weights_only)
+        try:
+            yield
+        finally:
+            self._collector = None
 
     def export(self, module: torch.nn.Module, directory: Path, max_shard_size: int | str) -> None:
         """Write the module's weights alone and wait until they are durable. Every rank calls this.
@@ -338,6 +358,7 @@ class TrainerSaver:
         finally:
             self._closed = True
             stopping.restore(self._trainer)
+            self._breaking_off.forget(self._trainer)
             self.engine.close(quiet=interrupted, within_s=self._left_s() if interrupted else None)
 
     def _left_s(self) -> float:
@@ -354,10 +375,33 @@ class TrainerSaver:
         """The loops are about to run, and Lightning's own signal handlers are in place. Every rank calls this."""
         if not self.training:
             self.training = True
+            self._breaking_off.watch(self._trainer)
             state: dict[str, Any] = {"module": self._trainer.lightning_module}
             state.update({f"optimizer {number}": one for number, one in enumerate(self._trainer.optimizers)})
             self.engine.prepare(items.expected_bytes(state, rank=self.rank))
             self.engine.watch_signals(self._wish.take_from(stopping.without_lightnings))
+
+    def agree_on_exception(self) -> None:
+        """Learn whether all ranks are about to save at an exception, within ``peer_stall_s``. Each that is calls this.
+
+        Raises:
+            SafeCheckpointError: some are not.
+        """
+        timeout_s = self.config.timeouts.peer_stall_s
+        if not self._closed:
+            self.engine.session.agree("exception", {}, timeout_s=timeout_s)
+            return
+        timeouts = dataclasses.replace(self.config.timeouts, barrier_s=timeout_s)
+        session = open_session(None, timeouts, network=self.config.network)
+        try:
+            session.agree("exception", {}, timeout_s=timeout_s)
+        finally:
+            session.release(keep=True)
+
+    def follow(self, before: TrainerSaver) -> None:
+        """Save for the same ``fit`` as one that has ended."""
+        self.training = before.training
+        self._breaking_off = before._breaking_off
 
     def agree_on_requeue(self) -> bool:
         """Whether the signal that ended the run was the one at which Lightning requeues the job. Every rank calls this."""
@@ -366,11 +410,6 @@ class TrainerSaver:
                 "requeue", {}, answer=self._wish.made, decide=lambda answers: any(answers.values())
             )
         return self.requeue_due
-
-    def claim_continuation(self) -> bool:
-        """True for the first callback that asks."""
-        claimed, self._continued = self._continued, True
-        return not claimed
 
     def _tell(self, flight: _Flight) -> None:
         if flight not in self._flights:
@@ -396,6 +435,7 @@ class TrainerSaver:
                 primary,
                 weights_only=weights_only,
                 whole=fitting and not weights_only,
+                broken_off=self._breaking_off.rng,
                 shards=self._shards,
             )
         links = [Link(path=Path(os.path.abspath(path))) for path in intents.saves[1:]]

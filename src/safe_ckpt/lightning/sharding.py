@@ -16,7 +16,7 @@ from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.manifest import MANIFEST_NAME
 from safe_ckpt.core.verify import verify_share
-from safe_ckpt.lightning import engines
+from safe_ckpt.lightning import engines, stand_ins
 
 if TYPE_CHECKING:
     import torch
@@ -155,12 +155,11 @@ def guard(trainer: Any, engine: Engine, before: Callable[[], None], end: Callabl
         return loaded
 
     def teardown() -> None:
-        for name in ("load_checkpoint", "teardown"):
-            strategy.__dict__.pop(name, None)
+        stand_ins.take_away(strategy, "load_checkpoint", "teardown")
         try:
             end()
         finally:
             type(strategy).teardown(strategy)
 
-    strategy.load_checkpoint = load
-    strategy.teardown = teardown
+    stand_ins.put(strategy, "load_checkpoint", load)
+    stand_ins.put(strategy, "teardown", teardown)

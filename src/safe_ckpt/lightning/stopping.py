@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from safe_ckpt.lightning import stand_ins
+
 STOPPED_NAME = "stopped"
 
 
@@ -13,13 +15,13 @@ def end_fit(trainer: Any) -> None:
     fit_loop = trainer.fit_loop
     fit_loop.min_epochs = None  # else Lightning trains on until they are reached
     fit_loop.epoch_loop.min_steps = None
-    fit_loop.epoch_loop._should_check_val_fx = lambda _: False
+    stand_ins.put(fit_loop.epoch_loop, "_should_check_val_fx", lambda _: False)
     trainer.should_stop = True
 
 
 def restore(trainer: Any) -> None:
     """Take back what ``end_fit`` put into the loops; harmless without it."""
-    trainer.fit_loop.epoch_loop.__dict__.pop("_should_check_val_fx", None)
+    stand_ins.take_away(trainer.fit_loop.epoch_loop, "_should_check_val_fx")
 
 
 def without_lightnings(handler: Any, without: Mapping[str, Callable[[], None]]) -> Any:
