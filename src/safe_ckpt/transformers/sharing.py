@@ -87,8 +87,10 @@ class Sharing:
         def load(engine: Any, checkpoint: str, *args: Any, **kwargs: Any) -> None:
             path = Path(checkpoint)
             tag = places.latest_tag(path)
-            stock(engine, checkpoint, *args, **kwargs)
-            nested.resume_swapped(self._core, {tag: engine} if tag else {}, path, optimizer_states=True)
+            engines = {tag: engine} if tag else {}
+            with nested.loading(self._core, engines, path):
+                stock(engine, checkpoint, *args, **kwargs)
+            nested.resume_swapped(self._core, engines, path, optimizer_states=True)
 
         with StandIns(upstream, {"deepspeed_load_checkpoint": load}):
             yield
