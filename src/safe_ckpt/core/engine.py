@@ -28,7 +28,7 @@ from safe_ckpt.core.pipeline import Pipeline
 from safe_ckpt.core.preemption import Preemption
 from safe_ckpt.core.ranks import group_timeout_s
 from safe_ckpt.core.rendezvous import Session, open_session, raise_first
-from safe_ckpt.core.root import Root
+from safe_ckpt.core.root import EVENTS, Root
 from safe_ckpt.core.taking import Taker
 from safe_ckpt.errors import (
     ClosedError,
@@ -161,7 +161,7 @@ class Engine:
         def take(_: object) -> str:
             _open_through_blips(root, self.config)
             try:
-                return directory.leave_token(seen_from)
+                return directory.leave_token(seen_from) if self.session.size > 1 else ""
             except OSError:
                 root.close()
                 raise
@@ -171,10 +171,11 @@ class Engine:
         with self.together():
             token = self.session.agree("hold", {"directory": path}, timeout_s=patience_s, decide=take)
             self._roots.append(root)
-            directory.await_shared(self.session, seen_from, token, self.config.timeouts.barrier_s)
+            if token:  # there are others, who must see it
+                directory.await_shared(self.session, seen_from, token, self.config.timeouts.barrier_s)
         if self.rank == 0 and self.config.record_events and recorded:
             hook = self._recorders[root] = JsonlHook(
-                root.hidden / "events.jsonl",
+                root.hidden / EVENTS,
                 record_bytes=self.config.telemetry.record_bytes,
                 record_files=self.config.telemetry.record_files,
                 world_size=self.session.size,
@@ -190,7 +191,6 @@ class Engine:
                 self.emit.remove(hook)
             if self.rank == 0:
                 root.close()
-                root.tidy()
 
     def save(self, request: Request) -> SaveHandle:
         """Save. Returns when the copy is taken; every rank calls this.

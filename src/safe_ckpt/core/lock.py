@@ -95,6 +95,11 @@ class JobLock:
             self.release()
             raise
 
+    @property
+    def is_held(self) -> bool:
+        """Whether this process took it and has not given it back."""
+        return self._lease is not None and self._pid == os.getpid()
+
     def confirm(self) -> None:
         """Check that the lock is still ours. Called right before every rename that commits.
 
