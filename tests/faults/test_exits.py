@@ -12,7 +12,7 @@ import pytest
 
 from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.core.verify import verify
-from support import run_script, writer_processes, writers_of
+from support import names_in, run_script, writer_processes, writers_of
 
 BODY = """
     import signal, sys, torch
@@ -26,7 +26,7 @@ BODY = """
 
 def committed(folder):
     found = [path for path in folder.glob("step-*") if verify(path, read_manifest(path))]
-    assert os.listdir(folder / ".safe_ckpt/staging") == []
+    assert names_in(folder / ".safe_ckpt/staging") == []
     assert not (folder / ".safe_ckpt/lock").exists()
     return [path.name for path in found]
 

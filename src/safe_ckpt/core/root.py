@@ -78,6 +78,7 @@ class Root:
                 if error.errno != errno.ENOENT or attempts == 1:
                     raise
         try:
+            self.staging.mkdir(exist_ok=True)  # here, because no job that ends now takes it away any more
             self._repair()
             self._sweep()
         except BaseException as error:
@@ -90,12 +91,8 @@ class Root:
         """Give the directory back, and take away what was made here and is empty."""
         if not self._lock.is_held:
             return
-        folders = [self.staging, self.trash, self.quarantine, self.kept]
-        try:
-            self._lock.confirm()
-        except DirectoryError:
-            folders = []  # another job's by now
-        _remove_empty(folders)
+        if self._lock.is_seen:  # else the folders are another job's by now
+            _remove_empty([self.staging, self.trash, self.quarantine, self.kept])
         self._lock.release()
         # Whoever comes in this moment makes anew what is gone.
         _remove_empty([self.hidden, *self._missing])
@@ -168,6 +165,7 @@ class Root:
     def _sweep_away(self, path: Path) -> None:
         """Delete what a job left that may still live: in one step out of its reach, so that it can never commit a half."""
         target = self.trash / f"{uuid.uuid4().hex}-{path.name}"
+        self.trash.mkdir(exist_ok=True)
         self.confirm()  # this job itself may have been stopped since it took the lock
         try:
             os.rename(path, target)

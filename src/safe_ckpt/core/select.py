@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ WEIGHTS = "weights"
 """The kind of a directory that holds a model's weights alone: nothing to resume from, and nothing that retention deletes."""
 StepOf = Callable[[str], "int | None"]
 OnError = Callable[[Path, Exception], None]
+_ATTEMPTS = 10
 _STOCK_FILES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".distcp")
 
 
@@ -249,20 +251,32 @@ def _walk(root: Path, on_error: OnError | None) -> Iterator[tuple[str, list[str]
         folder = folders.pop()
         below: list[str] = []
         names: list[str] = []
-        with _guarded(Path(folder), None if folder == os.fspath(root) else on_error or _not_ours):
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    # What a link leads to is nobody's checkpoint here, so nothing is asked of it.
-                    (names if entry.is_symlink() or not entry.is_dir() else below).append(entry.name)
+        with (
+            _guarded(Path(folder), None if folder == os.fspath(root) else on_error or _not_ours),
+            _opened(folder) as entries,
+        ):
+            for entry in entries:
+                # What a link leads to is nobody's checkpoint here, so nothing is asked of it.
+                (names if entry.is_symlink() or not entry.is_dir() else below).append(entry.name)
         yield folder, below, names
         folders += [os.path.join(folder, name) for name in below]
+
+
+def _opened(folder: str) -> AbstractContextManager[Iterator[os.DirEntry[str]]]:
+    for _ in range(_ATTEMPTS):
+        try:
+            return os.scandir(folder)
+        except FileNotFoundError:
+            if presence.is_gone(Path(folder)):
+                raise
+    return os.scandir(folder)  # each time one of that name had come when the one before it was gone
 
 
 def _not_ours(folder: Path, error: Exception) -> None:
     """A folder among the checkpoints that cannot be listed: who saved into it could. What a disk refuses is raised."""
     if isinstance(error, PermissionError):
         logger.warning("%s is passed over, with all that may be in it: %s", folder, error)
-    elif not (isinstance(error, FileNotFoundError) and presence.is_gone(folder)):
+    elif not isinstance(error, FileNotFoundError):
         raise error
 
 
