@@ -34,8 +34,9 @@ class Timeouts:
     Attributes:
         lengthy_s: one save from agreement to verdict, however large, as long as its ranks are alive.
         barrier_s: how long a rank waits for the others to make the same call.
-        writer_stall_s: how long the writer process may move no byte.
-        fsync_stall_s: how long one fsync may take.
+        writer_stall_s: how long the writer process may move no byte. One that ended is replaced at once, and one that was
+            stopped (SIGSTOP) after 3 s.
+        fsync_stall_s: how long one fsync may take, and one write for which the kernel says that it waits for the disk.
         peer_stall_s: how long a rank may show no sign of life before it counts as lost.
         shutdown_s: how long ``close`` and interpreter exit may wait for what makes no progress.
     """
