@@ -85,6 +85,8 @@ class WriterConfig:
         flush_every_bytes: without direct I/O, flush after so many bytes so that the last fsync is short.
         niceness: added to the niceness of the writer process, 0 to 19.
         max_respawns: how often a dead or stalled writer process is replaced within one save.
+        inline_bytes: what a rank writes in one save, up to so much, is written by a thread of its own process, and the writer
+            process is not started for it.
     """
 
     direct_io: Literal["auto", "off"] = "auto"
@@ -92,6 +94,7 @@ class WriterConfig:
     flush_every_bytes: int = field(default=64 << 20, metadata=limits(at_least=4096))
     niceness: int = field(default=10, metadata=limits(at_least=0, at_most=19))
     max_respawns: int = field(default=2, metadata=limits(at_least=0))
+    inline_bytes: int = field(default=2 << 20, metadata=limits(at_least=0))
 
     def __post_init__(self) -> None:
         check(self)

@@ -105,8 +105,6 @@ class Engine:
             self._closed = True
             self._end()
             raise
-        if self.rank == 0:
-            self._pipeline.writer.start()
         self._warn_of_a_short_group_timeout(group)
         # Also where atexit does not run: processes that multiprocessing forked end without it.
         weak = weakref.ref(self)
@@ -240,7 +238,7 @@ class Engine:
         Args:
             size_bytes: what this rank will save, roughly; never shrinks what is there.
         """
-        if not self._closed and os.getpid() == self._pid:
+        if not self._closed and os.getpid() == self._pid and self._pipeline.writer.needs_process(size_bytes):
             # Without this engine: one that nobody holds any more is closed, and stops it.
             self._taker.prepare(size_bytes, functools.partial(_get_ready, self._pipeline))
 
@@ -411,6 +409,8 @@ class Engine:
                 # Nothing is in flight any more, so every rank knows of it and raises here.
                 told = True
                 self.raise_unreported()
+            if self.rank == 0 and self._pipeline.writer.needs_process(sum(i.total_bytes for i in op.request.images)):
+                self._pipeline.writer.start()  # while the copy is taken
             self._taker.lay_out(op)
         finally:
             # Also when this was interrupted: the other ranks wait for what becomes of it here.

@@ -49,8 +49,9 @@ class Key:
         return next((unit for suffix, unit in _UNITS.items() if self.name.endswith(suffix)), "")
 
 
+@functools.cache
 def hints(kind: type) -> Mapping[str, Any]:
-    """The types of a dataclass's fields, resolved."""
+    """The types of a dataclass's fields, resolved. Once, because that takes longer than saving a small model."""
     return typing.get_type_hints(kind)
 
 
@@ -66,6 +67,7 @@ def without_none(hint: Any) -> tuple[Any, bool]:
     return hint, False
 
 
+@functools.cache
 def keys(kind: type, prefix: str = "") -> tuple[Key, ...]:
     """All settings of a dataclass and of those within it, in the order of their fields."""
     found: list[Key] = []
