@@ -188,7 +188,8 @@ class Phases:
 
     def _write(self) -> dict[str, Any]:
         op = self._op
-        begun, directories = time.monotonic(), [str(folder) for folder in op.folders]
+        # The entry of a single file is made durable where it is renamed to.
+        begun, directories = time.monotonic(), [str(folder) for folder in op.folders if op.request.kind == "directory"]
         results = self._copy_files()
         if op.request.parts is not None:
             results += self._write_parts(op.request.parts, directories)
