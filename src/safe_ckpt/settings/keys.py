@@ -7,7 +7,7 @@ import difflib
 import functools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union
 
@@ -49,10 +49,13 @@ class Key:
         return next((unit for suffix, unit in _UNITS.items() if self.name.endswith(suffix)), "")
 
 
-@functools.cache
+# Once for each, because that takes longer than saving a small model.
+_resolved: Callable[[type], Mapping[str, Any]] = functools.cache(typing.get_type_hints)
+
+
 def hints(kind: type) -> Mapping[str, Any]:
-    """The types of a dataclass's fields, resolved. Once, because that takes longer than saving a small model."""
-    return typing.get_type_hints(kind)
+    """The types of a dataclass's fields, resolved."""
+    return _resolved(kind)
 
 
 def is_section(hint: Any) -> bool:
@@ -67,7 +70,6 @@ def without_none(hint: Any) -> tuple[Any, bool]:
     return hint, False
 
 
-@functools.cache
 def keys(kind: type, prefix: str = "") -> tuple[Key, ...]:
     """All settings of a dataclass and of those within it, in the order of their fields."""
     found: list[Key] = []
