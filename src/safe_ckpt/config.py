@@ -86,7 +86,7 @@ class WriterConfig:
         niceness: added to the niceness of the writer process, 0 to 19.
         max_respawns: how often a dead or stalled writer process is replaced within one save.
         inline_bytes: what a rank writes in one save, up to so much, is written by a thread of its own process, and the writer
-            process is not started for it.
+            process is not started for it. 0: the writer process writes everything.
     """
 
     direct_io: Literal["auto", "off"] = "auto"

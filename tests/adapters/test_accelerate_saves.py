@@ -10,6 +10,7 @@ import random
 import shutil
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -20,7 +21,7 @@ from accelerate.utils import DataLoaderConfiguration
 from safetensors.torch import load_file
 
 from accelerate_runs import CONFIG, Training, forget, fresh, make, seed, shared_memory, stateful
-from safe_ckpt import CheckpointConfig, Retention, SafeCheckpointError
+from safe_ckpt import CheckpointConfig, Retention, SafeCheckpointError, WriterConfig
 from safe_ckpt.accelerate import SafeCheckpointPlugin, register
 from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.core.verify import verify
@@ -442,7 +443,8 @@ def test_remove_leaves_nothing(tmp_path):
     accelerator = make(tmp_path)
     before, attributes = threading.active_count(), set(vars(accelerator))
     methods = {name: getattr(accelerator, name) for name in ("save_state", "load_state", "end_training")}
-    handle = SafeCheckpointPlugin(CONFIG).register(accelerator)
+    config = replace(CONFIG, writer=WriterConfig(inline_bytes=0))
+    handle = SafeCheckpointPlugin(config).register(accelerator)
     assert accelerator.save_state != methods["save_state"]
     Training(accelerator)
     accelerator.save_state()

@@ -647,8 +647,8 @@ def test_a_fork_of_the_trainer_does_not_keep_the_writer_alive(tmp_path):
     """A loader's worker holds a copy of every descriptor: after SIGKILL of the trainer the writer still ends."""
     code = """
         import os, sys, time
-        from safe_ckpt import Checkpointer
-        ckpt = Checkpointer(sys.argv[1])
+        from safe_ckpt import CheckpointConfig, Checkpointer, WriterConfig
+        ckpt = Checkpointer(sys.argv[1], CheckpointConfig(writer=WriterConfig(inline_bytes=0)))
         ckpt.save(1, {"x": 1}).result()
         if os.fork() == 0:
             os.close(1)

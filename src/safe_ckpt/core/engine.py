@@ -105,6 +105,8 @@ class Engine:
             self._closed = True
             self._end()
             raise
+        if self.rank == 0 and self._pipeline.writer.needs_process(1):
+            self._pipeline.writer.start()
         self._warn_of_a_short_group_timeout(group)
         # Also where atexit does not run: processes that multiprocessing forked end without it.
         weak = weakref.ref(self)
