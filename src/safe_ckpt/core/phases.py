@@ -188,8 +188,7 @@ class Phases:
 
     def _write(self) -> dict[str, Any]:
         op = self._op
-        # The entry of a single file is made durable where it is renamed to.
-        begun, directories = time.monotonic(), [str(folder) for folder in op.folders if op.request.kind == "directory"]
+        begun, directories = time.monotonic(), [str(folder) for folder in op.folders]
         results = self._copy_files()
         if op.request.parts is not None:
             results += self._write_parts(op.request.parts, directories)
