@@ -144,6 +144,6 @@ def resume(rank, folder, stage, offload, *, stock):
             run.load_checkpoint(folder / "out", tag="global_step3", load_optimizer_states=False)
             assert not torch.equal(weights(run), now)
         handle.remove()
-        assert not list((folder / "out" / ".safe_ckpt" / "staging").iterdir())
+        assert not list((folder / "out" / ".safe_ckpt" / "staging").glob("*"))
         assert not (folder / "out" / "bad").exists()
     return same, Path(path).parent.name

@@ -145,7 +145,7 @@ def latest(folder):
 
 def clean(folder):
     """Nothing half done is left, and nobody holds the directory."""
-    assert os.listdir(folder / ".safe_ckpt/staging") == []
+    assert list((folder / ".safe_ckpt/staging").glob("*")) == []
     assert not (folder / ".safe_ckpt/lock").exists()
     return True
 
@@ -292,7 +292,7 @@ def test_a_full_disk_is_an_error_of_commit_and_leaves_what_was(tmp_path):
         assert names(full) == [tag_of(1), "latest"]
         assert latest(full) == tag_of(1)
         assert complete(full, 1)
-        assert os.listdir(full / ".safe_ckpt/staging") == []
+        assert list((full / ".safe_ckpt/staging").glob("*")) == []
         assert engine.commit(save(engine, tmp_path / "room", 2, numel=5_000_000)) is True
         assert complete(tmp_path / "room", 2, numel=5_000_000)
         assert engine.commit(save(engine, full, 3)) is True

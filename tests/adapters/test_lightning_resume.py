@@ -228,7 +228,7 @@ def test_weights_alone_are_never_resumed_from(tmp_path):
     made.save_checkpoint(tmp_path / "export.ckpt", weights_only=True)
     found, *_ = resume_once(tmp_path)
     assert found == "step=6.ckpt"
-    assert not list((tmp_path / ".safe_ckpt/quarantine").iterdir())
+    assert not list((tmp_path / ".safe_ckpt/quarantine").glob("*"))
     with pytest.raises(ConfigError, match="save_weights_only"):
         SafeCheckpointCallback(dirpath=tmp_path, save_weights_only=True, resume="auto")
 
@@ -332,7 +332,7 @@ def test_what_was_never_ours_is_neither_moved_nor_taken(tmp_path, junk):
     found, *_ = resume_once(tmp_path, settings={"max_epochs": 2})
     assert found == "step=3.ckpt"
     assert "junk.ckpt" in names(tmp_path)
-    assert not list((tmp_path / ".safe_ckpt/quarantine").iterdir())
+    assert not list((tmp_path / ".safe_ckpt/quarantine").glob("*"))
 
 
 def test_a_loader_without_a_length_is_refused():
