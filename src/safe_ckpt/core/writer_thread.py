@@ -70,8 +70,10 @@ class WriterThread:
         return self._moves
 
     def close(self) -> None:
-        """End the thread, when it has done what it does."""
+        """End the thread, when it has done what it does. One that idles is over by then."""
         self._background.end()
+        if not self._background.is_current:  # a collector may call this from anywhere
+            self._background.join(_POLL_S)
 
     def _leave(self, task: _Task) -> None:
         task.abandoned = True
