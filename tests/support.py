@@ -31,6 +31,11 @@ class Quiet:
         pass
 
 
+def names_in(folder):
+    """What lies in a folder that is made when it is needed, and gone when it is empty."""
+    return [path.name for path in folder.glob("*")]
+
+
 def run_script(
     code: str, *args: str, timeout_s: float = 60.0, flags: tuple[str, ...] = (), stdin: str | None = None
 ) -> subprocess.CompletedProcess[str]:

@@ -34,8 +34,9 @@ class Timeouts:
     Attributes:
         lengthy_s: one save from agreement to verdict, however large, as long as its ranks are alive.
         barrier_s: how long a rank waits for the others to make the same call.
-        writer_stall_s: how long the writer process may move no byte.
-        fsync_stall_s: how long one fsync may take.
+        writer_stall_s: how long the writer process may move no byte. One that ended is replaced at once, and one that was
+            stopped (SIGSTOP) after 3 s.
+        fsync_stall_s: how long one fsync may take, and one write for which the kernel says that it waits for the disk.
         peer_stall_s: how long a rank may show no sign of life before it counts as lost.
         shutdown_s: how long ``close`` and interpreter exit may wait for what makes no progress.
     """
@@ -84,6 +85,8 @@ class WriterConfig:
         flush_every_bytes: without direct I/O, flush after so many bytes so that the last fsync is short.
         niceness: added to the niceness of the writer process, 0 to 19.
         max_respawns: how often a dead or stalled writer process is replaced within one save.
+        inline_bytes: what a rank writes in one save, up to so much, is written by a thread of its own process, and the writer
+            process is not started for it. 0: the writer process writes everything.
     """
 
     direct_io: Literal["auto", "off"] = "auto"
@@ -91,6 +94,7 @@ class WriterConfig:
     flush_every_bytes: int = field(default=64 << 20, metadata=limits(at_least=4096))
     niceness: int = field(default=10, metadata=limits(at_least=0, at_most=19))
     max_respawns: int = field(default=2, metadata=limits(at_least=0))
+    inline_bytes: int = field(default=2 << 20, metadata=limits(at_least=0))
 
     def __post_init__(self) -> None:
         check(self)

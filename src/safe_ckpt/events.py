@@ -209,7 +209,7 @@ class Emitter:
     def __init__(self, hooks: Iterable[Hook], *, patience_s: float = 2.0) -> None:
         self._hooks = list(hooks)
         self._patience_s = patience_s
-        self._queue: queue.SimpleQueue[tuple[Event, threading.Event] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[list[Event], threading.Event] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._running: Hook | None = None
@@ -227,13 +227,18 @@ class Emitter:
 
     def __call__(self, event: Event) -> None:
         """Hand the event to every hook. On any thread."""
+        self.tell([event])
+
+    def tell(self, events: Iterable[Event]) -> None:
+        """Hand several events to every hook, one after the other, and wait once. On any thread."""
+        events = list(events)
         if not self._start():
-            self._deliver(event)  # the interpreter is ending, and lets no thread begin
+            self._deliver(events)  # the interpreter is ending, and lets no thread begin
             return
         if self._queue.qsize() >= _MOST_WAITING:
             return  # a hook has not returned for that long, and was named
         told = threading.Event()
-        self._queue.put((event, told))
+        self._queue.put((events, told))
         if self._stuck or threading.current_thread() is self._thread:
             return
         if not told.wait(self._patience_s):
@@ -266,18 +271,19 @@ class Emitter:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            event, told = item
-            self._deliver(event)
+            events, told = item
+            self._deliver(events)
             self._stuck = False
             told.set()
-            del event, told, item
+            del events, told, item
 
-    def _deliver(self, event: Event) -> None:
-        for hook in list(self._hooks):
-            self._running = hook
-            try:
-                hook(event)
-            except BaseException:  # also SystemExit: nothing a hook does ends a save
-                logger.warning("hook %r failed and is dropped", hook, exc_info=True)
-                self.remove(hook)  # two threads may drop it at once
+    def _deliver(self, events: Iterable[Event]) -> None:
+        for event in events:
+            for hook in list(self._hooks):
+                self._running = hook
+                try:
+                    hook(event)
+                except BaseException:  # also SystemExit: nothing a hook does ends a save
+                    logger.warning("hook %r failed and is dropped", hook, exc_info=True)
+                    self.remove(hook)  # two threads may drop it at once
         self._running = None

@@ -146,7 +146,7 @@ def resume(rank, folder, stage, offload, *, stock):
             gathers_whole_weights(run, folder / "whole")
         handle.remove()
         if rank == 0:  # which tidies up behind the verdict
-            assert not list((folder / "out" / ".safe_ckpt" / "staging").iterdir())
+            assert not list((folder / "out" / ".safe_ckpt" / "staging").glob("*"))
         assert not (folder / "out" / "bad").exists()
     return same, Path(path).parent.name
 

@@ -320,7 +320,7 @@ def trial(storage, folder, scenario, fault, at):
 
     def find():
         found = scenario.find(folder)
-        left = [str(p) for part in ("staging", "trash") for p in (folder / ".safe_ckpt" / part).iterdir()]
+        left = [str(p) for part in ("staging", "trash") for p in (folder / ".safe_ckpt" / part).glob("*")]
         notes.write_text(json.dumps({"found": found, "left": left, "reported": seen.get("reported", False)}))
 
     notes.unlink(missing_ok=True)
@@ -382,7 +382,7 @@ def random_kills(folder, scenario, count, seed):
 
         def find(reported=reported, within=within, number=number):
             found = scenario.find(folder)
-            left = [str(p) for part in ("staging", "trash") for p in (folder / ".safe_ckpt" / part).iterdir()]
+            left = [str(p) for part in ("staging", "trash") for p in (folder / ".safe_ckpt" / part).glob("*")]
             line = {"at": number, "found": found, "left": left, "reported": reported, "within": within, "restart": 0}
             print(json.dumps(line), flush=True)
 

@@ -12,7 +12,7 @@ from entries import ENTRIES, entered
 
 from safe_ckpt import CheckpointConfig, Timeouts
 from safe_ckpt.testing import spawn_ranks, values
-from support import flip_bit
+from support import flip_bit, names_in
 
 # Half of barrier_s is what a missing file is waited for.
 CONFIG = CheckpointConfig(timeouts=Timeouts(lengthy_s=60, barrier_s=4, peer_stall_s=5, shutdown_s=10))
@@ -40,7 +40,7 @@ def damage_all(rank, folder, name, stride=1):
                     entry.engine.agree("harm", {}, decide=lambda _, file=file, harm=harm: do(harm, entry, file))
                 )
                 number = entry.load()
-                aside = len(list((folder / ".safe_ckpt/quarantine").iterdir()))
+                aside = len(names_in(folder / ".safe_ckpt/quarantine"))
                 found.append((file, kind, number, aside, path.exists()))
                 entry.engine.agree("looked", {})
                 if kind == "deleted":  # what stays where it is would be waited for again and again

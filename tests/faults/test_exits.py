@@ -12,7 +12,7 @@ import pytest
 
 from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.core.verify import verify
-from support import run_script, writer_processes, writers_of
+from support import names_in, run_script, writer_processes, writers_of
 
 BODY = """
     import signal, sys, torch
@@ -26,7 +26,7 @@ BODY = """
 
 def committed(folder):
     found = [path for path in folder.glob("step-*") if verify(path, read_manifest(path))]
-    assert os.listdir(folder / ".safe_ckpt/staging") == []
+    assert names_in(folder / ".safe_ckpt/staging") == []
     assert not (folder / ".safe_ckpt/lock").exists()
     return [path.name for path in found]
 
@@ -211,3 +211,50 @@ def test_a_lost_writer_is_replaced_and_the_save_committed(tmp_path, number):
     assert done.stdout.split() == ["2", "3", "4"], done.stderr
     assert done.stderr.count("the same snapshot is written again") >= 3
     assert len(committed(tmp_path / "exp")) == 4
+
+
+def test_a_stopped_writer_is_replaced_within_seconds_and_a_pause_harms_nothing(tmp_path):
+    """With the default limits: a writer that is stopped for a second goes on and is the same one; one that stays so is replaced
+    within 5 s. The program itself may be stopped longer than that, together with its writer.
+    """
+    end = """
+    import os, signal, subprocess, sys, time
+    handle.result(timeout_s=30)
+    writer = ckpt._engine._pipeline.writer
+    pid = writer.pid
+    def save(step):
+        return ckpt.save(step, {"w": {"t": torch.full((20_000_000,), float(step))}})
+    os.kill(pid, signal.SIGSTOP)
+    handle = save(2)
+    time.sleep(1)
+    os.kill(pid, signal.SIGCONT)
+    handle.result(timeout_s=30)
+    both = "import os, signal, sys, time; pids = [int(pid) for pid in sys.argv[1:]]\\n"
+    both += "for number in (signal.SIGSTOP, signal.SIGCONT):\\n [os.kill(pid, number) for pid in pids]; time.sleep(4)"
+    os.kill(pid, signal.SIGSTOP)
+    handle = save(3)
+    pauser = subprocess.Popen([sys.executable, "-c", both, str(os.getpid()), str(pid)])
+    handle.result(timeout_s=30)
+    pauser.wait()
+    print(writer.pid == pid)
+    os.kill(pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    print(save(4).result(timeout_s=30).step, writer.pid != pid, time.monotonic() - begun)
+    ckpt.close()
+    """
+    done = run_script(BODY.format(end=end), str(tmp_path / "exp"))
+    same, step, other, seconds = done.stdout.split()
+    assert (same, step, other) == ("True", "4", "True"), done.stderr
+    assert 3 <= float(seconds) < 5.5
+    assert len(committed(tmp_path / "exp")) == 4
+
+
+def test_a_slow_disk_is_not_taken_for_a_stopped_writer():
+    """What waits for the disk or a processor has as long as an fsync; who is stopped has seconds; all of it has an end."""
+    from safe_ckpt import Timeouts
+    from safe_ckpt.core.writer_child import _limit_s
+
+    limits = Timeouts()
+    assert [_limit_s(limits, "write", state) for state in "TtSDR"] == [3, 3, 60, 300, 300]
+    assert [_limit_s(limits, "fsync", state) for state in ("T", "D", "S", "")] == [3, 300, 300, 300]
+    assert _limit_s(Timeouts(writer_stall_s=1), "idle", "T") == 1

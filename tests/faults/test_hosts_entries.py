@@ -1,6 +1,5 @@
 """The faults that other tests try on the ranks of one host, as a sample on two hosts with two ranks each."""
 
-import os
 from collections import Counter
 
 import pytest
@@ -11,6 +10,7 @@ from entries import entered
 from kit.hosts import Hosts, needs_hosts
 from kit.ranks import spawn_over
 from safe_ckpt.testing import values
+from support import names_in
 
 pytestmark = [needs_hosts, pytest.mark.slow]
 SAMPLE = [
@@ -43,7 +43,7 @@ def test_the_others_learn_of_it_on_another_host(tmp_path, matrix, name, victim, 
         arguments = (folder.path, name, victim, phase, action)
         outcomes = spawn_over(hosts, 2, lose, *arguments, expendable=stopped)
         (found,) = values(spawn_over([hosts[0]], 1, load, folder.path / "exp", name))
-        assert os.listdir(folder.behind / "exp/.safe_ckpt/staging") == []
+        assert names_in(folder.behind / "exp/.safe_ckpt/staging") == []
         what = test_lost_ranks.judge(outcomes, found, victim, phase, action)
     matrix(f"rank {victim} {action}", f"2 hosts x 2 ranks; {name}", Counter({what: 1}))
 

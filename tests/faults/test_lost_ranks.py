@@ -17,6 +17,7 @@ from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.phases import Phases
 from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, SafeCheckpointError, SaveError
 from safe_ckpt.testing import spawn_ranks
+from support import names_in
 
 TIMES = Timeouts(lengthy_s=12, barrier_s=8, writer_stall_s=5, peer_stall_s=1.5, shutdown_s=2)
 CONFIG = CheckpointConfig(timeouts=TIMES)
@@ -113,7 +114,7 @@ def test_the_others_learn_of_it_in_time(tmp_path, matrix, name, victim, phase, a
     outcomes = spawn_ranks(lose, SIZE, tmp_path, name, victim, phase, action, timeout_s=60)
     with entered(name, tmp_path / "exp", CONFIG) as entry:
         found = entry.load()
-    assert os.listdir(tmp_path / "exp/.safe_ckpt/staging") == []
+    assert names_in(tmp_path / "exp/.safe_ckpt/staging") == []
     what = judge(outcomes, found, victim, phase, action)
     matrix(f"rank {victim} {action}", f"in each phase, 4 ranks; {name}", Counter({what: 1}))
 

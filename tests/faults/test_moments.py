@@ -21,7 +21,7 @@ from safe_ckpt.core.phases import Phases
 from safe_ckpt.core.select import looks_like_checkpoint
 from safe_ckpt.errors import NoValidCheckpointError, SafeCheckpointError, SaveError
 from safe_ckpt.testing import spawn_ranks, values
-from support import flip_bit
+from support import flip_bit, names_in
 
 AWAY_S = 1.5
 PATIENT = CheckpointConfig(timeouts=Timeouts(lengthy_s=60, barrier_s=40, peer_stall_s=5, shutdown_s=10))
@@ -49,7 +49,7 @@ def saved(folder, count=2):
 
 
 def in_quarantine(folder):
-    return sorted(path.name for path in (folder / ".safe_ckpt/quarantine").iterdir())
+    return sorted(names_in(folder / ".safe_ckpt/quarantine"))
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "a.json"])

@@ -19,7 +19,7 @@ from safe_ckpt.testing import spawn_ranks, values
 from support import run_script, writers_of
 
 TIMES = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=0.7, fsync_stall_s=5, peer_stall_s=5, shutdown_s=10)
-SLOW = WriterConfig(chunk_bytes=4096, flush_every_bytes=4096, direct_io="off")
+SLOW = WriterConfig(chunk_bytes=4096, flush_every_bytes=4096, direct_io="off", inline_bytes=0)
 HARMS = ("SIGKILL", "SIGSTOP", "SIGSEGV", "out of memory")
 MOMENTS = ("idle", "in mid-write", "between write and commit")
 
@@ -118,11 +118,11 @@ def test_a_writer_that_dies_again_and_again_is_done_without(tmp_path):
     done = run_script(
         """
         import sys, logging, torch
-        from safe_ckpt import Checkpointer, CheckpointConfig
+        from safe_ckpt import Checkpointer, CheckpointConfig, WriterConfig
         from safe_ckpt.core import writer_child
         logging.basicConfig()
         writer_child._BOOT = "import os; os._exit(3)"
-        with Checkpointer(sys.argv[1], CheckpointConfig()) as ckpt:
+        with Checkpointer(sys.argv[1], CheckpointConfig(writer=WriterConfig(inline_bytes=0))) as ckpt:
             print(ckpt.save(1, {"m": {"w": torch.ones(100_000)}}).result().step)
         """,
         str(tmp_path / "exp"),
@@ -146,7 +146,7 @@ def test_a_disk_that_stalls_every_writer_is_an_error(tmp_path):
             os.kill(self.pid, signal.SIGSTOP)
             real(self, *arguments)
         writer_child.Child._send = stopped
-        config = CheckpointConfig(timeouts=Timeouts(writer_stall_s=0.3), writer=WriterConfig(max_respawns=1))
+        config = CheckpointConfig(timeouts=Timeouts(writer_stall_s=0.3), writer=WriterConfig(max_respawns=1, inline_bytes=0))
         with Checkpointer(sys.argv[1], config) as ckpt:
             begun = time.monotonic()
             try:

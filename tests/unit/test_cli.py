@@ -33,7 +33,7 @@ def save(folder, *steps, metrics=None):
 def test_list_and_verify(tmp_path):
     """Newest first, damaged and quarantined ones included; verify names the bad file and exits with 1."""
     save(tmp_path, 1, 2)
-    (tmp_path / ".safe_ckpt/quarantine/old").mkdir()
+    (tmp_path / ".safe_ckpt/quarantine/old").mkdir(parents=True)
     rows = json.loads(run("list", tmp_path, "--json").stdout)
     assert [(row["name"], row["state"]) for row in rows] == [
         ("step-00000002", "valid"),
@@ -54,7 +54,7 @@ def test_every_state_of_a_checkpoint_is_listed(tmp_path):
     save(tmp_path, 1, 2)
     torch.save({"w": torch.ones(1)}, tmp_path / "epoch=1-step=7.ckpt")
     for name in (".safe_ckpt/staging/x", ".safe_ckpt/quarantine/y", "step-00000009"):
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(parents=True)
     flip_bit(tmp_path / "step-00000001/manifest.json", 30)
     done = run("list", tmp_path, "--json")
     assert done.exit_code == 0

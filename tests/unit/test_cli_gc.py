@@ -141,6 +141,7 @@ def test_a_link_in_the_hidden_folder_is_not_followed(folder, tmp_path, name):
     place = hidden / name if name else hidden
     if place.exists():
         place.rename(tmp_path / "aside")
+    place.parent.mkdir(exist_ok=True)
     place.symlink_to(home)
     if not name:
         for inner in ("trash", "staging", "quarantine"):

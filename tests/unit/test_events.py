@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Telemetry, Timeouts
+from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Telemetry, Timeouts, WriterConfig
 from safe_ckpt.core.copying import Copy
 from safe_ckpt.errors import ConfigError, DirectoryError, RendezvousTimeout
 from safe_ckpt.events import (
@@ -128,7 +128,7 @@ def test_a_failure_says_where_and_after_how_long(tmp_path):
 def test_a_writer_that_died_is_told_with_the_checkpoint_it_was_for(tmp_path):
     """So that a report can say which save was slow for that reason."""
     seen = []
-    with Checkpointer(tmp_path, config(), hooks=[seen.append]) as ckpt:
+    with Checkpointer(tmp_path, config(writer=WriterConfig(inline_bytes=0)), hooks=[seen.append]) as ckpt:
         ckpt.save(1, {"a": 1}).result(timeout_s=20)
         (writer,) = writers_of(os.getpid())
         os.kill(writer, signal.SIGKILL)

@@ -270,3 +270,59 @@ def test_a_name_that_cannot_be_is_a_directory_error(tmp_path):
     """What the kernel refuses to look at is the same named error as what it refuses to create."""
     with pytest.raises(DirectoryError, match="creating the checkpoint directory"):
         Root(tmp_path / ("n" * 300), lease_s=60.0).open()
+
+
+def test_what_was_made_and_is_empty_goes_at_the_end(tmp_path):
+    """A directory that nothing was saved into leaves no trace, one that was there stays, and what somebody put there, too."""
+    root = Root(tmp_path / "a/b/exp", lease_s=6)
+    root.open()
+    root.aside("op", root.path / "x")
+    root.drop_staging("op")
+    root.close()
+    root.close()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "exp").mkdir()
+    root = Root(tmp_path / "exp", lease_s=6)
+    root.open()
+    root.close()
+    assert list((tmp_path / "exp").iterdir()) == []
+    root.open()
+    (root.hidden / "note").touch()
+    root.close()
+    assert list(root.hidden.iterdir()) == [root.hidden / "note"]
+
+
+def test_nothing_of_a_job_that_took_over_is_taken_away(tmp_path):
+    """A job that ends when another one has its directory leaves that one's folders alone."""
+    root = Root(tmp_path / "exp", lease_s=6)
+    root.open()
+    (root.hidden / "lock").write_bytes(of_elsewhere())
+    root.close()
+    assert root.staging.is_dir()
+    assert (root.hidden / "lock").exists()
+
+
+def test_jobs_that_end_and_begin_at_once_do_not_disturb_each_other(tmp_path):
+    """One job after the other has the directory, two processes at a time; each either gets it, or is told that it is in use."""
+    script = """
+        import sys
+        from pathlib import Path
+        from safe_ckpt.core.root import Root
+        from safe_ckpt.errors import DirectoryInUseError
+        had = 0
+        while had < 60:
+            root = Root(Path(sys.argv[1]), lease_s=6)
+            try:
+                root.open()
+            except DirectoryInUseError:
+                continue
+            had += 1
+            root.stage("op")
+            root.drop_staging("op")
+            root.close()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "a/exp")]
+    jobs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [job.communicate(timeout=100)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], said
+    assert not any(path.is_file() or path.name == ".safe_ckpt" for path in tmp_path.rglob("*"))

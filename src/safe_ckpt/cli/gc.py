@@ -105,7 +105,6 @@ def _collect(directory: Path, shelf: Shelf, rule: _Rule) -> _Found:
         return found
     finally:
         root.close()
-        root.tidy()
 
 
 def _tell(found: _Found, *, dry_run: bool, as_json: bool) -> None:

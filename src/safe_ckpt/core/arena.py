@@ -28,6 +28,7 @@ from safe_ckpt.errors import NotEnoughSpaceError
 _libc = ctypes.CDLL(None, use_errno=True)
 _ids = itertools.count(1)
 GRANULE = 2 << 20
+_SMALL_GRANULE = 64 << 10
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; the mmap module does not name it
 _POPULATE_STEP = 8 << 20
 _ZEROS = bytes(1 << 20)
@@ -62,7 +63,8 @@ class Arena:
         with self._growing:
             if size <= self.size:
                 return
-            size = -(-size // GRANULE) * GRANULE
+            granule = GRANULE if size > GRANULE // 2 else _SMALL_GRANULE
+            size = -(-size // granule) * granule
             free = host_memory.available_bytes()
             if free is not None and size - self.size > free:
                 raise _does_not_fit(size - self.size, free)
@@ -82,7 +84,7 @@ class Arena:
     def memory(self) -> mmap.mmap:
         """The mapped memory."""
         if self._map is None:
-            self.reserve(GRANULE)
+            self.reserve(1)
         if self._map is None:
             raise ValueError("the arena was closed")
         return self._map
@@ -91,7 +93,7 @@ class Arena:
     def bytes(self) -> torch.Tensor:
         """The mapped memory as a tensor of shape ``(size,)`` and type ``uint8``."""
         if self._bytes is None:
-            self.reserve(GRANULE)
+            self.reserve(1)
         if self._bytes is None:
             raise ValueError("the arena was closed")
         return self._bytes

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.core import commit, layout, snapshot
+from safe_ckpt.core import commit, layout, order, snapshot
 from safe_ckpt.core.arena import Arena
 from safe_ckpt.core.manifest import CheckpointInfo, Manifest
 from safe_ckpt.core.sink import SinkOptions, Unwatched, write_file
@@ -61,4 +61,6 @@ def save_archive(
     finally:
         near.unlink(missing_ok=True)
         arena.close()
-    return CheckpointInfo.of(manifest, path, result.size_bytes)
+    info = CheckpointInfo.of(manifest, path, result.size_bytes)
+    order.note(info)
+    return info

@@ -28,7 +28,7 @@ from safe_ckpt.core.pipeline import Pipeline
 from safe_ckpt.core.preemption import Preemption
 from safe_ckpt.core.ranks import group_timeout_s
 from safe_ckpt.core.rendezvous import Session, open_session, raise_first
-from safe_ckpt.core.root import Root
+from safe_ckpt.core.root import EVENTS, Root
 from safe_ckpt.core.taking import Taker
 from safe_ckpt.errors import (
     ClosedError,
@@ -106,7 +106,7 @@ class Engine:
             self._closed = True
             self._end()
             raise
-        if self.rank == 0:
+        if self.rank == 0 and self._pipeline.writer.needs_process(1):
             self._pipeline.writer.start()
         self._warn_of_a_short_group_timeout(group)
         # Also where atexit does not run: processes that multiprocessing forked end without it.
@@ -162,7 +162,7 @@ class Engine:
         def take(_: object) -> str:
             _open_through_blips(root, self.config)
             try:
-                return directory.leave_token(seen_from)
+                return directory.leave_token(seen_from) if self.session.size > 1 else ""
             except OSError:
                 root.close()
                 raise
@@ -172,7 +172,8 @@ class Engine:
         with self.together():
             token = self.session.agree("hold", {"directory": path}, timeout_s=patience_s, decide=take)
             self._roots.append(root)
-            directory.await_shared(self.session, seen_from, token, self.config.timeouts.barrier_s)
+            if token:  # there are others, who must see it
+                directory.await_shared(self.session, seen_from, token, self.config.timeouts.barrier_s)
         if self.rank == 0 and self.config.record_events and recorded:
             self._record(root, recorded if isinstance(recorded, Path) else root.hidden)
         return root
@@ -180,7 +181,7 @@ class Engine:
     def _record(self, root: Root, folder: Path) -> None:
         if folder not in self._records:
             self._records[folder] = JsonlHook(
-                folder / "events.jsonl",
+                folder / EVENTS,
                 record_bytes=self.config.telemetry.record_bytes,
                 record_files=self.config.telemetry.record_files,
                 world_size=self.session.size,
@@ -199,7 +200,6 @@ class Engine:
                 self.emit.remove(hook)
             if self.rank == 0:
                 root.close()
-                root.tidy()
 
     def save(self, request: Request) -> SaveHandle:
         """Save. Returns when the copy is taken; every rank calls this.
@@ -249,7 +249,7 @@ class Engine:
         Args:
             size_bytes: what this rank will save, roughly; never shrinks what is there.
         """
-        if not self._closed and os.getpid() == self._pid:
+        if not self._closed and os.getpid() == self._pid and self._pipeline.writer.needs_process(size_bytes):
             # Without this engine: one that nobody holds any more is closed, and stops it.
             self._taker.prepare(size_bytes, functools.partial(_get_ready, self._pipeline))
 
@@ -420,6 +420,8 @@ class Engine:
                 # Nothing is in flight any more, so every rank knows of it and raises here.
                 told = True
                 self.raise_unreported()
+            if self.rank == 0 and self._pipeline.writer.needs_process(sum(i.total_bytes for i in op.request.images)):
+                self._pipeline.writer.start()  # while the copy is taken
             self._taker.lay_out(op)
         finally:
             # Also when this was interrupted: the other ranks wait for what becomes of it here.

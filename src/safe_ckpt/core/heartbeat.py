@@ -13,11 +13,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safe_ckpt.core import ranks
 from safe_ckpt.core.channel import Channel, KeyTimeout
+from safe_ckpt.core.lease import process_state
 from safe_ckpt.core.sealed import KeyValues
 from safe_ckpt.errors import PeerLostError
 
@@ -239,12 +239,3 @@ def _read(store: KeyValues, watched: list[int]) -> dict[int, bytes]:
     if store.check(list(keys.values())):
         return dict(zip(keys, store.multi_get(list(keys.values())), strict=True))
     return {rank: bytes(store.get(key)) if store.check([key]) else b"" for rank, key in keys.items()}
-
-
-def process_state(pid: int) -> str:
-    """The kernel's one-letter state of a process on this machine, "" when it is gone or cannot be told."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    return stat[stat.rfind(")") + 2 :][:1]

@@ -146,7 +146,8 @@ def expected_bytes(state: Mapping[str, Any], *, rank: int) -> int:
         total = sum(_expected_bytes(value.value if isinstance(value, PerRank) else value) for value in values)
     except Exception:  # an estimate; parameters may have no size yet, and ``save`` says what is wrong
         return 0
-    return total and total + min(total // 64, 48 << 20) + _SMALL_PARTS  # headers, and payloads begin at page boundaries
+    # Headers, and payloads begin at page boundaries.
+    return total + min(total // 64, 48 << 20) + min(total, _SMALL_PARTS)
 
 
 def _expected_bytes(value: Any) -> int:

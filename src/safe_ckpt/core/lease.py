@@ -179,6 +179,15 @@ def process_start(pid: int) -> int | None:
     return None if len(fields) < 20 or fields[0] in ("Z", "X") else int(fields[19])
 
 
+def process_state(pid: int) -> str:
+    """The kernel's one-letter state of a process on this machine, "" when it is gone or cannot be told."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return stat[stat.rfind(")") + 2 :][:1]
+
+
 def _own_start() -> int:
     with contextlib.suppress(OSError):
         return process_start(os.getpid()) or 0

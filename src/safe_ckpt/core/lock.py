@@ -96,6 +96,20 @@ class JobLock:
             self.release()
             raise
 
+    @property
+    def is_held(self) -> bool:
+        """Whether this process took it and has not given it back."""
+        return self._lease is not None and self._pid == os.getpid()
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether the lock file is there and this job's, as far as one look tells."""
+        try:
+            found = self._read()
+        except OSError:
+            return False
+        return found is not None and self._lease is not None and found.token == self._lease.token
+
     def confirm(self) -> None:
         """Check that the lock is still ours. Called right before every rename that commits.
 

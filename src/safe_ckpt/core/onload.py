@@ -16,7 +16,7 @@ from safe_ckpt.config import Timeouts, WriterConfig
 from safe_ckpt.core import commit, disk
 from safe_ckpt.core.copier import copy_files
 from safe_ckpt.core.file_copy import FileCopy, Stamp
-from safe_ckpt.core.heartbeat import process_state
+from safe_ckpt.core.lease import process_state
 from safe_ckpt.core.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.offload import ADAPTER, own_part
 from safe_ckpt.core.rendezvous import Session, open_session, raise_first

@@ -331,7 +331,8 @@ class Phases:
 
         def durable() -> Path:
             if made.parent.parent == request.root.trash and os.path.lexists(path):
-                sync_directory(str(made.parent.parent))
+                for folder in (request.root.trash, request.root.hidden):  # both are made when they are needed
+                    sync_directory(str(folder))
             return made
 
         return durable

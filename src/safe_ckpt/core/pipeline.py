@@ -173,8 +173,7 @@ class Pipeline:
         if info is not None:
             self.last_save_s = time.monotonic() - op.started
         # Here and not on the caller's thread: hooks write to files.
-        for event in telling.over(op, phases, info, failure, self._session.rank):
-            self._emit(event)
+        self._emit.tell(telling.over(op, phases, info, failure, self._session.rank))
         if info is not None and self._session.rank == 0:
             self._retain(op, info)
         self._conclude(op, info, failure)

@@ -26,7 +26,9 @@ from safe_ckpt.errors import CorruptCheckpointError, DirectoryError, Unsupported
 logger = logging.getLogger(__name__)
 
 HIDDEN = ".safe_ckpt"
+EVENTS = "events.jsonl"
 _MOVING = ".moving-"
+_ATTEMPTS = 10
 
 
 class Root:
@@ -48,6 +50,7 @@ class Root:
         self.kept = self.hidden / "kept"
         self._lock = JobLock(self.hidden, subject=path, lease_s=lease_s, owner=owner)
         self._sequence = 0
+        self._missing: list[Path] = []
 
     def open(self, patience_s: float | None = None) -> None:
         """Create the directory, take the lock, repair and sweep what an earlier job left.
@@ -61,37 +64,38 @@ class Root:
         """
         try:
             self._refuse_links()
-            for folder in (self.path, self.staging, self.trash, self.quarantine):
-                commit.make_directory(folder)
+            self._missing = self._missing or _missing((self.path, self.hidden))
         except DirectoryError:
             raise
         except OSError as error:
-            where = error.filename or self.path
-            raise DirectoryError.of(error, path=where, rank=0, phase="creating the checkpoint directory") from error
-        self._lock.acquire(patience_s)
+            raise self._named(error, "creating the checkpoint directory") from error
+        for attempts in range(_ATTEMPTS, 0, -1):
+            try:
+                self._make_and_lock(patience_s)
+                break
+            except DirectoryError as error:
+                # A job that ended in this moment took its empty folders away.
+                if error.errno != errno.ENOENT or attempts == 1:
+                    raise
         try:
+            self.staging.mkdir(exist_ok=True)  # here, because no job that ends now takes it away any more
             self._repair()
             self._sweep()
         except BaseException as error:
             self._lock.release()
             if not isinstance(error, OSError) or isinstance(error, DirectoryError):
                 raise
-            where = error.filename or self.path
-            raise DirectoryError.of(error, path=where, rank=0, phase="cleaning up after an earlier job") from error
+            raise self._named(error, "cleaning up after an earlier job") from error
 
     def close(self) -> None:
-        """Give the directory back."""
-        self._lock.release()
-
-    def tidy(self) -> None:
-        """Remove the hidden folder if there is nothing in it that anybody could want, nor anybody in it. After ``close``."""
-        folders = [folder for folder in (self.staging, self.trash, self.quarantine, self.kept) if folder.is_dir()]
-        if not self.hidden.is_dir() or any(any(folder.iterdir()) for folder in folders):
+        """Give the directory back, and take away what was made here and is empty."""
+        if not self._lock.is_held:
             return
-        # Folder by folder, and only what is empty: another job may have come since.
-        with contextlib.suppress(OSError):
-            for folder in (*folders, self.hidden):
-                folder.rmdir()
+        if self._lock.is_seen:  # else the folders are another job's by now
+            _remove_empty([self.staging, self.trash, self.quarantine, self.kept])
+        self._lock.release()
+        # Whoever comes in this moment makes anew what is gone.
+        _remove_empty([self.hidden, *self._missing])
 
     @property
     def last_sequence(self) -> int:
@@ -118,7 +122,7 @@ class Root:
     def stage(self, op_id: str) -> Path:
         """Create and return the staging directory of one save."""
         folder = self.staging / op_id
-        commit.make_directory(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def aside(self, op_id: str, path: Path) -> Path:
@@ -130,7 +134,7 @@ class Root:
         if path.parent != self.path:
             return path.with_name(f".{path.name}.{op_id}.old")
         folder = self.trash / op_id
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         return folder / path.name
 
     def drop_staging(self, op_id: str, *, keep_copies: bool = False) -> None:
@@ -161,6 +165,7 @@ class Root:
     def _sweep_away(self, path: Path) -> None:
         """Delete what a job left that may still live: in one step out of its reach, so that it can never commit a half."""
         target = self.trash / f"{uuid.uuid4().hex}-{path.name}"
+        self.trash.mkdir(exist_ok=True)
         self.confirm()  # this job itself may have been stopped since it took the lock
         try:
             os.rename(path, target)
@@ -170,7 +175,7 @@ class Root:
 
     def drop_kept(self, but: Collection[str] = ()) -> None:
         """Delete what earlier attempts copied, but for the folders of these names. Never raises."""
-        for folder in self.kept.iterdir() if self.kept.is_dir() else []:
+        for folder in _listed(self.kept):
             if folder.name not in but:
                 self._delete(folder)
 
@@ -192,7 +197,7 @@ class Root:
         whole = path.is_symlink() or not path.is_dir()
         bin_ = self.trash / uuid.uuid4().hex
         try:
-            bin_.mkdir()
+            bin_.mkdir(parents=True)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not whole:
                 raise
@@ -213,7 +218,7 @@ class Root:
         """Move a damaged checkpoint into quarantine. Returns where it is now."""
         # By way of a folder that whoever takes over moves away, as in ``aside``.
         moving = self.quarantine / f"{_MOVING}{uuid.uuid4().hex}"
-        moving.mkdir()
+        commit.make_directory(moving)
         try:
             self.confirm()
             os.rename(path, moving / path.name)
@@ -234,8 +239,18 @@ class Root:
 
     def quarantined(self) -> list[Path]:
         """What lies in quarantine."""
-        found = self.quarantine.iterdir() if self.quarantine.is_dir() else ()
-        return sorted(path for path in found if not path.name.startswith(_MOVING))
+        return sorted(path for path in _listed(self.quarantine) if not path.name.startswith(_MOVING))
+
+    def _make_and_lock(self, patience_s: float | None) -> None:
+        try:
+            for folder in (self.path, self.hidden):
+                commit.make_directory(folder)
+        except OSError as error:
+            raise self._named(error, "creating the checkpoint directory") from error
+        self._lock.acquire(patience_s)
+
+    def _named(self, error: OSError, phase: str) -> DirectoryError:
+        return DirectoryError.of(error, path=error.filename or self.path, rank=0, phase=phase)
 
     def _refuse_links(self) -> None:
         above = [folder for folder in self.hidden.parents if self.path in folder.parents]
@@ -247,7 +262,7 @@ class Root:
     def _repair(self) -> None:
         # A crash while a directory was being replaced without an exchange: the old one is in the trash and the final
         # name is free. A complete new one goes forward, else the old one comes back; only then is anything swept.
-        for folder in self.trash.iterdir():
+        for folder in _listed(self.trash):
             interrupted = folder.is_dir() and (self.staging / folder.name).is_dir()
             for old in list(folder.iterdir()) if interrupted else []:
                 if os.path.lexists(self.path / old.name):
@@ -276,7 +291,7 @@ class Root:
             self._into_quarantine(away)
         self._delete(self.hidden / HIDDEN)  # what a job that was killed on its way in left for the others to look for
         for folder in (self.staging, self.trash):
-            for left in list(folder.iterdir()):
+            for left in _listed(folder):
                 if folder == self.staging:
                     self._keep_copies(left)
                     if not left.exists():
@@ -289,6 +304,26 @@ class Root:
             commit.remove_tree(path)
         except OSError as error:
             logger.warning("%s could not be deleted and stays in the hidden folder: %s", path, error)
+
+
+def _listed(folder: Path) -> list[Path]:
+    """What lies in one of the folders that are made when they are needed."""
+    try:
+        return list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+def _missing(paths: Iterable[Path]) -> list[Path]:
+    """Which of ``paths`` and the folders above them are not there, the deepest first."""
+    found = {folder for path in paths for folder in (path, *path.parents) if not folder.exists()}
+    return sorted(found, key=lambda folder: len(folder.parts), reverse=True)
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # something lies in it, or it was never made
+            folder.rmdir()
 
 
 def _is_complete(path: Path) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,10 +16,12 @@ from safe_ckpt.core.reading import drop_cache
 from safe_ckpt.core.root import HIDDEN
 from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 
+logger = logging.getLogger(__name__)
 WEIGHTS = "weights"
 """The kind of a directory that holds a model's weights alone: nothing to resume from, and nothing that retention deletes."""
 StepOf = Callable[[str], "int | None"]
 OnError = Callable[[Path, Exception], None]
+_ATTEMPTS = 10
 _STOCK_FILES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".distcp")
 
 
@@ -85,7 +89,13 @@ def list_directories(
 
 
 def _directory(path: Path, number: int | None, problem_of_stock: Callable[[Path], str] | None) -> Candidate | None:
-    described = presence.is_there(path / MANIFEST_NAME)
+    try:
+        described = presence.is_there(path / MANIFEST_NAME)
+    except PermissionError as error:
+        if number is not None:
+            raise
+        _not_ours(path, error)  # by its name it is none of ours either
+        return None
     if number is None and not described:
         return None
     if not described and problem_of_stock is not None:
@@ -131,7 +141,7 @@ def list_files(
         on_error: told of a file or folder that cannot be looked at, which is then left out; None to raise instead.
 
     Raises:
-        OSError: the directory could not be listed.
+        OSError: the directory could not be listed, nor a folder below it; one that denies it, or has gone, is passed over.
         UnsupportedFormatError: one is of a newer format version.
     """
     found, whole = [], []
@@ -175,11 +185,13 @@ def _look_at(directory: Path) -> Candidate:
 def newest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The order in which to try them: ours by commit sequence, newest first, then those of other tools by step."""
 
-    def age(candidate: Candidate) -> tuple[int, int, bool]:
-        if candidate.manifest is None:
+    def age(candidate: Candidate) -> tuple[int, int | str, bool]:
+        manifest = candidate.manifest
+        if manifest is None:
             return (-1, candidate.step, False)
-        # Of several names of one file the one that it was saved under comes first.
-        return (candidate.manifest.sequence, 0, candidate.path.name == candidate.manifest.name)
+        # Only a file that was saved past a pipeline can have the number of another one. Of several names of one file the
+        # one that it was saved under comes first.
+        return (manifest.sequence, manifest.created_at, candidate.path.name == manifest.name)
 
     return sorted((c for c in candidates if not c.problem), key=age, reverse=True)
 
@@ -232,13 +244,6 @@ def newest_sequence(candidates: Iterable[Candidate]) -> int:
     return max((c.manifest.sequence for c in candidates if c.manifest is not None), default=0)
 
 
-def sequence_beside(path: Path) -> int:
-    """A number for a file that is saved outside of a running pipeline: above that of every file it may compete with."""
-    above = path.parents
-    root = next((folder for folder in above if (folder / HIDDEN).is_dir()), path.parent)
-    return newest_sequence(list_files(root, path.suffix)) + 1 if presence.is_directory(root) else 1
-
-
 def _walk(root: Path, on_error: OnError | None) -> Iterator[tuple[str, list[str], list[str]]]:
     """As ``os.walk``, which before Python 3.12 recurses; what cannot be listed raises."""
     folders = [os.fspath(root)]
@@ -246,12 +251,33 @@ def _walk(root: Path, on_error: OnError | None) -> Iterator[tuple[str, list[str]
         folder = folders.pop()
         below: list[str] = []
         names: list[str] = []
-        with _guarded(Path(folder), None if folder == os.fspath(root) else on_error), os.scandir(folder) as entries:
+        with (
+            _guarded(Path(folder), None if folder == os.fspath(root) else on_error or _not_ours),
+            _opened(folder) as entries,
+        ):
             for entry in entries:
                 # What a link leads to is nobody's checkpoint here, so nothing is asked of it.
                 (names if entry.is_symlink() or not entry.is_dir() else below).append(entry.name)
         yield folder, below, names
         folders += [os.path.join(folder, name) for name in below]
+
+
+def _opened(folder: str) -> AbstractContextManager[Iterator[os.DirEntry[str]]]:
+    for _ in range(_ATTEMPTS):
+        try:
+            return os.scandir(folder)
+        except FileNotFoundError:
+            if presence.is_gone(Path(folder)):
+                raise
+    return os.scandir(folder)  # each time one of that name had come when the one before it was gone
+
+
+def _not_ours(folder: Path, error: Exception) -> None:
+    """A folder among the checkpoints that cannot be listed: who saved into it could. What a disk refuses is raised."""
+    if isinstance(error, PermissionError):
+        logger.warning("%s is passed over, with all that may be in it: %s", folder, error)
+    elif not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def _entries(root: Path) -> list[Path]:

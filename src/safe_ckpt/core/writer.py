@@ -3,7 +3,8 @@
 Nothing here can block for longer than its deadline: the job lies in shared memory and only a short line crosses a
 non-blocking socket; progress is read from a shared page. A writer that dies or makes no progress is killed and replaced, and
 the same snapshot is written again to new files. After ``max_respawns`` deaths the parent writes by itself; after as many
-stalls the save fails, because whatever stalls the process would stall its parent too.
+stalls the save fails, because whatever stalls the process would stall its parent too. A small job takes less time than to
+start the process: a thread does it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import threading
 from collections.abc import Callable, Sequence
 
 from safe_ckpt.config import Timeouts, WriterConfig
+from safe_ckpt.core.background import Refused
 from safe_ckpt.core.control import read_mark
 from safe_ckpt.core.copier import copy_files
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.sink import FileResult, FileTask, SinkOptions, sync_directory, write_file
 from safe_ckpt.core.streaming import stream_file
 from safe_ckpt.core.writer_child import Child, WriteJob, WriterEnded
+from safe_ckpt.core.writer_thread import WriterThread
 from safe_ckpt.core.zip_format import PAGE
 from safe_ckpt.errors import WriterError
 
@@ -43,6 +46,7 @@ class Writer:
         self._timeouts = timeouts
         self._respawned = respawned
         self._child: Child | None = None
+        self._thread = WriterThread()
         self._starting = threading.Lock()  # it may be started ahead of a save, on another thread
         self._closed = False
         self._moves = 0
@@ -66,7 +70,7 @@ class Writer:
     def progress(self) -> int:
         """A number that changes as long as bytes move."""
         child = self._child
-        return self._moves + (child.beats() if child is not None else 0)
+        return self._moves + self._thread.progress() + (child.beats() if child is not None else 0)
 
     def write(self, job: WriteJob, stop: Callable[[], None]) -> list[FileResult]:
         """Write all files of ``job`` and make them durable.
@@ -79,6 +83,8 @@ class Writer:
             OSError: the file system refused.
             WriterError: the process made no progress, and neither did those that replaced it.
         """
+        if self._is_small(job) and (results := self._write_aside(job, stop)) is not None:
+            return results
         plan = self._plan(job)
         for spare in range(self._config.max_respawns, -1, -1):
             self.start()
@@ -128,7 +134,27 @@ class Writer:
         """End the process, for good. Does not wait for a job."""
         with self._starting:
             self._closed = True
+        self._thread.close()
         self._drop_child()
+
+    def needs_process(self, size_bytes: int) -> bool:
+        """Whether so many bytes, from memory, are written by the process."""
+        return size_bytes > self._config.inline_bytes
+
+    def _is_small(self, job: WriteJob) -> bool:
+        return not job.copies and not self.needs_process(sum(task.length for task in job.files))
+
+    def _write_aside(self, job: WriteJob, stop: Callable[[], None]) -> list[FileResult] | None:
+        """On the thread; None where it does not come back, or there is none to be had."""
+        try:
+            return self._thread.run(job, self._options, self._timeouts, stop)
+        except Refused:
+            return None
+        except WriterEnded as ended:
+            self._respawned(
+                ended.pid, f"the thread that writes {ended}; the same snapshot is written again, by a process"
+            )
+            return None
 
     def _plan(self, job: WriteJob) -> bytes:
         plan = {

@@ -23,12 +23,17 @@ from safe_ckpt.config import Timeouts
 from safe_ckpt.core.arena import Arena
 from safe_ckpt.core.control import ControlPage, Standing, new_page
 from safe_ckpt.core.file_copy import FileCopy
+from safe_ckpt.core.lease import process_state
 from safe_ckpt.core.sink import FileResult, FileTask, write_without_direct
 from safe_ckpt.core.writer_process import STACK_SIGNAL
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.1
 _REAP_S = 5.0
+_ABSENT_S = 1.0
+_STOPPED = ("T", "t")
+_STOPPED_S = 3.0
+_WAITING = ("D", "R")  # for the disk, or for a processor
 _BOOT = (
     "import sys; sys.path += {path!r}; "
     "from safe_ckpt.core.writer_process import main; main({sock}, {page}, {nice}, {parent})"
@@ -127,7 +132,7 @@ class Child:
         """
         self._jobs += 1
         self._send(job, plan)
-        standing, since = self._page.read(), time.monotonic()
+        standing, since, looked = self._page.read(), time.monotonic(), time.monotonic()
         while True:
             readable, _, _ = select.select([self._socket], [], [], _POLL_S)
             reply = self._receive(job) if readable else None
@@ -135,12 +140,16 @@ class Child:
                 return _results(reply, job)
             if self._process.poll() is not None:
                 raise self._ended(self._how_it_ended(job))
-            now = self._page.read()
+            now, before, looked = self._page.read(), looked, time.monotonic()
             if now.beats != standing.beats:
-                standing, since = now, time.monotonic()
-            limit_s = timeouts.fsync_stall_s if now.phase == "fsync" else timeouts.writer_stall_s
-            if time.monotonic() - since > limit_s:
-                how = f"made no progress for {limit_s:.0f} s {_where(now, job)}{self._stack()}"
+                standing, since = now, looked
+            elif looked - before > _ABSENT_S:  # this process itself stood still, and the writer perhaps with it
+                since += looked - before
+            state = process_state(self._process.pid)
+            limit_s = _limit_s(timeouts, now.phase, state)
+            if looked - since > limit_s:
+                why = " (it is stopped)" if state in _STOPPED else self._stack()
+                how = f"made no progress for {limit_s:g} s {_where(now, job)}{why}"
                 raise WriterEnded(how, self._process.pid, stalled=True)
             stop()
 
@@ -219,6 +228,15 @@ class Child:
         size = os.fstat(self._log).st_size
         text = os.pread(self._log, 4096, max(0, size - 4096)).decode(errors="replace").strip()
         return f"; it said:\n{text}" if text else ""
+
+
+def _limit_s(timeouts: Timeouts, phase: str, state: str) -> float:
+    """How long the process may move no byte, by what the kernel says of it."""
+    if state in _STOPPED:  # a moment of it, for a debugger or a freezer, harms nothing
+        return min(_STOPPED_S, timeouts.writer_stall_s)
+    if phase == "fsync":
+        return timeouts.fsync_stall_s
+    return max(timeouts.fsync_stall_s, timeouts.writer_stall_s) if state in _WAITING else timeouts.writer_stall_s
 
 
 def _results(reply: dict[str, Any], job: WriteJob) -> list[FileResult]:

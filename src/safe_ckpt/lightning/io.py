@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from safe_ckpt.core import direct, presence, select
+from safe_ckpt.core import direct, order, presence
 from safe_ckpt.core.verify import verify_if_ours
 from safe_ckpt.lightning.bases import CheckpointIO
 from safe_ckpt.lightning.resuming import WEIGHTS_ONLY
@@ -93,7 +93,7 @@ class SafeCheckpointIO(CheckpointIO):
             self._box.checkpoint = checkpoint
         else:
             target = Path(os.path.abspath(path))
-            sequence = self.saver.next_sequence(target) if self.saver is not None else select.sequence_beside(target)
+            sequence = self.saver.next_sequence(target) if self.saver is not None else order.sequence_beside(target)
             step = int(checkpoint.get("global_step", 0))
             notes = {WEIGHTS_ONLY: "loops" not in checkpoint}
             direct.save_archive(checkpoint, target, sequence=sequence, step=step, notes=notes)

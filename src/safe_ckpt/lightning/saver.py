@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core import direct, items, resume, select
+from safe_ckpt.core import direct, items, order, resume, select
 from safe_ckpt.core.commit import Link
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.export import Exporter
@@ -134,6 +134,11 @@ class TrainerSaver:
                 ),
             )
 
+    def hold_beside(self, path: Path, sequence: int) -> None:
+        """Take the folder of one file, whose place in the order of commits is known."""
+        root = self._roots[path.parent] = self.engine.hold(path.parent)
+        root.start_after(sequence - 1)
+
     def holds(self, directory: Path) -> bool:
         """Whether this directory is taken already."""
         return directory in self._roots and not self._closed
@@ -244,7 +249,9 @@ class TrainerSaver:
     def next_sequence(self, path: Path) -> int:
         """The place of ``path`` in the order of commits, for a file that is written past the pipeline."""
         held = next((root for directory, root in self._roots.items() if directory in path.parents), None)
-        return held.next_sequence() if held is not None and not self._closed else select.sequence_beside(path)
+        if held is not None and not self._closed:
+            return held.next_sequence()
+        return order.sequence_beside(path, after=held.last_sequence if held is not None else 0)
 
     def _save_alone(self, path: Path, weights_only: bool | None) -> None:
         """From a signal handler: this rank may be in the middle of an agreement, or the others in a collective.
@@ -279,7 +286,7 @@ class TrainerSaver:
         again = TrainerSaver(self._trainer, self.config, self._io)
         again.add_hooks(self._hooks)
         try:
-            again.hold(path.parent, path.suffix)
+            again.hold_beside(path, self.next_sequence(path))
             again.save(Intents(saves=[str(path)]), None, None, weights_only=weights_only, wait=True).result()
         finally:
             again.engine.close(quiet=True)
@@ -467,7 +474,10 @@ class TrainerSaver:
             if directory in path.parents:
                 return root
         roots = list(self._roots.values())
-        return next((root for root in roots if _device(root.path) == _device(path)), roots[0])
+        found = next((root for root in roots if _device(root.path) == _device(path)), roots[0])
+        if self.rank == 0:
+            found.start_after(order.last_beside(path))
+        return found
 
 
 def _device(path: Path) -> int:

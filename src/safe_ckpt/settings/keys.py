@@ -7,7 +7,7 @@ import difflib
 import functools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union
 
@@ -49,9 +49,13 @@ class Key:
         return next((unit for suffix, unit in _UNITS.items() if self.name.endswith(suffix)), "")
 
 
+# Once for each, because that takes longer than saving a small model.
+_resolved: Callable[[type], Mapping[str, Any]] = functools.cache(typing.get_type_hints)
+
+
 def hints(kind: type) -> Mapping[str, Any]:
     """The types of a dataclass's fields, resolved."""
-    return typing.get_type_hints(kind)
+    return _resolved(kind)
 
 
 def is_section(hint: Any) -> bool:

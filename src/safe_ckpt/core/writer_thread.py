@@ -1,0 +1,136 @@
+"""What writes a small snapshot: a thread of this process, for which a process of its own would take longer than the writing.
+
+It is watched like one. It cannot be killed, so one that does not come back from the kernel is left behind: it touches nothing
+any more when it does, and another one, or a process, writes the same snapshot again to new files.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from safe_ckpt.config import Timeouts
+from safe_ckpt.core.background import Background
+from safe_ckpt.core.control import read_mark
+from safe_ckpt.core.sink import FileResult, SinkOptions, sync_directory, write_file
+from safe_ckpt.core.writer_child import WriteJob, WriterEnded
+
+_POLL_S = 0.1
+
+
+class WriterThread:
+    """Writes one job after the other. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._background = Background("safe_ckpt-write", _Task.work)
+        self._moves = 0
+
+    def run(
+        self, job: WriteJob, options: SinkOptions, timeouts: Timeouts, stop: Callable[[], None]
+    ) -> list[FileResult]:
+        """Let it write a job that has an arena and no copies.
+
+        Args:
+            job: what to write.
+            options: how.
+            timeouts: how long it may make no progress.
+            stop: called ten times a second; raises to give up.
+
+        Raises:
+            WriterEnded: it made no progress for too long.
+            OSError: the file system refused.
+            Refused: the system gives no more threads.
+        """
+        task = _Task(job, options)
+        self._background.put(task)
+        seen, since = task.beats, time.monotonic()
+        try:
+            while not task.over.wait(_POLL_S):
+                if task.beats != seen:
+                    self._moves += 1
+                    seen, since = task.beats, time.monotonic()
+                limit_s = timeouts.fsync_stall_s if task.phase == "fsync" else timeouts.writer_stall_s
+                if time.monotonic() - since > limit_s:
+                    how = f"made no progress for {limit_s:g} s in phase {task.phase} of {job.name}"
+                    raise WriterEnded(how, os.getpid(), stalled=True)
+                stop()
+        finally:
+            self._moves += 1
+            if not task.over.is_set():
+                self._leave(task)
+        if task.failure is not None:
+            raise task.failure
+        return task.results
+
+    def progress(self) -> int:
+        """A number that changes as long as bytes move."""
+        return self._moves
+
+    def close(self) -> None:
+        """End the thread, when it has done what it does. One that idles is over by then."""
+        self._background.end()
+        if not self._background.is_current:  # a collector may call this from anywhere
+            self._background.join(_POLL_S)
+
+    def _leave(self, task: _Task) -> None:
+        task.abandoned = True
+        self._background.end()
+        self._background = Background("safe_ckpt-write", _Task.work)
+
+
+class _Abandoned(Exception):
+    """Nobody waits for this any more, and its memory may be another save's."""
+
+
+class _Task:
+    """One job on its way; implements ``sink.Progress``."""
+
+    def __init__(self, job: WriteJob, options: SinkOptions) -> None:
+        self._job = job
+        self._options = options
+        self.over = threading.Event()
+        self.results: list[FileResult] = []
+        self.failure: BaseException | None = None
+        self.abandoned = False
+        self.phase = "write"
+        self.beats = 0
+
+    def work(self) -> None:
+        """On the thread."""
+        try:
+            if self._job.arena is not None:
+                self._write(memoryview(self._job.arena.memory))
+        except BaseException as error:  # it belongs to whoever waits
+            self.failure = error
+        finally:
+            self.over.set()
+
+    def _write(self, memory: memoryview) -> None:
+        ready = functools.partial(read_mark, memory)
+        for file in self._job.files:
+            self.results.append(write_file(file, memory, self._options, self, ready))
+        for directory in self._job.directories:
+            self.entered("fsync")
+            sync_directory(directory)
+
+    def moved(self, count: int) -> None:
+        """So many bytes were hashed or written."""
+        del count
+        self._beat()
+
+    def entered(self, phase: str) -> None:
+        """A phase began."""
+        self.phase = phase
+        self._beat()
+
+    def waiting(self) -> None:
+        """There is nothing to write yet."""
+        if self.abandoned:
+            raise _Abandoned
+
+    def _beat(self) -> None:
+        self.beats += 1
+        self.waiting()
