@@ -159,7 +159,9 @@ def test_every_setting_is_among_the_deviations():
     changed = {
         "timeouts": Timeouts(lengthy_s=1, barrier_s=1, writer_stall_s=1, fsync_stall_s=1, peer_stall_s=1, shutdown_s=1),
         "retention": Retention(keep_last=1, keep_best=1, metric="m", mode="max", keep_every_steps=1),
-        "writer": WriterConfig(direct_io="off", chunk_bytes=4096, flush_every_bytes=4096, niceness=0, max_respawns=0),
+        "writer": WriterConfig(
+            direct_io="off", chunk_bytes=4096, flush_every_bytes=4096, niceness=0, max_respawns=0, inline_bytes=0
+        ),
         "network": Network(interface="lo", port=1),
         "telemetry": Telemetry(
             record_bytes=4096, record_files=0, logger_scalars=False, prometheus_textfile="a.prom", opentelemetry=True
