@@ -39,6 +39,7 @@ class Row:
         test: an identifier of a test; ``*`` is any text, and without ``[...]`` all parameters are meant.
         variants: in which runs.
         outcome: with ours.
+        says: what its message must hold, so that the row does not hide another failure of the test.
         sometimes: it depends on which of two comes first, and may be missing.
     """
 
@@ -47,6 +48,12 @@ class Row:
     variants: tuple[str, ...]
     outcome: str
     sometimes: bool
+    says: str = ""
+
+    def explains(self, difference: Difference) -> bool:
+        """Whether it is this difference that the row expects."""
+        ours = difference.ours
+        return self.means(difference.test) and self.outcome == ours.kind and self.says in ours.message
 
     def means(self, test: str) -> bool:
         """Whether this row is about a test."""
@@ -80,13 +87,15 @@ class Comparison:
 def read_junit(path: Path, folder: str) -> dict[str, Outcome]:
     """The outcomes in a file of ``--junitxml`` (xunit1), by ``file::class::test`` with the file relative to ``folder``."""
     found: dict[str, Outcome] = {}
-    for case in ElementTree.parse(path).getroot().iter("testcase"):  # noqa: S314 - pytest has just written it
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
         file = case.get("file", "")
         module = file.removesuffix(".py").replace("/", ".")
         inner = case.get("classname", "").removeprefix(module).strip(".")
         name = "::".join(part for part in (_below(folder, file), inner, case.get("name", "")) if part)
         outcome = _outcome(case)
-        if name not in found or found[name].kind == "passed":  # a test that passed and whose tear-down did not is there twice
+        if (
+            name not in found or found[name].kind == "passed"
+        ):  # a test that passed and whose tear-down did not is there twice
             found[name] = outcome
     return found
 
@@ -99,8 +108,8 @@ def _outcome(case: ElementTree.Element) -> Outcome:
     for tag, kind in (("failure", "failed"), ("error", "error"), ("skipped", "skipped")):
         element = case.find(tag)
         if element is not None:
-            kind = "xfailed" if element.get("type") == "pytest.xfail" else kind
-            return Outcome(kind, " ".join(element.get("message", "").split()))
+            told = "xfailed" if element.get("type") == "pytest.xfail" else kind
+            return Outcome(told, " ".join(element.get("message", "").split()))
     return Outcome("passed")
 
 
@@ -116,7 +125,7 @@ def compare(found: Iterable[Difference], rows: Iterable[Row]) -> Comparison:
     explained, unexplained, met = [], [], set()
     rows = tuple(rows)
     for difference in found:
-        row = next((row for row in rows if row.means(difference.test) and row.outcome == difference.ours.kind), None)
+        row = next((row for row in rows if row.explains(difference)), None)
         if row is None:
             unexplained.append(difference)
         else:
@@ -147,6 +156,7 @@ def read_table(path: Path, page: Path, variants: tuple[str, ...]) -> Table:
                     variants=tuple(row.get("variants", entry.get("variants", variants))),
                     outcome=row.get("outcome", "failed"),
                     sometimes=row.get("sometimes", False),
+                    says=row.get("says", entry.get("says", "")),
                 )
             )
     return Table(tuple(rows), reasons)

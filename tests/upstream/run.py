@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from suites import SUITES, Suite
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 PAGE = ROOT / "docs" / "migrating.md"
+_AGAIN_AT_MOST = 40  # more than that is not chance
 
 
 def main() -> int:
@@ -55,8 +57,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("checkout", type=Path, help="a checkout of its repository, of the installed version")
     parser.add_argument("--variant", action="append", help="only this one; can be given again")
     parser.add_argument("--only", help="of the tests only those that pytest's -k selects; rows for others are let be")
+    parser.add_argument("--slow", action="store_true", help="also the tests that take long and save little")
     parser.add_argument("--keep", help="a folder for logs and results")
-    parser.add_argument("--reuse", action="store_true", help="take the results that --keep has instead of running again")
+    parser.add_argument(
+        "--reuse", action="store_true", help="take the results that --keep has instead of running again"
+    )
     parser.add_argument("--limit-s", type=int, default=3600, help="a run that takes longer is killed (%(default)s)")
     parser.add_argument("--any-version", action="store_true", help="run also where checkout and package differ")
     return parser.parse_args()
@@ -83,9 +88,7 @@ def _unfit(suite: Suite, checkout: Path, options: argparse.Namespace) -> str | N
 class Runs:
     """Runs of one framework's tests."""
 
-    def __init__(
-        self, framework: str, suite: Suite, checkout: Path, keep: Path, options: argparse.Namespace
-    ) -> None:
+    def __init__(self, framework: str, suite: Suite, checkout: Path, keep: Path, options: argparse.Namespace) -> None:
         self.framework, self.suite, self.checkout, self.keep, self.options = framework, suite, checkout, keep, options
 
     def run(self, variant: str, tests: list[str] | None = None) -> dict[str, Outcome]:
@@ -113,11 +116,11 @@ class Runs:
             "UPSTREAM_VARIANT": variant,
         }
         environment.pop("PYTEST_PLUGINS", None)
-        if variant != "stock":  # not -p: a worker of xdist would load it after the conftest
+        if variant != "stock" or suite.plugin_for_stock:  # not -p: a worker of xdist would load it after the conftest
             environment["PYTEST_PLUGINS"] = f"swap_{self.framework}"
         command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", *self._given(tests)]
         command += [f"--rootdir={self.checkout}", "-o", "junit_family=xunit1", f"--junitxml={junit}"]
-        command += [f"--timeout={suite.timeout_s}", "--timeout-method=signal", *suite.arguments]
+        command += [f"--timeout={suite.timeout_s}", "--timeout-method=signal"]
         print(f"{variant}: running …", flush=True)
         process = subprocess.Popen(
             command,
@@ -140,8 +143,10 @@ class Runs:
         if tests is not None:
             return tests
         workers = ["-n", str(self.suite.workers)] if self.suite.workers else []
-        chosen = ["-k", self.options.only] if self.options.only else []
-        return [*workers, *chosen, *self.suite.paths(self.checkout)]
+        slow = "" if self.options.slow or not self.suite.slow else f"not ({self.suite.slow})"
+        only = f"({self.options.only})" if self.options.only else ""
+        chosen = " and ".join(filter(None, (slow, only)))
+        return [*workers, *(["-k", chosen] if chosen else []), *self.suite.paths(self.checkout)]
 
 
 def _judge(runs: Runs, variant: str, stock: dict[str, Outcome], table: Table) -> bool:
@@ -152,25 +157,26 @@ def _judge(runs: Runs, variant: str, stock: dict[str, Outcome], table: Table) ->
     if runs.options.only:
         rows = [row for row in rows if any(row.means(test) for test in stock)]
     comparison = compare(differences(stock, ours), rows)
-    notes = _look_again(runs, variant, [difference.test for difference in comparison.unexplained])
+    notes = _look_again(runs, variant, comparison.unexplained)
     unsteady = {test for test, note in notes.items() if note is None}
     _print(variant, ours, comparison, table, notes)
     left = [difference for difference in comparison.unexplained if difference.test not in unsteady]
     return not left and not comparison.obsolete
 
 
-def _look_again(runs: Runs, variant: str, tests: list[str]) -> dict[str, str | None]:
+def _look_again(runs: Runs, variant: str, found: Sequence[Difference]) -> dict[str, str | None]:
     """Run what is not explained once more, alone: test -> what is to be said of it; None: it is unsteady without ours."""
-    if not tests or len(tests) > 40:
+    tests = [difference.test for difference in found]
+    if not tests or len(tests) > _AGAIN_AT_MOST:
         return {}
     before, after = runs.run("stock", tests), runs.run(variant, tests)
     notes: dict[str, str | None] = {}
-    for test in tests:
-        first, second = before.get(test), after.get(test)
-        if first is not None and first.kind not in ("passed", "skipped", "xfailed"):
-            notes[test] = None
+    for difference in found:
+        first, second = before.get(difference.test), after.get(difference.test)
+        if first is not None and first.kind != difference.stock.kind:
+            notes[difference.test] = None
         elif first is not None and second is not None and first.kind == second.kind:
-            notes[test] = "not when run again alone"
+            notes[difference.test] = "not when run again alone"
     return notes
 
 

@@ -17,11 +17,12 @@ class Suite:
         version_file: where the checkout says which one it is of.
         folder: the tests are below it, and run with it as their working directory.
         importable: what goes on ``PYTHONPATH``, relative to the checkout.
-        tests: files and folders, relative to ``folder``; ``*`` as in a shell; ``::`` and a test for that one.
+        tests: files and folders, relative to ``folder``; ``*`` as in a shell.
         variants: how ours is swapped in: see the plugins.
+        slow: an expression as for pytest's ``-k``: what is left out without ``--slow``.
         workers: processes of pytest-xdist; 0 without it.
         timeout_s: of one test.
-        arguments: more of pytest's.
+        plugin_for_stock: the plugin is loaded in the run without ours, too.
         environment: more variables.
     """
 
@@ -31,9 +32,10 @@ class Suite:
     importable: str
     tests: tuple[str, ...]
     variants: tuple[str, ...] = ("async", "sync")
+    slow: str = ""
     workers: int = 2
     timeout_s: int = 120
-    arguments: tuple[str, ...] = ()
+    plugin_for_stock: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def version(self, checkout: Path) -> str:
@@ -45,12 +47,7 @@ class Suite:
     def paths(self, checkout: Path) -> list[str]:
         """What there is of ``tests`` in this checkout, relative to ``folder``."""
         home = checkout / self.folder
-        found = []
-        for wanted in self.tests:
-            pattern, _, test = wanted.partition("::")
-            there = [str(path.relative_to(home)) for path in sorted(home.glob(pattern))]
-            found += [f"{path}::{test}" if test else path for path in there]
-        return found
+        return [str(path.relative_to(home)) for pattern in self.tests for path in sorted(home.glob(pattern))]
 
 
 SUITES = {
@@ -62,7 +59,7 @@ SUITES = {
         tests=(
             "checkpointing/test_[!l]*.py",  # the legacy ones need files that would be fetched
             "callbacks/test_callbacks.py",
-            "callbacks/test_early_stopping.py::test_resume_early_stopping_from_checkpoint",  # the others take minutes
+            "callbacks/test_early_stopping.py",
             "callbacks/test_finetuning_callback.py",
             "callbacks/test_model_checkpoint*.py",
             "callbacks/test_stochastic_weight_avg.py",
@@ -80,6 +77,7 @@ SUITES = {
             "trainer/flags/test_fast_dev_run.py",
             "trainer/test_trainer.py",
         ),
+        slow="spawn or resume_ddp or checkpoint_ddp or fit_test_synchronization or (early and not resume)",
     ),
     "accelerate": Suite(
         package="accelerate",
@@ -101,8 +99,20 @@ SUITES = {
         version_file="version.txt",
         folder="tests",
         importable="tests",
-        tests=("unit/checkpoint",),
+        # The others need GPUs or hours.
+        tests=(
+            "unit/checkpoint/test_latest_checkpoint.py",
+            "unit/checkpoint/test_lr_scheduler.py",
+            "unit/checkpoint/test_moe_checkpoint.py",
+            "unit/checkpoint/test_other_optimizer.py",
+            "unit/checkpoint/test_pipeline.py",
+            "unit/checkpoint/test_shared_weights.py",
+            "unit/checkpoint/test_sparse.py",
+            "unit/checkpoint/test_tag_validation.py",
+            "unit/checkpoint/test_zero_optimizer.py",
+        ),
         workers=0,
+        plugin_for_stock=True,
         timeout_s=300,
         environment={"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "4", "DS_UNITTEST_TIMEOUT": "200"},
     ),

@@ -1,6 +1,7 @@
 """A pytest plugin: ``install`` takes every engine that ``deepspeed.initialize`` returns in DeepSpeed's own tests.
 
-These run in processes of a fork server, which imports this too. ``UPSTREAM_VARIANT=sync``: ``save_checkpoint`` waits.
+``UPSTREAM_VARIANT``: ``stock`` swaps nothing; ``sync``: ``save_checkpoint`` waits.
+These tests run in processes of a fork server, which imports this too; that spares each of them the import of DeepSpeed.
 """
 
 import functools
@@ -9,17 +10,23 @@ import os
 
 import deepspeed
 
-from safe_ckpt.deepspeed import install
-
-_stock = deepspeed.initialize
+_VARIANT = os.environ["UPSTREAM_VARIANT"]
 
 
-@functools.wraps(_stock)
-def _initialize(*args, **kwargs):
-    engine, *others = _stock(*args, **kwargs)
-    install(engine, async_save=os.environ.get("UPSTREAM_VARIANT") != "sync")
-    return engine, *others
+def _swap() -> None:
+    from safe_ckpt.deepspeed import install
+
+    stock = deepspeed.initialize
+
+    @functools.wraps(stock)
+    def initialize(*args, **kwargs):
+        engine, *others = stock(*args, **kwargs)
+        install(engine, async_save=_VARIANT != "sync")
+        return engine, *others
+
+    deepspeed.initialize = initialize
 
 
-deepspeed.initialize = _initialize
+if _VARIANT != "stock":
+    _swap()
 multiprocessing.set_forkserver_preload([__name__])
