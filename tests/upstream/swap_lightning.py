@@ -1,7 +1,7 @@
 """A pytest plugin: every ``ModelCheckpoint`` of Lightning's own tests is a ``SafeCheckpointCallback``.
 
-``UPSTREAM_VARIANT=sync``: with ``async_save=False`` where the test does not say otherwise, which none does. There the tests do not see
-``.safe_ckpt`` in a listing: in one of the two runs it must not hide what else they look at.
+``UPSTREAM_VARIANT=sync``: with ``async_save=False`` where the test does not say otherwise, which none does. There the tests do
+not see ``.safe_ckpt`` in a listing: in one of the two runs it must not hide what else they look at.
 """
 
 import functools
