@@ -11,7 +11,7 @@ DEEPSPEED := .venv/with-deepspeed/bin
 DEEPSPEED_ENV := PATH="$(CURDIR)/$(DEEPSPEED):$(CURDIR)/$(BIN):$$PATH" DS_ACCELERATOR=cpu \
   TORCH_EXTENSIONS_DIR="$(CURDIR)/.venv/torch_extensions" CXX="$(CURDIR)/$(DEEPSPEED)/quick-g++"
 
-.PHONY: demo test test-all test-deepspeed faults lint package docs docs-reference bench examples clean
+.PHONY: demo test test-all test-deepspeed test-upstream faults lint package docs docs-reference bench examples clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -47,6 +47,21 @@ test-deepspeed: .venv/deepspeed  ## the DeepSpeed adapter with real engines on t
 	rm -rf runs/examples/deepspeed
 	EPOCHS=1 $(DEEPSPEED_ENV) $(DEEPSPEED)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/deepspeed_zero3_nvme.py runs/examples/deepspeed
 	EPOCHS=2 $(DEEPSPEED_ENV) $(DEEPSPEED)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/deepspeed_zero3_nvme.py runs/examples/deepspeed
+
+# Nothing is fetched: UPSTREAM_LIGHTNING, _ACCELERATE, _TRANSFORMERS and _DEEPSPEED are checkouts of the installed versions; any of
+# them. WITH and WITH_DEEPSPEED: a Python that has what those tests need besides: see tests/upstream/README.md.
+WITH ?= $(BIN)/python
+WITH_DEEPSPEED ?= $(DEEPSPEED)/python
+test-upstream: .venv/ready  ## the frameworks' own checkpoint tests, with their parts and with ours, and why they differ
+	@[ -n "$(UPSTREAM_LIGHTNING)$(UPSTREAM_ACCELERATE)$(UPSTREAM_TRANSFORMERS)$(UPSTREAM_DEEPSPEED)" ] || \
+	  { echo "say which: make test-upstream UPSTREAM_LIGHTNING=a/checkout; see tests/upstream/README.md"; exit 2; }
+	@failed=0; \
+	run() { [ -z "$$2" ] || "$$3" tests/upstream/run.py "$$1" "$$2" $(UPSTREAM_OPTIONS) || failed=1; }; \
+	run lightning "$(UPSTREAM_LIGHTNING)" "$(WITH)"; \
+	run accelerate "$(UPSTREAM_ACCELERATE)" "$(WITH)"; \
+	run transformers "$(UPSTREAM_TRANSFORMERS)" "$(WITH)"; \
+	export $(DEEPSPEED_ENV); run deepspeed "$(UPSTREAM_DEEPSPEED)" "$(WITH_DEEPSPEED)"; \
+	exit $$failed
 
 # DeepSpeed compiles what it needs on first use, and keeps it here. Without libaio the NVMe tests are skipped, and say so.
 .venv/deepspeed: .venv/ready
