@@ -23,7 +23,7 @@ demo: .venv/ready  ## train on real data, kill the job again and again, compare 
 	$(BIN)/python examples/demo.py
 
 # Two at a time: most of them wait for something most of the time. The short ones first.
-TWO := -q -n 2 --dist worksteal
+TWO := -q -n 2 --dist worksteal --durations=40
 SHORT := tests/unit tests/typing tests/docs
 # The tests of one file share a SLURM: they stay together.
 BY_FILE := -q -n 2 --dist loadfile
