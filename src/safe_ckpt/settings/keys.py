@@ -72,11 +72,18 @@ def without_none(hint: Any) -> tuple[Any, bool]:
 
 def keys(kind: type, prefix: str = "") -> tuple[Key, ...]:
     """All settings of a dataclass and of those within it, in the order of their fields."""
+    return _found(kind, prefix)
+
+
+def _find(kind: type, prefix: str) -> tuple[Key, ...]:
     found: list[Key] = []
     for item in dataclasses.fields(kind):
         path, hint = joined(prefix, item.name), hints(kind)[item.name]
         found += keys(hint, path) if is_section(hint) else [_key(kind, item, hint, path)]
     return tuple(found)
+
+
+_found: Callable[[type, str], tuple[Key, ...]] = functools.cache(_find)
 
 
 def _key(section: type, item: dataclasses.Field[Any], hint: Any, path: str) -> Key:
