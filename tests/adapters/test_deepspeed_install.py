@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("deepspeed")
 import deepspeed_runs as runs
 
-from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Timeouts
+from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Timeouts, WriterConfig
 from safe_ckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -154,6 +154,7 @@ def using(rank, folder):
     check_loading(run, handle, rank, out)
     check_names(run, handle, rank, out)
     check_mistakes(run, handle, rank, out)
+    check_two_engines(run, folder / "two")
     handle.remove()
     handle.remove()
     assert (run.save_checkpoint, run.load_checkpoint, run.save_16bit_model) == before
@@ -164,6 +165,19 @@ def using(rank, folder):
         run.save_checkpoint(str(folder / "stock"), tag="theirs", client_state={"epoch": 2})
     assert run.load_checkpoint(str(folder / "stock"))[1]["epoch"] == 2
     check_destroy(run, folder / "left")
+
+
+def check_two_engines(run, out):
+    """A second engine of the process sees what the first one is saving, and may save there; then the first one again."""
+    other = runs.engine(2, width=64)
+    handle = installed(other)
+    run.save_checkpoint(out, tag="1", client_state={"n": 1})
+    assert other.load_checkpoint(out)[1]["n"] == 1
+    other.save_checkpoint(out, tag="2", client_state={"n": 2})
+    assert run.load_checkpoint(out)[1]["n"] == 2
+    run.save_checkpoint(out, tag="3", client_state={"n": 3})
+    assert other.load_checkpoint(out)[1]["n"] == 3
+    handle.remove()
 
 
 def check_destroy(run, out):
@@ -410,7 +424,7 @@ def lose_a_rank(rank, folder, stage, moment):
     folder = Path(folder)
     run = runs.engine(stage, width=64)
     timeouts = Timeouts(barrier_s=20, lengthy_s=40, peer_stall_s=5, writer_stall_s=60, shutdown_s=5)
-    handle = installed(run, timeouts=timeouts)
+    handle = installed(run, timeouts=timeouts, writer=WriterConfig(inline_bytes=0))
     run.save_checkpoint(folder, tag="good")
     handle.wait()
     if rank == 1:

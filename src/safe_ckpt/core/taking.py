@@ -19,6 +19,7 @@ from safe_ckpt.errors import NotEnoughSpaceError, RendezvousTimeout, SaveError
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 0.05
+_END_S = 1.0
 
 
 class Taker:
@@ -133,8 +134,10 @@ class Taker:
         arena.close()  # of a save that was given up at the end
 
     def close(self) -> None:
-        """Free the memory."""
+        """Free the memory, and let the thread that copies end."""
         self._aside.end()
+        if not self._aside.is_current:  # a collector may call this from anywhere
+            self._aside.join(_END_S)
         with self._giving_back:
             self._closed = True
         for arena in self._free:

@@ -164,7 +164,7 @@ class Handle:
             Exception: what DeepSpeed, or ``custom_load_fn``, raised on this rank, as it was raised.
             SafeCheckpointError: it failed on another rank; names it.
         """
-        self._core.settle()  # one that failed is no reason not to go back to the one before it; its error stays to be raised
+        self._places.settle()  # one that failed is no reason not to go back to the one before it; its error stays to be raised
         with self._core.together():
             folder, wanted = loading.agree_place(self._core, load_dir, tag)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 ADAPTER = "deepspeed"
 _HELD = 2
+_living: weakref.WeakSet[Places] = weakref.WeakSet()
 
 
 @dataclass(kw_only=True)
@@ -51,9 +53,10 @@ class Places:
         self._engine = engine
         self._policy = policy
         self._held: dict[Path, Place] = {}
+        _living.add(self)
 
     def hold(self, top: Path, tag: str) -> Place:
-        """Take the directory in which ``tag`` lies: ``top``, or one below it.
+        """Take the directory in which ``tag`` lies: ``top``, or one below it. Another engine of this process gives it back.
 
         Raises:
             DirectoryError: it cannot be used.
@@ -66,9 +69,10 @@ class Places:
                 place.tops = (*place.tops, top)
             return place
         if len(self._held) >= _HELD:
-            self._engine.settle()  # nothing of theirs may be in flight
             for earlier in list(self._held):
-                self._engine.let_go(self._held.pop(earlier).root)
+                self._let_go(earlier)
+        for other in list(_living):
+            other._let_go(folder)
         place = Place(root=self._engine.hold(folder), ledger=Ledger(), tops=(folder, top))
 
         def take_stock(_: object) -> None:
@@ -86,7 +90,7 @@ class Places:
 
     def repair(self, folder: Path) -> None:
         """Finish what a job that died was replacing in ``folder``, unless a live job holds it: then that is its own affair."""
-        if folder in self._held:
+        if any(folder in places._held for places in _living):
             return
         try:
             root = self._engine.hold(folder)
@@ -94,6 +98,17 @@ class Places:
             logger.warning("%s", error)
             return
         self._engine.let_go(root)
+
+    @staticmethod
+    def settle() -> None:
+        """Wait until nothing is in flight in this process: what another engine saves here is to be seen."""
+        for places in list(_living):
+            places._engine.settle()
+
+    def _let_go(self, folder: Path) -> None:
+        if folder in self._held:
+            self._engine.settle()
+            self._engine.let_go(self._held.pop(folder).root)
 
     def retain(self, place: Place, new: CheckpointInfo) -> Decision | None:
         """``new`` was committed. Says what is to be deleted now, never what ``latest`` names. In the background."""
