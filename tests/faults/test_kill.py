@@ -50,7 +50,7 @@ def test_kills_lose_nothing(tmp_path):
     reported committed; no staging directory, trash or process is left after it.
     """
     seed = int(os.environ.get("SAFE_CKPT_KILL_SEED") or random.randrange(1 << 30))
-    trials = int(os.environ.get("SAFE_CKPT_KILLS", "100" if THOROUGH else "12"))
+    trials = int(os.environ.get("SAFE_CKPT_KILLS", "100" if THOROUGH else "6"))
     chance = random.Random(seed)
     committed, within = 0, 0
     for trial in range(trials + 1):
