@@ -5,6 +5,7 @@ import contextlib
 import enum
 import os
 import re
+import shutil
 import signal
 import textwrap
 import time
@@ -19,7 +20,7 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 
-from safe_ckpt import CheckpointConfig, Timeouts, WriterConfig
+from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
 from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.core.verify import verify
 from safe_ckpt.deepspeed import SafeCheckpointEngine
@@ -503,6 +504,32 @@ def test_a_tag_may_lie_in_folders(tmp_path):
         assert equal(engine.load(str(file)), state_of(3))
         with pytest.raises(DirectoryError, match="is a tag itself"):
             engine.create(replace(info, tag="warmup/step3/x"))
+        for harm in (lambda: None, lambda: shutil.rmtree(tmp_path / "warmup/.safe_ckpt")):
+            harm()
+            with pytest.raises(DirectoryError, match="checkpoints are kept in it"):
+                engine.create(replace(info, tag="warmup"))
+        assert equal(read(file), state_of(3))
+
+
+def test_a_tag_in_flight_is_a_tag(tmp_path):
+    """A tag that would lie in one that is still being written is refused, and that one is committed."""
+    with opened(replace(SLOW, max_in_flight=2)) as engine:
+        save(engine, tmp_path, 1, numel=SEVERAL)
+        with pytest.raises(DirectoryError, match="is a tag itself"):
+            engine.create(info_of(tmp_path, "1/in"))
+        assert complete(tmp_path, 1, numel=SEVERAL)
+
+
+def test_what_others_wrote_is_not_replaced(tmp_path):
+    """A directory that another adapter, or somebody, wrote where the tag goes stays, and an error says so."""
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"x": 1}).result(timeout_s=30)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.tex").touch()
+    with opened() as engine:
+        for tag, why in (("step-00000001", "no deepspeed directory"), ("mine", "did not write it")):
+            with pytest.raises(DirectoryError, match=why):
+                engine.create(CheckpointCommitInfo(tag=tag, save_dir=str(tmp_path), save_latest=True))
 
 
 def test_cleanup_on_the_way_out_of_an_exception_commits_no_part(tmp_path, caplog):

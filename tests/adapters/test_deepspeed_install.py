@@ -159,7 +159,11 @@ def using(rank, folder):
     handle.remove()
     assert (run.save_checkpoint, run.load_checkpoint, run.save_16bit_model) == before
     run.save_checkpoint(str(folder / "stock"), tag="theirs", client_state={"epoch": 1})
+    for tag in ("both", "both/in"):
+        run.save_checkpoint(str(folder / "nested"), tag=tag)
     with installed(run):
+        with pytest.raises(DirectoryError, match="checkpoints are kept in it"):
+            run.save_checkpoint(str(folder / "nested"), tag="both")
         path, client = run.load_checkpoint(str(folder / "stock"))
         assert client["epoch"] == 1
         run.save_checkpoint(str(folder / "stock"), tag="theirs", client_state={"epoch": 2})
@@ -316,6 +320,9 @@ def check_names(run, handle, rank, out):
         run.save_checkpoint(out, tag="warmup/1/in")
     with pytest.raises(DirectoryError, match="checkpoints are kept in it"):
         run.save_checkpoint(out, tag="warmup")
+    run.save_checkpoint(out, tag="c")
+    with pytest.raises(DirectoryError, match="is a tag itself"):  # also while it is in flight
+        run.save_checkpoint(out, tag="c/in")
     run.save_checkpoint(out, tag="c")
     assert seen(handle, out)[0] == "c"
     check_weights(run, rank, out)

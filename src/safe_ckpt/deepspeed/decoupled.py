@@ -25,8 +25,9 @@ from safe_ckpt.core.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.operation import Pointer, Request, SaveHandle
 from safe_ckpt.core.parts import Parts
 from safe_ckpt.core.verify import verify_entry
-from safe_ckpt.deepspeed.arguments import LATEST, agree, checked_directory, checked_tag
-from safe_ckpt.deepspeed.places import ADAPTER, Places, refuse_within_a_tag, step_of
+from safe_ckpt.deepspeed.arguments import LATEST
+from safe_ckpt.deepspeed.places import ADAPTER, Places, step_of
+from safe_ckpt.deepspeed.saving import agree_place
 from safe_ckpt.deepspeed.support import check_settings
 from safe_ckpt.errors import ConfigError, NotEnoughSpaceError, SafeCheckpointError, SaveError, StateError
 from safe_ckpt.events import Hook
@@ -85,6 +86,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
         Raises:
             ConfigError: the tag is no name of a directory.
+            DirectoryError: something that must not be replaced stands where the tag goes.
             DesyncError: the ranks differ in directory or tag.
             SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started.
         """
@@ -94,14 +96,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._open = self._begin(info, by_deepspeed=by_deepspeed)
 
     def _begin(self, info: CheckpointCommitInfo, *, by_deepspeed: bool) -> _Open:
-        found: list[tuple[Path, str]] = []
-
-        def look() -> dict[str, object]:
-            found.append((checked_directory(info.save_dir, "save_dir"), checked_tag(info.tag)))
-            return {"path": found[0][0] / found[0][1]}
-
-        agree(self._core, "create", look, lambda: refuse_within_a_tag(*found[0]))
-        top, tag = found[0]
+        top, tag = agree_place(self._core, "create", info.save_dir, info.tag, {})
         path, place = top / tag, self._places.hold(top, tag)
         parts = Parts(self._pool)
         latest = [Pointer(path=top / LATEST, data=tag.encode())] if info.save_latest else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import weakref
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ from safe_ckpt.core import presence, retention, select
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.ledger import Decision, Ledger
 from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo
-from safe_ckpt.core.root import Root
+from safe_ckpt.core.named import NAMES, refuse
+from safe_ckpt.core.root import HIDDEN, Root
 from safe_ckpt.core.select import Candidate
 from safe_ckpt.deepspeed.arguments import LATEST, is_tag
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
@@ -22,6 +24,7 @@ from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 logger = logging.getLogger(__name__)
 
 ADAPTER = "deepspeed"
+OFFLOADED = "offloaded_tensors"
 _HELD = 2
 _living: weakref.WeakSet[Places] = weakref.WeakSet()
 
@@ -105,6 +108,13 @@ class Places:
         for places in list(_living):
             places._engine.settle()
 
+    @staticmethod
+    def settle_above(path: Path) -> None:
+        """Wait for what is in flight in this process and may become a folder above ``path``: it is to be seen there."""
+        for places in list(_living):
+            if any(folder != path.parent and folder in path.parents for folder in places._held):
+                places._engine.settle()
+
     def _let_go(self, folder: Path) -> None:
         if folder in self._held:
             self._engine.settle()
@@ -144,22 +154,43 @@ def latest_tag(folder: Path) -> str | None:
     return None
 
 
-def refuse_within_a_tag(top: Path, tag: str) -> None:
-    """A tag that is saved again is replaced as a whole, with what lies in it: no other may lie there.
+def refuse_what_stands_there(top: Path, tag: str) -> None:
+    """A tag that is saved again is replaced as a whole, with what lies in it: only a tag, in which no other lies.
 
     Raises:
-        DirectoryError: one would.
+        DirectoryError: something else stands there, or the tag would lie in another one.
     """
-    for above in (top / tag).parents:
+    path = top / tag
+    for above in path.parents:
         if above == top:
-            return
+            break
         if presence.is_there(above / MANIFEST_NAME) or not stock_problem(above):
             raise DirectoryError(path=str(above), message=f"is a tag itself: {tag!r} cannot lie in it", rank=0)
+    _refuse_tags_within(path)
+    if stock_problem(path):
+        refuse(path, ADAPTER, empty=True)
+
+
+def _refuse_tags_within(path: Path) -> None:
+    def fail(error: OSError) -> None:
+        raise DirectoryError.of(error, path=error.filename or path, rank=0, phase="save_checkpoint") from error
+
+    for folder, below, names in os.walk(path, onerror=fail) if presence.is_directory(path) else ():
+        # Weights alone, saved into a tag, leave a folder of names there, and nothing that must stay.
+        kept = HIDDEN in below and any(name != NAMES for name in os.listdir(os.path.join(folder, HIDDEN)))
+        tag = folder != str(path) and any(name == MANIFEST_NAME or name.endswith("_states.pt") for name in names)
+        if kept or tag:
+            message = (
+                f"checkpoints are kept in it, at {folder}, so it is not replaced: give another name, or move it away"
+            )
+            raise DirectoryError(path=str(path), message=message, rank=0)
+        own = {HIDDEN, OFFLOADED} if folder == str(path) else {HIDDEN}
+        below[:] = [name for name in below if name not in own]
 
 
 def is_state(name: str) -> bool:
     """Whether DeepSpeed itself wrote this file of a tag: it goes when the tag is replaced."""
-    return name.endswith("_states.pt") or name.split("/", 1)[0] == "offloaded_tensors"
+    return name.endswith("_states.pt") or name.split("/", 1)[0] == OFFLOADED
 
 
 def stock_problem(path: Path) -> str:
