@@ -24,6 +24,7 @@ from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
 from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.core.verify import verify
 from safe_ckpt.deepspeed import SafeCheckpointEngine
+from safe_ckpt.deepspeed.places import Places
 from safe_ckpt.errors import (
     ClosedError,
     ConfigError,
@@ -489,6 +490,24 @@ def test_a_save_that_nobody_commits_is_an_error_of_the_next(tmp_path):
             engine.create(info_of(tmp_path, 2))
         assert engine.commit(save(engine, tmp_path, 2))
         assert names(tmp_path) == [tag_of(2), "latest"]
+
+
+def test_a_second_engine_does_not_wait_for_files_that_do_not_come(tmp_path):
+    """With one save open, a load by another engine waits for none of its files; a save by it there ends it, with an error."""
+    with opened(replace(SLOW, max_in_flight=2)) as engine, opened() as other, in_time():
+        save(engine, tmp_path, 1, numel=SEVERAL)
+        info = begin(engine, tmp_path, 2)
+        put(engine, tmp_path, 2)
+        Places.settle()  # as load_checkpoint of an installed engine does
+        assert complete(tmp_path, 1, numel=SEVERAL)
+        assert engine.commit(info)
+        info = begin(engine, tmp_path, 3)
+        put(engine, tmp_path, 3)
+        assert other.commit(save(other, tmp_path, 4))
+        with pytest.raises(SaveError, match=r"global_step3 was not saved.*another engine of this process"):
+            engine.commit(info)
+        assert engine.commit(save(engine, tmp_path, 5))
+        assert names(tmp_path) == [*map(tag_of, (1, 2, 4, 5)), "latest"]
 
 
 def test_a_tag_may_lie_in_folders(tmp_path):

@@ -74,11 +74,12 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             message = "each file must be copied at once here, whatever its size: leave it out, or use install"
             raise ConfigError(key="max_host_bytes", message=message)
         self._core = Engine(settings, hooks=hooks, owner="a SafeCheckpointEngine; its cleanup() frees it")
-        self._places = Places(self._core, self._core.config.retention)
+        weak = weakref.ref(self)
+        self._places = Places(self._core, self._core.config.retention, lambda wanted: _settle(weak, wanted))
         self._pool: list[Arena] = []
         self._open: _Open | None = None
+        self._concluded: SaveHandle | None = None
         # Before the core's own (priority 100), which would wait for files that nobody hands over any more.
-        weak = weakref.ref(self)
         self._at_exit = multiprocessing.util.Finalize(None, _finish_at_exit, (weak, os.getpid()), exitpriority=110)
 
     def create(self, info: CheckpointCommitInfo) -> None:
@@ -214,6 +215,8 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             if not self._open.by_deepspeed:
                 why_not += ", as far as is known: commit() was not called, which says that it is complete"
             self._give_up(why_not)
+        if self._open is not None:
+            self._concluded = self._open.handle
         self._open = None
 
     def _give_up(self, cause: str) -> None:
@@ -246,6 +249,21 @@ class _Open:
         self.path = path
         self.parts = parts
         self.handle = handle
+
+
+def _settle(weak: weakref.ref[SafeCheckpointEngine], wanted: Path | None) -> None:
+    """Another engine of this process waits. The files of a save that is open come from this very thread, or never."""
+    engine = weak()
+    if engine is None:
+        return
+    if engine._open is not None and not engine._open.complete:
+        # DeepSpeed is not in its save_checkpoint any more: an exception interrupted that, maybe on this rank alone.
+        if wanted is None and not engine._open.by_deepspeed:
+            if engine._concluded is not None:
+                engine._concluded.settle()  # saves are written in their order
+            return
+        engine._give_up("its last file had not been handed over when another engine of this process saved or loaded")
+    engine._core.settle()
 
 
 def _finish_at_exit(weak: weakref.ref[SafeCheckpointEngine], pid: int) -> None:

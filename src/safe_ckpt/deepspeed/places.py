@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,11 +50,14 @@ class Places:
     Args:
         engine: where the ranks meet.
         policy: what to keep.
+        settle: waits until nothing of the engine is in flight, but for a save that is still open. Told which directory is
+            wanted, it gives that one up. None where no save stays open when a call returns.
     """
 
-    def __init__(self, engine: Engine, policy: Retention) -> None:
+    def __init__(self, engine: Engine, policy: Retention, settle: Callable[[Path | None], None] | None = None) -> None:
         self._engine = engine
         self._policy = policy
+        self._settle = settle if settle is not None else lambda _: engine.settle()
         self._held: dict[Path, Place] = {}
         _living.add(self)
 
@@ -106,18 +109,18 @@ class Places:
     def settle() -> None:
         """Wait until nothing is in flight in this process: what another engine saves here is to be seen."""
         for places in list(_living):
-            places._engine.settle()
+            places._settle(None)
 
     @staticmethod
     def settle_above(path: Path) -> None:
         """Wait for what is in flight in this process and may become a folder above ``path``: it is to be seen there."""
         for places in list(_living):
             if any(folder != path.parent and folder in path.parents for folder in places._held):
-                places._engine.settle()
+                places._settle(None)
 
     def _let_go(self, folder: Path) -> None:
         if folder in self._held:
-            self._engine.settle()
+            self._settle(folder)
             self._engine.let_go(self._held.pop(folder).root)
 
     def retain(self, place: Place, new: CheckpointInfo) -> Decision | None:
