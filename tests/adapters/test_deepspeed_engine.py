@@ -603,6 +603,23 @@ def test_cleanup_ends_the_writer_once_and_for_all(tmp_path):
         assert complete(tmp_path / "run", 2)
 
 
+def test_a_closed_engine_holds_nothing(tmp_path):
+    """While another engine is open, one that was closed takes no directory, and hinders no repair of one it had."""
+    engine = SafeCheckpointEngine(CONFIG)
+    engine.commit(save(engine, tmp_path, 1))
+    with opened() as other:
+        engine.cleanup()
+        with pytest.raises(ClosedError):
+            engine.create(info_of(tmp_path / "new", 2))
+        assert not (tmp_path / "new").exists()
+        replaced = tmp_path / ".safe_ckpt/trash/op"
+        replaced.mkdir(parents=True)
+        (tmp_path / tag_of(1)).rename(replaced / tag_of(1))
+        (tmp_path / ".safe_ckpt/staging/op").mkdir(parents=True)
+        other._places.repair(tmp_path)  # as load_checkpoint of an installed engine does
+        assert complete(tmp_path, 1)
+
+
 def test_cleanup_of_a_stopped_writer_ends(tmp_path):
     """cleanup() with a save on a stopped writer ends within the limits: it is committed by another writer, or an error."""
     with in_time():
@@ -956,11 +973,13 @@ def _real_engines(rank, folder):
         run.save_checkpoint(str(folder), tag=tag)
     own = run._save_zero_checkpoint
     run._save_zero_checkpoint = lambda *_: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        run.save_checkpoint(str(folder), tag="part")
+    for then, cause in ((Places.settle, "another engine"), (lambda: None, "interrupted")):
+        with pytest.raises(ZeroDivisionError):
+            run.save_checkpoint(str(folder), tag="part")
+        then()  # as load_checkpoint of another engine does
+        with pytest.raises(SaveError, match=cause):
+            runs.train(run, rank, 3, 4)
     run._save_zero_checkpoint = own
-    with pytest.raises(SaveError, match="interrupted"):
-        runs.train(run, rank, 3, 4)
     runs.train(run, rank, 3, 4)
     want = runs.weights(run)
     run.save_checkpoint(str(folder), tag="last")

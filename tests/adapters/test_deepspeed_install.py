@@ -19,6 +19,7 @@ import deepspeed_runs as runs
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Timeouts, WriterConfig
 from safe_ckpt.errors import (
+    ClosedError,
     ConfigError,
     CorruptCheckpointError,
     DesyncError,
@@ -181,7 +182,12 @@ def check_two_engines(run, out):
     assert run.load_checkpoint(out)[1]["n"] == 2
     run.save_checkpoint(out, tag="3", client_state={"n": 3})
     assert other.load_checkpoint(out)[1]["n"] == 3
-    handle.remove()
+    other.destroy()
+    assert handle.closed
+    for call in (other.save_checkpoint, other.load_checkpoint, other.save_16bit_model):
+        with pytest.raises(ClosedError, match="destroy"):
+            call(out.parent / "new")
+    assert not (out.parent / "new").exists()
 
 
 def check_destroy(run, out):

@@ -29,7 +29,14 @@ from safe_ckpt.deepspeed.arguments import LATEST
 from safe_ckpt.deepspeed.places import ADAPTER, Places, step_of
 from safe_ckpt.deepspeed.saving import agree_place
 from safe_ckpt.deepspeed.support import check_settings
-from safe_ckpt.errors import ConfigError, NotEnoughSpaceError, SafeCheckpointError, SaveError, StateError
+from safe_ckpt.errors import (
+    ClosedError,
+    ConfigError,
+    NotEnoughSpaceError,
+    SafeCheckpointError,
+    SaveError,
+    StateError,
+)
 from safe_ckpt.events import Hook
 
 logger = logging.getLogger(__name__)
@@ -77,6 +84,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         weak = weakref.ref(self)
         self._places = Places(self._core, self._core.config.retention, lambda wanted: _settle(weak, wanted))
         self._pool: list[Arena] = []
+        self._closed = False
         self._open: _Open | None = None
         self._concluded: SaveHandle | None = None
         # Before the core's own (priority 100), which would wait for files that nobody hands over any more.
@@ -86,11 +94,14 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """A save begins. One before it that is complete and not committed yet is committed first. Every rank calls this.
 
         Raises:
+            ClosedError: ``cleanup`` was called.
             ConfigError: the tag is no name of a directory.
             DirectoryError: something that must not be replaced stands where the tag goes.
             DesyncError: the ranks differ in directory or tag.
             SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started.
         """
+        if self._closed:
+            raise ClosedError(message="create: this checkpoint engine was closed; make a new one")
         self._conclude("another save began before its last file was handed over")
         by_deepspeed = _is_deepspeeds()
         with self._core.together():
@@ -205,6 +216,8 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         try:
             self._core.close(quiet=sys.exc_info()[0] is not None)
         finally:
+            self._closed = True
+            self._places.close()
             for arena in self._pool:
                 arena.close()
             self._pool.clear()

@@ -96,7 +96,8 @@ class Places:
 
     def repair(self, folder: Path) -> None:
         """Finish what a job that died was replacing in ``folder``, unless a live job holds it: then that is its own affair."""
-        if any(folder in places._held for places in _living):
+        # Rank 0 says for all: when the interpreter collects an engine that nobody closed is not the same on all of them.
+        if self._engine.agree("repair", {"directory": folder}, decide=lambda _: _is_held(folder)):
             return
         try:
             root = self._engine.hold(folder)
@@ -104,6 +105,11 @@ class Places:
             logger.warning("%s", error)
             return
         self._engine.let_go(root)
+
+    def close(self) -> None:
+        """The engine was closed, and gave everything back."""
+        self._held.clear()
+        _living.discard(self)
 
     @staticmethod
     def settle() -> None:
@@ -131,6 +137,10 @@ class Places:
             return [info for info in retention.to_delete(known, self._policy) if info.path not in named]
 
         return place.ledger.retain(new, choose if retention.has_rules(self._policy) else None)
+
+
+def _is_held(folder: Path) -> bool:
+    return any(folder in places._held for places in list(_living))
 
 
 def candidates(folder: Path) -> list[Candidate]:
