@@ -23,7 +23,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
 from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.core.verify import verify
-from safe_ckpt.deepspeed import SafeCheckpointEngine
+from safe_ckpt.deepspeed import SafeCheckpointEngine, places
 from safe_ckpt.deepspeed.places import Places
 from safe_ckpt.errors import (
     ClosedError,
@@ -520,6 +520,9 @@ def test_a_tag_may_lie_in_folders(tmp_path):
         engine.save(state_of(3), str(file))
         assert engine.commit(info) is True
         assert latest(tmp_path) == "warmup/step3"
+        (tmp_path / "latest").unlink()  # as when the job was killed before it was there
+        assert places.order(tmp_path, None) == [tmp_path / "warmup/step3"]
+        assert places.order(tmp_path.parent, None) == []
         assert equal(engine.load(str(file)), state_of(3))
         with pytest.raises(DirectoryError, match="is a tag itself"):
             engine.create(replace(info, tag="warmup/step3/x"))

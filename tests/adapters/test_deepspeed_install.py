@@ -324,6 +324,16 @@ def check_names(run, handle, rank, out):
     assert run.load_checkpoint(out, load_lr_scheduler_states=False)[1]["n"] == 1  # the one before it in that folder
     with pytest.raises(DirectoryError, match="is a tag itself"):
         run.save_checkpoint(out, tag="warmup/1/in")
+    torch.distributed.barrier()
+    if rank == 0:  # as when the job was killed before it wrote its first one
+        (out / "latest").rename(out / "away")
+    torch.distributed.barrier()
+    assert run.load_checkpoint(out, load_lr_scheduler_states=False)[1]["n"] == 1
+    assert run.load_checkpoint(out.parent) == (None, None)  # what lies in ``out`` was saved there, not here
+    torch.distributed.barrier()
+    if rank == 0:
+        (out / "away").rename(out / "latest")
+    torch.distributed.barrier()
     with pytest.raises(DirectoryError, match="checkpoints are kept in it"):
         run.save_checkpoint(out, tag="warmup")
     run.save_checkpoint(out, tag="c")

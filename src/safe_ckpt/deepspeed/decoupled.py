@@ -119,7 +119,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 kind="directory",
                 step=step_of(path.name),
                 parts=parts,
-                notes={"adapter": ADAPTER, "latest": bool(info.save_latest)},
+                notes={"adapter": ADAPTER, "latest": bool(info.save_latest), "tag": tag},
                 view={"save_latest": str(info.save_latest)},
                 retain=lambda new: self._places.retain(place, new),
                 carry=lambda name: not name.endswith("_states.pt"),

@@ -217,15 +217,15 @@ def stock_problem(path: Path) -> str:
 def order(folder: Path, tag: str | None) -> list[Path]:
     """The tags to try, in this order: the one that is asked for, or that ``latest`` names and then those before it.
 
-    Without ``latest`` the newest that was to be named there comes first. Tags saved with ``save_latest=False`` are only taken
-    when they are asked for.
+    Without ``latest`` the newest that was to be named there comes first, also one such as ``"warmup/step10"``. Tags saved with
+    ``save_latest=False`` are only taken when they are asked for.
     """
     if tag is not None:
         return [folder / tag]
     named = latest_tag(folder)
-    beside = folder if named is None else (folder / named).parent
-    ours = select.newest_first(c for c in candidates(beside) if c.manifest and c.manifest.notes.get("latest"))
-    paths = [candidate.path for candidate in ours]
+    groups = [_to_be_named(folder)] if named is None else [_to_be_named((folder / named).parent)]
+    groups += _groups_below(folder) if named is None else []
+    paths = [found.path for group in sorted(groups, key=_made_at, reverse=True) for found in group]
     if named is None or not presence.is_directory(folder / named):
         if named is not None:
             logger.warning("%s names %s, which is not there: the newest tag is taken", folder / LATEST, named)
@@ -234,3 +234,29 @@ def order(folder: Path, tag: str | None) -> list[Path]:
     # A tag of another tool has no place in the order: what comes after it is not known.
     before = paths[paths.index(wanted) + 1 :] if wanted in paths else []
     return [wanted, *before]
+
+
+def _groups_below(top: Path) -> list[list[Candidate]]:
+    """For each folder in ``top`` the tags in it that a ``latest`` in ``top`` was to name: commits are counted by folder."""
+    groups = []
+    for folder in sorted(top.iterdir()) if presence.is_directory(top) else ():
+        try:
+            if folder.name != HIDDEN and not folder.is_symlink() and presence.is_there(folder / HIDDEN):
+                # Others may be of somebody who saved into that folder itself.
+                own = [found for found in _to_be_named(folder) if _tag_of(found) == f"{folder.name}/{found.path.name}"]
+                groups.append(own)
+        except PermissionError as error:
+            logger.warning("%s is passed over, with all that may be in it: %s", folder, error)
+    return groups
+
+
+def _to_be_named(folder: Path) -> list[Candidate]:
+    return select.newest_first(c for c in candidates(folder) if c.manifest and c.manifest.notes.get("latest"))
+
+
+def _tag_of(found: Candidate) -> object:
+    return found.manifest.notes.get("tag") if found.manifest is not None else None
+
+
+def _made_at(group: list[Candidate]) -> str:
+    return group[0].manifest.created_at if group and group[0].manifest is not None else ""

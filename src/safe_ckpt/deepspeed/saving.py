@@ -54,6 +54,7 @@ def save(
             notes={
                 "adapter": places.ADAPTER,
                 "latest": save_latest,
+                "tag": tag,
                 swapping.NOTE: {"": list(parts.notes)} if parts is not None else {},
             },
             retain=lambda new: held.retain(place, new),
