@@ -5,6 +5,7 @@ import contextlib
 import enum
 import os
 import re
+import shutil
 import signal
 import textwrap
 import time
@@ -19,10 +20,11 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 
-from safe_ckpt import CheckpointConfig, Timeouts, WriterConfig
+from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
 from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.core.verify import verify
-from safe_ckpt.deepspeed import SafeCheckpointEngine
+from safe_ckpt.deepspeed import SafeCheckpointEngine, places
+from safe_ckpt.deepspeed.places import Places
 from safe_ckpt.errors import (
     ClosedError,
     ConfigError,
@@ -490,6 +492,24 @@ def test_a_save_that_nobody_commits_is_an_error_of_the_next(tmp_path):
         assert names(tmp_path) == [tag_of(2), "latest"]
 
 
+def test_a_second_engine_does_not_wait_for_files_that_do_not_come(tmp_path):
+    """With one save open, a load by another engine waits for none of its files; a save by it there ends it, with an error."""
+    with opened(replace(SLOW, max_in_flight=2)) as engine, opened() as other, in_time():
+        save(engine, tmp_path, 1, numel=SEVERAL)
+        info = begin(engine, tmp_path, 2)
+        put(engine, tmp_path, 2)
+        Places.settle()  # as load_checkpoint of an installed engine does
+        assert complete(tmp_path, 1, numel=SEVERAL)
+        assert engine.commit(info)
+        info = begin(engine, tmp_path, 3)
+        put(engine, tmp_path, 3)
+        assert other.commit(save(other, tmp_path, 4))
+        with pytest.raises(SaveError, match=r"global_step3 was not saved.*another engine of this process"):
+            engine.commit(info)
+        assert engine.commit(save(engine, tmp_path, 5))
+        assert names(tmp_path) == [*map(tag_of, (1, 2, 4, 5)), "latest"]
+
+
 def test_a_tag_may_lie_in_folders(tmp_path):
     """A tag such as DeepSpeed takes, with folders in its name, is committed, and `latest`, beside the folders, names it."""
     with opened() as engine:
@@ -500,9 +520,38 @@ def test_a_tag_may_lie_in_folders(tmp_path):
         engine.save(state_of(3), str(file))
         assert engine.commit(info) is True
         assert latest(tmp_path) == "warmup/step3"
+        (tmp_path / "latest").unlink()  # as when the job was killed before it was there
+        assert places.order(tmp_path, None) == [tmp_path / "warmup/step3"]
+        assert places.order(tmp_path.parent, None) == []
         assert equal(engine.load(str(file)), state_of(3))
         with pytest.raises(DirectoryError, match="is a tag itself"):
             engine.create(replace(info, tag="warmup/step3/x"))
+        for harm in (lambda: None, lambda: shutil.rmtree(tmp_path / "warmup/.safe_ckpt")):
+            harm()
+            with pytest.raises(DirectoryError, match="checkpoints are kept in it"):
+                engine.create(replace(info, tag="warmup"))
+        assert equal(read(file), state_of(3))
+
+
+def test_a_tag_in_flight_is_a_tag(tmp_path):
+    """A tag that would lie in one that is still being written is refused, and that one is committed."""
+    with opened(replace(SLOW, max_in_flight=2)) as engine:
+        save(engine, tmp_path, 1, numel=SEVERAL)
+        with pytest.raises(DirectoryError, match="is a tag itself"):
+            engine.create(info_of(tmp_path, "1/in"))
+        assert complete(tmp_path, 1, numel=SEVERAL)
+
+
+def test_what_others_wrote_is_not_replaced(tmp_path):
+    """A directory that another adapter, or somebody, wrote where the tag goes stays, and an error says so."""
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"x": 1}).result(timeout_s=30)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.tex").touch()
+    with opened() as engine:
+        for tag, why in (("step-00000001", "no deepspeed directory"), ("mine", "did not write it")):
+            with pytest.raises(DirectoryError, match=why):
+                engine.create(CheckpointCommitInfo(tag=tag, save_dir=str(tmp_path), save_latest=True))
 
 
 def test_cleanup_on_the_way_out_of_an_exception_commits_no_part(tmp_path, caplog):
@@ -555,6 +604,23 @@ def test_cleanup_ends_the_writer_once_and_for_all(tmp_path):
     with opened() as another:
         assert another.commit(save(another, tmp_path / "run", 2))
         assert complete(tmp_path / "run", 2)
+
+
+def test_a_closed_engine_holds_nothing(tmp_path):
+    """While another engine is open, one that was closed takes no directory, and hinders no repair of one it had."""
+    engine = SafeCheckpointEngine(CONFIG)
+    engine.commit(save(engine, tmp_path, 1))
+    with opened() as other:
+        engine.cleanup()
+        with pytest.raises(ClosedError):
+            engine.create(info_of(tmp_path / "new", 2))
+        assert not (tmp_path / "new").exists()
+        replaced = tmp_path / ".safe_ckpt/trash/op"
+        replaced.mkdir(parents=True)
+        (tmp_path / tag_of(1)).rename(replaced / tag_of(1))
+        (tmp_path / ".safe_ckpt/staging/op").mkdir(parents=True)
+        other._places.repair(tmp_path)  # as load_checkpoint of an installed engine does
+        assert complete(tmp_path, 1)
 
 
 def test_cleanup_of_a_stopped_writer_ends(tmp_path):
@@ -910,11 +976,13 @@ def _real_engines(rank, folder):
         run.save_checkpoint(str(folder), tag=tag)
     own = run._save_zero_checkpoint
     run._save_zero_checkpoint = lambda *_: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        run.save_checkpoint(str(folder), tag="part")
+    for then, cause in ((Places.settle, "another engine"), (lambda: None, "interrupted")):
+        with pytest.raises(ZeroDivisionError):
+            run.save_checkpoint(str(folder), tag="part")
+        then()  # as load_checkpoint of another engine does
+        with pytest.raises(SaveError, match=cause):
+            runs.train(run, rank, 3, 4)
     run._save_zero_checkpoint = own
-    with pytest.raises(SaveError, match="interrupted"):
-        runs.train(run, rank, 3, 4)
     runs.train(run, rank, 3, 4)
     want = runs.weights(run)
     run.save_checkpoint(str(folder), tag="last")

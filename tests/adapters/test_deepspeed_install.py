@@ -19,6 +19,7 @@ import deepspeed_runs as runs
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Timeouts, WriterConfig
 from safe_ckpt.errors import (
+    ClosedError,
     ConfigError,
     CorruptCheckpointError,
     DesyncError,
@@ -159,7 +160,11 @@ def using(rank, folder):
     handle.remove()
     assert (run.save_checkpoint, run.load_checkpoint, run.save_16bit_model) == before
     run.save_checkpoint(str(folder / "stock"), tag="theirs", client_state={"epoch": 1})
+    for tag in ("both", "both/in"):
+        run.save_checkpoint(str(folder / "nested"), tag=tag)
     with installed(run):
+        with pytest.raises(DirectoryError, match="checkpoints are kept in it"):
+            run.save_checkpoint(str(folder / "nested"), tag="both")
         path, client = run.load_checkpoint(str(folder / "stock"))
         assert client["epoch"] == 1
         run.save_checkpoint(str(folder / "stock"), tag="theirs", client_state={"epoch": 2})
@@ -177,7 +182,12 @@ def check_two_engines(run, out):
     assert run.load_checkpoint(out)[1]["n"] == 2
     run.save_checkpoint(out, tag="3", client_state={"n": 3})
     assert other.load_checkpoint(out)[1]["n"] == 3
-    handle.remove()
+    other.destroy()
+    assert handle.closed
+    for call in (other.save_checkpoint, other.load_checkpoint, other.save_16bit_model):
+        with pytest.raises(ClosedError, match="destroy"):
+            call(out.parent / "new")
+    assert not (out.parent / "new").exists()
 
 
 def check_destroy(run, out):
@@ -314,8 +324,21 @@ def check_names(run, handle, rank, out):
     assert run.load_checkpoint(out, load_lr_scheduler_states=False)[1]["n"] == 1  # the one before it in that folder
     with pytest.raises(DirectoryError, match="is a tag itself"):
         run.save_checkpoint(out, tag="warmup/1/in")
+    torch.distributed.barrier()
+    if rank == 0:  # as when the job was killed before it wrote its first one
+        (out / "latest").rename(out / "away")
+    torch.distributed.barrier()
+    assert run.load_checkpoint(out, load_lr_scheduler_states=False)[1]["n"] == 1
+    assert run.load_checkpoint(out.parent) == (None, None)  # what lies in ``out`` was saved there, not here
+    torch.distributed.barrier()
+    if rank == 0:
+        (out / "away").rename(out / "latest")
+    torch.distributed.barrier()
     with pytest.raises(DirectoryError, match="checkpoints are kept in it"):
         run.save_checkpoint(out, tag="warmup")
+    run.save_checkpoint(out, tag="c")
+    with pytest.raises(DirectoryError, match="is a tag itself"):  # also while it is in flight
+        run.save_checkpoint(out, tag="c/in")
     run.save_checkpoint(out, tag="c")
     assert seen(handle, out)[0] == "c"
     check_weights(run, rank, out)

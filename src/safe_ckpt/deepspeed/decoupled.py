@@ -25,10 +25,18 @@ from safe_ckpt.core.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.operation import Pointer, Request, SaveHandle
 from safe_ckpt.core.parts import Parts
 from safe_ckpt.core.verify import verify_entry
-from safe_ckpt.deepspeed.arguments import LATEST, agree, checked_directory, checked_tag
-from safe_ckpt.deepspeed.places import ADAPTER, Places, refuse_within_a_tag, step_of
+from safe_ckpt.deepspeed.arguments import LATEST
+from safe_ckpt.deepspeed.places import ADAPTER, Places, step_of
+from safe_ckpt.deepspeed.saving import agree_place
 from safe_ckpt.deepspeed.support import check_settings
-from safe_ckpt.errors import ConfigError, NotEnoughSpaceError, SafeCheckpointError, SaveError, StateError
+from safe_ckpt.errors import (
+    ClosedError,
+    ConfigError,
+    NotEnoughSpaceError,
+    SafeCheckpointError,
+    SaveError,
+    StateError,
+)
 from safe_ckpt.events import Hook
 
 logger = logging.getLogger(__name__)
@@ -73,35 +81,34 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             message = "each file must be copied at once here, whatever its size: leave it out, or use install"
             raise ConfigError(key="max_host_bytes", message=message)
         self._core = Engine(settings, hooks=hooks, owner="a SafeCheckpointEngine; its cleanup() frees it")
-        self._places = Places(self._core, self._core.config.retention)
-        self._pool: list[Arena] = []
-        self._open: _Open | None = None
-        # Before the core's own (priority 100), which would wait for files that nobody hands over any more.
         weak = weakref.ref(self)
+        self._places = Places(self._core, self._core.config.retention, lambda wanted: _settle(weak, wanted))
+        self._pool: list[Arena] = []
+        self._closed = False
+        self._open: _Open | None = None
+        self._concluded: SaveHandle | None = None
+        # Before the core's own (priority 100), which would wait for files that nobody hands over any more.
         self._at_exit = multiprocessing.util.Finalize(None, _finish_at_exit, (weak, os.getpid()), exitpriority=110)
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """A save begins. One before it that is complete and not committed yet is committed first. Every rank calls this.
 
         Raises:
+            ClosedError: ``cleanup`` was called.
             ConfigError: the tag is no name of a directory.
+            DirectoryError: something that must not be replaced stands where the tag goes.
             DesyncError: the ranks differ in directory or tag.
             SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started.
         """
+        if self._closed:
+            raise ClosedError(message="create: this checkpoint engine was closed; make a new one")
         self._conclude("another save began before its last file was handed over")
         by_deepspeed = _is_deepspeeds()
         with self._core.together():
             self._open = self._begin(info, by_deepspeed=by_deepspeed)
 
     def _begin(self, info: CheckpointCommitInfo, *, by_deepspeed: bool) -> _Open:
-        found: list[tuple[Path, str]] = []
-
-        def look() -> dict[str, object]:
-            found.append((checked_directory(info.save_dir, "save_dir"), checked_tag(info.tag)))
-            return {"path": found[0][0] / found[0][1]}
-
-        agree(self._core, "create", look, lambda: refuse_within_a_tag(*found[0]))
-        top, tag = found[0]
+        top, tag = agree_place(self._core, "create", info.save_dir, info.tag, {})
         path, place = top / tag, self._places.hold(top, tag)
         parts = Parts(self._pool)
         latest = [Pointer(path=top / LATEST, data=tag.encode())] if info.save_latest else []
@@ -112,7 +119,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 kind="directory",
                 step=step_of(path.name),
                 parts=parts,
-                notes={"adapter": ADAPTER, "latest": bool(info.save_latest)},
+                notes={"adapter": ADAPTER, "latest": bool(info.save_latest), "tag": tag},
                 view={"save_latest": str(info.save_latest)},
                 retain=lambda new: self._places.retain(place, new),
                 carry=lambda name: not name.endswith("_states.pt"),
@@ -209,6 +216,8 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         try:
             self._core.close(quiet=sys.exc_info()[0] is not None)
         finally:
+            self._closed = True
+            self._places.close()
             for arena in self._pool:
                 arena.close()
             self._pool.clear()
@@ -219,6 +228,8 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             if not self._open.by_deepspeed:
                 why_not += ", as far as is known: commit() was not called, which says that it is complete"
             self._give_up(why_not)
+        if self._open is not None:
+            self._concluded = self._open.handle
         self._open = None
 
     def _give_up(self, cause: str) -> None:
@@ -251,6 +262,21 @@ class _Open:
         self.path = path
         self.parts = parts
         self.handle = handle
+
+
+def _settle(weak: weakref.ref[SafeCheckpointEngine], wanted: Path | None) -> None:
+    """Another engine of this process waits. The files of a save that is open come from this very thread, or never."""
+    engine = weak()
+    if engine is None:
+        return
+    if engine._open is not None and not engine._open.complete:
+        # DeepSpeed is not in its save_checkpoint any more: an exception interrupted that, maybe on this rank alone.
+        if wanted is None and not engine._open.by_deepspeed:
+            if engine._concluded is not None:
+                engine._concluded.settle()  # saves are written in their order
+            return
+        engine._give_up("its last file had not been handed over when another engine of this process saved or loaded")
+    engine._core.settle()
 
 
 def _finish_at_exit(weak: weakref.ref[SafeCheckpointEngine], pid: int) -> None:

@@ -16,6 +16,7 @@ from safe_ckpt.core.named import NamedRoots
 from safe_ckpt.core.stand_ins import StandIns
 from safe_ckpt.deepspeed import loading, saving, support
 from safe_ckpt.deepspeed.places import Places
+from safe_ckpt.errors import ClosedError
 from safe_ckpt.events import Hook
 
 _OWNER = "a DeepSpeed engine that install() took; its destroy(), or handle.remove(), frees it"
@@ -105,6 +106,7 @@ class Handle:
             True.
 
         Raises:
+            ClosedError: ``destroy`` or ``remove`` was called.
             ConfigError: ``save_dir`` is none, or the tag no name of a directory, on any rank.
             StateError: something cannot be saved; names it, on every rank. Nothing was started.
             SourceChangedError: a swap file changed while it was copied.
@@ -115,6 +117,7 @@ class Handle:
             SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started. With
                 ``async_save=False`` also that of this one.
         """
+        self._refuse_closed("save_checkpoint")
         with self._core.together():
             handle = saving.save(
                 self._core,
@@ -156,6 +159,7 @@ class Handle:
             As DeepSpeed: the file that was loaded and the client state; ``(None, None)`` when there is nothing to load.
 
         Raises:
+            ClosedError: ``destroy`` or ``remove`` was called.
             ConfigError: ``load_dir`` is none, or the tag no name of a directory, on any rank.
             CorruptCheckpointError: the one that ``tag`` names is damaged.
             NoValidCheckpointError: there are checkpoints and none is usable; says why not, one by one.
@@ -164,6 +168,7 @@ class Handle:
             Exception: what DeepSpeed, or ``custom_load_fn``, raised on this rank, as it was raised.
             SafeCheckpointError: it failed on another rank; names it.
         """
+        self._refuse_closed("load_checkpoint")
         self._places.settle()  # one that failed is no reason not to go back to the one before it; its error stays to be raised
         with self._core.together():
             folder, wanted = loading.agree_place(self._core, load_dir, tag)
@@ -213,12 +218,14 @@ class Handle:
             As DeepSpeed: False where its settings say that the weights of ZeRO-3 are not gathered. Nothing is written then.
 
         Raises:
+            ClosedError: ``destroy`` or ``remove`` was called.
             ConfigError: ``save_dir`` is none, or ``save_filename`` no name of a file, on any rank.
             DirectoryError: a directory stands there.
             DesyncError: the ranks differ in what they ask for.
             RendezvousTimeout: some ranks did not call this; names them.
             SafeCheckpointError: it failed, on every rank.
         """
+        self._refuse_closed("save_16bit_model")
         with self._core.together():
             handle = saving.save_weights(
                 self._core,
@@ -239,8 +246,7 @@ class Handle:
             SafeCheckpointError: a save failed and nobody was told yet. The engine is destroyed all the same.
         """
         try:
-            self._closed = True
-            self._core.close()
+            self._close()
         finally:
             self._destroy()
 
@@ -259,8 +265,7 @@ class Handle:
             SafeCheckpointError: a save failed and nobody was told yet. The engine is as it was all the same.
         """
         try:
-            self._closed = True
-            self._core.close()
+            self._close()
         finally:
             self._restore()
 
@@ -273,14 +278,25 @@ class Handle:
         if error is None:
             self.remove()
             return
-        self._closed = True
-        self._core.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
+        self._close(quiet=True, within_s=self.config.timeouts.shutdown_s)
         self._restore()
 
     @property
     def closed(self) -> bool:
         """Whether ``destroy`` or ``remove`` was called."""
         return self._closed
+
+    def _close(self, *, quiet: bool = False, within_s: float | None = None) -> None:
+        self._closed = True
+        try:
+            self._core.close(quiet=quiet, within_s=within_s)
+        finally:
+            self._places.close()
+
+    def _refuse_closed(self, what: str) -> None:
+        # By itself: with another engine of this process open, the ranks' session is, and a directory would be taken first.
+        if self._closed:
+            raise ClosedError(message=f"{what}: this engine's checkpoints were closed, by destroy() or remove()")
 
     def _restore(self) -> None:
         engine = self._engine

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from safe_ckpt.core import presence, retention, select
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.ledger import Decision, Ledger
 from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo
-from safe_ckpt.core.root import Root
+from safe_ckpt.core.named import NAMES, refuse
+from safe_ckpt.core.root import HIDDEN, Root
 from safe_ckpt.core.select import Candidate
 from safe_ckpt.deepspeed.arguments import LATEST, is_tag
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
@@ -22,6 +24,7 @@ from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 logger = logging.getLogger(__name__)
 
 ADAPTER = "deepspeed"
+OFFLOADED = "offloaded_tensors"
 _HELD = 2
 _living: weakref.WeakSet[Places] = weakref.WeakSet()
 
@@ -47,11 +50,14 @@ class Places:
     Args:
         engine: where the ranks meet.
         policy: what to keep.
+        settle: waits until nothing of the engine is in flight, but for a save that is still open. Told which directory is
+            wanted, it gives that one up. None where no save stays open when a call returns.
     """
 
-    def __init__(self, engine: Engine, policy: Retention) -> None:
+    def __init__(self, engine: Engine, policy: Retention, settle: Callable[[Path | None], None] | None = None) -> None:
         self._engine = engine
         self._policy = policy
+        self._settle = settle if settle is not None else lambda _: engine.settle()
         self._held: dict[Path, Place] = {}
         _living.add(self)
 
@@ -90,7 +96,8 @@ class Places:
 
     def repair(self, folder: Path) -> None:
         """Finish what a job that died was replacing in ``folder``, unless a live job holds it: then that is its own affair."""
-        if any(folder in places._held for places in _living):
+        # Rank 0 says for all: when the interpreter collects an engine that nobody closed is not the same on all of them.
+        if self._engine.agree("repair", {"directory": folder}, decide=lambda _: _is_held(folder)):
             return
         try:
             root = self._engine.hold(folder)
@@ -99,15 +106,27 @@ class Places:
             return
         self._engine.let_go(root)
 
+    def close(self) -> None:
+        """The engine was closed, and gave everything back."""
+        self._held.clear()
+        _living.discard(self)
+
     @staticmethod
     def settle() -> None:
         """Wait until nothing is in flight in this process: what another engine saves here is to be seen."""
         for places in list(_living):
-            places._engine.settle()
+            places._settle(None)
+
+    @staticmethod
+    def settle_above(path: Path) -> None:
+        """Wait for what is in flight in this process and may become a folder above ``path``: it is to be seen there."""
+        for places in list(_living):
+            if any(folder != path.parent and folder in path.parents for folder in places._held):
+                places._settle(None)
 
     def _let_go(self, folder: Path) -> None:
         if folder in self._held:
-            self._engine.settle()
+            self._settle(folder)
             self._engine.let_go(self._held.pop(folder).root)
 
     def retain(self, place: Place, new: CheckpointInfo) -> Decision | None:
@@ -118,6 +137,10 @@ class Places:
             return [info for info in retention.to_delete(known, self._policy) if info.path not in named]
 
         return place.ledger.retain(new, choose if retention.has_rules(self._policy) else None)
+
+
+def _is_held(folder: Path) -> bool:
+    return any(folder in places._held for places in list(_living))
 
 
 def candidates(folder: Path) -> list[Candidate]:
@@ -144,22 +167,43 @@ def latest_tag(folder: Path) -> str | None:
     return None
 
 
-def refuse_within_a_tag(top: Path, tag: str) -> None:
-    """A tag that is saved again is replaced as a whole, with what lies in it: no other may lie there.
+def refuse_what_stands_there(top: Path, tag: str) -> None:
+    """A tag that is saved again is replaced as a whole, with what lies in it: only a tag, in which no other lies.
 
     Raises:
-        DirectoryError: one would.
+        DirectoryError: something else stands there, or the tag would lie in another one.
     """
-    for above in (top / tag).parents:
+    path = top / tag
+    for above in path.parents:
         if above == top:
-            return
+            break
         if presence.is_there(above / MANIFEST_NAME) or not stock_problem(above):
             raise DirectoryError(path=str(above), message=f"is a tag itself: {tag!r} cannot lie in it", rank=0)
+    _refuse_tags_within(path)
+    if stock_problem(path):
+        refuse(path, ADAPTER, empty=True)
+
+
+def _refuse_tags_within(path: Path) -> None:
+    def fail(error: OSError) -> None:
+        raise DirectoryError.of(error, path=error.filename or path, rank=0, phase="save_checkpoint") from error
+
+    for folder, below, names in os.walk(path, onerror=fail) if presence.is_directory(path) else ():
+        # Weights alone, saved into a tag, leave a folder of names there, and nothing that must stay.
+        kept = HIDDEN in below and any(name != NAMES for name in os.listdir(os.path.join(folder, HIDDEN)))
+        tag = folder != str(path) and any(name == MANIFEST_NAME or name.endswith("_states.pt") for name in names)
+        if kept or tag:
+            message = (
+                f"checkpoints are kept in it, at {folder}, so it is not replaced: give another name, or move it away"
+            )
+            raise DirectoryError(path=str(path), message=message, rank=0)
+        own = {HIDDEN, OFFLOADED} if folder == str(path) else {HIDDEN}
+        below[:] = [name for name in below if name not in own]
 
 
 def is_state(name: str) -> bool:
     """Whether DeepSpeed itself wrote this file of a tag: it goes when the tag is replaced."""
-    return name.endswith("_states.pt") or name.split("/", 1)[0] == "offloaded_tensors"
+    return name.endswith("_states.pt") or name.split("/", 1)[0] == OFFLOADED
 
 
 def stock_problem(path: Path) -> str:
@@ -173,15 +217,15 @@ def stock_problem(path: Path) -> str:
 def order(folder: Path, tag: str | None) -> list[Path]:
     """The tags to try, in this order: the one that is asked for, or that ``latest`` names and then those before it.
 
-    Without ``latest`` the newest that was to be named there comes first. Tags saved with ``save_latest=False`` are only taken
-    when they are asked for.
+    Without ``latest`` the newest that was to be named there comes first, also one such as ``"warmup/step10"``. Tags saved with
+    ``save_latest=False`` are only taken when they are asked for.
     """
     if tag is not None:
         return [folder / tag]
     named = latest_tag(folder)
-    beside = folder if named is None else (folder / named).parent
-    ours = select.newest_first(c for c in candidates(beside) if c.manifest and c.manifest.notes.get("latest"))
-    paths = [candidate.path for candidate in ours]
+    groups = [_to_be_named(folder)] if named is None else [_to_be_named((folder / named).parent)]
+    groups += _groups_below(folder) if named is None else []
+    paths = [found.path for group in sorted(groups, key=_made_at, reverse=True) for found in group]
     if named is None or not presence.is_directory(folder / named):
         if named is not None:
             logger.warning("%s names %s, which is not there: the newest tag is taken", folder / LATEST, named)
@@ -190,3 +234,29 @@ def order(folder: Path, tag: str | None) -> list[Path]:
     # A tag of another tool has no place in the order: what comes after it is not known.
     before = paths[paths.index(wanted) + 1 :] if wanted in paths else []
     return [wanted, *before]
+
+
+def _groups_below(top: Path) -> list[list[Candidate]]:
+    """For each folder in ``top`` the tags in it that a ``latest`` in ``top`` was to name: commits are counted by folder."""
+    groups = []
+    for folder in sorted(top.iterdir()) if presence.is_directory(top) else ():
+        try:
+            if folder.name != HIDDEN and not folder.is_symlink() and presence.is_there(folder / HIDDEN):
+                # Others may be of somebody who saved into that folder itself.
+                own = [found for found in _to_be_named(folder) if _tag_of(found) == f"{folder.name}/{found.path.name}"]
+                groups.append(own)
+        except PermissionError as error:
+            logger.warning("%s is passed over, with all that may be in it: %s", folder, error)
+    return groups
+
+
+def _to_be_named(folder: Path) -> list[Candidate]:
+    return select.newest_first(c for c in candidates(folder) if c.manifest and c.manifest.notes.get("latest"))
+
+
+def _tag_of(found: Candidate) -> object:
+    return found.manifest.notes.get("tag") if found.manifest is not None else None
+
+
+def _made_at(group: list[Candidate]) -> str:
+    return group[0].manifest.created_at if group and group[0].manifest is not None else ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from safe_ckpt.core import layout, presence
 from safe_ckpt.core.engine import Engine
-from safe_ckpt.core.named import NamedRoots, refuse
+from safe_ckpt.core.named import NamedRoots
 from safe_ckpt.core.operation import Pointer, Request, SaveHandle
 from safe_ckpt.core.select import WEIGHTS
 from safe_ckpt.deepspeed import arguments, places, swapping
@@ -54,6 +54,7 @@ def save(
             notes={
                 "adapter": places.ADAPTER,
                 "latest": save_latest,
+                "tag": tag,
                 swapping.NOTE: {"": list(parts.notes)} if parts is not None else {},
             },
             retain=lambda new: held.retain(place, new),
@@ -127,15 +128,11 @@ def agree_place(
 
     def look() -> dict[str, object]:
         found.append((arguments.checked_directory(save_dir, "save_dir"), arguments.checked_tag(tag)))
-        return {"path": found[0][0] / found[0][1], **options}
+        path = found[0][0] / found[0][1]
+        places.Places.settle_above(path)
+        return {"path": path, **options}
 
-    def refuse_what_stands_there() -> None:
-        top, name = found[0]
-        places.refuse_within_a_tag(top, name)
-        if places.stock_problem(top / name):
-            refuse(top / name, places.ADAPTER, empty=True)
-
-    arguments.agree(core, kind, look, refuse_what_stands_there)
+    arguments.agree(core, kind, look, lambda: places.refuse_what_stands_there(*found[0]))
     return found[0]
 
 
