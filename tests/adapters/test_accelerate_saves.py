@@ -337,6 +337,44 @@ def test_jobs_may_keep_their_checkpoints_side_by_side(tmp_path):
         handle.save_model(accelerator._models[0], tmp_path / "step_3")
 
 
+def test_what_is_saved_after_the_weights_is_the_newest(tmp_path):
+    """Weights that were saved first in a folder do not hide the checkpoints of earlier jobs there."""
+    with registered(None) as (accelerator, _):
+        for name in ("step_1", "step_2", "step_3"):
+            accelerator.save_state(tmp_path / name)
+    forget()
+    with registered(None) as (accelerator, _):
+        accelerator.save_model(torch.nn.Linear(2, 2), tmp_path / "weights")
+        accelerator.save_state(tmp_path / "step_4")
+    assert [read_manifest(tmp_path / f"step_{number}").sequence for number in (1, 2, 3, 4)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_a_directory_that_could_not_be_looked_at_is_not_held(tmp_path, monkeypatch, automatic):
+    """Nor is anything saved there in a wrong order: the next attempt looks again."""
+
+    def broken(*args, **kwargs):
+        raise DirectoryError(path=str(tmp_path), message="cannot be read", rank=0)
+
+    target = None if automatic else tmp_path / "one"
+    with registered(tmp_path, automatic=automatic) as (accelerator, _):
+        accelerator.save_state(target)
+        accelerator.save_state(target)
+    forget()
+    accelerator = make(tmp_path, automatic=False)
+    with register(accelerator, CONFIG) as handle:
+        accelerator.project_configuration.automatic_checkpoint_naming = automatic  # as a script may do later
+        with monkeypatch.context() as patch:
+            patch.setattr("safe_ckpt.core.resume.listed", broken)
+            patch.setattr("safe_ckpt.core.named._sequence_of", broken)
+            with pytest.raises(DirectoryError, match="cannot be read"):
+                accelerator.save_state(target)
+        assert not list(tmp_path.rglob("lock"))
+        path = accelerator.save_state(target, async_save=False)
+        handle.wait()
+    assert read_manifest(path).sequence == 3
+
+
 KILLED = """
     import os, signal, sys, time; sys.path[:0] = sys.argv[2:]
     from accelerate_runs import CONFIG, Training, make

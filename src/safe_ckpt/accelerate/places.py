@@ -107,14 +107,19 @@ class Places:
             return self._automatic
         # In the folder that Accelerate lists nothing but checkpoints may lie: it takes whatever sorts last.
         root = self._engine.hold(folder, hidden=folder.parent / HIDDEN)
-        place = self._automatic = Place(root=root, ledger=Ledger())
+        place = Place(root=root, ledger=Ledger())
 
         def take_stock(_: object) -> None:
             found = resume.listed(lambda: candidates(folder), self._engine.config.timeouts)
             place.ledger = Ledger(found)
             root.start_after(select.newest_sequence(found))
 
-        self._engine.agree("list", {"directory": folder}, decide=take_stock)
+        try:
+            self._engine.agree("list", {"directory": folder}, decide=take_stock)
+        except BaseException:
+            self._engine.let_go(root)
+            raise
+        self._automatic = place
         return place
 
     def for_load(self) -> Place:

@@ -30,7 +30,8 @@ class NamedRoots:
         self._engine = engine
         self._held: dict[Path, Root] = {}
         self._sequence = 0
-        self._seen: set[Path] = set()
+        self._swept: set[Path] = set()
+        self._ordered: set[Path] = set()
 
     def hold(self, path: Path, *, resumed: bool = False) -> Root:
         """Take what ``path`` names; its hidden folder is ``.safe_ckpt/names/<name>`` beside it.
@@ -50,15 +51,19 @@ class NamedRoots:
                     self.let_go(earlier)
             hidden = path.parent / HIDDEN / NAMES / path.name
             record = path.parent / HIDDEN if resumed else False
-            root = self._held[path] = self._engine.hold(path.parent, hidden=hidden, recorded=record)
-            # What is swept may be large.
-            lengthy_s = self._engine.config.timeouts.lengthy_s
-            self._engine.session.agree(
-                "sequence",
-                {"path": path},
-                timeout_s=lengthy_s,
-                decide=lambda _: self._look(path, root, resumed=resumed),
-            )
+            root = self._engine.hold(path.parent, hidden=hidden, recorded=record)
+            try:
+                # What is swept may be large.
+                self._engine.session.agree(
+                    "sequence",
+                    {"path": path},
+                    timeout_s=self._engine.config.timeouts.lengthy_s,
+                    decide=lambda _: self._look(path, root, resumed=resumed),
+                )
+            except BaseException:
+                self._engine.let_go(root)
+                raise
+            self._held[path] = root
         self._sequence = max(self._sequence, *(held.last_sequence for held in self._held.values()))
         self._held[path].start_after(self._sequence)
         return self._held[path]
@@ -72,13 +77,13 @@ class NamedRoots:
             self._engine.let_go(root)
 
     def _look(self, path: Path, root: Root, *, resumed: bool) -> None:
-        root.start_after(_sequence_of(path))
-        if path.parent in self._seen:
-            return
-        self._seen.add(path.parent)
-        _sweep(path.parent, root.hidden, self._engine.config.lease_s)
-        if resumed:
-            root.start_after(_newest_in(path.parent))
+        self._sequence = max(self._sequence, _sequence_of(path))
+        if path.parent not in self._swept:
+            _sweep(path.parent, root.hidden, self._engine.config.lease_s)
+            self._swept.add(path.parent)
+        if resumed and path.parent not in self._ordered:
+            self._sequence = max(self._sequence, _newest_in(path.parent))
+            self._ordered.add(path.parent)
 
 
 def _sweep(folder: Path, own: Path, lease_s: float) -> None:
