@@ -187,7 +187,7 @@ class Handle:
         it, gathered when its turn comes and let go again, so that this takes no more memory than the largest of them and
         buffers of 64 MiB (160 where it is gathered); ``safe_serialization=False`` and ZeRO-3 take the whole. The directory is
         replaced as a whole: weights of an earlier save are gone, other files in it stay. In one that holds directories, such
-        as checkpoints, the files are replaced one by one, each as a whole.
+        as checkpoints, the files are renamed one by one, once all of them are durable; the index comes last.
 
         Args:
             model: wrapped or not; offloaded by ``cpu_offload``, ``disk_offload``, ``dispatch_model``, or not at all. It must
