@@ -211,7 +211,8 @@ class Handle:
         self._refuse_ended("save_model")
         self._trackers.tell()
         options = models.Options(max_shard_size=max_shard_size, safe_serialization=safe_serialization, dtype=dtype)
-        return models.save(self._engine, self._places, self._accelerator, model, save_directory, options)
+        with self._engine.together():
+            return models.save(self._engine, self._places, self._accelerator, model, save_directory, options)
 
     def end_training(self) -> None:
         """Stands in for ``Accelerator.end_training``: finishes what is in flight first, for that ends the process group.

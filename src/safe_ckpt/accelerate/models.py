@@ -79,25 +79,29 @@ def save(
         SafeCheckpointError: see ``Handle.save_model``.
     """
     path = Path(os.path.abspath(directory))
-    whole = places.for_weights(path)
+    error: Exception | None = None
+    most_bytes = 0
+    try:
+        most_bytes = options.most_bytes()
+    except ConfigError as problem:  # the other ranks must learn of it before they gather
+        error = problem
+    whole = places.for_weights(path, options.view, error)
     if whole and options.safe_serialization and sharding.is_sharding(accelerator) and dtensors.has_sharded(model):
         exported = Exporter(engine, places.named).export(
             model, path, format="safetensors", max_shard_size=options.max_shard_size, dtype=options.dtype
         )
         return exported.result().path
     planned: list[Image] = []
-    error: Exception | None = None
     try:
-        most_bytes = options.most_bytes()
         state = _state_of(accelerator, model, options)
         if engine.rank == 0:
             planned = _images(state, most_bytes, options)
     except Exception as problem:  # the other ranks must learn of it
         error = problem
     if whole:
-        _replace(engine, places.named.hold(path), path, planned, error, options)
+        _replace(engine, places.named.hold(path), path, planned, error)
     else:
-        _replace_each(engine, path, planned, error, options)
+        _replace_each(engine, path, planned, error)
     return path
 
 
@@ -197,18 +201,13 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _replace(
-    engine: Engine, root: Root, path: Path, planned: Sequence[Image], error: Exception | None, options: Options
-) -> None:
+def _replace(engine: Engine, root: Root, path: Path, planned: Sequence[Image], error: Exception | None) -> None:
     """The directory as a whole, in one step."""
-    request = export.request_of(root, path, planned, error)
-    request = dataclasses.replace(request, view=options.view, streamed=True)
+    request = dataclasses.replace(export.request_of(root, path, planned, error), streamed=True)
     engine.save(request).result()
 
 
-def _replace_each(
-    engine: Engine, path: Path, planned: Sequence[Image], error: Exception | None, options: Options
-) -> None:
+def _replace_each(engine: Engine, path: Path, planned: Sequence[Image], error: Exception | None) -> None:
     """File by file: of another directory in there, such as a checkpoint, nothing may be moved.
 
     Nothing that is there is touched before all the new files are durable in the hidden folder.
@@ -217,7 +216,7 @@ def _replace_each(
     ready = root.hidden / "weights"
     names = [image.path for image in planned]
     try:
-        _replace(engine, root, ready, planned, error, options)
+        _replace(engine, root, ready, planned, error)
         engine.session.agree(
             "weights replaced",
             {"path": path},

@@ -19,9 +19,10 @@ from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.ledger import Decision, Ledger
 from safe_ckpt.core.manifest import CheckpointInfo
 from safe_ckpt.core.named import NamedRoots, refuse
+from safe_ckpt.core.rendezvous import raise_first
 from safe_ckpt.core.root import HIDDEN, Root
 from safe_ckpt.core.select import WEIGHTS, Candidate
-from safe_ckpt.errors import ConfigError
+from safe_ckpt.errors import ConfigError, to_wire
 
 ADAPTER = "accelerate"
 FOLDER = "checkpoints"
@@ -145,21 +146,33 @@ class Places:
         known = {info.path for info in place.ledger.committed}
         return [found for found in candidates(place.root.path) if found.path in known]
 
-    def for_weights(self, path: Path) -> bool:
+    def for_weights(self, path: Path, view: Mapping[str, str], error: Exception | None) -> bool:
         """Whether a directory for weights alone can be replaced as a whole: there are no directories in it, and it is no link.
+
+        Args:
+            path: the directory.
+            view: what else must be equal on all ranks.
+            error: why this rank cannot save; every rank raises it.
 
         Raises:
             DirectoryError: it is a checkpoint, or no directory.
         """
 
-        def decide(_: object) -> bool:
+        def decide(answers: Mapping[int, Any]) -> bool:
+            raise_first(answers)
             whole = not path.is_symlink() and not _has_folders(path)
             refuse(path if whole else path.resolve(), WEIGHTS, _is_stock, whole=whole)
             return whole
 
-        whole = bool(self._engine.agree("weights", {"save_directory": path}, decide=decide))
+        wire = to_wire(error, rank=self._engine.rank, phase="planning the weights") if error is not None else None
+        try:
+            whole = self._engine.agree("weights", {"save_directory": path, **view}, answer=wire, decide=decide)
+        except Exception:
+            if error is not None:
+                raise error from None
+            raise
         self._take_over(path)
-        return whole
+        return bool(whole)
 
     def target(self, output_dir: str | os.PathLike[str] | None, *, hooks: bool) -> Target:
         """Agree on where a save goes.
