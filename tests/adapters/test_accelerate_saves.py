@@ -375,6 +375,28 @@ def test_a_directory_that_could_not_be_looked_at_is_not_held(tmp_path, monkeypat
     assert read_manifest(path).sequence == 3
 
 
+def test_what_another_job_saved_under_a_name_of_ours_is_its_own(tmp_path):
+    """Retention does not delete it, nor does it count; ``load_state()`` does not take it."""
+    config = CheckpointConfig(timeouts=CONFIG.timeouts, retention=Retention(keep_last=2))
+    with registered(None) as (accelerator, _):  # of the other job
+        theirs = accelerator.save_state(tmp_path / "other/step_2")
+    forget()
+    with registered(None, config) as (accelerator, handle):
+        for number in (1, 2, 3):
+            accelerator.save_state(tmp_path / f"step_{number}", async_save=False)
+        shutil.rmtree(tmp_path / "step_2")
+        shutil.copytree(theirs, tmp_path / "step_2")
+        accelerator.save_state(tmp_path / "step_4", async_save=False)
+        accelerator.save_state(tmp_path / "step_5", async_save=False)
+        assert names(tmp_path) == [".safe_ckpt", "other", "step_2", "step_4", "step_5"]
+        for number in (4, 5):
+            shutil.rmtree(tmp_path / f"step_{number}")
+        shutil.copytree(theirs, tmp_path / "step_5")
+        with pytest.raises(NoValidCheckpointError):
+            accelerator.load_state()
+        assert read_manifest(tmp_path / "step_2").op_id == read_manifest(theirs).op_id
+
+
 KILLED = """
     import os, signal, sys, time; sys.path[:0] = sys.argv[2:]
     from accelerate_runs import CONFIG, Training, make

@@ -16,7 +16,7 @@ from accelerate import utils
 from safe_ckpt.config import Retention
 from safe_ckpt.core import extras, presence, resume, retention, select
 from safe_ckpt.core.engine import Engine
-from safe_ckpt.core.ledger import Decision, Ledger
+from safe_ckpt.core.ledger import Decision, Ledger, is_of
 from safe_ckpt.core.manifest import CheckpointInfo
 from safe_ckpt.core.named import NamedRoots, refuse
 from safe_ckpt.core.rendezvous import raise_first
@@ -143,8 +143,12 @@ class Places:
         """What ``load_state()`` may take: with names of the user's only what this process saved. On rank 0."""
         if place is self._automatic:
             return candidates(place.root.path)
-        known = {info.path for info in place.ledger.committed}
-        return [found for found in candidates(place.root.path) if found.path in known]
+        own = {info.path: info for info in place.ledger.committed}
+        return [
+            found
+            for found in candidates(place.root.path)
+            if found.path in own and (found.manifest is None or is_of(own[found.path], found.manifest))
+        ]
 
     def for_weights(self, path: Path, view: Mapping[str, str], error: Exception | None) -> bool:
         """Whether a directory for weights alone can be replaced as a whole: there are no directories in it, and it is no link.
