@@ -327,8 +327,8 @@ class Folders(sweep.Numbered):
         found = self.number(folder)
         self.save(folder, 2)  # whatever was left, the next call works, and tidies up
         assert self.number(folder) == 2
-        os.rename(folder / ".safe_ckpt/names", folder / ".safe_ckpt/staging")  # sweep.py tells what is left there
-        (folder / ".safe_ckpt/trash").mkdir()
+        if (folder / ".safe_ckpt/names").is_dir():
+            os.rename(folder / ".safe_ckpt/names", folder / ".safe_ckpt/staging")  # sweep.py tells what is left there
         return found
 
     def number(self, folder):

@@ -172,8 +172,12 @@ class Engine:
         with self.together():
             token = self.session.agree("hold", {"directory": path}, timeout_s=patience_s, decide=take)
             self._roots.append(root)
-            if token:  # there are others, who must see it
-                directory.await_shared(self.session, seen_from, token, self.config.timeouts.barrier_s)
+            try:
+                if token:  # there are others, who must see it
+                    directory.await_shared(self.session, seen_from, token, self.config.timeouts.barrier_s)
+            except BaseException:
+                self.let_go(root)
+                raise
         if self.rank == 0 and self.config.record_events and recorded:
             self._record(root, recorded if isinstance(recorded, Path) else root.hidden)
         return root
@@ -436,7 +440,10 @@ class Engine:
         self.emit.close()
         if self.rank == 0:
             for root in self._roots:
-                root.close()
+                try:
+                    root.close()
+                except Exception:  # the others are given back all the same
+                    logger.exception("%s could not be given back", root.path)
         self.session.release()
 
 

@@ -139,7 +139,8 @@ class JobLock:
             return
         if _held.get(self._key) is self:
             del _held[self._key]
-        if self._keeper is not None and self._keeper.is_alive():
+        # A collector may call this from anywhere, from that thread too.
+        if self._keeper is not None and self._keeper is not threading.current_thread() and self._keeper.is_alive():
             self._keeper.join(_MOMENT_S)  # a disk that does not answer holds it up
         try:
             self._drop_kernel_lock()

@@ -74,8 +74,8 @@ class Root:
                 self._make_and_lock(patience_s)
                 break
             except DirectoryError as error:
-                # A job that ended in this moment took its empty folders away.
-                if error.errno != errno.ENOENT or attempts == 1:
+                # A job that ended in this moment took its empty folders away; ``mkdir`` says EEXIST of one that is just gone.
+                if error.errno not in (errno.ENOENT, errno.EEXIST) or attempts == 1:
                     raise
         try:
             self.staging.mkdir(exist_ok=True)  # here, because no job that ends now takes it away any more

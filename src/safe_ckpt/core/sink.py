@@ -84,11 +84,19 @@ class FileResult:
 
 @dataclass(frozen=True, kw_only=True)
 class SinkOptions:
-    """How to write. See ``WriterConfig``."""
+    """How to write. See ``WriterConfig``.
+
+    Attributes:
+        direct: past the page cache, where the file system takes it.
+        chunk_bytes: how much at a time.
+        flush_every_bytes: how often what is in the page cache is sent to the disk.
+        replace: whether a file that is there already makes place; else that is an error.
+    """
 
     direct: bool
     chunk_bytes: int
     flush_every_bytes: int
+    replace: bool = True
 
     @classmethod
     def of(cls, config: WriterConfig) -> SinkOptions:
@@ -172,7 +180,7 @@ def _write_file(
     image = arena[task.offset : task.offset + task.length]
     hasher = _Hasher(task, image, options.chunk_bytes, progress, ready)
     try:
-        fd, direct = create_file(task.path, options.direct)
+        fd, direct = create_file(task.path, options.direct, replace=options.replace)
         try:
             size = _write_image(fd, image, hasher, options, progress, direct=direct)
             progress.entered("fsync")
@@ -212,13 +220,14 @@ def write_without_direct(device: int, path: str) -> None:
         logger.info("the file system of %s refuses direct writes: it is written to through the page cache", path)
 
 
-def create_file(path: str, direct: bool) -> tuple[int, bool]:
+def create_file(path: str, direct: bool, *, replace: bool = True) -> tuple[int, bool]:
     """Create a new, empty file for writing. Returns its descriptor, and whether it goes past the page cache."""
     if direct and _without_direct:
         direct = os.stat(os.path.dirname(path) or ".").st_dev not in _without_direct
     # A new inode every time: a writer that was killed in an uninterruptible write may still finish that write later.
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+    if replace:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     if direct and hasattr(os, "O_DIRECT"):
         try:

@@ -132,19 +132,20 @@ class Child:
         """
         self._jobs += 1
         self._send(job, plan)
-        standing, since, looked = self._page.read(), time.monotonic(), time.monotonic()
+        standing, since = self._page.read(), time.monotonic()
         while True:
+            asked = time.monotonic()
             readable, _, _ = select.select([self._socket], [], [], _POLL_S)
             reply = self._receive(job) if readable else None
             if reply is not None and reply["job"] == self._jobs:
                 return _results(reply, job)
             if self._process.poll() is not None:
                 raise self._ended(self._how_it_ended(job))
-            now, before, looked = self._page.read(), looked, time.monotonic()
+            now, looked = self._page.read(), time.monotonic()
             if now.beats != standing.beats:
                 standing, since = now, looked
-            elif looked - before > _ABSENT_S:  # this process itself stood still, and the writer perhaps with it
-                since += looked - before
+            elif looked - asked > _ABSENT_S:  # this process itself stood still, and the writer perhaps with it
+                since += looked - asked
             state = process_state(self._process.pid)
             limit_s = _limit_s(timeouts, now.phase, state)
             if looked - since > limit_s:

@@ -1,11 +1,15 @@
 """What writes a small snapshot: a thread of this process, for which a process of its own would take longer than the writing.
 
-It is watched like one. It cannot be killed, so one that does not come back from the kernel is left behind: it touches nothing
-any more when it does, and another one, or a process, writes the same snapshot again to new files.
+It is watched like one. It cannot be killed, so one that does not come back from the kernel is left behind, and a process writes
+the same snapshot again. When it does come back it may finish the call that it was in, so it makes no call that could harm
+a file of somebody else's: it creates files where none are, and neither removes nor replaces any. Whatever stands in its way,
+or goes wrong on the disk, it leaves to the process.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import functools
 import os
 import threading
@@ -19,6 +23,9 @@ from safe_ckpt.core.sink import FileResult, SinkOptions, sync_directory, write_f
 from safe_ckpt.core.writer_child import WriteJob, WriterEnded
 
 _POLL_S = 0.1
+_ABSENT_S = 1.0
+# Once more, in a new file, or with other memory: for a process.
+_AGAIN = (errno.EIO, errno.EEXIST, errno.ENOMEM)
 
 
 class WriterThread:
@@ -40,30 +47,42 @@ class WriterThread:
             stop: called ten times a second; raises to give up.
 
         Raises:
-            WriterEnded: it made no progress for too long.
+            WriterEnded: it made no progress for too long, or met what is to be tried once more.
             OSError: the file system refused.
             Refused: the system gives no more threads.
         """
-        task = _Task(job, options)
+        task = _Task(job, dataclasses.replace(options, replace=False, direct=False))
         self._background.put(task)
-        seen, since = task.beats, time.monotonic()
         try:
-            while not task.over.wait(_POLL_S):
-                if task.beats != seen:
-                    self._moves += 1
-                    seen, since = task.beats, time.monotonic()
-                limit_s = timeouts.fsync_stall_s if task.phase == "fsync" else timeouts.writer_stall_s
-                if time.monotonic() - since > limit_s:
-                    how = f"made no progress for {limit_s:g} s in phase {task.phase} of {job.name}"
-                    raise WriterEnded(how, os.getpid(), stalled=True)
-                stop()
+            self._watch(task, job.name, timeouts, stop)
         finally:
             self._moves += 1
             if not task.over.is_set():
                 self._leave(task)
-        if task.failure is not None:
-            raise task.failure
+        failure = task.failure
+        if isinstance(failure, MemoryError) or (isinstance(failure, OSError) and failure.errno in _AGAIN):
+            raise WriterEnded(f"met an error: {failure}", os.getpid()) from failure
+        if failure is not None:
+            raise failure
         return task.results
+
+    def _watch(self, task: _Task, name: str, timeouts: Timeouts, stop: Callable[[], None]) -> None:
+        seen, since = task.beats, time.monotonic()
+        while True:
+            asked = time.monotonic()
+            if task.over.wait(_POLL_S):
+                return
+            looked = time.monotonic()
+            if task.beats != seen:
+                self._moves += 1
+                seen, since = task.beats, looked
+            elif looked - asked > _ABSENT_S:  # this process was stopped, or very busy, and so was the thread
+                since += looked - asked
+            limit_s = timeouts.fsync_stall_s if task.phase == "fsync" else timeouts.writer_stall_s
+            if looked - since > limit_s:
+                how = f"made no progress for {limit_s:g} s in phase {task.phase} of {name}"
+                raise WriterEnded(how, os.getpid(), stalled=True)
+            stop()
 
     def progress(self) -> int:
         """A number that changes as long as bytes move."""

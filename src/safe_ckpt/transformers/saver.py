@@ -151,15 +151,20 @@ class TrainerSaver:
     def _hold(self, folder: Path) -> tuple[Root, Ledger]:
         if folder not in self._held:
             # What begins with an underscore is not pushed to the hub.
-            root = self._engine.hold(folder, hidden=folder / HIDDEN)
-            self._held[folder] = (root, Ledger())
+            root, ledger = self._engine.hold(folder, hidden=folder / HIDDEN), Ledger()
 
             def take_stock(_: object) -> None:
+                nonlocal ledger
                 found = resume.listed(lambda: candidates(folder), self._engine.config.timeouts)
                 root.start_after(select.newest_sequence(found))
-                self._held[folder] = (root, Ledger(found))
+                ledger = Ledger(found)
 
-            self._engine.agree("list", {"directory": folder}, decide=take_stock)
+            try:
+                self._engine.agree("list", {"directory": folder}, decide=take_stock)
+            except BaseException:
+                self._engine.let_go(root)
+                raise
+            self._held[folder] = (root, ledger)
         return self._held[folder]
 
     def _verify(self, path: Path) -> None:

@@ -62,6 +62,14 @@ def is_shared(trainer: Any) -> bool:
     return bool(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
 
 
+def _gathers(trainer: Any) -> bool:
+    """Whether a state dict of the model is a collective: with ZeRO 0 to 2 each process has all of it, and may ask alone."""
+    if not trainer.is_deepspeed_enabled:
+        return bool(trainer.is_fsdp_enabled)
+    parallel = trainer.accelerator.deepspeed_config.get("tensor_parallel", {}).get("autotp_size", 0)
+    return bool(trainer.model_wrapped.zero_optimization_partition_weights()) or parallel > 1
+
+
 class Sharing:
     """What the processes write together, for one ``train()`` after another. Every process calls every method.
 
@@ -86,7 +94,8 @@ class Sharing:
         @functools.wraps(stock)
         def load(engine: Any, checkpoint: str, *args: Any, **kwargs: Any) -> None:
             path = Path(checkpoint)
-            tag = places.latest_tag(path)
+            # Decided once: what follows is done by all processes, or by none.
+            tag = self._core.agree("latest", {"path": path}, decide=lambda _: places.latest_tag(path))
             engines = {tag: engine} if tag else {}
             with nested.loading(self._core, engines, path):
                 stock(engine, checkpoint, *args, **kwargs)
@@ -100,7 +109,7 @@ class Sharing:
         """While this is entered, nothing that the processes write together into ``folder`` is written."""
         noted = Noted(self._core, folder)
         with contextlib.ExitStack() as stack:
-            if is_shared(trainer):
+            if _gathers(trainer):
                 gathers = {"get_state_dict": noted.after_meeting(trainer.accelerator.get_state_dict)}
                 stack.enter_context(StandIns(trainer.accelerator, gathers))
             if trainer.is_fsdp_enabled:
@@ -109,7 +118,11 @@ class Sharing:
                 stack.enter_context(StandIns(upstream, saves))
             if trainer.is_deepspeed_enabled:
                 engine = trainer.model_wrapped
-                stack.enter_context(StandIns(engine, {"save_checkpoint": noted.of(engine)}))
+                instead = {"save_checkpoint": noted.of(engine)}
+                if _gathers(trainer):  # a PEFT model's is asked for without Accelerate
+                    gather = engine._zero3_consolidated_16bit_state_dict
+                    instead["_zero3_consolidated_16bit_state_dict"] = noted.after_meeting(gather)
+                stack.enter_context(StandIns(engine, instead))
             yield noted
 
     def plan(self, trainer: Any, noted: Noted, caught: Catch, problem: Exception | None) -> Added:
