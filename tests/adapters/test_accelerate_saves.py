@@ -27,7 +27,10 @@ from accelerate_runs import CONFIG, Training, forget, fresh, make, seed, shared_
 from safe_ckpt import CheckpointConfig, Retention, WriterConfig
 from safe_ckpt.accelerate import SafeCheckpointPlugin, register
 from safe_ckpt.cli.app import app
+from safe_ckpt.core import commit
+from safe_ckpt.core.lease import own_lease
 from safe_ckpt.core.manifest import read_manifest
+from safe_ckpt.core.root import Root
 from safe_ckpt.core.verify import verify
 from safe_ckpt.errors import (
     ClosedError,
@@ -450,6 +453,35 @@ def test_names_of_ones_own_are_recorded_swept_and_in_order(tmp_path):
         assert [save["step"] for save in told["saves"] if save["outcome"] == "interrupted"] == [60]
         assert len(told["runs"]) == 2
     assert names(tmp_path / ".safe_ckpt")[0] == "events.jsonl"
+
+
+def test_a_sweep_keeps_no_other_job_from_its_name(tmp_path, monkeypatch):
+    """What a killed job left there is deleted when its lock has been given back; whoever comes at that moment waits for it."""
+    left, held, remove_tree = tmp_path / ".safe_ckpt/names/other", [], commit.remove_tree
+    (left / "staging/half").mkdir(parents=True)
+    (left / "staging/half/file").write_text("half")
+    (left / "trash/old").mkdir(parents=True)
+    dead = replace(own_lease(token="t", started_at="", lease_s=60.0), pid=2**22 + 1, process_start=1)
+    (left / "lock").write_bytes(dead.to_bytes())
+
+    def remove(path):
+        lock = left / "lock"
+        held.append(lock.exists() and json.loads(lock.read_bytes())["pid"] == os.getpid())
+        remove_tree(path)
+
+    monkeypatch.setattr(commit, "remove_tree", remove)
+    with registered(None) as (accelerator, handle):
+        accelerator.save_state(tmp_path / "mine", async_save=False)
+        assert held
+        assert not any(held)
+        assert not left.exists()
+        assert names(tmp_path / ".safe_ckpt/names/mine/trash") == []
+        sweep = Root(tmp_path, lease_s=60.0, hidden=left)
+        sweep.open()
+        ends = threading.Timer(0.1, sweep.close)
+        ends.start()
+        accelerator.save_state(tmp_path / "other", async_save=False)
+        ends.join()
 
 
 def command(*words):
