@@ -678,7 +678,8 @@ def test_a_copy_is_a_stock_accelerator(tmp_path):
         assert (ours, closed, pid != os.getpid()) == ([], True, True)
         assert threads <= 2
         for other in (copy.deepcopy(handle), pickle.loads(pickle.dumps(handle))):
-            for call in (other.save_state, other.wait):
+            methods = (other.save_state, other.wait, other.end_training, other.free_memory, other.prepare_data_loader)
+            for call in methods:
                 with pytest.raises(ClosedError, match="copy of the handle"):
                     call()
             other.remove()

@@ -168,6 +168,7 @@ class Handle:
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         """Stands in for ``Accelerator.prepare_data_loader``, which ``prepare`` calls: the same, and the loader is watched."""
+        self._refuse_copy("prepare_data_loader")
         loader = self._prepare_data_loader(*args, **kwargs)
         self._loaders.watch(loader)
         return loader
@@ -222,6 +223,7 @@ class Handle:
         Raises:
             SafeCheckpointError: a save failed and nobody was told yet. Training is ended all the same.
         """
+        self._refuse_copy("end_training")
         try:
             self._finish("end_training")
         finally:
@@ -235,6 +237,7 @@ class Handle:
         Raises:
             SafeCheckpointError: a save failed and nobody was told yet. The memory is freed all the same.
         """
+        self._refuse_copy("free_memory")
         try:
             self._finish("free_memory")
         finally:
@@ -247,8 +250,7 @@ class Handle:
         Raises:
             SafeCheckpointError: a save failed and nobody was told yet; the same on every rank.
         """
-        if self._ended == "copy":
-            self._refuse_ended("wait")
+        self._refuse_copy("wait")
         if self._ended:
             return
         try:
@@ -327,6 +329,10 @@ class Handle:
     def _refuse_ended(self, call: str) -> None:
         if self._ended:
             raise ClosedError(message=f"{call}: {_ENDED[self._ended]}")
+
+    def _refuse_copy(self, call: str) -> None:
+        if self._ended == "copy":
+            self._refuse_ended(call)
 
     def _restore(self) -> None:
         accelerator = self._accelerator
