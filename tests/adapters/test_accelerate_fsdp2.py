@@ -18,7 +18,7 @@ from accelerate_runs import CONFIG, forget, make, seed
 from safe_ckpt.accelerate import register
 from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.core.verify import verify
-from safe_ckpt.errors import ConfigError, NoValidCheckpointError, SafeCheckpointError
+from safe_ckpt.errors import ConfigError, DesyncError, NoValidCheckpointError, SafeCheckpointError
 from safe_ckpt.testing import spawn_ranks, values
 from support import flip_bit
 
@@ -172,11 +172,18 @@ def _refused(rank, folder):
     with pytest.raises(ConfigError, match="state_dict_type"):
         register(made, CONFIG)
     made = accelerator(rank, folder)
-    training(made)
-    with register(made, CONFIG), pytest.raises(NoValidCheckpointError):
-        made.load_state()
+    model, *_ = training(made)
+    with register(made, CONFIG):
+        with pytest.raises(NoValidCheckpointError):
+            made.load_state()
+        size, error = [("5GB", DesyncError), ("5 gigs", ConfigError)][rank]
+        with pytest.raises(error, match="max_shard_size"):
+            made.save_model(model, folder / "weights", max_shard_size=size, safe_serialization=False)
+        made.save_model(model, folder / "weights")
 
 
 def test_what_is_not_covered_is_refused(tmp_path):
-    """FSDP of version 1 and its local state dicts, with the setting's name."""
+    """FSDP of version 1 and its local state dicts, with the setting's name. Arguments that are wrong on one rank reach all of
+    them before anything is gathered, and the next call is one again.
+    """
     values(spawn_ranks(_refused, 2, tmp_path, init=False))

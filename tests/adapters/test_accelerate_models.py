@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from accelerate_runs import CONFIG, fresh, make
 from safe_ckpt.accelerate import register
-from safe_ckpt.core import weights
+from safe_ckpt.core import commit, weights
 from safe_ckpt.core.layout import Lazy
 from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.core.verify import verify
@@ -329,3 +329,42 @@ def test_the_directory_is_replaced_in_one_step(tmp_path, handle, monkeypatch):
     with pytest.raises(Exception, match=r"announced as \(4,\)"):
         handle.save_model(model, path)
     assert {name: (path / name).read_bytes() for name in os.listdir(path)} == before
+
+
+class Broken(torch.nn.Module):
+    """Offloaded; one of its tensors, in the second shard, cannot be fetched."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4, bias=False)
+        self.second = torch.nn.Linear(4, 4, bias=False)
+
+
+def test_beside_checkpoints_the_old_weights_stay_until_the_new_ones_are_durable(tmp_path, handle):
+    """When a later shard cannot be written, all that was there is there still."""
+    (tmp_path / "checkpoint-1").mkdir()
+    handle.save_model(Model(), tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    model = cpu_offload(Broken())
+    model.second._hf_hook.weights_map.dataset["second.weight"] = torch.ones(5)
+    with pytest.raises(Exception, match=r"announced as \(4, 4\)"):
+        handle.save_model(model, tmp_path, max_shard_size=64)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1", "model.safetensors"]
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_beside_checkpoints_no_index_speaks_of_a_mixture(tmp_path, handle, monkeypatch):
+    """Shards of equal names: the old index is gone before the first is replaced, the new one comes behind the last."""
+    (tmp_path / "checkpoint-1").mkdir()
+    index, publish_file, seen = tmp_path / "model.safetensors.index.json", commit.publish_file, []
+    handle.save_model(Model(), tmp_path, max_shard_size=100)
+
+    def publish(staged, final):
+        publish_file(staged, final)
+        seen.append((final.name, index.exists()))
+
+    monkeypatch.setattr(commit, "publish_file", publish)
+    handle.save_model(Model(), tmp_path, max_shard_size=100)
+    shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert seen == [*((name, False) for name in shards), (index.name, True)]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1", *shards, index.name]

@@ -27,7 +27,10 @@ from accelerate_runs import CONFIG, Training, forget, fresh, make, seed, shared_
 from safe_ckpt import CheckpointConfig, Retention, WriterConfig
 from safe_ckpt.accelerate import SafeCheckpointPlugin, register
 from safe_ckpt.cli.app import app
+from safe_ckpt.core import commit
+from safe_ckpt.core.lease import own_lease
 from safe_ckpt.core.manifest import read_manifest
+from safe_ckpt.core.root import Root
 from safe_ckpt.core.verify import verify
 from safe_ckpt.errors import (
     ClosedError,
@@ -337,6 +340,66 @@ def test_jobs_may_keep_their_checkpoints_side_by_side(tmp_path):
         handle.save_model(accelerator._models[0], tmp_path / "step_3")
 
 
+def test_what_is_saved_after_the_weights_is_the_newest(tmp_path):
+    """Weights that were saved first in a folder do not hide the checkpoints of earlier jobs there."""
+    with registered(None) as (accelerator, _):
+        for name in ("step_1", "step_2", "step_3"):
+            accelerator.save_state(tmp_path / name)
+    forget()
+    with registered(None) as (accelerator, _):
+        accelerator.save_model(torch.nn.Linear(2, 2), tmp_path / "weights")
+        accelerator.save_state(tmp_path / "step_4")
+    assert [read_manifest(tmp_path / f"step_{number}").sequence for number in (1, 2, 3, 4)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_a_directory_that_could_not_be_looked_at_is_not_held(tmp_path, monkeypatch, automatic):
+    """Nor is anything saved there in a wrong order: the next attempt looks again."""
+
+    def broken(*args, **kwargs):
+        raise DirectoryError(path=str(tmp_path), message="cannot be read", rank=0)
+
+    target = None if automatic else tmp_path / "one"
+    with registered(tmp_path, automatic=automatic) as (accelerator, _):
+        accelerator.save_state(target)
+        accelerator.save_state(target)
+    forget()
+    accelerator = make(tmp_path, automatic=False)
+    with register(accelerator, CONFIG) as handle:
+        accelerator.project_configuration.automatic_checkpoint_naming = automatic  # as a script may do later
+        with monkeypatch.context() as patch:
+            patch.setattr("safe_ckpt.core.resume.listed", broken)
+            patch.setattr("safe_ckpt.core.named._sequence_of", broken)
+            with pytest.raises(DirectoryError, match="cannot be read"):
+                accelerator.save_state(target)
+        assert not list(tmp_path.rglob("lock"))
+        path = accelerator.save_state(target, async_save=False)
+        handle.wait()
+    assert read_manifest(path).sequence == 3
+
+
+def test_what_another_job_saved_under_a_name_of_ours_is_its_own(tmp_path):
+    """Retention does not delete it, nor does it count; ``load_state()`` does not take it."""
+    config = CheckpointConfig(timeouts=CONFIG.timeouts, retention=Retention(keep_last=2))
+    with registered(None) as (accelerator, _):  # of the other job
+        theirs = accelerator.save_state(tmp_path / "other/step_2")
+    forget()
+    with registered(None, config) as (accelerator, handle):
+        for number in (1, 2, 3):
+            accelerator.save_state(tmp_path / f"step_{number}", async_save=False)
+        shutil.rmtree(tmp_path / "step_2")
+        shutil.copytree(theirs, tmp_path / "step_2")
+        accelerator.save_state(tmp_path / "step_4", async_save=False)
+        accelerator.save_state(tmp_path / "step_5", async_save=False)
+        assert names(tmp_path) == [".safe_ckpt", "other", "step_2", "step_4", "step_5"]
+        for number in (4, 5):
+            shutil.rmtree(tmp_path / f"step_{number}")
+        shutil.copytree(theirs, tmp_path / "step_5")
+        with pytest.raises(NoValidCheckpointError):
+            accelerator.load_state()
+        assert read_manifest(tmp_path / "step_2").op_id == read_manifest(theirs).op_id
+
+
 KILLED = """
     import os, signal, sys, time; sys.path[:0] = sys.argv[2:]
     from accelerate_runs import CONFIG, Training, make
@@ -390,6 +453,35 @@ def test_names_of_ones_own_are_recorded_swept_and_in_order(tmp_path):
         assert [save["step"] for save in told["saves"] if save["outcome"] == "interrupted"] == [60]
         assert len(told["runs"]) == 2
     assert names(tmp_path / ".safe_ckpt")[0] == "events.jsonl"
+
+
+def test_a_sweep_keeps_no_other_job_from_its_name(tmp_path, monkeypatch):
+    """What a killed job left there is deleted when its lock has been given back; whoever comes at that moment waits for it."""
+    left, held, remove_tree = tmp_path / ".safe_ckpt/names/other", [], commit.remove_tree
+    (left / "staging/half").mkdir(parents=True)
+    (left / "staging/half/file").write_text("half")
+    (left / "trash/old").mkdir(parents=True)
+    dead = replace(own_lease(token="t", started_at="", lease_s=60.0), pid=2**22 + 1, process_start=1)
+    (left / "lock").write_bytes(dead.to_bytes())
+
+    def remove(path):
+        lock = left / "lock"
+        held.append(lock.exists() and json.loads(lock.read_bytes())["pid"] == os.getpid())
+        remove_tree(path)
+
+    monkeypatch.setattr(commit, "remove_tree", remove)
+    with registered(None) as (accelerator, handle):
+        accelerator.save_state(tmp_path / "mine", async_save=False)
+        assert held
+        assert not any(held)
+        assert not left.exists()
+        assert names(tmp_path / ".safe_ckpt/names/mine/trash") == []
+        sweep = Root(tmp_path, lease_s=60.0, hidden=left)
+        sweep.open()
+        ends = threading.Timer(0.1, sweep.close)
+        ends.start()
+        accelerator.save_state(tmp_path / "other", async_save=False)
+        ends.join()
 
 
 def command(*words):
@@ -586,7 +678,8 @@ def test_a_copy_is_a_stock_accelerator(tmp_path):
         assert (ours, closed, pid != os.getpid()) == ([], True, True)
         assert threads <= 2
         for other in (copy.deepcopy(handle), pickle.loads(pickle.dumps(handle))):
-            for call in (other.save_state, other.wait):
+            methods = (other.save_state, other.wait, other.end_training, other.free_memory, other.prepare_data_loader)
+            for call in methods:
                 with pytest.raises(ClosedError, match="copy of the handle"):
                     call()
             other.remove()

@@ -168,6 +168,7 @@ class Handle:
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         """Stands in for ``Accelerator.prepare_data_loader``, which ``prepare`` calls: the same, and the loader is watched."""
+        self._refuse_copy("prepare_data_loader")
         loader = self._prepare_data_loader(*args, **kwargs)
         self._loaders.watch(loader)
         return loader
@@ -187,7 +188,7 @@ class Handle:
         it, gathered when its turn comes and let go again, so that this takes no more memory than the largest of them and
         buffers of 64 MiB (160 where it is gathered); ``safe_serialization=False`` and ZeRO-3 take the whole. The directory is
         replaced as a whole: weights of an earlier save are gone, other files in it stay. In one that holds directories, such
-        as checkpoints, the files are replaced one by one, each as a whole.
+        as checkpoints, the files are renamed one by one, once all of them are durable; the index comes last.
 
         Args:
             model: wrapped or not; offloaded by ``cpu_offload``, ``disk_offload``, ``dispatch_model``, or not at all. It must
@@ -211,7 +212,8 @@ class Handle:
         self._refuse_ended("save_model")
         self._trackers.tell()
         options = models.Options(max_shard_size=max_shard_size, safe_serialization=safe_serialization, dtype=dtype)
-        return models.save(self._engine, self._places, self._accelerator, model, save_directory, options)
+        with self._engine.together():
+            return models.save(self._engine, self._places, self._accelerator, model, save_directory, options)
 
     def end_training(self) -> None:
         """Stands in for ``Accelerator.end_training``: finishes what is in flight first, for that ends the process group.
@@ -221,6 +223,7 @@ class Handle:
         Raises:
             SafeCheckpointError: a save failed and nobody was told yet. Training is ended all the same.
         """
+        self._refuse_copy("end_training")
         try:
             self._finish("end_training")
         finally:
@@ -234,6 +237,7 @@ class Handle:
         Raises:
             SafeCheckpointError: a save failed and nobody was told yet. The memory is freed all the same.
         """
+        self._refuse_copy("free_memory")
         try:
             self._finish("free_memory")
         finally:
@@ -246,8 +250,7 @@ class Handle:
         Raises:
             SafeCheckpointError: a save failed and nobody was told yet; the same on every rank.
         """
-        if self._ended == "copy":
-            self._refuse_ended("wait")
+        self._refuse_copy("wait")
         if self._ended:
             return
         try:
@@ -326,6 +329,10 @@ class Handle:
     def _refuse_ended(self, call: str) -> None:
         if self._ended:
             raise ClosedError(message=f"{call}: {_ENDED[self._ended]}")
+
+    def _refuse_copy(self, call: str) -> None:
+        if self._ended == "copy":
+            self._refuse_ended(call)
 
     def _restore(self) -> None:
         accelerator = self._accelerator

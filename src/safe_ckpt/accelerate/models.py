@@ -23,18 +23,15 @@ from huggingface_hub import (
 
 from safe_ckpt.accelerate import offloaded, sharding
 from safe_ckpt.accelerate.places import Places
-from safe_ckpt.core import dtensors, export, layout, weights
+from safe_ckpt.core import commit, dtensors, export, layout, weights
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.export import Exporter
 from safe_ckpt.core.layout import Image, Lazy
-from safe_ckpt.core.ledger import Decision
 from safe_ckpt.core.manifest import MANIFEST_NAME
 from safe_ckpt.core.named import NAMES
-from safe_ckpt.core.operation import Request
-from safe_ckpt.core.rendezvous import raise_first
 from safe_ckpt.core.root import HIDDEN, Root
-from safe_ckpt.core.select import WEIGHTS
-from safe_ckpt.errors import ConfigError, StateError, to_wire
+from safe_ckpt.core.sink import sync_directory
+from safe_ckpt.errors import ConfigError, DirectoryError, StateError
 
 logger = logging.getLogger(__name__)
 _WEIGHTS = ".weights"  # in the place of a name
@@ -82,25 +79,29 @@ def save(
         SafeCheckpointError: see ``Handle.save_model``.
     """
     path = Path(os.path.abspath(directory))
-    whole = places.for_weights(path)
+    error: Exception | None = None
+    most_bytes = 0
+    try:
+        most_bytes = options.most_bytes()
+    except ConfigError as problem:  # the other ranks must learn of it before they gather
+        error = problem
+    whole = places.for_weights(path, options.view, error)
     if whole and options.safe_serialization and sharding.is_sharding(accelerator) and dtensors.has_sharded(model):
         exported = Exporter(engine, places.named).export(
             model, path, format="safetensors", max_shard_size=options.max_shard_size, dtype=options.dtype
         )
         return exported.result().path
     planned: list[Image] = []
-    error: Exception | None = None
     try:
-        most_bytes = options.most_bytes()
         state = _state_of(accelerator, model, options)
         if engine.rank == 0:
             planned = _images(state, most_bytes, options)
     except Exception as problem:  # the other ranks must learn of it
         error = problem
     if whole:
-        _replace(engine, places.named.hold(path), path, planned, error, options)
+        _replace(engine, places.named.hold(path), path, planned, error)
     else:
-        _replace_each(engine, path, planned, error, options)
+        _replace_each(engine, path, planned, error)
     return path
 
 
@@ -200,57 +201,46 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _replace(
-    engine: Engine, root: Root, path: Path, planned: Sequence[Image], error: Exception | None, options: Options
-) -> None:
+def _replace(engine: Engine, root: Root, path: Path, planned: Sequence[Image], error: Exception | None) -> None:
     """The directory as a whole, in one step."""
-    request = export.request_of(root, path, planned, error)
-    request = dataclasses.replace(request, view=options.view, streamed=True)
+    request = dataclasses.replace(export.request_of(root, path, planned, error), streamed=True)
     engine.save(request).result()
 
 
-def _replace_each(
-    engine: Engine, path: Path, planned: Sequence[Image], error: Exception | None, options: Options
-) -> None:
+def _replace_each(engine: Engine, path: Path, planned: Sequence[Image], error: Exception | None) -> None:
     """File by file: of another directory in there, such as a checkpoint, nothing may be moved.
 
-    What the new weights replace goes with the first file, its index too: a job that is killed on the way leaves no mixture
-    that could be taken for a whole.
+    Nothing that is there is touched before all the new files are durable in the hidden folder.
     """
-    wire = to_wire(error, rank=engine.rank, phase="planning the weights") if error is not None else None
-
-    def decide(answers: Mapping[int, Any]) -> list[str]:
-        raise_first(answers)
-        return [image.path for image in planned]
-
-    try:
-        names: list[str] = engine.agree("weights", options.view, answer=wire, decide=decide)
-    except Exception:
-        if error is not None:
-            raise error from None
-        raise
     root = engine.hold(path, hidden=path / HIDDEN / NAMES / _WEIGHTS, recorded=False)
+    ready = root.hidden / "weights"
+    names = [image.path for image in planned]
     try:
-        for number, name in enumerate(names):
-            request = Request(
-                root=root,
-                path=path / name,
-                kind="file",
-                step=0,
-                images=planned[number : number + 1],
-                notes={"adapter": WEIGHTS},
-                retain=functools.partial(_stale, path, names) if number == 0 else None,
-                patient=True,
-                streamed=True,
-            )
-            engine.save(request).result()
+        _replace(engine, root, ready, planned, error)
+        engine.session.agree(
+            "weights replaced",
+            {"path": path},
+            timeout_s=engine.config.timeouts.lengthy_s,
+            decide=lambda _: _put_in_place(root, ready, names),
+        )
     finally:
         engine.settle()
         engine.let_go(root)
 
 
-def _stale(path: Path, names: Sequence[str], _: object) -> Decision:
-    # The index that is there too, although a new one may follow: it is not to speak of a mixture.
-    found = [entry for entry in os.listdir(path) if entry not in names or entry.endswith(".json")]
-    found = [entry for entry in found if weights.is_weight_file(entry) or entry == MANIFEST_NAME]
-    return Decision(doomed=[path / entry for entry in found if not (path / entry).is_dir()])
+def _put_in_place(root: Root, ready: Path, names: Sequence[str]) -> None:
+    """At no moment an index, or a manifest, speaks of a mixture: what is replaced goes first, and comes last."""
+    path = root.path
+    try:
+        root.confirm()
+        for name in (*(name for name in names if name.endswith(".json")), MANIFEST_NAME):
+            (path / name).unlink(missing_ok=True)
+        sync_directory(str(path))
+        for name in names:  # the index is the last of them
+            root.confirm()
+            commit.publish_file(ready / name, path / name)
+        stale = [name for name in os.listdir(path) if weights.is_weight_file(name) and name not in names]
+    except OSError as error:
+        raise DirectoryError.of(error, path=error.filename or path, rank=0, phase="replacing the weights") from error
+    stale.sort(key=lambda name: not name.endswith(".json"))
+    root.discard([*(path / name for name in stale if not (path / name).is_dir()), ready])

@@ -16,12 +16,13 @@ from accelerate import utils
 from safe_ckpt.config import Retention
 from safe_ckpt.core import extras, presence, resume, retention, select
 from safe_ckpt.core.engine import Engine
-from safe_ckpt.core.ledger import Decision, Ledger
+from safe_ckpt.core.ledger import Decision, Ledger, is_of
 from safe_ckpt.core.manifest import CheckpointInfo
 from safe_ckpt.core.named import NamedRoots, refuse
+from safe_ckpt.core.rendezvous import raise_first
 from safe_ckpt.core.root import HIDDEN, Root
 from safe_ckpt.core.select import WEIGHTS, Candidate
-from safe_ckpt.errors import ConfigError
+from safe_ckpt.errors import ConfigError, to_wire
 
 ADAPTER = "accelerate"
 FOLDER = "checkpoints"
@@ -107,14 +108,19 @@ class Places:
             return self._automatic
         # In the folder that Accelerate lists nothing but checkpoints may lie: it takes whatever sorts last.
         root = self._engine.hold(folder, hidden=folder.parent / HIDDEN)
-        place = self._automatic = Place(root=root, ledger=Ledger())
+        place = Place(root=root, ledger=Ledger())
 
         def take_stock(_: object) -> None:
             found = resume.listed(lambda: candidates(folder), self._engine.config.timeouts)
             place.ledger = Ledger(found)
             root.start_after(select.newest_sequence(found))
 
-        self._engine.agree("list", {"directory": folder}, decide=take_stock)
+        try:
+            self._engine.agree("list", {"directory": folder}, decide=take_stock)
+        except BaseException:
+            self._engine.let_go(root)
+            raise
+        self._automatic = place
         return place
 
     def for_load(self) -> Place:
@@ -137,24 +143,40 @@ class Places:
         """What ``load_state()`` may take: with names of the user's only what this process saved. On rank 0."""
         if place is self._automatic:
             return candidates(place.root.path)
-        known = {info.path for info in place.ledger.committed}
-        return [found for found in candidates(place.root.path) if found.path in known]
+        own = {info.path: info for info in place.ledger.committed}
+        return [
+            found
+            for found in candidates(place.root.path)
+            if found.path in own and (found.manifest is None or is_of(own[found.path], found.manifest))
+        ]
 
-    def for_weights(self, path: Path) -> bool:
+    def for_weights(self, path: Path, view: Mapping[str, str], error: Exception | None) -> bool:
         """Whether a directory for weights alone can be replaced as a whole: there are no directories in it, and it is no link.
+
+        Args:
+            path: the directory.
+            view: what else must be equal on all ranks.
+            error: why this rank cannot save; every rank raises it.
 
         Raises:
             DirectoryError: it is a checkpoint, or no directory.
         """
 
-        def decide(_: object) -> bool:
+        def decide(answers: Mapping[int, Any]) -> bool:
+            raise_first(answers)
             whole = not path.is_symlink() and not _has_folders(path)
             refuse(path if whole else path.resolve(), WEIGHTS, _is_stock, whole=whole)
             return whole
 
-        whole = bool(self._engine.agree("weights", {"save_directory": path}, decide=decide))
+        wire = to_wire(error, rank=self._engine.rank, phase="planning the weights") if error is not None else None
+        try:
+            whole = self._engine.agree("weights", {"save_directory": path, **view}, answer=wire, decide=decide)
+        except Exception:
+            if error is not None:
+                raise error from None
+            raise
         self._take_over(path)
-        return whole
+        return bool(whole)
 
     def target(self, output_dir: str | os.PathLike[str] | None, *, hooks: bool) -> Target:
         """Agree on where a save goes.

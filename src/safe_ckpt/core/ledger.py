@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safe_ckpt.core.manifest import CheckpointInfo
+from safe_ckpt.core.manifest import CheckpointInfo, Manifest, read_manifest
 from safe_ckpt.core.select import Candidate
+from safe_ckpt.errors import SafeCheckpointError
+
+logger = logging.getLogger(__name__)
 
 Choose = Callable[[Sequence[CheckpointInfo]], Sequence[CheckpointInfo]]
 """Which of the committed checkpoints to delete."""
@@ -43,10 +47,25 @@ class Ledger:
 
     def retain(self, new: CheckpointInfo, choose: Choose | None) -> Decision | None:
         """``new`` was committed. Returns what ``choose`` lets go now; without it None. Called on the background thread."""
-        known = [*(info for info in self._committed if info.path != new.path and info.path.exists()), new]
+        there = [*(info for info in self._committed if info.path != new.path and info.path.exists()), new]
+        known = [info for info in there if info is new or _still_has_its_name(info)] if choose is not None else there
         doomed = choose(known) if choose is not None else []
-        self._committed = [info for info in known if info not in doomed]
+        self._committed = [info for info in there if info not in doomed]
         if choose is None:
             return None
-        kept = sorted(self._committed, key=lambda info: info.sequence)
+        kept = sorted((info for info in known if info not in doomed), key=lambda info: info.sequence)
         return Decision(doomed=[info.path for info in doomed], kept=[info.path.name for info in kept])
+
+
+def is_of(info: CheckpointInfo, manifest: Manifest) -> bool:
+    """Whether ``manifest`` is that of the checkpoint ``info``, and not of another one under the same name."""
+    return (manifest.op_id, manifest.sequence) == (info.op_id, info.sequence)
+
+
+def _still_has_its_name(info: CheckpointInfo) -> bool:
+    # Where names are held one by one another job may have saved under this one since.
+    try:
+        return is_of(info, read_manifest(info.path))
+    except (SafeCheckpointError, OSError) as error:
+        logger.warning("%s is left alone, because nobody can tell whose it is: %s", info.path, error)
+        return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,11 +13,14 @@ from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.lease import read_lock
 from safe_ckpt.core.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.root import HIDDEN, Root
-from safe_ckpt.errors import DirectoryError, SafeCheckpointError
+from safe_ckpt.errors import DirectoryError, DirectoryInUseError, SafeCheckpointError
 
 logger = logging.getLogger(__name__)
 
 NAMES = "names"
+_SWEPT = "swept"
+_ATTEMPTS = 3
+_PAUSE_S = 0.2
 
 
 class NamedRoots:
@@ -30,7 +34,8 @@ class NamedRoots:
         self._engine = engine
         self._held: dict[Path, Root] = {}
         self._sequence = 0
-        self._seen: set[Path] = set()
+        self._swept: set[Path] = set()
+        self._ordered: set[Path] = set()
 
     def hold(self, path: Path, *, resumed: bool = False) -> Root:
         """Take what ``path`` names; its hidden folder is ``.safe_ckpt/names/<name>`` beside it.
@@ -50,18 +55,31 @@ class NamedRoots:
                     self.let_go(earlier)
             hidden = path.parent / HIDDEN / NAMES / path.name
             record = path.parent / HIDDEN if resumed else False
-            root = self._held[path] = self._engine.hold(path.parent, hidden=hidden, recorded=record)
-            # What is swept may be large.
-            lengthy_s = self._engine.config.timeouts.lengthy_s
-            self._engine.session.agree(
-                "sequence",
-                {"path": path},
-                timeout_s=lengthy_s,
-                decide=lambda _: self._look(path, root, resumed=resumed),
-            )
+            root = self._take(path.parent, hidden, record)
+            try:
+                # What is swept may be large.
+                self._engine.session.agree(
+                    "sequence",
+                    {"path": path},
+                    timeout_s=self._engine.config.timeouts.lengthy_s,
+                    decide=lambda _: self._look(path, root, resumed=resumed),
+                )
+            except BaseException:
+                self._engine.let_go(root)
+                raise
+            self._held[path] = root
         self._sequence = max(self._sequence, *(held.last_sequence for held in self._held.values()))
         self._held[path].start_after(self._sequence)
         return self._held[path]
+
+    def _take(self, folder: Path, hidden: Path, record: Path | bool) -> Root:
+        for _ in range(_ATTEMPTS):  # every rank makes as many
+            try:
+                return self._engine.hold(folder, hidden=hidden, recorded=record)
+            except DirectoryInUseError as error:
+                logger.debug("%s; perhaps only for the moment of a sweep", error)
+            time.sleep(_PAUSE_S)
+        return self._engine.hold(folder, hidden=hidden, recorded=record)
 
     def let_go(self, path: Path) -> None:
         """Give ``path`` back once nothing is in flight; nothing happens where it is not held. On any rank."""
@@ -72,24 +90,30 @@ class NamedRoots:
             self._engine.let_go(root)
 
     def _look(self, path: Path, root: Root, *, resumed: bool) -> None:
-        root.start_after(_sequence_of(path))
-        if path.parent in self._seen:
-            return
-        self._seen.add(path.parent)
-        _sweep(path.parent, root.hidden, self._engine.config.lease_s)
-        if resumed:
-            root.start_after(_newest_in(path.parent))
+        self._sequence = max(self._sequence, _sequence_of(path))
+        if path.parent not in self._swept:
+            _sweep(root, self._engine.config.lease_s)
+            self._swept.add(path.parent)
+        if resumed and path.parent not in self._ordered:
+            self._sequence = max(self._sequence, _newest_in(path.parent))
+            self._ordered.add(path.parent)
 
 
-def _sweep(folder: Path, own: Path, lease_s: float) -> None:
-    """Clean up what killed jobs left under other names: half a save, a replacement that was interrupted. Never raises."""
-    names = folder / HIDDEN / NAMES
+def _sweep(own: Root, lease_s: float) -> None:
+    """Clean up what killed jobs left under other names: half a save, a replacement that was interrupted. Never raises.
+
+    A job that starts meanwhile may want one of them: each is held for a few renames only, and what it held deleted later.
+    """
+    names = own.path / HIDDEN / NAMES
+    swept = own.trash / _SWEPT
     try:
-        found = sorted(entry for entry in names.iterdir() if entry != own and not entry.is_symlink())
-    except OSError:
+        found = sorted(entry for entry in names.iterdir() if entry != own.hidden and not entry.is_symlink())
+        swept.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logger.debug("%s is not swept: %s", names, error)
         return
     for hidden in found:
-        root = Root(folder, lease_s=lease_s, hidden=hidden)
+        root = Root(own.path, lease_s=lease_s, hidden=hidden, swept=swept)
         try:
             if read_lock(hidden) is None:
                 continue  # nobody's, or one takes it in this moment
@@ -98,6 +122,7 @@ def _sweep(folder: Path, own: Path, lease_s: float) -> None:
             logger.debug("%s stays as it is: %s", hidden, error)
             continue
         root.close()
+    own.discard([swept])
 
 
 def _newest_in(folder: Path) -> int:

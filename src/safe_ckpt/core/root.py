@@ -39,9 +39,12 @@ class Root:
         lease_s: see ``CheckpointConfig``.
         hidden: the hidden folder, if it is not to lie in ``path``.
         owner: what holds it within this process and how to free it, for messages.
+        swept: where what is deleted goes instead; None to delete it.
     """
 
-    def __init__(self, path: Path, *, lease_s: float, hidden: Path | None = None, owner: str = "") -> None:
+    def __init__(
+        self, path: Path, *, lease_s: float, hidden: Path | None = None, owner: str = "", swept: Path | None = None
+    ) -> None:
         self.path = path
         self.hidden = hidden or path / HIDDEN
         self.staging = self.hidden / "staging"
@@ -49,6 +52,7 @@ class Root:
         self.quarantine = self.hidden / "quarantine"
         self.kept = self.hidden / "kept"
         self._lock = JobLock(self.hidden, subject=path, lease_s=lease_s, owner=owner)
+        self._swept = swept
         self._sequence = 0
         self._missing: list[Path] = []
 
@@ -301,7 +305,10 @@ class Root:
 
     def _delete(self, path: Path) -> None:
         try:
-            commit.remove_tree(path)
+            if self._swept is None:
+                commit.remove_tree(path)
+            elif os.path.lexists(path):
+                os.rename(path, self._swept / uuid.uuid4().hex)
         except OSError as error:
             logger.warning("%s could not be deleted and stays in the hidden folder: %s", path, error)
 
