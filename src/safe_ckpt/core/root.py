@@ -12,6 +12,7 @@ import contextlib
 import errno
 import logging
 import os
+import time
 import uuid
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -108,7 +109,7 @@ class Root:
 
     def next_sequence(self) -> int:
         """The next place in the order of commits. Given out under the lock; a failed save leaves a gap."""
-        self._sequence += 1
+        self._sequence = sequence_after(self._sequence)
         return self._sequence
 
     def confirm(self) -> None:
@@ -304,6 +305,14 @@ class Root:
             commit.remove_tree(path)
         except OSError as error:
             logger.warning("%s could not be deleted and stays in the hidden folder: %s", path, error)
+
+
+def sequence_after(last: int) -> int:
+    """The place in the order of commits behind ``last``.
+
+    Never below the clock: those who save in one folder do not all know of each other, and their numbers are compared.
+    """
+    return max(last + 1, int(time.time() * 1000))
 
 
 def _listed(folder: Path) -> list[Path]:
