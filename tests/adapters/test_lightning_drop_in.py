@@ -191,8 +191,10 @@ def test_after_a_clean_end_only_the_record_is_left(tmp_path):
         assert of_ours(threading.enumerate()) == []
 
 
-def test_callbacks_hear_of_what_is_there(tmp_path):
-    """on_checkpoint_committed comes once for each checkpoint, on the thread that trains; after wait() what is best is there."""
+def test_callbacks_hear_of_what_is_there(tmp_path, caplog):
+    """on_checkpoint_committed comes once for each checkpoint, on the thread that trains, also behind one that raises; after
+    wait() what is best is there.
+    """
 
     class Hearing(pl.Callback):
         heard = []
@@ -205,8 +207,13 @@ def test_callbacks_hear_of_what_is_there(tmp_path):
             trainer.checkpoint_callback.wait()
             assert trainer.current_epoch == 0 or os.path.exists(trainer.checkpoint_callback.best_model_path)
 
+    class Raising(pl.Callback):
+        def on_checkpoint_committed(self, trainer, pl_module, info):
+            raise RuntimeError("the model registry is away")
+
     callback = SafeCheckpointCallback(dirpath=tmp_path, filename="{step}", save_top_k=-1)
-    trainer(pl, [callback, Hearing()], tmp_path).fit(Module())
+    trainer(pl, [callback, Raising(), Hearing()], tmp_path).fit(Module())
+    assert caplog.text.count("RuntimeError: the model registry is away") == 3
     assert Hearing.heard == [(f"step={step}.ckpt", True, True) for step in (3, 6, 9)]
     callback.wait()
 

@@ -6,14 +6,20 @@ import random
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from test_lightning_ddp import fingerprints, run, script
 
+from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
+from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.core.verify import verify
+from safe_ckpt.errors import SafeCheckpointError
+from safe_ckpt.lightning import sharding
+from safe_ckpt.testing import spawn_ranks, values
 from support import flip_bit, kill_group, start_script, writer_processes
 
 BODY = """
@@ -211,3 +217,32 @@ def _read_until(process, word, seconds):
         if word in line or time.monotonic() > deadline:
             break
     return "".join(lines)
+
+
+class DeepSpeedStrategy:
+    """One that says what it was asked to load: the name alone makes it one that loads directories in collectives."""
+
+    def load_checkpoint(self, path):
+        return f"loaded {path}"
+
+
+def _load_what_one_rank_sees(rank, folder):
+    engine = Engine(CheckpointConfig(timeouts=Timeouts(barrier_s=20)))
+    strategy = DeepSpeedStrategy()
+    sharding.guard(SimpleNamespace(strategy=strategy), engine, lambda: None, lambda: None)
+    os.chdir(folder / str(rank))  # one name is another folder on each rank
+    try:
+        return strategy.load_checkpoint("runs/step-00000001")
+    except SafeCheckpointError as error:
+        return repr(error)
+    finally:
+        engine.close(quiet=True)
+
+
+def test_all_ranks_load_in_one_way(tmp_path):
+    """A checkpoint that rank 1 alone sees: whether all verify it together is what rank 0 says, not each for itself."""
+    (tmp_path / "0").mkdir()
+    with Checkpointer(tmp_path / "1/runs") as ckpt:
+        ckpt.save(1, {"x": 1}).result()
+    ends = values(spawn_ranks(_load_what_one_rank_sees, 2, tmp_path))
+    assert ends == ["loaded runs/step-00000001"] * 2

@@ -13,6 +13,7 @@ from lightning_runs import PACKAGES, Stop, fingerprint, module_class, package, s
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from safe_ckpt import CheckpointConfig
+from safe_ckpt.core import order, select
 from safe_ckpt.core.manifest import read_manifest
 from safe_ckpt.errors import ConfigError, NoValidCheckpointError
 from safe_ckpt.lightning import SafeCheckpointCallback, resumable
@@ -261,6 +262,26 @@ def test_a_save_after_fit_is_the_newest(tmp_path):
     made.save_checkpoint(tmp_path / "final.ckpt")
     found, *_ = resume_once(tmp_path, every_n_train_steps=2, settings={"max_epochs": 2})
     assert found == "final.ckpt"
+
+
+def test_files_elsewhere_are_in_one_order_over_all_runs(tmp_path, monkeypatch):
+    """Files in another folder, saved during fit and after it: the newest is what the next run, another process, saves there."""
+    pl = package("lightning.pytorch")
+    manual = tmp_path / "manual"
+
+    class Elsewhere(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.save_checkpoint(manual / f"{trainer.global_step}.ckpt")
+
+    for epochs in (1, 2):
+        monkeypatch.setattr(order, "_given", {})
+        checkpoints = SafeCheckpointCallback(dirpath=tmp_path / "ckpts", resume="auto")
+        made = trainer(pl, [checkpoints, Elsewhere()], tmp_path, max_epochs=epochs)
+        made.fit(module_class(pl)())
+        if epochs == 1:
+            made.save_checkpoint(manual / "3-after.ckpt")
+    found = select.newest_first(select.list_files(manual, ".ckpt"))
+    assert [candidate.path.name for candidate in found] == ["6.ckpt", "3-after.ckpt", "3.ckpt"]
 
 
 def test_every_callback_makes_its_own_saves_after_a_resume(tmp_path):

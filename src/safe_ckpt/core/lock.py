@@ -360,7 +360,7 @@ def take_away(directory: Path, is_it: Callable[[bytes], bool]) -> bool:
     # A host whose caches still lead to the old file must not find its own name in it.
     with contextlib.suppress(OSError):  # of another user, or on a full disk
         aside.write_bytes(b"taken over\n")
-    aside.unlink()
+    aside.unlink(missing_ok=True)  # the next holder may have swept it
     return True
 
 

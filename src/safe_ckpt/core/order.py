@@ -1,7 +1,8 @@
 """The place in the order of commits of a file that is saved past a running pipeline.
 
-Nothing is listed for it: what a directory's jobs committed is in the record that lies in its hidden folder, and such a file is
-noted down there, too. A directory that no job ever held has no record, and there the clock tells which file is newer.
+Nothing is listed for it. All numbers are at least the clock's, see ``root.sequence_after``, so that those that were given out
+without knowing of each other can be compared. What a directory's jobs committed is in the record that lies in its hidden
+folder, and such a file is noted down there, too: with it a clock that goes back changes no order.
 """
 
 from __future__ import annotations
@@ -9,19 +10,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from safe_ckpt import events
-from safe_ckpt.core.lease import LOCK_NAME
-from safe_ckpt.core.manifest import CheckpointInfo, read_manifest
-from safe_ckpt.core.root import EVENTS, HIDDEN
-from safe_ckpt.errors import SafeCheckpointError
+from safe_ckpt.core.manifest import CheckpointInfo
+from safe_ckpt.core.root import EVENTS, HIDDEN, sequence_after
 
 _TAIL_BYTES = 1 << 18
 _COMMITTED = b'"committed"'
 _MOST = 1 << 53
+_RECORDS = (EVENTS, f"{EVENTS}.1")
 _given: dict[Path, int] = {}
 
 
@@ -32,29 +32,19 @@ def sequence_beside(path: Path, after: int = 0) -> int:
         path: the file.
         after: the last number that is known to be given out there.
     """
-    root = _held(path) or path.parent
-    last = max(after, _given.get(root, 0))
-    recorded = _last_recorded(root / HIDDEN)
-    if recorded is not None:
-        last = max(last, recorded)
-    elif _is_there(root / HIDDEN / LOCK_NAME):
-        # A job lives, or was killed, that keeps no record: its files must be told from this one, and go on to be.
-        last = max(last, *(_sequence_in(folder, path.suffix) for folder in {root, path.parent}))
-    else:
-        last = max(last, int(time.time() * 1000))
-    _given[root] = last + 1
-    return last + 1
+    root = _recorded(path) or path.parent
+    _given[root] = sequence_after(max(after, _known(root)))
+    return _given[root]
 
 
 def last_beside(path: Path) -> int:
-    """The last number that is recorded where ``path`` is to be saved by the pipeline of another directory; 0 for none."""
-    root = _held(path)
-    return (_last_recorded(root / HIDDEN) or 0) if root is not None else 0
+    """The last number that is known where ``path`` is to be saved by the pipeline of another directory; 0 for none."""
+    return _known(_recorded(path) or path.parent)
 
 
 def note(info: CheckpointInfo) -> None:
     """Tell those who come later, if there is a record, that this was committed. Never raises."""
-    root = _held(info.path)
+    root = _recorded(info.path)
     if root is None:
         return
     event = events.Committed(
@@ -66,20 +56,26 @@ def note(info: CheckpointInfo) -> None:
         size_bytes=info.size_bytes,
         seconds=0.0,
     )
-    with contextlib.suppress(OSError):
-        file = os.open(root / HIDDEN / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        try:
-            os.write(file, json.dumps(event.facts()).encode() + b"\n")
-        finally:
-            os.close(file)
+    with contextlib.suppress(OSError), _opened(root / HIDDEN, EVENTS, os.O_WRONLY | os.O_APPEND) as file:
+        os.write(file, json.dumps(event.facts()).encode() + b"\n")
 
 
-def _held(path: Path) -> Path | None:
-    """The nearest folder above that a job holds, or held: what lies in it may be resumed from there."""
+def _recorded(path: Path) -> Path | None:
+    """The nearest folder above with a record: what lies in it may be resumed from there."""
     for folder in path.parents:
-        if any(_is_there(folder / HIDDEN / name) for name in (EVENTS, LOCK_NAME)):
+        if _is_everybodys(folder):
+            return None
+        if any(_is_there(folder / HIDDEN / name) for name in _RECORDS):
             return folder
     return None
+
+
+def _is_everybodys(folder: Path) -> bool:
+    """Whether it is one such as ``/tmp``, where a record may be a stranger's."""
+    try:
+        return folder.stat().st_mode & (stat.S_ISVTX | stat.S_IWOTH) == stat.S_ISVTX | stat.S_IWOTH
+    except OSError:
+        return False
 
 
 def _is_there(path: Path) -> bool:
@@ -90,18 +86,31 @@ def _is_there(path: Path) -> bool:
     return True
 
 
-def _last_recorded(hidden: Path) -> int | None:
-    """The highest number among the last commits that are recorded; None when none are."""
-    for name in (EVENTS, f"{EVENTS}.1"):
-        with contextlib.suppress(OSError):
-            file = os.open(hidden / name, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                tail = os.pread(file, _TAIL_BYTES, max(0, os.fstat(file).st_size - _TAIL_BYTES))
-            finally:
-                os.close(file)
+@contextlib.contextmanager
+def _opened(hidden: Path, name: str, flags: int) -> Iterator[int]:
+    # Whoever can write to the folder may have put a link to another file there, or a pipe at which one would wait for ever.
+    safely = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    folder = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | safely)
+    try:
+        file = os.open(name, flags | safely, dir_fd=folder)
+    finally:
+        os.close(folder)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(f"{hidden / name} is not a regular file")
+        yield file
+    finally:
+        os.close(file)
+
+
+def _known(root: Path) -> int:
+    """The highest number among those that this process gave out and the last commits that are recorded."""
+    for name in _RECORDS:
+        with contextlib.suppress(OSError), _opened(root / HIDDEN, name, os.O_RDONLY) as file:
+            tail = os.pread(file, _TAIL_BYTES, max(0, os.fstat(file).st_size - _TAIL_BYTES))
             if (found := max(_sequences(tail), default=None)) is not None:
-                return found
-    return None
+                return max(found, _given.get(root, 0))
+    return _given.get(root, 0)
 
 
 def _sequences(tail: bytes) -> Iterator[int]:
@@ -112,13 +121,3 @@ def _sequences(tail: bytes) -> Iterator[int]:
                 number = said.get("sequence") if isinstance(said, dict) else None
                 if type(number) is int and 0 <= number < _MOST:
                     yield number
-
-
-def _sequence_in(folder: Path, suffix: str) -> int:
-    found = 0
-    with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
-            if name.endswith(suffix):
-                with contextlib.suppress(OSError, SafeCheckpointError):
-                    found = max(found, read_manifest(folder / name).sequence)
-    return found

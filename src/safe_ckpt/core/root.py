@@ -12,6 +12,7 @@ import contextlib
 import errno
 import logging
 import os
+import time
 import uuid
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -112,7 +113,7 @@ class Root:
 
     def next_sequence(self) -> int:
         """The next place in the order of commits. Given out under the lock; a failed save leaves a gap."""
-        self._sequence += 1
+        self._sequence = sequence_after(self._sequence)
         return self._sequence
 
     def confirm(self) -> None:
@@ -311,6 +312,14 @@ class Root:
                 os.rename(path, self._swept / uuid.uuid4().hex)
         except OSError as error:
             logger.warning("%s could not be deleted and stays in the hidden folder: %s", path, error)
+
+
+def sequence_after(last: int) -> int:
+    """The place in the order of commits behind ``last``.
+
+    Never below the clock: those who save in one folder do not all know of each other, and their numbers are compared.
+    """
+    return max(last + 1, int(time.time() * 1000))
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -396,7 +396,10 @@ class SafeCheckpointCallback(ModelCheckpoint):
             log.after_save_checkpoint(proxy(self))
         for callback in trainer.callbacks:
             if (hook := getattr(callback, COMMITTED_HOOK, None)) is not None:
-                hook(trainer, trainer.lightning_module, info)
+                try:
+                    hook(trainer, trainer.lightning_module, info)
+                except Exception:  # on this rank alone: the others are on their way into the next agreement
+                    logger.warning("%s of %r failed", COMMITTED_HOOK, callback, exc_info=True)
 
     @property
     def _came_from(self) -> Path | None:

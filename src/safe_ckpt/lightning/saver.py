@@ -251,7 +251,8 @@ class TrainerSaver:
         held = next((root for directory, root in self._roots.items() if directory in path.parents), None)
         if held is not None and not self._closed:
             return held.next_sequence()
-        return order.sequence_beside(path, after=held.last_sequence if held is not None else 0)
+        # Any of them may have given out the number of a file elsewhere, see ``_root_of``.
+        return order.sequence_beside(path, after=max((root.last_sequence for root in self._roots.values()), default=0))
 
     def _save_alone(self, path: Path, weights_only: bool | None) -> None:
         """From a signal handler: this rank may be in the middle of an agreement, or the others in a collective.

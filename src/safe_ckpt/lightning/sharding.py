@@ -144,9 +144,16 @@ def guard(trainer: Any, engine: Engine, before: Callable[[], None], end: Callabl
         before()
         path = Path(checkpoint_path)
         rank, size = engine.rank, engine.session.size
-        if presence.is_directory(path) and presence.is_there(path / MANIFEST_NAME):
+
+        def look(_: object) -> tuple[bool, bool]:
+            folder = presence.is_directory(path)
+            return folder, folder and presence.is_there(path / MANIFEST_NAME)
+
+        # As rank 0 sees it: what follows is done on all ranks together or on none.
+        is_folder, is_ours = engine.agree("load", {"path": path}, decide=look)
+        if is_ours:
             resume.check(engine, path, lambda found: verify_share(found, rank, size))
-        if form is None or not form.engine or not path.is_dir():
+        if form is None or not form.engine or not is_folder:
             return original(strategy, checkpoint_path, *args, **kwargs)
         with engines.loading(engine, strategy, path):
             loaded = original(strategy, checkpoint_path, *args, **kwargs)
