@@ -566,9 +566,11 @@ def test_the_deadline_of_a_save_begins_when_its_turn_comes(tmp_path):
     state = {"m": {"w": torch.zeros(1_000_000)}}
     with Checkpointer(tmp_path / "alone", CheckpointConfig(timeouts=QUICK, writer=slow)) as ckpt:
         ckpt.save(1, state).result()
-        begun = time.monotonic()
-        ckpt.save(2, state).result()
-        alone_s = time.monotonic() - begun
+        alone_s = 0.0
+        for step in (2, 3, 4):  # other programs may take the processors for a moment
+            begun = time.monotonic()
+            ckpt.save(step, state).result()
+            alone_s = max(alone_s, time.monotonic() - begun)
     enough_for_five = CheckpointConfig(
         timeouts=replace(QUICK, lengthy_s=5 * alone_s), writer=slow, max_in_flight=12, max_consecutive_failures=12
     )
