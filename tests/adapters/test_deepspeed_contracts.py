@@ -27,7 +27,7 @@ PARTS = [
     Part(ENGINE, "load_universal_checkpoint", "deepspeed/handle.py", "whether what is loaded was converted", SELF),
     Part(ENGINE, "_checkpoint_tag_validation", "deepspeed/capture.py", "is a collective: we agree on the tag", ("self", "tag")),
     Part(ENGINE, "_copy_recovery_script", "deepspeed/capture.py", "what lies beside the tags", ("self", "save_path")),
-    Part(ENGINE, "_zero3_consolidated_16bit_state_dict", "transformers/sharing.py", "a gather that the Trainer calls itself"),
+    Part(ENGINE, "_zero3_consolidated_16bit_state_dict", "deepspeed/nested.py", "a gather that the Trainer calls itself"),
     Part(ENGINE, "_optimizer_has_ckpt_event_epilogue", "deepspeed/capture.py", "tidies after an error", SELF),
     Part(ENGINE, "zero_nvme_offload_optimizer", "deepspeed/capture.py", "the copy of the swap files is ours", SELF),
     Part(ENGINE, "checkpoint_writer_enabled", "deepspeed/loading.py", "its files are read with the plain engine", SELF),

@@ -359,12 +359,16 @@ def random_kills(folder, scenario, count, seed):
     """
     chance = random.Random(seed)
     notes = folder.parent / "notes"
-    fork(lambda: scenario.prepare(folder))
-    began = time.monotonic()
-    child = start(scenario, folder, notes)
-    writing = moment(child, folder, busy)
-    done = moment(child, folder, lambda _: notes.exists())
-    os.waitpid(child, 0)
+    whole_s = writing_s = float("inf")
+    for _ in range(3):  # the shortest: other programs may hold one up
+        shutil.rmtree(folder, ignore_errors=True)
+        fork(lambda: scenario.prepare(folder))
+        began = time.monotonic()
+        child = start(scenario, folder, notes)
+        writing = moment(child, folder, busy)
+        done = moment(child, folder, lambda _: notes.exists())
+        os.waitpid(child, 0)
+        whole_s, writing_s = min(whole_s, done - began), min(writing_s, done - writing)
     for number in range(1, count + 1):
         if number % 4 in (1, 2):  # from the old one again, for a kill of either kind
             shutil.rmtree(folder, ignore_errors=True)
@@ -372,9 +376,9 @@ def random_kills(folder, scenario, count, seed):
         child = start(scenario, folder, notes)
         if number % 2:
             moment(child, folder, busy)
-            time.sleep(chance.random() * (done - writing))
+            time.sleep(chance.random() * writing_s)
         else:
-            time.sleep(chance.random() * 1.2 * (done - began))
+            time.sleep(chance.random() * 1.2 * whole_s)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -412,6 +416,8 @@ def main():
     scenario = SCENARIOS[name]
     getattr(scenario, "warm", lambda: None)()
     if fault == "random":
+        # By a process: what is written within this one is over before a kill can come.
+        globals()["CONFIG"] = dataclasses.replace(CONFIG, writer=dataclasses.replace(CONFIG.writer, inline_bytes=0))
         random_kills(Path(folder), scenario, int(first), int(step))
         return
     if fault == "record":

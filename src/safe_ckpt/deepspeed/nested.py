@@ -18,6 +18,9 @@ from safe_ckpt.deepspeed.arguments import LATEST
 from safe_ckpt.deepspeed.capture import capture
 from safe_ckpt.deepspeed.loading import plain_reading
 
+ZERO3_GATHER = "_zero3_consolidated_16bit_state_dict"
+"""The engine's method that gathers the weights of ZeRO-3; a collective."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Nested:

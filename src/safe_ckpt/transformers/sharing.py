@@ -120,8 +120,9 @@ class Sharing:
                 engine = trainer.model_wrapped
                 instead = {"save_checkpoint": noted.of(engine)}
                 if _gathers(trainer):  # a PEFT model's is asked for without Accelerate
-                    gather = engine._zero3_consolidated_16bit_state_dict
-                    instead["_zero3_consolidated_16bit_state_dict"] = noted.after_meeting(gather)
+                    from safe_ckpt.deepspeed.nested import ZERO3_GATHER
+
+                    instead[ZERO3_GATHER] = noted.after_meeting(getattr(engine, ZERO3_GATHER))
                 stack.enter_context(StandIns(engine, instead))
             yield noted
 
