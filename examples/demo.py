@@ -125,11 +125,11 @@ def kill_in_a_save(job: Job, chance: random.Random) -> bool:
     job.listen(lambda: len(job.news("committed")) >= goal)
     staging = job.directory / ".safe_ckpt/staging"
     deadline = time.monotonic() + 10
-    while not any(staging.iterdir()) and time.monotonic() < deadline:
+    while not any(staging.glob("*")) and time.monotonic() < deadline:
         time.sleep(0.0005)
     time.sleep(chance.random() * 0.01)
     job.kill()
-    return any(staging.iterdir())
+    return any(staging.glob("*"))
 
 
 def main(kills: int, seed: int) -> int:
@@ -166,7 +166,7 @@ def main(kills: int, seed: int) -> int:
     ]
     size = max(event["size_bytes"] for event in probe.read_events() if event["event"] == "committed")
     same = probe.weights == reference.weights
-    left = list((work / "killed/.safe_ckpt/staging").iterdir()) + list((work / "killed/.safe_ckpt/trash").iterdir())
+    left = [path for part in ("staging", "trash") for path in (work / "killed/.safe_ckpt" / part).glob("*")]
     checks = {
         "every resume took the last committed checkpoint or a newer one": good,
         "the final weights are those of the uninterrupted run, bit for bit": same,
