@@ -174,18 +174,22 @@ def process_start(pid: int) -> int | None:
     Raises:
         OSError: there is no such process, or it cannot be looked at.
     """
-    text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    fields = text[text.rfind(")") + 2 :].split()
+    fields = _stat(pid).split()
     return None if len(fields) < 20 or fields[0] in ("Z", "X") else int(fields[19])
 
 
 def process_state(pid: int) -> str:
     """The kernel's one-letter state of a process on this machine, "" when it is gone or cannot be told."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return _stat(pid)[:1]
     except OSError:
         return ""
-    return stat[stat.rfind(")") + 2 :][:1]
+
+
+def _stat(pid: int) -> str:
+    """What the kernel says of a process, from behind its name."""
+    text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    return text[text.rfind(")") + 2 :]
 
 
 def _own_start() -> int:
