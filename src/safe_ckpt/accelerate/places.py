@@ -110,16 +110,12 @@ class Places:
         root = self._engine.hold(folder, hidden=folder.parent / HIDDEN)
         place = Place(root=root, ledger=Ledger())
 
-        def take_stock(_: object) -> None:
+        def take_stock() -> None:
             found = resume.listed(lambda: candidates(folder), self._engine.config.timeouts)
             place.ledger = Ledger(found)
             root.start_after(select.newest_sequence(found))
 
-        try:
-            self._engine.agree("list", {"directory": folder}, decide=take_stock)
-        except BaseException:
-            self._engine.let_go(root)
-            raise
+        self._engine.take_stock(root, {"directory": folder}, take_stock)
         self._automatic = place
         return place
 

@@ -195,6 +195,34 @@ class Engine:
             self.emit.add(hook)
         self._recorders[root] = hook
 
+    def take_stock(
+        self,
+        root: Root,
+        view: Mapping[str, object],
+        look: Callable[[], None],
+        *,
+        kind: str = "list",
+        timeout_s: float | None = None,
+    ) -> None:
+        """Have rank 0 look at what lies in a directory that was just taken. Every rank calls this.
+
+        Args:
+            root: the directory; given back if this fails. Held and not known, its order of commits would begin anew.
+            view: what must be equal on all ranks.
+            look: what rank 0 does.
+            kind: the name of the step.
+            timeout_s: how long it may take; None for ``barrier_s``.
+
+        Raises:
+            SafeCheckpointError: what ``look`` raised, or the ranks did not meet; on every rank.
+        """
+        limit_s = self.config.timeouts.barrier_s if timeout_s is None else timeout_s
+        try:
+            self.session.agree(kind, view, timeout_s=limit_s, decide=lambda _: look())
+        except BaseException:
+            self.let_go(root)
+            raise
+
     def let_go(self, root: Root) -> None:
         """Give a directory back before the end. Nothing that is in flight may belong to it; on any rank."""
         if root in self._roots:

@@ -56,17 +56,13 @@ class NamedRoots:
             hidden = path.parent / HIDDEN / NAMES / path.name
             record = path.parent / HIDDEN if resumed else False
             root = self._take(path.parent, hidden, record)
-            try:
-                # What is swept may be large.
-                self._engine.session.agree(
-                    "sequence",
-                    {"path": path},
-                    timeout_s=self._engine.config.timeouts.lengthy_s,
-                    decide=lambda _: self._look(path, root, resumed=resumed),
-                )
-            except BaseException:
-                self._engine.let_go(root)
-                raise
+            self._engine.take_stock(
+                root,
+                {"path": path},
+                lambda: self._look(path, root, resumed=resumed),
+                kind="sequence",
+                timeout_s=self._engine.config.timeouts.lengthy_s,  # what is swept may be large
+            )
             self._held[path] = root
         self._sequence = max(self._sequence, *(held.last_sequence for held in self._held.values()))
         self._held[path].start_after(self._sequence)

@@ -81,16 +81,12 @@ class Places:
             other._let_go(folder)
         place = Place(root=self._engine.hold(folder), ledger=Ledger(), tops=(folder, top))
 
-        def take_stock(_: object) -> None:
+        def take_stock() -> None:
             found = candidates(folder)
             place.ledger = Ledger(found)
             place.root.start_after(select.newest_sequence(found))
 
-        try:
-            self._engine.agree("list", {"directory": folder}, decide=take_stock)
-        except BaseException:
-            self._engine.let_go(place.root)
-            raise
+        self._engine.take_stock(place.root, {"directory": folder}, take_stock)
         self._held[folder] = place
         return place
 

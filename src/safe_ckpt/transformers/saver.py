@@ -153,17 +153,13 @@ class TrainerSaver:
             # What begins with an underscore is not pushed to the hub.
             root, ledger = self._engine.hold(folder, hidden=folder / HIDDEN), Ledger()
 
-            def take_stock(_: object) -> None:
+            def take_stock() -> None:
                 nonlocal ledger
                 found = resume.listed(lambda: candidates(folder), self._engine.config.timeouts)
                 root.start_after(select.newest_sequence(found))
                 ledger = Ledger(found)
 
-            try:
-                self._engine.agree("list", {"directory": folder}, decide=take_stock)
-            except BaseException:
-                self._engine.let_go(root)
-                raise
+            self._engine.take_stock(root, {"directory": folder}, take_stock)
             self._held[folder] = (root, ledger)
         return self._held[folder]
 
