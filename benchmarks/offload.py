@@ -26,9 +26,9 @@ from disk import evict, sync_tree
 
 from safe_ckpt import WriterConfig, consolidate_offloaded
 from safe_ckpt.core.copier import copy_files
+from safe_ckpt.core.direct_io import SinkOptions
 from safe_ckpt.core.file_copy import FileCopy, Stamp
 from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.core.sink import SinkOptions
 from safe_ckpt.core.verify import verify
 
 MIB = 1 << 20

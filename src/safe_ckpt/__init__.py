@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from safe_ckpt._version import __version__
+
 if TYPE_CHECKING:
     from safe_ckpt.checkpointer import Checkpointer
     from safe_ckpt.config import CheckpointConfig, Network, Retention, Telemetry, Timeouts, WriterConfig
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from safe_ckpt.core.operation import SaveHandle
     from safe_ckpt.core.rng import RngState
     from safe_ckpt.errors import SafeCheckpointError
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "CheckpointConfig": "safe_ckpt.config",

@@ -153,7 +153,7 @@ class Checkpointer:
         from safe_ckpt.core.sharded import ShardPlanner  # DCP takes a while to import
 
         if self._shards is None:
-            self._shards = ShardPlanner(self._engine)
+            self._shards = ShardPlanner(self._engine.session, barrier_s=self._engine.config.timeouts.barrier_s)
         parts = self._shards.agree(states, kind="save", view=view)
         try:
             return self._shards.lay_out(parts), None

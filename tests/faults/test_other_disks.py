@@ -10,8 +10,10 @@ import textwrap
 
 import pytest
 
-from safe_ckpt.core import commit, disk, reading, sink
-from safe_ckpt.core.sink import FileTask, SinkOptions, write_file
+from safe_ckpt.core import commit, direct_io, disk, reading
+from safe_ckpt.core.direct_io import SinkOptions
+from safe_ckpt.core.sink import write_file
+from safe_ckpt.core.write_task import FileTask
 from safe_ckpt.testing import FaultyStorage
 from support import Quiet, names_in
 
@@ -52,14 +54,14 @@ def test_direct_writes_that_are_refused_go_through_the_page_cache(tmp_path, most
 
 def test_it_is_said_once_for_a_file_system(tmp_path, caplog, monkeypatch):
     """Several files at a time find out, a replaced process finds out again: one line."""
-    monkeypatch.setattr(sink, "_without_direct", {})
+    monkeypatch.setattr(direct_io, "_without_direct", {})
     with caplog.at_level(logging.INFO):
         for path in ("a", "a", "b"):
-            sink.write_without_direct(7, path)
+            direct_io.write_without_direct(7, path)
     assert len(caplog.records) == 1
-    assert sink.refused_direct() == {7: "a"}
-    sink.write_without_direct(os.stat(tmp_path).st_dev, "c")
-    fd, direct = sink.create_file(str(tmp_path / "f"), True)
+    assert direct_io.refused_direct() == {7: "a"}
+    direct_io.write_without_direct(os.stat(tmp_path).st_dev, "c")
+    fd, direct = direct_io.create_file(str(tmp_path / "f"), True)
     os.close(fd)
     assert not direct
 
@@ -68,7 +70,7 @@ def test_it_is_said_once_for_a_file_system(tmp_path, caplog, monkeypatch):
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_refusal_anywhere_gives_the_same_bytes(tmp_path, monkeypatch, length, after):
     """Whether the first write, a later one or the last part is refused: the file is what it should be."""
-    monkeypatch.setattr(sink, "_without_direct", {})
+    monkeypatch.setattr(direct_io, "_without_direct", {})
     real, count = os.pwrite, 0
 
     def refusing(fd, data, offset):

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from safe_ckpt import Timeouts
-from safe_ckpt.core.lease import process_state
+from safe_ckpt.core.processes import process_state
 from safe_ckpt.core.rendezvous import open_session
 from safe_ckpt.errors import CoordinationError, DesyncError, PeerLostError, RendezvousTimeout, UnexpectedError
 from safe_ckpt.testing import free_port, spawn_ranks, values

@@ -111,7 +111,7 @@ def check_wheel(path: Path) -> None:
     expect(told.get_payload().startswith("# safe_ckpt"), "the readme is not the description")
     version = next(
         ast.literal_eval(line.partition("=")[2].strip())
-        for line in (ROOT / "src/safe_ckpt/__init__.py").read_text(encoding="utf-8").splitlines()
+        for line in (ROOT / "src/safe_ckpt/_version.py").read_text(encoding="utf-8").splitlines()
         if line.startswith("__version__")
     )
     expect(told["Version"] == version, f"the wheel is of {told['Version']}, the sources of {version}")

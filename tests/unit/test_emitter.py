@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from safe_ckpt import Checkpointer
-from safe_ckpt.events import Emitter, StopRequested, Written
+from safe_ckpt.events import StopRequested, Written
+from safe_ckpt.hooks.emitter import Emitter
 
 
 def event(step=1):

@@ -10,8 +10,9 @@ from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core import layout, snapshot
 from safe_ckpt.core.arena import GRANULE, Arena
 from safe_ckpt.core.control import read_mark
+from safe_ckpt.core.direct_io import SinkOptions
 from safe_ckpt.core.reading import digest_of, read_whole
-from safe_ckpt.core.sink import SinkOptions, write_file
+from safe_ckpt.core.sink import write_file
 from safe_ckpt.core.streaming import stream_file
 from safe_ckpt.core.writer import Writer
 from safe_ckpt.errors import ConfigError

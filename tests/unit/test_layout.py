@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from safe_ckpt.core import layout, safetensors_names, snapshot
 from safe_ckpt.core.arena import Arena
+from safe_ckpt.core.direct_io import SinkOptions
 from safe_ckpt.core.manifest import RECORD_NAME, archive_digest, read_manifest
-from safe_ckpt.core.sink import SinkOptions, write_file
+from safe_ckpt.core.sink import write_file
 from safe_ckpt.core.verify import verify, verify_if_ours
 from safe_ckpt.errors import CorruptCheckpointError, StateError
 from support import Quiet

@@ -9,9 +9,10 @@ import torch
 
 from safe_ckpt.core import parsing, pickling, snapshot
 from safe_ckpt.core.arena import Arena
+from safe_ckpt.core.direct_io import SinkOptions
 from safe_ckpt.core.layout import safetensors_image, torch_image
 from safe_ckpt.core.reading import read_whole
-from safe_ckpt.core.sink import SinkOptions, write_file
+from safe_ckpt.core.sink import write_file
 from support import Quiet
 
 

@@ -24,13 +24,13 @@ from huggingface_hub import (
 from safe_ckpt.accelerate import offloaded, sharding
 from safe_ckpt.accelerate.places import Places
 from safe_ckpt.core import commit, dtensors, export, layout, weights
+from safe_ckpt.core.commit import sync_directory
 from safe_ckpt.core.engine import Engine
 from safe_ckpt.core.export import Exporter
 from safe_ckpt.core.layout import Image, Lazy
 from safe_ckpt.core.manifest import MANIFEST_NAME
 from safe_ckpt.core.named import NAMES
 from safe_ckpt.core.root import HIDDEN, Root
-from safe_ckpt.core.sink import sync_directory
 from safe_ckpt.errors import ConfigError, DirectoryError, StateError
 
 logger = logging.getLogger(__name__)

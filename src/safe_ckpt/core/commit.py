@@ -18,14 +18,30 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from safe_ckpt.core.sink import sync_directory
-
 logger = logging.getLogger(__name__)
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 # What refuses a call and did nothing. An EIO, or a lost connection, may come from a server that has done it.
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV, errno.ENOTTY)
 _NO_LINK = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK, errno.EINVAL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileResult:
+    """What is on disk now. The digest is that of the whole file."""
+
+    path: str
+    size_bytes: int
+    xxh3_128: str
+
+
+def sync_directory(path: str) -> None:
+    """Make the entries of a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def make_directory(path: Path) -> None:

@@ -17,9 +17,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import xxhash
 
-from safe_ckpt.core.file_copy import FileCopy, Recorder
-from safe_ckpt.core.sink import (
-    FileResult,
+from safe_ckpt.core.commit import FileResult
+from safe_ckpt.core.direct_io import (
+    PAGE,
     Progress,
     SinkOptions,
     create_file,
@@ -27,7 +27,7 @@ from safe_ckpt.core.sink import (
     write_all,
     write_rest,
 )
-from safe_ckpt.core.zip_format import PAGE
+from safe_ckpt.core.file_copy import FileCopy, Recorder
 
 _AT_A_TIME = 4
 _CHUNK = 4 << 20

@@ -9,8 +9,9 @@ from typing import Any
 
 from safe_ckpt.core import commit, layout, order, snapshot
 from safe_ckpt.core.arena import Arena
+from safe_ckpt.core.direct_io import SinkOptions, Unwatched
 from safe_ckpt.core.manifest import CheckpointInfo, Manifest
-from safe_ckpt.core.sink import SinkOptions, Unwatched, write_file
+from safe_ckpt.core.sink import write_file
 from safe_ckpt.errors import DirectoryError
 
 

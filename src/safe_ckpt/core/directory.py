@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core import commit, presence
+from safe_ckpt.core.commit import sync_directory
 from safe_ckpt.core.lock import not_held
 from safe_ckpt.core.rendezvous import Session, open_session
 from safe_ckpt.core.root import HIDDEN
 from safe_ckpt.core.select import looks_like_checkpoint
-from safe_ckpt.core.sink import sync_directory
 from safe_ckpt.errors import (
     ConfigError,
     DirectoryError,

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from safe_ckpt.core import zip_format
+from safe_ckpt.core.direct_io import PAGE
 from safe_ckpt.core.pickling import STORAGES
-from safe_ckpt.core.zip_format import PAGE, Record
+from safe_ckpt.core.zip_format import Record
 
 _ALIGNMENT = 64
 _PAGE_ALIGNED_FROM = 64 << 10

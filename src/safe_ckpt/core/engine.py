@@ -51,6 +51,8 @@ from safe_ckpt.hooks.logs import LoggingHook
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+from safe_ckpt.hooks.emitter import Emitter
+
 logger = logging.getLogger(__name__)
 _BLIP_S = 30.0
 _BLIPS = (errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH)
@@ -86,7 +88,7 @@ class Engine:
         self.config = config
         self.owner = owner
         self.group = group
-        self.emit = events.Emitter([LoggingHook(), *hooks])
+        self.emit = Emitter([LoggingHook(), *hooks])
         self._closed = True  # as long as it is not open
         self.session: Session = open_session(group, config.timeouts, network=config.network)
         self.rank = self.session.rank

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from safe_ckpt.core import ranks
-from safe_ckpt.core.cuda import Cuda
 from safe_ckpt.errors import PeerLostError, RendezvousTimeout
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def watched(
         RendezvousTimeout: it took longer.
     """
     result: Future[torch.Tensor] = Future()
-    here = Cuda().here()  # the thread is to work where the caller does, behind what it has queued
+    here = _current_stream()  # the thread is to work where the caller does, behind what it has queued
 
     def run() -> None:
         try:
@@ -141,3 +140,11 @@ def wire_device(tensors: Sequence[torch.Tensor], group: ProcessGroup | None) -> 
     if "cuda" in types and ("cpu" not in types or any(tensor.device.type == "cuda" for tensor in tensors)):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _current_stream() -> contextlib.AbstractContextManager[Any]:
+    """Where the calling thread puts its work, to be entered by another one, which would else stand on device 0."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        return contextlib.nullcontext()
+    found: contextlib.AbstractContextManager[Any] = torch.cuda.stream(torch.cuda.current_stream())
+    return found

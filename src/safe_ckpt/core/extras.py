@@ -12,12 +12,12 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+from safe_ckpt.core.commit import sync_directory
 from safe_ckpt.core.directory import await_shared, leave_token
 from safe_ckpt.core.manifest import MANIFEST_NAME, FileEntry, read_manifest
 from safe_ckpt.core.reading import digest_of
 from safe_ckpt.core.rendezvous import Session
 from safe_ckpt.core.root import HIDDEN, Root
-from safe_ckpt.core.sink import sync_directory
 from safe_ckpt.errors import DirectoryError, SafeCheckpointError
 
 

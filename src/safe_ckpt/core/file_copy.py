@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.core.sink import FileResult
+from safe_ckpt.core.commit import FileResult
 
 _RECORD = "copied."
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from safe_ckpt.core import ranks
 from safe_ckpt.core.channel import Channel, KeyTimeout
-from safe_ckpt.core.lease import process_state
+from safe_ckpt.core.processes import process_state
 from safe_ckpt.core.sealed import KeyValues
 from safe_ckpt.errors import PeerLostError
 

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from safe_ckpt.core import zip_format
+from safe_ckpt.core.direct_io import PAGE
 from safe_ckpt.core.manifest import RECORD_NAME
 from safe_ckpt.core.pickling import pickle_state
 from safe_ckpt.core.safetensors_names import ALIASES_KEY, DTYPES, STRIDES_KEY, VERSIONS_KEY
-from safe_ckpt.core.zip_format import PAGE, Record
+from safe_ckpt.core.zip_format import Record
 from safe_ckpt.errors import StateError
 
 ARCHIVE = "archive"

@@ -17,6 +17,7 @@ from safe_ckpt.config import Timeouts
 from safe_ckpt.core import ranks
 from safe_ckpt.core.rendezvous import open_session
 from safe_ckpt.errors import ConfigError
+from safe_ckpt.hooks.emitter import Emitter
 from safe_ckpt.hooks.logs import LoggingHook
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def lengthy_timeouts(
         message = f"expected a number above 0, and at most {_YEAR_S} (a year), got {seconds!r:.40}"
         raise ConfigError(key="lengthy_timeouts: seconds", message=message)
     found = ranks.process_groups(groups)
-    emit = events.Emitter([LoggingHook(), *hooks])
+    emit = Emitter([LoggingHook(), *hooks])
     for group in ranks.meeting_groups(found):
         session = open_session(group, Timeouts(), observe=False)
         try:
@@ -71,7 +72,7 @@ def lengthy_timeouts(
 
 
 @contextlib.contextmanager
-def raised(groups: Iterable[ProcessGroup], seconds: float, emit: events.Emitter | None = None) -> Iterator[None]:
+def raised(groups: Iterable[ProcessGroup], seconds: float, emit: Emitter | None = None) -> Iterator[None]:
     """As ``lengthy_timeouts``, for ranks that know already that all of them enter.
 
     Args:

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.config import Timeouts, WriterConfig
 from safe_ckpt.core import commit, disk
+from safe_ckpt.core.commit import sync_directory
 from safe_ckpt.core.copier import copy_files
+from safe_ckpt.core.direct_io import SinkOptions, Unwatched
 from safe_ckpt.core.file_copy import FileCopy, Stamp
-from safe_ckpt.core.lease import process_state
 from safe_ckpt.core.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.offload import ADAPTER, own_part
+from safe_ckpt.core.processes import process_state
 from safe_ckpt.core.rendezvous import Session, open_session, raise_first
 from safe_ckpt.core.root import HIDDEN
-from safe_ckpt.core.sink import SinkOptions, Unwatched, sync_directory
 from safe_ckpt.errors import (
     CoordinationError,
     CorruptCheckpointError,

@@ -20,7 +20,7 @@ from safe_ckpt.core.manifest import CheckpointInfo, Manifest
 from safe_ckpt.core.overlap import Deferral
 from safe_ckpt.core.parts import Parts
 from safe_ckpt.core.root import Root
-from safe_ckpt.core.sink import FileTask
+from safe_ckpt.core.write_task import FileTask
 from safe_ckpt.errors import ForkedError, RendezvousTimeout, SafeCheckpointError, SaveSkippedError
 
 Retain = Callable[[CheckpointInfo], Decision | None]

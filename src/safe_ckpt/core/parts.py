@@ -10,7 +10,7 @@ from typing import Any
 from safe_ckpt.core import snapshot
 from safe_ckpt.core.arena import Arena
 from safe_ckpt.core.layout import Image
-from safe_ckpt.core.sink import FileTask
+from safe_ckpt.core.write_task import FileTask
 from safe_ckpt.errors import SafeCheckpointError
 
 _LOOK_S = 0.1

@@ -18,13 +18,13 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core import commit, disk, extras
 from safe_ckpt.core.board import Board
 from safe_ckpt.core.channel import KeyTimeout
+from safe_ckpt.core.commit import FileResult, sync_directory
 from safe_ckpt.core.directory import await_visible
 from safe_ckpt.core.file_copy import FileCopy, first_changed, record_name
 from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
 from safe_ckpt.core.operation import Operation
 from safe_ckpt.core.parts import Parts
 from safe_ckpt.core.patience import Patience
-from safe_ckpt.core.sink import FileResult, sync_directory
 from safe_ckpt.core.writer import Writer
 from safe_ckpt.core.writer_child import WriteJob
 from safe_ckpt.errors import (

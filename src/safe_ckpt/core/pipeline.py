@@ -26,6 +26,7 @@ from safe_ckpt.core.rendezvous import Session
 from safe_ckpt.core.root import Root
 from safe_ckpt.core.writer import Writer
 from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, SafeCheckpointError, SaveError
+from safe_ckpt.hooks.emitter import Emitter
 
 logger = logging.getLogger(__name__)
 _LAST_WORDS_S = 5.0
@@ -47,7 +48,7 @@ class Pipeline:
     """
 
     def __init__(
-        self, session: Session, config: CheckpointConfig, emit: events.Emitter, give_back: Callable[[Arena], None]
+        self, session: Session, config: CheckpointConfig, emit: Emitter, give_back: Callable[[Arena], None]
     ) -> None:
         self._session = session
         self._channel = session.channel("phases")

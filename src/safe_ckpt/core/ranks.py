@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from safe_ckpt.core.lease import kernel_id
+from safe_ckpt.core.processes import kernel_id
 from safe_ckpt.core.sealed import KeyValues
 from safe_ckpt.errors import ConfigError
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import xxhash
 
+from safe_ckpt.core.direct_io import PAGE
 from safe_ckpt.core.presence import ShortReadError
-from safe_ckpt.core.zip_format import PAGE
 
 _CHUNK = 8 << 20
 _AHEAD = 4  # reads under way at a time

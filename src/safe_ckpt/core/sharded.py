@@ -29,7 +29,7 @@ from safe_ckpt.core.rendezvous import Shares, raise_first
 from safe_ckpt.errors import CoordinationError, DesyncError, SafeCheckpointError, SaveError, StateError, to_wire
 
 if TYPE_CHECKING:
-    from safe_ckpt.core.engine import Engine
+    from safe_ckpt.core.rendezvous import Session
 
 METADATA = ".metadata"
 _VERSION = "1.0.0"  # of DCP's format
@@ -93,12 +93,14 @@ class ShardPlanner:
     """Plans sharded items, remembering what was agreed. One per pipeline; every rank has one and asks it alike.
 
     Args:
-        engine: where the ranks meet.
+        session: where the ranks meet.
+        barrier_s: how long one waits for another there.
         strict: refuse objects that ``torch.load(weights_only=True)`` would refuse.
     """
 
-    def __init__(self, engine: Engine, *, strict: bool = True) -> None:
-        self._engine = engine
+    def __init__(self, session: Session, *, barrier_s: float, strict: bool = True) -> None:
+        self._session = session
+        self._barrier_s = barrier_s
         self._strict = strict
         self._agreed: dict[str, _Agreed] = {}
         self._global: dict[str, _Global] = {}  # on rank 0
@@ -137,23 +139,29 @@ class ShardPlanner:
                 said = {folder: self._say(folder, item) for folder, item in local.items()}
             except Exception as error:  # the others wait for this rank's answer
                 problem = error
-        wire = to_wire(problem, rank=self._engine.rank, phase="planning shards") if problem else None
+        wire = to_wire(problem, rank=self._session.rank, phase="planning shards") if problem else None
         answer = {"error": wire, "items": said}
         made: dict[str, tuple[_Global, bytes]] = {}
         try:
-            share = self._engine.agree(kind, view or {}, answer=answer, decide=lambda given: self._decide(given, made))
+            share = self._session.agree(
+                kind,
+                view or {},
+                timeout_s=self._barrier_s,
+                answer=answer,
+                decide=lambda given: self._decide(given, made),
+            )
         except SafeCheckpointError as error:
             self._agreed.clear()
             if problem is not None and not isinstance(error, CoordinationError):
                 raise problem from None
             raise
-        self._engine.session.keep_together()
+        self._session.keep_together()
         for folder, item in local.items():
             kept = share[folder]["kept"]
             if kept is None:
                 kept = self._agreed[folder].kept
             else:
-                kept = plan_data.kept_from_json(kept, item.plan, rank=self._engine.rank)
+                kept = plan_data.kept_from_json(kept, item.plan, rank=self._session.rank)
             self._agreed[folder] = _Agreed(token=share[folder]["token"], plan=item.plan, kept=kept)
         for folder, (whole, _) in made.items():
             self._global[folder] = whole
@@ -167,7 +175,7 @@ class ShardPlanner:
         """
         found: list[Image] = []
         for folder, item in parts.items.items():
-            found += _lay_out(folder, item, self._agreed[folder].kept, self._engine.rank)
+            found += _lay_out(folder, item, self._agreed[folder].kept, self._session.rank)
         for folder, data in parts.metadata.items():
             found.append(Image(path=_under(folder, METADATA), length=len(data), pieces=[(0, data)]))
         return found
@@ -176,7 +184,7 @@ class ShardPlanner:
         if self._strict:
             _refuse_other_keys(folder, state)
         planner = DefaultSavePlanner()
-        planner.set_up_planner(dict(state), is_coordinator=self._engine.rank == 0)
+        planner.set_up_planner(dict(state), is_coordinator=self._session.rank == 0)
         for fqn, value in planner.state_dict.items():
             _admit(f"{folder}: {fqn}", value)
         plan = planner.create_local_plan()

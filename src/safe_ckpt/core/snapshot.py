@@ -9,12 +9,12 @@ from typing import Any
 from safe_ckpt.core.arena import Arena
 from safe_ckpt.core.control import FIRST_BYTE
 from safe_ckpt.core.copying import Copy
+from safe_ckpt.core.direct_io import PAGE
 from safe_ckpt.core.layout import Image
 from safe_ckpt.core.manifest import RECORD_NAME
 from safe_ckpt.core.move import Move
 from safe_ckpt.core.overlap import Deferral
-from safe_ckpt.core.sink import FileTask
-from safe_ckpt.core.zip_format import PAGE
+from safe_ckpt.core.write_task import FileTask
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,20 +16,19 @@ import torch
 import xxhash
 
 from safe_ckpt.core import zip_format
-from safe_ckpt.core.layout import Image, Lazy
-from safe_ckpt.core.sink import (
-    FileResult,
-    FileTask,
+from safe_ckpt.core.checksum import RecordDigest
+from safe_ckpt.core.commit import FileResult
+from safe_ckpt.core.direct_io import (
+    PAGE,
     Progress,
-    RecordDigest,
     SinkOptions,
-    closing_of,
     create_file,
     once_more_after_eio,
     write_all,
     write_rest,
 )
-from safe_ckpt.core.zip_format import PAGE
+from safe_ckpt.core.layout import Image, Lazy
+from safe_ckpt.core.write_task import FileTask, closing_of
 from safe_ckpt.errors import SafeCheckpointError
 
 _PIECE = 1 << 20  # hashed at a time

@@ -18,14 +18,16 @@ from collections.abc import Callable, Sequence
 
 from safe_ckpt.config import Timeouts, WriterConfig
 from safe_ckpt.core.background import Refused
+from safe_ckpt.core.commit import FileResult, sync_directory
 from safe_ckpt.core.control import read_mark
 from safe_ckpt.core.copier import copy_files
+from safe_ckpt.core.direct_io import PAGE, SinkOptions
 from safe_ckpt.core.layout import Image
-from safe_ckpt.core.sink import FileResult, FileTask, SinkOptions, sync_directory, write_file
+from safe_ckpt.core.sink import write_file
 from safe_ckpt.core.streaming import stream_file
+from safe_ckpt.core.write_task import FileTask
 from safe_ckpt.core.writer_child import Child, WriteJob, WriterEnded
 from safe_ckpt.core.writer_thread import WriterThread
-from safe_ckpt.core.zip_format import PAGE
 from safe_ckpt.errors import WriterError
 
 logger = logging.getLogger(__name__)

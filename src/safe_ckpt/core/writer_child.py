@@ -18,16 +18,18 @@ from typing import Any
 
 import xxhash
 
-import safe_ckpt
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.arena import Arena
+from safe_ckpt.core.commit import FileResult
 from safe_ckpt.core.control import ControlPage, Standing, new_page
+from safe_ckpt.core.direct_io import write_without_direct
 from safe_ckpt.core.file_copy import FileCopy
-from safe_ckpt.core.lease import process_state
-from safe_ckpt.core.sink import FileResult, FileTask, write_without_direct
+from safe_ckpt.core.processes import process_state
+from safe_ckpt.core.write_task import FileTask
 from safe_ckpt.core.writer_process import STACK_SIGNAL
 
 logger = logging.getLogger(__name__)
+_HOME = Path(__file__).parents[2]  # where this package lies
 _POLL_S = 0.1
 _REAP_S = 5.0
 _ABSENT_S = 1.0
@@ -86,8 +88,9 @@ class Child:
         ours, theirs = socket.socketpair()
         page_fd = new_page()
         self._log = os.memfd_create("safe_ckpt-log", os.MFD_CLOEXEC)
-        used = [safe_ckpt, xxhash, *([sys.modules["isal"]] if "isal" in sys.modules else [])]
-        roots = list(dict.fromkeys(str(Path(module.__file__).parent.parent) for module in used if module.__file__))
+        used = [xxhash, *([sys.modules["isal"]] if "isal" in sys.modules else [])]
+        homes = [_HOME, *(Path(module.__file__).parent.parent for module in used if module.__file__)]
+        roots = list(dict.fromkeys(map(str, homes)))
         boot = _BOOT.format(path=roots, sock=theirs.fileno(), page=page_fd, nice=niceness, parent=os.getpid())
         with theirs:
             try:

@@ -22,10 +22,13 @@ import threading
 import time
 from typing import Any
 
+from safe_ckpt.core.commit import sync_directory
 from safe_ckpt.core.control import ControlPage, read_mark
 from safe_ckpt.core.copier import copy_files
+from safe_ckpt.core.direct_io import SinkOptions, refused_direct
 from safe_ckpt.core.file_copy import FileCopy
-from safe_ckpt.core.sink import FileTask, SinkOptions, refused_direct, sync_directory, write_file
+from safe_ckpt.core.sink import write_file
+from safe_ckpt.core.write_task import FileTask
 
 STACK_SIGNAL = signal.SIGUSR2
 _WATCH_S = 1.0

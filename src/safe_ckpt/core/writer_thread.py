@@ -18,8 +18,10 @@ from collections.abc import Callable
 
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.background import Background
+from safe_ckpt.core.commit import FileResult, sync_directory
 from safe_ckpt.core.control import read_mark
-from safe_ckpt.core.sink import FileResult, SinkOptions, sync_directory, write_file
+from safe_ckpt.core.direct_io import SinkOptions
+from safe_ckpt.core.sink import write_file
 from safe_ckpt.core.writer_child import WriteJob, WriterEnded
 
 _POLL_S = 0.1
@@ -105,7 +107,7 @@ class _Abandoned(Exception):
 
 
 class _Task:
-    """One job on its way; implements ``sink.Progress``."""
+    """One job on its way; implements ``direct_io.Progress``."""
 
     def __init__(self, job: WriteJob, options: SinkOptions) -> None:
         self._job = job

@@ -13,7 +13,8 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-PAGE = 4096
+from safe_ckpt.core.direct_io import PAGE
+
 _SMALL_ALIGNMENT = 64
 _PAGE_ALIGNED_FROM = 64 << 10
 _LIMIT32 = 0xFFFFFFFF

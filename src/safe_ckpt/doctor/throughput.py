@@ -15,7 +15,7 @@ import xxhash
 
 from safe_ckpt.core import disk
 from safe_ckpt.core.checksum import crc32
-from safe_ckpt.core.sink import create_file
+from safe_ckpt.core.direct_io import create_file
 from safe_ckpt.doctor.examined import Examined
 from safe_ckpt.doctor.finding import Finding, fail, ok, skipped, time_text, warn
 from safe_ckpt.units import bytes_text

@@ -10,7 +10,7 @@ import statistics
 import time
 from pathlib import Path
 
-from safe_ckpt.core.sink import sync_directory
+from safe_ckpt.core.commit import sync_directory
 from safe_ckpt.doctor.examined import Examined
 from safe_ckpt.doctor.finding import Finding, fail, ok, refused, time_text, warn
 from safe_ckpt.doctor.mounts import current

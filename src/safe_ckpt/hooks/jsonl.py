@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt import __version__
+from safe_ckpt._version import __version__
 from safe_ckpt.events import Event
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from safe_ckpt import __version__, events
+from safe_ckpt import events
+from safe_ckpt._version import __version__
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.hooks.joining import Save, Saves
 

@@ -280,7 +280,7 @@ class TrainerSaver:
             return None
         from safe_ckpt.core.sharded import ShardPlanner  # DCP takes a while to import
 
-        return ShardPlanner(self.engine, strict=False)
+        return ShardPlanner(self.engine.session, barrier_s=self.engine.config.timeouts.barrier_s, strict=False)
 
     def _save_with_another(self, path: Path, weights_only: bool | None) -> None:
         """After ``fit``, where every rank writes: with a pipeline of its own."""

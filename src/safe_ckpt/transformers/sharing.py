@@ -155,7 +155,9 @@ class Sharing:
             if self._shards is None:
                 from safe_ckpt.core.sharded import ShardPlanner  # DCP takes a while to import
 
-                self._shards = ShardPlanner(self._core, strict=False)
+                self._shards = ShardPlanner(
+                    self._core.session, barrier_s=self._core.config.timeouts.barrier_s, strict=False
+                )
             return Added(images=self._shards.images(caught.shards), folders=sorted(caught.shards))
         from safe_ckpt.deepspeed import nested
 

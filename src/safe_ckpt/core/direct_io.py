@@ -1,0 +1,174 @@
+"""Large aligned writes past the page cache, where the file system takes them. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from safe_ckpt.config import WriterConfig
+
+logger = logging.getLogger(__name__)
+PAGE = 4096
+_without_direct: dict[int, str] = {}
+_learning = threading.Lock()  # several files are copied at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkOptions:
+    """How to write. See ``WriterConfig``.
+
+    Attributes:
+        direct: past the page cache, where the file system takes it.
+        chunk_bytes: how much at a time.
+        flush_every_bytes: how often what is in the page cache is sent to the disk.
+        replace: whether a file that is there already makes place; else that is an error.
+    """
+
+    direct: bool
+    chunk_bytes: int
+    flush_every_bytes: int
+    replace: bool = True
+
+    @classmethod
+    def of(cls, config: WriterConfig) -> SinkOptions:
+        """From what the user has set."""
+        return cls(
+            direct=config.direct_io == "auto",
+            chunk_bytes=config.chunk_bytes,
+            flush_every_bytes=config.flush_every_bytes,
+        )
+
+
+class Progress(Protocol):
+    """Where the writing tells how far it is; a watchdog reads it."""
+
+    def moved(self, count: int) -> None:
+        """So many bytes were hashed or written."""
+
+    def entered(self, phase: str) -> None:
+        """A phase began: ``"write"`` or ``"fsync"``."""
+
+    def waiting(self) -> None:
+        """There is nothing to write yet; called again and again. Raises to give up."""
+
+
+class Unwatched:
+    """A ``Progress`` that nobody reads."""
+
+    def moved(self, count: int) -> None:
+        """Nothing."""
+
+    def entered(self, phase: str) -> None:
+        """Nothing."""
+
+    def waiting(self) -> None:
+        """Nothing."""
+
+
+_Written = TypeVar("_Written")
+
+
+def once_more_after_eio(write: Callable[[], _Written]) -> _Written:
+    """Call ``write``, which writes whole new files, and once more if the disk reports an I/O error.
+
+    After a failed fsync the kernel may have dropped the pages and call them clean: a second fsync of the same file would
+    succeed and mean nothing (https://lwn.net/Articles/752063/). So once more from memory, into a new one.
+    """
+    try:
+        return write()
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+    return write()
+
+
+def refused_direct() -> dict[int, str]:
+    """The file systems, as ``st_dev``, that took O_DIRECT at an open and refused it at a write; and a file on each."""
+    return dict(_without_direct)
+
+
+def write_without_direct(device: int, path: str) -> None:
+    """From now on no file on this file system is opened with O_DIRECT in this process. Said once."""
+    with _learning:
+        known = device in _without_direct
+        _without_direct.setdefault(device, path)
+    if not known:
+        logger.info("the file system of %s refuses direct writes: it is written to through the page cache", path)
+
+
+def create_file(path: str, direct: bool, *, replace: bool = True) -> tuple[int, bool]:
+    """Create a new, empty file for writing. Returns its descriptor, and whether it goes past the page cache."""
+    if direct and _without_direct:
+        direct = os.stat(os.path.dirname(path) or ".").st_dev not in _without_direct
+    # A new inode every time: a writer that was killed in an uninterruptible write may still finish that write later.
+    if replace:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    if direct and hasattr(os, "O_DIRECT"):
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o666), True
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+            # Some file systems create the entry before they refuse the flag.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+    return os.open(path, flags, 0o666), False
+
+
+def write_rest(fd: int, rest: bytes, offset: int, progress: Progress, *, direct: bool) -> None:
+    """Write the end of a file, which need not be a whole number of pages."""
+    if not rest:
+        return
+    padded = -(-len(rest) // PAGE) * PAGE if direct else len(rest)
+    with mmap.mmap(-1, padded) as scratch:  # page-aligned, as direct I/O needs it
+        scratch[: len(rest)] = rest
+        with memoryview(scratch) as view:
+            write_all(fd, view, offset, progress, direct=direct)
+    if padded != len(rest):
+        os.ftruncate(fd, offset + len(rest))
+
+
+def write_all(fd: int, data: memoryview, offset: int, progress: Progress, *, direct: bool) -> bool:
+    """Write all of ``data``, however many calls that takes. Returns whether the file is still written to directly.
+
+    Raises:
+        OSError: as the operating system says, and when a write makes no progress.
+    """
+    done = 0
+    while done < len(data):
+        try:
+            with data[done:] as rest:
+                written = os.pwrite(fd, rest, offset + done)
+        except OSError as error:
+            if not direct or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+            _stop_direct(fd)
+            direct = False
+            continue
+        if direct:
+            written -= written % PAGE  # direct I/O goes on only from an aligned offset
+        if written == 0:
+            raise OSError(errno.EIO, "a write made no progress")
+        done += written
+        progress.moved(written)
+    return direct
+
+
+def _stop_direct(fd: int) -> None:
+    """Go on through the page cache: this file system took O_DIRECT when the file was opened and does not write so."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+    path = "a file"
+    with contextlib.suppress(OSError):
+        path = os.readlink(f"/proc/self/fd/{fd}")
+    write_without_direct(os.fstat(fd).st_dev, path)

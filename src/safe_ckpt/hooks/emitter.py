@@ -1,0 +1,109 @@
+"""Hands events to hooks, on a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+from collections.abc import Iterable
+
+from safe_ckpt.events import Event, Hook
+
+logger = logging.getLogger(__name__)
+_MOST_WAITING = 10_000
+
+
+class Emitter:
+    """Hands events to hooks, in order, on a thread of its own, and keeps what they do wrong away from the save.
+
+    The caller waits until the hooks have returned, so that what they record is there when a save is over; but not for one that
+    does not return: after ``patience_s`` the caller goes on, the log names the hook, and events queue up behind it.
+
+    Args:
+        hooks: who wants to know.
+        patience_s: how long a call waits for the hooks.
+    """
+
+    def __init__(self, hooks: Iterable[Hook], *, patience_s: float = 2.0) -> None:
+        self._hooks = list(hooks)
+        self._patience_s = patience_s
+        self._queue: queue.SimpleQueue[tuple[list[Event], threading.Event] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._running: Hook | None = None
+        self._stuck = False
+        self._pid = os.getpid()
+
+    def add(self, hook: Hook) -> None:
+        """One more that wants to know."""
+        self._hooks.append(hook)
+
+    def remove(self, hook: Hook) -> None:
+        """This one need not know any more."""
+        with contextlib.suppress(ValueError):
+            self._hooks.remove(hook)
+
+    def __call__(self, event: Event) -> None:
+        """Hand the event to every hook. On any thread."""
+        self.tell([event])
+
+    def tell(self, events: Iterable[Event]) -> None:
+        """Hand several events to every hook, one after the other, and wait once. On any thread."""
+        events = list(events)
+        if not self._start():
+            self._deliver(events)  # the interpreter is ending, and lets no thread begin
+            return
+        if self._queue.qsize() >= _MOST_WAITING:
+            return  # a hook has not returned for that long, and was named
+        told = threading.Event()
+        self._queue.put((events, told))
+        if self._stuck or threading.current_thread() is self._thread:
+            return
+        if not told.wait(self._patience_s):
+            self._stuck = True
+            logger.warning(
+                "hook %r has not returned for %.0f s; saves do not wait for it", self._running, self._patience_s
+            )
+
+    def close(self) -> None:
+        """End the thread, once the hooks have heard of everything or ``patience_s`` is over. Later events are told at once."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                self._queue.put(None)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(self._patience_s)
+            if thread.is_alive():
+                logger.warning("hook %r has not returned; what it was not told of is lost", self._running)
+
+    def _start(self) -> bool:
+        with self._lock:
+            if self._thread is None or self._pid != os.getpid():
+                thread = threading.Thread(target=self._run, name="safe_ckpt-hooks", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    return False
+                self._thread, self._pid, self._stuck = thread, os.getpid(), False
+        return True
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            events, told = item
+            self._deliver(events)
+            self._stuck = False
+            told.set()
+            del events, told, item
+
+    def _deliver(self, events: Iterable[Event]) -> None:
+        for event in events:
+            for hook in list(self._hooks):
+                self._running = hook
+                try:
+                    hook(event)
+                except BaseException:  # also SystemExit: nothing a hook does ends a save
+                    logger.warning("hook %r failed and is dropped", hook, exc_info=True)
+                    self.remove(hook)  # two threads may drop it at once
+        self._running = None
