@@ -20,8 +20,8 @@ import torch.distributed.checkpoint as dcp
 from disk import CHUNK, evict
 
 from safe_ckpt import Checkpointer
-from safe_ckpt.core.manifest import FileEntry, Manifest
-from safe_ckpt.formats.checkpoint_check import judge, plan
+from safe_ckpt.core.formats.manifest import FileEntry, Manifest
+from safe_ckpt.inspection.check import judge, plan
 
 FILES = ("model.safetensors", "optimizer.pt", "trainer.json")
 

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from safe_ckpt.core.board import Board
-from safe_ckpt.core.channel import Channel, LocalChannel
-from safe_ckpt.core.rendezvous import Session, Shares
+from safe_ckpt.core.coordination.coordinator import Session, Shares
+from safe_ckpt.core.coordination.store import Channel, LocalChannel
+from safe_ckpt.core.coordination.two_phase import Board
 
 
 class CountedStore:

@@ -7,10 +7,11 @@ import torch
 from backends import Way
 
 from safe_ckpt import CheckpointConfig, Checkpointer
-from safe_ckpt.core import items, layout
-from safe_ckpt.core.engine import Engine
-from safe_ckpt.core.operation import Request, SaveHandle
-from safe_ckpt.core.overlap import Deferral
+from safe_ckpt.core.formats import file_plan
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.saving.request import Request, SaveHandle
+from safe_ckpt.core.staging.overlap import Deferral
+from safe_ckpt.core.state import plan
 
 TIMEOUT_S = 300.0
 
@@ -57,12 +58,12 @@ class SingleFile(Way):
         self._root = self._engine.hold(self.folder / "checkpoints")
 
     def prepare(self) -> None:
-        self._engine.prepare(items.expected_bytes({"model": self.model, "optimizer": self.optimizer}, rank=0))
+        self._engine.prepare(plan.expected_bytes({"model": self.model, "optimizer": self.optimizer}, rank=0))
 
     def save(self, step: int) -> None:
         self._path = self._root.path / f"step={step}.ckpt"
-        image = layout.torch_image(self._path.name, self.state(), strict=False, key="checkpoint")
-        images = [layout.single(image, self._path.name)]
+        image = file_plan.torch_image(self._path.name, self.state(), strict=False, key="checkpoint")
+        images = [file_plan.single(image, self._path.name)]
         overlapped = self._config.snapshot == "overlapped"
         self._handle = self._engine.save(
             Request(

@@ -66,7 +66,7 @@ def kill_group(process: subprocess.Popen[str], number: signal.Signals = signal.S
 HOLD_LOCK = """
 import sys
 from pathlib import Path
-from safe_ckpt.core.lock import JobLock
+from safe_ckpt.core.directory.lock import JobLock
 lock = JobLock(Path(sys.argv[1]), subject=Path(sys.argv[1]), lease_s=float(sys.argv[2]))
 lock.acquire()
 print("held", flush=True)
@@ -122,7 +122,7 @@ def writer_processes() -> list[int]:
     found = []
     for pid in processes_of_this_test():
         with contextlib.suppress(OSError):
-            if b"safe_ckpt.core.writer_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"safe_ckpt.core.writer.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
     return found
 

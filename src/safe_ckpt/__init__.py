@@ -13,35 +13,35 @@ from safe_ckpt._version import __version__
 if TYPE_CHECKING:
     from safe_ckpt.checkpointer import Checkpointer
     from safe_ckpt.config import CheckpointConfig, Network, Retention, Telemetry, Timeouts, WriterConfig
-    from safe_ckpt.core.directory import set_up_directory
-    from safe_ckpt.core.gather import iter_full_tensors
-    from safe_ckpt.core.items import PerRank
-    from safe_ckpt.core.lengthy import lengthy_timeouts
-    from safe_ckpt.core.manifest import CheckpointInfo
-    from safe_ckpt.core.offload import consolidate_offloaded
-    from safe_ckpt.core.onload import restore_offloaded
-    from safe_ckpt.core.operation import SaveHandle
-    from safe_ckpt.core.rng import RngState
+    from safe_ckpt.core.coordination.timeouts import lengthy_timeouts
+    from safe_ckpt.core.directory.shared import set_up_directory
+    from safe_ckpt.core.formats.manifest import CheckpointInfo
+    from safe_ckpt.core.offload.consolidate import consolidate_offloaded
+    from safe_ckpt.core.offload.restore import restore_offloaded
+    from safe_ckpt.core.saving.request import SaveHandle
+    from safe_ckpt.core.sharding.gather import iter_full_tensors
+    from safe_ckpt.core.state.plan import PerRank
+    from safe_ckpt.core.state.rng import RngState
     from safe_ckpt.errors import SafeCheckpointError
 
 _HOMES = {
     "CheckpointConfig": "safe_ckpt.config",
-    "CheckpointInfo": "safe_ckpt.core.manifest",
+    "CheckpointInfo": "safe_ckpt.core.formats.manifest",
     "Checkpointer": "safe_ckpt.checkpointer",
-    "PerRank": "safe_ckpt.core.items",
+    "PerRank": "safe_ckpt.core.state.plan",
     "Retention": "safe_ckpt.config",
-    "RngState": "safe_ckpt.core.rng",
+    "RngState": "safe_ckpt.core.state.rng",
     "SafeCheckpointError": "safe_ckpt.errors",
-    "SaveHandle": "safe_ckpt.core.operation",
+    "SaveHandle": "safe_ckpt.core.saving.request",
     "Network": "safe_ckpt.config",
     "Telemetry": "safe_ckpt.config",
     "Timeouts": "safe_ckpt.config",
     "WriterConfig": "safe_ckpt.config",
-    "consolidate_offloaded": "safe_ckpt.core.offload",
-    "iter_full_tensors": "safe_ckpt.core.gather",
-    "lengthy_timeouts": "safe_ckpt.core.lengthy",
-    "restore_offloaded": "safe_ckpt.core.onload",
-    "set_up_directory": "safe_ckpt.core.directory",
+    "consolidate_offloaded": "safe_ckpt.core.offload.consolidate",
+    "iter_full_tensors": "safe_ckpt.core.sharding.gather",
+    "lengthy_timeouts": "safe_ckpt.core.coordination.timeouts",
+    "restore_offloaded": "safe_ckpt.core.offload.restore",
+    "set_up_directory": "safe_ckpt.core.directory.shared",
 }
 
 __all__ = [

@@ -11,28 +11,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import Self
 
-from safe_ckpt import compatibility
+from safe_ckpt import versions
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core import items, restoring, resume, retention, select
-from safe_ckpt.core.engine import Engine
-from safe_ckpt.core.environment import config_of_all
-from safe_ckpt.core.export import Exporter
-from safe_ckpt.core.layout import Image
-from safe_ckpt.core.ledger import Ledger
-from safe_ckpt.core.manifest import CheckpointInfo, read_manifest
-from safe_ckpt.core.named import NamedRoots
-from safe_ckpt.core.operation import Request, SaveHandle
-from safe_ckpt.core.overlap import Deferral
-from safe_ckpt.core.verify import verify
+from safe_ckpt.core.coordination.agreed_config import config_of_all
+from safe_ckpt.core.directory import catalog, retention
+from safe_ckpt.core.directory.ledger import Ledger
+from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
+from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.saving import resume
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.saving.export import Exporter
+from safe_ckpt.core.saving.held_directories import NamedRoots
+from safe_ckpt.core.saving.request import Request, SaveHandle
+from safe_ckpt.core.staging.overlap import Deferral
+from safe_ckpt.core.state import plan, restore
 from safe_ckpt.errors import NoValidCheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from safe_ckpt.core.sharded import ShardPlanner
+    from safe_ckpt.core.sharding.dcp_plan import ShardPlanner
     from safe_ckpt.events import Hook
 
-compatibility.check()
+versions.check()
 
 
 class Checkpointer:
@@ -107,16 +109,16 @@ class Checkpointer:
         """
         number = step if isinstance(step, int) else -1
         error: Exception | None = None
-        planned = items.Plan()
+        planned = plan.Plan()
         images: list[Image] = []
         numbers: dict[str, float] = {}
         try:
-            items.check_step(step)
-            numbers = items.checked_metrics(metrics or {})
-            planned = items.plan(state, rank=self._engine.rank)
+            plan.check_step(step)
+            numbers = plan.checked_metrics(metrics or {})
+            planned = plan.plan(state, rank=self._engine.rank)
         except Exception as problem:  # whatever a state_dict() raises: the other ranks must learn of it
             error = problem
-        path = self.directory / select.step_name(number)
+        path = self.directory / catalog.step_name(number)
         view = {"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"}
         if planned.sharded:
             images, error = self._plan_shards(planned.sharded, {"step": number, "path": path, **view})
@@ -145,12 +147,12 @@ class Checkpointer:
         Args:
             state: as it will be given to ``save``.
         """
-        self._engine.prepare(items.expected_bytes(state, rank=self._engine.rank))
+        self._engine.prepare(plan.expected_bytes(state, rank=self._engine.rank))
 
     def _plan_shards(
         self, states: Mapping[str, Any], view: Mapping[str, object]
     ) -> tuple[list[Image], Exception | None]:
-        from safe_ckpt.core.sharded import ShardPlanner  # DCP takes a while to import
+        from safe_ckpt.core.sharding.dcp_plan import ShardPlanner  # DCP takes a while to import
 
         if self._shards is None:
             self._shards = ShardPlanner(self._engine.session, barrier_s=self._engine.config.timeouts.barrier_s)
@@ -164,7 +166,7 @@ class Checkpointer:
         # A plain loop may do anything to its parameters between two steps, so "auto" is eager here.
         if self.config.snapshot != "overlapped" or not isinstance(state, Mapping):
             return None
-        values = [value.value if isinstance(value, items.PerRank) else value for value in state.values()]
+        values = [value.value if isinstance(value, plan.PerRank) else value for value in state.values()]
         modules = [value for value in values if isinstance(value, torch.nn.Module)]
         optimizers = [value for value in values if isinstance(value, torch.optim.Optimizer)]
         return Deferral(modules, optimizers) or None
@@ -191,9 +193,9 @@ class Checkpointer:
         """
         self._engine.wait()
 
-        def listed() -> list[select.Candidate]:
+        def listed() -> list[catalog.Candidate]:
             found = self._listed()
-            return found if step is None else [c for c in found if c.path.name == select.step_name(step)]
+            return found if step is None else [c for c in found if c.path.name == catalog.step_name(step)]
 
         view = {"names": ", ".join(map(str, state)), "step": step}
         chosen = resume.choose(self._engine, self._root, listed, lambda path: self._load(path, state), view)
@@ -202,7 +204,7 @@ class Checkpointer:
         if chosen is None:
             self.prepare(state)
             return None
-        resume.apply(self._engine, lambda: restoring.restore(state, chosen.loaded, chosen.info.path))
+        resume.apply(self._engine, lambda: restore.restore(state, chosen.loaded, chosen.info.path))
         self._engine.agree("list", {"directory": self.directory}, decide=lambda _: self._take_stock(self._listed()))
         self.prepare(state)
         return chosen.info
@@ -289,14 +291,14 @@ class Checkpointer:
     def _load(self, path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
         manifest = read_manifest(path)
         rank, size = self._engine.rank, self._engine.session.size
-        needed = items.files_for(manifest, state, rank=rank, path=path)
+        needed = plan.files_for(manifest, state, rank=rank, path=path)
         entries = {entry.path: entry for entry in manifest.files}
-        folders = {name: file for name, file in needed.items() if manifest.items[name]["form"] == items.SHARDED}
-        sharded = items.files_in(folders.values(), manifest)
+        folders = {name: file for name, file in needed.items() if manifest.items[name]["form"] == plan.SHARDED}
+        sharded = plan.files_in(folders.values(), manifest)
         verify(path, manifest, only=set(sharded[rank::size]), cached=True)
-        loaded: dict[str, Any] = {name: restoring.Shards(path / folder) for name, folder in folders.items()}
+        loaded: dict[str, Any] = {name: restore.Shards(path / folder) for name, folder in folders.items()}
         for name in needed.keys() - folders.keys():
-            loaded[name] = items.load_file(path, entries[needed[name]], manifest.items[name], name)
+            loaded[name] = plan.load_file(path, entries[needed[name]], manifest.items[name], name)
         if rank == 0:
             # What no other rank reads either is verified here: a checkpoint is good as a whole or not at all.
             elsewhere = {
@@ -311,9 +313,9 @@ class Checkpointer:
     def _is_read(file: str, described: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
         return any(file in described[name]["files"].values() for name in state)
 
-    def _listed(self) -> list[select.Candidate]:
-        return select.list_directories(self.directory)
+    def _listed(self) -> list[catalog.Candidate]:
+        return catalog.list_directories(self.directory)
 
-    def _take_stock(self, candidates: Sequence[select.Candidate]) -> None:
+    def _take_stock(self, candidates: Sequence[catalog.Candidate]) -> None:
         self._ledger = Ledger(candidates)
-        self._root.start_after(select.newest_sequence(candidates))
+        self._root.start_after(catalog.newest_sequence(candidates))

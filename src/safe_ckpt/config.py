@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.settings.deviations import deviations
+from safe_ckpt.settings.fields import build, check
 from safe_ckpt.settings.limits import limits
-from safe_ckpt.settings.parsing import build, check
 
 _LONGEST_S = 365 * 24 * 3600  # longer is a slip, and some waits cannot be told more
 _SIGNAL = r"^SIG(?!KILL$|STOP$)[A-Z0-9]+$"
@@ -226,7 +226,7 @@ class CheckpointConfig:
                 file, line and key.
         """
         from safe_ckpt.settings.layers import load
-        from safe_ckpt.settings.yaml_file import read_yaml  # here and not at the top: most users configure in Python
+        from safe_ckpt.settings.sources import read_yaml  # here and not at the top: most users configure in Python
 
         return load(cls, [read_yaml(path)]).settings
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from accelerate_runs import CONFIG, forget, make, seed
 from safe_ckpt.accelerate import register
-from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.core.verify import verify
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import ConfigError, DesyncError, NoValidCheckpointError, SafeCheckpointError
 from safe_ckpt.testing import spawn_ranks, values
 from support import flip_bit

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from accelerate_runs import CONFIG, fresh, make
 from safe_ckpt.accelerate import register
-from safe_ckpt.core import commit, weights
-from safe_ckpt.core.layout import Lazy
-from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.core.verify import verify
+from safe_ckpt.core.formats import hugging_face
+from safe_ckpt.core.formats.file_plan import Lazy
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import ConfigError, DirectoryError, StateError
 from support import run_script
 
@@ -289,7 +290,7 @@ def test_no_more_memory_than_the_largest_tensor(tmp_path):
 def test_shards_hold_every_tensor_once_and_keep_to_the_limit(sizes, limit):
     """For any sizes: in order, none lost, none twice, no shard above the limit unless a single tensor is."""
     lazies = {f"t{i}": Lazy(dtype=torch.uint8, shape=(size,), fetch=lambda: None) for i, size in enumerate(sizes)}
-    images = weights.images(lazies, limit)
+    images = hugging_face.images(lazies, limit)
     shards = [image for image in images if image.path.endswith(".safetensors")]
     stored = [lazy for image in shards for _, lazy in image.lazies]
     assert stored == [lazy for lazy in lazies.values() if lazy.size_bytes]
@@ -304,14 +305,14 @@ def test_shards_hold_every_tensor_once_and_keep_to_the_limit(sizes, limit):
 )
 def test_sizes_are_read_as_people_write_them(text, expected):
     """Decimal and binary units."""
-    assert weights.parse_size(text, "size") == expected
+    assert hugging_face.parse_size(text, "size") == expected
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "5 bananas", 0, -5, 1.5, True, None])
 def test_what_is_no_size_is_refused(text):
     """With the key's name."""
     with pytest.raises(ConfigError, match="size"):
-        weights.parse_size(text, "size")
+        hugging_face.parse_size(text, "size")
 
 
 def test_the_directory_is_replaced_in_one_step(tmp_path, handle, monkeypatch):
@@ -356,14 +357,14 @@ def test_beside_checkpoints_the_old_weights_stay_until_the_new_ones_are_durable(
 def test_beside_checkpoints_no_index_speaks_of_a_mixture(tmp_path, handle, monkeypatch):
     """Shards of equal names: the old index is gone before the first is replaced, the new one comes behind the last."""
     (tmp_path / "checkpoint-1").mkdir()
-    index, publish_file, seen = tmp_path / "model.safetensors.index.json", commit.publish_file, []
+    index, publish_file, seen = tmp_path / "model.safetensors.index.json", durable.publish_file, []
     handle.save_model(Model(), tmp_path, max_shard_size=100)
 
     def publish(staged, final):
         publish_file(staged, final)
         seen.append((final.name, index.exists()))
 
-    monkeypatch.setattr(commit, "publish_file", publish)
+    monkeypatch.setattr(durable, "publish_file", publish)
     handle.save_model(Model(), tmp_path, max_shard_size=100)
     shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     assert seen == [*((name, False) for name in shards), (index.name, True)]

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.core.verify import verify
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.testing.ranks import free_port
 from support import kill_all, needs_root, processes_of_this_test, small_disk, writer_processes
 

@@ -27,11 +27,11 @@ from accelerate_runs import CONFIG, Training, forget, fresh, make, seed, shared_
 from safe_ckpt import CheckpointConfig, Retention, WriterConfig
 from safe_ckpt.accelerate import SafeCheckpointPlugin, register
 from safe_ckpt.cli.app import app
-from safe_ckpt.core import commit
-from safe_ckpt.core.lease import own_lease
-from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.core.root import Root
-from safe_ckpt.core.verify import verify
+from safe_ckpt.core.directory.lease import own_lease
+from safe_ckpt.core.directory.workspace import Root
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import (
     ClosedError,
     ConfigError,
@@ -342,7 +342,9 @@ def test_jobs_may_keep_their_checkpoints_side_by_side(tmp_path):
 
 def test_what_is_saved_after_the_weights_is_the_newest(tmp_path, monkeypatch):
     """Weights that were saved first in a folder do not hide the checkpoints of earlier jobs there."""
-    monkeypatch.setattr("safe_ckpt.core.root.sequence_after", lambda last: last + 1)  # as with a clock that went back
+    monkeypatch.setattr(
+        "safe_ckpt.core.directory.workspace.sequence_after", lambda last: last + 1
+    )  # as with a clock that went back
     with registered(None) as (accelerator, _):
         for name in ("step_1", "step_2", "step_3"):
             accelerator.save_state(tmp_path / name)
@@ -360,7 +362,9 @@ def test_a_directory_that_could_not_be_looked_at_is_not_held(tmp_path, monkeypat
     def broken(*args, **kwargs):
         raise DirectoryError(path=str(tmp_path), message="cannot be read", rank=0)
 
-    monkeypatch.setattr("safe_ckpt.core.root.sequence_after", lambda last: last + 1)  # as with a clock that went back
+    monkeypatch.setattr(
+        "safe_ckpt.core.directory.workspace.sequence_after", lambda last: last + 1
+    )  # as with a clock that went back
     target = None if automatic else tmp_path / "one"
     with registered(tmp_path, automatic=automatic) as (accelerator, _):
         accelerator.save_state(target)
@@ -370,8 +374,8 @@ def test_a_directory_that_could_not_be_looked_at_is_not_held(tmp_path, monkeypat
     with register(accelerator, CONFIG) as handle:
         accelerator.project_configuration.automatic_checkpoint_naming = automatic  # as a script may do later
         with monkeypatch.context() as patch:
-            patch.setattr("safe_ckpt.core.resume.listed", broken)
-            patch.setattr("safe_ckpt.core.named._sequence_of", broken)
+            patch.setattr("safe_ckpt.core.saving.resume.listed", broken)
+            patch.setattr("safe_ckpt.core.saving.held_directories._sequence_of", broken)
             with pytest.raises(DirectoryError, match="cannot be read"):
                 accelerator.save_state(target)
         assert not list(tmp_path.rglob("lock"))
@@ -459,7 +463,7 @@ def test_names_of_ones_own_are_recorded_swept_and_in_order(tmp_path):
 
 def test_a_sweep_keeps_no_other_job_from_its_name(tmp_path, monkeypatch):
     """What a killed job left there is deleted when its lock has been given back; whoever comes at that moment waits for it."""
-    left, held, remove_tree = tmp_path / ".safe_ckpt/names/other", [], commit.remove_tree
+    left, held, remove_tree = tmp_path / ".safe_ckpt/names/other", [], durable.remove_tree
     (left / "staging/half").mkdir(parents=True)
     (left / "staging/half/file").write_text("half")
     (left / "trash/old").mkdir(parents=True)
@@ -471,7 +475,7 @@ def test_a_sweep_keeps_no_other_job_from_its_name(tmp_path, monkeypatch):
         held.append(lock.exists() and json.loads(lock.read_bytes())["pid"] == os.getpid())
         remove_tree(path)
 
-    monkeypatch.setattr(commit, "remove_tree", remove)
+    monkeypatch.setattr(durable, "remove_tree", remove)
     with registered(None) as (accelerator, handle):
         accelerator.save_state(tmp_path / "mine", async_save=False)
         assert held

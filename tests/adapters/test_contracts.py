@@ -34,37 +34,37 @@ TYPED = TypedStorage(wrap_storage=TENSOR.untyped_storage(), dtype=torch.float32,
 SELF = ("self",)
 
 TORCH = [
-    Part(torch, "_C", "core/parsing.py", "the module of PyTorchFileReader"),
-    Part(torch._C, "PyTorchFileReader", "core/parsing.py", "reads an archive from memory"),
-    Part(torch._C, "_distributed_c10d", "core/ranks.py", "the types of the stores, for type checkers"),
-    Part(torch.serialization, "_load", "core/parsing.py", "reads an archive without a copy",
+    Part(torch, "_C", "core/formats/parsing.py", "the module of PyTorchFileReader"),
+    Part(torch._C, "PyTorchFileReader", "core/formats/parsing.py", "reads an archive from memory"),
+    Part(torch._C, "_distributed_c10d", "core/coordination/process_groups.py", "the types of the stores, for type checkers"),
+    Part(torch.serialization, "_load", "core/formats/parsing.py", "reads an archive without a copy",
          ("zip_file", "map_location", "pickle_module", "pickle_file", "overall_storage")),
-    Part(torch.serialization, "_weights_only_unpickler", "core/parsing.py", "runs no code of a pickle"),
-    Part(torch.serialization, "_get_layout", "core/resharding.py", "stands in a .metadata file", ("name",)),
-    Part(torch, "_storage_classes", "core/pickling.py", "the classes that weights_only admits"),
-    Part(torch, "_utils", "core/pickling.py", "the module of the functions that rebuild a tensor"),
-    Part(torch._utils, "_rebuild_tensor_v2", "core/distcp.py", "rebuilds a tensor of a plain type", STORAGE),
-    Part(torch._utils, "_rebuild_tensor_v3", "core/distcp.py", "rebuilds a tensor of a newer type", (*STORAGE, "dtype")),
-    Part(TypedStorage, "_pickle_storage_type", "core/pickling.py", "the name of a storage's type", SELF),
-    Part(TypedStorage, "_size", "core/pickling.py", "the number of its elements", SELF),
+    Part(torch.serialization, "_weights_only_unpickler", "core/formats/parsing.py", "runs no code of a pickle"),
+    Part(torch.serialization, "_get_layout", "core/sharding/dcp_load.py", "stands in a .metadata file", ("name",)),
+    Part(torch, "_storage_classes", "core/formats/torch_archive.py", "the classes that weights_only admits"),
+    Part(torch, "_utils", "core/formats/torch_archive.py", "the module of the functions that rebuild a tensor"),
+    Part(torch._utils, "_rebuild_tensor_v2", "core/formats/dcp.py", "rebuilds a tensor of a plain type", STORAGE),
+    Part(torch._utils, "_rebuild_tensor_v3", "core/formats/dcp.py", "rebuilds a tensor of a newer type", (*STORAGE, "dtype")),
+    Part(TypedStorage, "_pickle_storage_type", "core/formats/torch_archive.py", "the name of a storage's type", SELF),
+    Part(TypedStorage, "_size", "core/formats/torch_archive.py", "the number of its elements", SELF),
     Part(TYPED, "_untyped_storage",
-         "core/pickling.py", "its bytes"),
-    Part(TENSOR.untyped_storage(), "_cdata", "core/pickling.py", "tells one storage from another"),
-    Part(TENSOR, "_backward_hooks", "core/pickling.py", "a tensor with hooks is not plain"),
-    Part(TENSOR, "_version", "core/witness.py", "counts the changes of a tensor"),
-    Part(TENSOR, "_post_accumulate_grad_hooks", "core/overlap.py", "an optimizer that steps within backward"),
-    Part(torch.nn.Module(), "_parameters", "accelerate/offloaded.py", "the parameters of one module"),
-    Part(torch.nn.Module(), "_buffers", "accelerate/offloaded.py", "the buffers of one module"),
-    Part(torch.nn.Module(), "_non_persistent_buffers_set", "accelerate/offloaded.py", "those that are not saved"),
-    Part(torch.nn.Module().state_dict(), "_metadata", "core/layout.py", "the versions of the modules"),
-    Part(dist.distributed_c10d, "_get_default_store", "core/ranks.py", "where the ranks find each other", ()),
-    Part(dist.distributed_c10d, "_get_default_group", "core/exchange.py", "WORLD itself", ()),
-    Part(torch.distributed.checkpoint, "_traverse", "core/resharding.py", "the module of set_element"),
-    Part(torch.distributed.checkpoint._traverse, "set_element", "core/resharding.py", "puts what is missing into a state",
+         "core/formats/torch_archive.py", "its bytes"),
+    Part(TENSOR.untyped_storage(), "_cdata", "core/formats/torch_archive.py", "tells one storage from another"),
+    Part(TENSOR, "_backward_hooks", "core/formats/torch_archive.py", "a tensor with hooks is not plain"),
+    Part(TENSOR, "_version", "core/staging/witness.py", "counts the changes of a tensor"),
+    Part(TENSOR, "_post_accumulate_grad_hooks", "core/staging/overlap.py", "an optimizer that steps within backward"),
+    Part(torch.nn.Module(), "_parameters", "accelerate/offloaded_models.py", "the parameters of one module"),
+    Part(torch.nn.Module(), "_buffers", "accelerate/offloaded_models.py", "the buffers of one module"),
+    Part(torch.nn.Module(), "_non_persistent_buffers_set", "accelerate/offloaded_models.py", "those that are not saved"),
+    Part(torch.nn.Module().state_dict(), "_metadata", "core/formats/file_plan.py", "the versions of the modules"),
+    Part(dist.distributed_c10d, "_get_default_store", "core/coordination/process_groups.py", "where ranks meet", ()),
+    Part(dist.distributed_c10d, "_get_default_group", "core/sharding/gather_transport.py", "WORLD itself", ()),
+    Part(torch.distributed.checkpoint, "_traverse", "core/sharding/dcp_load.py", "the module of set_element"),
+    Part(torch.distributed.checkpoint._traverse, "set_element", "core/sharding/dcp_load.py", "puts what is missing",
          ("root_dict", "path", "value")),
-    Part(torch.distributed.checkpoint.filesystem, "_StorageInfo", "core/sharded.py", "where an entry lies in a file",
+    Part(torch.distributed.checkpoint.filesystem, "_StorageInfo", "core/sharding/dcp_plan.py", "where an entry lies in a file",
          ("relative_path", "offset", "length")),
-    Part(torch.distributed.checkpoint.metadata, "_MEM_FORMAT_ENCODING", "core/resharding.py", "stands in .metadata"),
+    Part(torch.distributed.checkpoint.metadata, "_MEM_FORMAT_ENCODING", "core/sharding/dcp_load.py", "stands in .metadata"),
 ]  # fmt: skip
 
 ACCELERATE = [
@@ -76,10 +76,10 @@ ACCELERATE = [
          ("self", "model", "save_directory", "max_shard_size", "safe_serialization")),
     Part(Accelerator, "end_training", "accelerate/handle.py", "is stood in for", SELF),
     Part(Accelerator, "prepare_data_loader", "accelerate/handle.py", "is stood in for", ("self", "data_loader")),
-    Part(Accelerator, "get_state_dict", "accelerate/saving.py", "the models as they are saved", ("self", "model", "unwrap")),
-    Part(modeling_utils, "safe_save_file", "transformers/capturing.py", "is stood in for while a Trainer saves",
+    Part(Accelerator, "get_state_dict", "accelerate/save.py", "the models as they are saved", ("self", "model", "unwrap")),
+    Part(modeling_utils, "safe_save_file", "transformers/contents.py", "is stood in for while a Trainer saves",
          ("tensors", "filename", "metadata")),
-    Part(safetensors.torch, "save_file", "transformers/capturing.py", "is stood in for while a Trainer saves",
+    Part(safetensors.torch, "save_file", "transformers/contents.py", "is stood in for while a Trainer saves",
          ("tensors", "filename", "metadata")),
 ]  # fmt: skip
 
@@ -94,20 +94,20 @@ TRANSFORMERS = [
     Part(Trainer, "_save_optimizer_and_scheduler", "transformers/saver.py", "writes them", ("self", "output_dir")),
     Part(Trainer, "_save_scaler", "transformers/saver.py", "writes it", ("self", "output_dir")),
     Part(Trainer, "_save_rng_state", "transformers/saver.py", "writes it", ("self", "output_dir")),
-    Part(trainer, "save_fsdp_model", "transformers/sharing.py", "is stood in for while a Trainer saves"),
-    Part(trainer, "save_fsdp_optimizer", "transformers/sharing.py", "is stood in for while a Trainer saves"),
-    Part(trainer, "deepspeed_load_checkpoint", "transformers/sharing.py", "is stood in for while a Trainer trains",
+    Part(trainer, "save_fsdp_model", "transformers/strategies.py", "is stood in for while a Trainer saves"),
+    Part(trainer, "save_fsdp_optimizer", "transformers/strategies.py", "is stood in for while a Trainer saves"),
+    Part(trainer, "deepspeed_load_checkpoint", "transformers/strategies.py", "is stood in for while a Trainer trains",
          ("deepspeed_engine", "checkpoint_path", "load_module_strict")),
-    Part(Accelerator, "get_state_dict", "transformers/sharing.py", "gathers: is stood in for while a Trainer saves",
+    Part(Accelerator, "get_state_dict", "transformers/strategies.py", "gathers: is stood in for while a Trainer saves",
          ("self", "model")),
-    Part(torch.distributed.checkpoint, "save", "transformers/capturing.py", "is stood in for while a Trainer saves",
+    Part(torch.distributed.checkpoint, "save", "transformers/contents.py", "is stood in for while a Trainer saves",
          ("state_dict", "checkpoint_id")),
 ]  # fmt: skip
 
 LIGHTNING = [
-    Part(CombinedLoader, "_state_dicts", "lightning/continuation.py", "where the loaders are", SELF),
-    Part(ModelParallelStrategy(), "_save_distributed_checkpoint", "lightning/sharding.py", "which layout it writes"),
-    Part(model_parallel, "_align_compiled_param_names_with_module", "lightning/sharding.py",
+    Part(CombinedLoader, "_state_dicts", "lightning/loop_state.py", "where the loaders are", SELF),
+    Part(ModelParallelStrategy(), "_save_distributed_checkpoint", "lightning/strategies.py", "which layout it writes"),
+    Part(model_parallel, "_align_compiled_param_names_with_module", "lightning/strategies.py",
          "the names of a compiled module", ("state_dict", "module"), optional=True),
 ]  # fmt: skip
 
@@ -171,27 +171,30 @@ def test_no_private_part_is_used_without_a_contract():
 
 
 def test_the_timeouts_of_a_process_group():
-    """core/ranks.py reads and sets the timeout of each backend; core/exchange.py asks for which devices there is one."""
+    """core/coordination/process_groups.py reads and sets the timeout of each backend;
+    core/sharding/gather_transport.py asks for which devices there is one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         world = dist.group.WORLD
-        assert "cpu" in {str(kind) for kind in world._device_types}, "core/exchange.py: wire_device"
+        assert "cpu" in {str(kind) for kind in world._device_types}, "core/sharding/gather_transport.py: wire_device"
         backend = world._get_backend(torch.device("cpu"))
         before = backend.options._timeout
         backend._set_default_timeout(before * 2)
-        assert backend.options._timeout == before * 2, "core/ranks.py: lengthy_timeouts would raise nothing"
+        assert backend.options._timeout == before * 2, (
+            "core/coordination/process_groups.py: lengthy_timeouts would raise nothing"
+        )
     finally:
         dist.destroy_process_group()
 
 
 def test_a_compiled_module_has_the_plain_one():
-    """core/weights.py takes a module out of ``torch.compile``."""
+    """core/formats/hugging_face.py takes a module out of ``torch.compile``."""
     module = torch.nn.Linear(1, 1)
     assert torch._dynamo.OptimizedModule(module, torch._dynamo.disable)._orig_mod is module
 
 
 def test_what_offloads_a_module_is_found():
-    """accelerate/offloaded.py looks through hooks for where the values of a module on the meta device are."""
+    """accelerate/offloaded_models.py looks through hooks for where the values of a module on the meta device are."""
     module = torch.nn.Linear(1, 1)
     values = PrefixedDataset({"a.weight": torch.zeros(1)}, "a.")
     add_hook_to_module(module, AlignDevicesHook(offload=True, weights_map=values))
@@ -206,32 +209,32 @@ def test_what_an_accelerator_keeps():
     forget()
     accelerator = Accelerator(cpu=True)
     for name in ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects"):
-        assert isinstance(getattr(accelerator, name), list), f"accelerate/capture.py, accelerate/saving.py: {name}"
-    assert hasattr(accelerator._save_model_state_pre_hook, "values"), "accelerate/saving.py calls the hooks"
+        assert isinstance(getattr(accelerator, name), list), f"accelerate/contents.py, accelerate/save.py: {name}"
+    assert hasattr(accelerator._save_model_state_pre_hook, "values"), "accelerate/save.py calls the hooks"
     for name in ("iteration", "total_limit", "automatic_checkpoint_naming", "save_on_each_node"):
         assert hasattr(accelerator.project_configuration, name), f"accelerate/support.py: {name}"
 
 
 def test_the_state_of_a_stateful_loader():
-    """accelerate/loaders.py lets torchdata's loader go on, and accelerate/capture.py compares where it is."""
+    """accelerate/dataloaders.py lets torchdata's loader go on, and accelerate/contents.py compares where it is."""
     loader = StatefulDataLoader(range(4))
-    assert loader._initial_iter_for_state_dict is False, "accelerate/loaders.py: _is_ready"
+    assert loader._initial_iter_for_state_dict is False, "accelerate/dataloaders.py: _is_ready"
     loader.state_dict()
-    assert loader._initial_iter_for_state_dict is True, "accelerate/loaders.py: _is_ready"
+    assert loader._initial_iter_for_state_dict is True, "accelerate/dataloaders.py: _is_ready"
     batches = iter(loader)
     next(batches)
     state = loader.state_dict()
-    assert {"_num_yielded", "_iterator_finished"} <= set(state), "accelerate/capture.py: _place"
-    assert state["_sampler_iter_yielded"] == 1, "accelerate/capture.py: _place"
+    assert {"_num_yielded", "_iterator_finished"} <= set(state), "accelerate/contents.py: _place"
+    assert state["_sampler_iter_yielded"] == 1, "accelerate/contents.py: _place"
     loader.load_state_dict(state)
-    assert loader.next_iter_state is state, "accelerate/loaders.py: resume"
-    assert hasattr(iter(loader), "_sampler_iter"), "accelerate/loaders.py: _draw_order"
+    assert loader.next_iter_state is state, "accelerate/dataloaders.py: resume"
+    assert hasattr(iter(loader), "_sampler_iter"), "accelerate/dataloaders.py: _draw_order"
     worked = importlib.import_module("torchdata.stateful_dataloader.stateful_dataloader")
     kind = worked._StatefulMultiProcessingDataLoaderIter
-    assert kind._STEPS_SINCE_SNAPSHOT == "_steps_since_snapshot", "accelerate/capture.py: _place"
+    assert kind._STEPS_SINCE_SNAPSHOT == "_steps_since_snapshot", "accelerate/contents.py: _place"
     shard = DataLoaderShard([1], use_stateful_dataloader=True)
-    assert isinstance(shard.base_dataloader, StatefulDataLoader), "accelerate/loaders.py: watch"
-    assert shard.iteration == 0, "accelerate/loaders.py: state"
+    assert isinstance(shard.base_dataloader, StatefulDataLoader), "accelerate/dataloaders.py: watch"
+    assert shard.iteration == 0, "accelerate/dataloaders.py: state"
 
 
 def test_the_trainer_saves_what_we_save():
@@ -241,23 +244,25 @@ def test_the_trainer_saves_what_we_save():
         assert step in source, f"transformers/saver.py: _write does not know how this release handles {step}"
     source = inspect.getsource(Trainer)
     for step in ("model_wrapped.save_checkpoint(output_dir", "save_fsdp_model(", "accelerator.get_state_dict("):
-        assert step in source, f"transformers/sharing.py: {step} is not what this release calls"
+        assert step in source, f"transformers/strategies.py: {step} is not what this release calls"
     source = inspect.getsource(trainer.save_fsdp_model) + inspect.getsource(trainer.save_fsdp_optimizer)
     assert source.count("dist_cp.save(") == source.count("storage_writer=dist_cp.FileSystemWriter(ckpt_dir)") == 2, (
-        "transformers/capturing.py: FSDP2's shards are caught there"
+        "transformers/contents.py: FSDP2's shards are caught there"
     )
-    assert hasattr(torch.distributed.checkpoint.FileSystemWriter("there"), "path"), "transformers/capturing.py"
+    assert hasattr(torch.distributed.checkpoint.FileSystemWriter("there"), "path"), "transformers/contents.py"
     end = [name for name in ("_finalize_training", "_sorted_checkpoints") if hasattr(Trainer, name)]
     assert end, "transformers/mixin.py: nothing keeps the end of training from deleting the newest checkpoint"
 
 
 def test_the_fields_of_lightnings_loops():
-    """lightning/continuation.py ends the state of restarting; lightning/sharding.py asks FSDP for its layout."""
+    """lightning/loop_state.py ends the state of restarting; lightning/strategies.py asks FSDP for its layout."""
     import lightning.pytorch as pl
 
     loop = pl.Trainer(logger=False, enable_progress_bar=False, accelerator="cpu", enable_checkpointing=False).fit_loop
-    assert loop._restarting is False, "lightning/continuation.py: let_next_epoch_begin"
+    assert loop._restarting is False, "lightning/loop_state.py: let_next_epoch_begin"
     assert "self._state_dict_type = state_dict_type" in inspect.getsource(FSDPStrategy.__init__), (
-        "lightning/sharding.py"
+        "lightning/strategies.py"
     )
-    assert isinstance(StatefulDataLoader([1]), _Stateful), "lightning/loader.py: such a loader is asked for its state"
+    assert isinstance(StatefulDataLoader([1]), _Stateful), (
+        "lightning/dataloader.py: such a loader is asked for its state"
+    )

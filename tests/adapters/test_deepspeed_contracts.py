@@ -30,34 +30,34 @@ PARTS = [
     Part(ENGINE, "_zero3_consolidated_16bit_state_dict", "deepspeed/nested.py", "a gather that the Trainer calls itself"),
     Part(ENGINE, "_optimizer_has_ckpt_event_epilogue", "deepspeed/capture.py", "tidies after an error", SELF),
     Part(ENGINE, "zero_nvme_offload_optimizer", "deepspeed/capture.py", "the copy of the swap files is ours", SELF),
-    Part(ENGINE, "checkpoint_writer_enabled", "deepspeed/loading.py", "its files are read with the plain engine", SELF),
+    Part(ENGINE, "checkpoint_writer_enabled", "deepspeed/load.py", "its files are read with the plain engine", SELF),
     Part(ENGINE, "_common_checkpoint_state", "deepspeed/capture.py", "which names client_state replaces", SELF),
     Part(ENGINE, "is_first_weights_partition_group", "deepspeed/capture.py", "which ranks write the weights of ZeRO-3", SELF),
     Part(groups, "_get_sequence_data_parallel_rank", "deepspeed/capture.py", "which rank writes those of other stages", ()),
-    Part(ENGINE, "use_node_local_storage", "deepspeed/swapping.py", "which name a rank's swap files have", SELF),
-    Part(ENGINE, "_get_zero_ckpt_name", "deepspeed/swapping.py", "the file of the optimizer's states",
+    Part(ENGINE, "use_node_local_storage", "deepspeed/nvme.py", "which name a rank's swap files have", SELF),
+    Part(ENGINE, "_get_zero_ckpt_name", "deepspeed/nvme.py", "the file of the optimizer's states",
          ("self", "checkpoints_path", "tag")),
-    Part(upstream, "get_fp32_state_dict_from_zero_checkpoint", "deepspeed/loading.py", "is bound to the tag that is loaded",
+    Part(upstream, "get_fp32_state_dict_from_zero_checkpoint", "deepspeed/load.py", "is bound to the tag that is loaded",
          ("checkpoint_dir", "tag")),
     Part(upstream.dist, "barrier", "deepspeed/capture.py", "nothing is on the disk yet that one could wait for"),
-    Part(ds_to_universal, "dp_index_to_str", "deepspeed/swapping.py", "the folder of a rank's swap files", ("dp_index",)),
-    Part(CheckpointEngine, "create", "deepspeed/decoupled.py", "a save begins", ("self", "info")),
-    Part(CheckpointEngine, "makedirs", "deepspeed/decoupled.py", "is overridden", ("self", "path", "exist_ok")),
-    Part(CheckpointEngine, "save", "deepspeed/decoupled.py", "one file", ("self", "state_dict", "path")),
-    Part(CheckpointEngine, "load", "deepspeed/decoupled.py", "one file", ("self", "path", "map_location")),
-    Part(CheckpointEngine, "commit", "deepspeed/decoupled.py", "the save is complete", ("self", "info")),
-    Part(CheckpointEngine, "get_commit_info", "deepspeed/decoupled.py", "what is to be committed", SELF),
-    Part(CheckpointEngine, "is_decoupled", "deepspeed/decoupled.py", "is asked after the last file", SELF),
-    Part(CheckpointEngine, "cleanup", "deepspeed/decoupled.py", "the end", SELF),
-    Part(Stage3, "_set_fp32_optimizer_param_groups", "deepspeed/swapping.py", "the order of the states", SELF),
-    Part(Stage3, "_clear_fp32_optimizer_param_groups", "deepspeed/swapping.py", "the order of the states", SELF),
-    Part(Stage3, "_reassign_or_swap_out_partitioned_parameters", "deepspeed/swapping.py", "small parameters come back"),
-    Part(Stage3, "_swappable_optimizer_subgroup", "deepspeed/swapping.py", "which ones are in files", ("self", "sub_group_id")),
-    Part(Stage3, "checkpoint_event_prologue", "deepspeed/swapping.py", "before states change", SELF),
-    Part(Stage3, "checkpoint_event_epilogue", "deepspeed/swapping.py", "after states have changed", SELF),
-    Part(Stage3, "reset_swap_buffers", "deepspeed/swapping.py", "after files have changed", SELF),
-    Part(OptimizerSwapper, "_get_param_swap_info", "deepspeed/swapping.py", "makes states known", ("self", "parameter")),
-    Part(OptimizerSwapper, "purge_state", "deepspeed/swapping.py", "forgets states", SELF),
+    Part(ds_to_universal, "dp_index_to_str", "deepspeed/nvme.py", "the folder of a rank's swap files", ("dp_index",)),
+    Part(CheckpointEngine, "create", "deepspeed/checkpoint_engine.py", "a save begins", ("self", "info")),
+    Part(CheckpointEngine, "makedirs", "deepspeed/checkpoint_engine.py", "is overridden", ("self", "path", "exist_ok")),
+    Part(CheckpointEngine, "save", "deepspeed/checkpoint_engine.py", "one file", ("self", "state_dict", "path")),
+    Part(CheckpointEngine, "load", "deepspeed/checkpoint_engine.py", "one file", ("self", "path", "map_location")),
+    Part(CheckpointEngine, "commit", "deepspeed/checkpoint_engine.py", "the save is complete", ("self", "info")),
+    Part(CheckpointEngine, "get_commit_info", "deepspeed/checkpoint_engine.py", "what is to be committed", SELF),
+    Part(CheckpointEngine, "is_decoupled", "deepspeed/checkpoint_engine.py", "is asked after the last file", SELF),
+    Part(CheckpointEngine, "cleanup", "deepspeed/checkpoint_engine.py", "the end", SELF),
+    Part(Stage3, "_set_fp32_optimizer_param_groups", "deepspeed/nvme.py", "the order of the states", SELF),
+    Part(Stage3, "_clear_fp32_optimizer_param_groups", "deepspeed/nvme.py", "the order of the states", SELF),
+    Part(Stage3, "_reassign_or_swap_out_partitioned_parameters", "deepspeed/nvme.py", "small parameters come back"),
+    Part(Stage3, "_swappable_optimizer_subgroup", "deepspeed/nvme.py", "which ones are in files", ("self", "sub_group_id")),
+    Part(Stage3, "checkpoint_event_prologue", "deepspeed/nvme.py", "before states change", SELF),
+    Part(Stage3, "checkpoint_event_epilogue", "deepspeed/nvme.py", "after states have changed", SELF),
+    Part(Stage3, "reset_swap_buffers", "deepspeed/nvme.py", "after files have changed", SELF),
+    Part(OptimizerSwapper, "_get_param_swap_info", "deepspeed/nvme.py", "makes states known", ("self", "parameter")),
+    Part(OptimizerSwapper, "purge_state", "deepspeed/nvme.py", "forgets states", SELF),
 ]  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def test_no_private_part_is_used_without_a_contract():
 
 
 def test_a_save_goes_as_the_engines_expect():
-    """deepspeed/decoupled.py: a save is created, then handed over file by file, then it is asked whether it is decoupled."""
+    """deepspeed/checkpoint_engine.py: a save is created, handed over file by file, then asked whether it is decoupled."""
     assert list(inspect.signature(CheckpointCommitInfo).parameters) == ["tag", "save_dir", "save_latest"]
     source = inspect.getsource(ENGINE.save_checkpoint)
     order = [source.index(call) for call in ("checkpoint_engine.create", "_save_checkpoint(", "is_decoupled")]
@@ -82,7 +82,7 @@ def test_a_save_goes_as_the_engines_expect():
 
 
 def test_the_fields_of_the_optimizer_exist():
-    """deepspeed/swapping.py reads where the parameters of ZeRO-3 are, and puts the scaling of the loss back."""
+    """deepspeed/nvme.py reads where the parameters of ZeRO-3 are, and puts the scaling of the loss back."""
     source = inspect.getsource(Stage3)
     names = ["fp32_partitioned_groups_flat", "fp16_groups", "optimizer_swapper", "sub_group_to_group_id", "overflow",
              "fp16_partitioned_groups_flat_numel", "dynamic_loss_scale", "loss_scaler"]  # fmt: skip

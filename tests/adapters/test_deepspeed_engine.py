@@ -21,10 +21,10 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
-from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.core.verify import verify
-from safe_ckpt.deepspeed import SafeCheckpointEngine, places
-from safe_ckpt.deepspeed.places import Places
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.deepspeed import SafeCheckpointEngine, directories
+from safe_ckpt.deepspeed.directories import Places
 from safe_ckpt.errors import (
     ClosedError,
     ConfigError,
@@ -521,8 +521,8 @@ def test_a_tag_may_lie_in_folders(tmp_path):
         assert engine.commit(info) is True
         assert latest(tmp_path) == "warmup/step3"
         (tmp_path / "latest").unlink()  # as when the job was killed before it was there
-        assert places.order(tmp_path, None) == [tmp_path / "warmup/step3"]
-        assert places.order(tmp_path.parent, None) == []
+        assert directories.order(tmp_path, None) == [tmp_path / "warmup/step3"]
+        assert directories.order(tmp_path.parent, None) == []
         assert equal(engine.load(str(file)), state_of(3))
         with pytest.raises(DirectoryError, match="is a tag itself"):
             engine.create(replace(info, tag="warmup/step3/x"))

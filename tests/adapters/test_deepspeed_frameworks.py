@@ -21,8 +21,8 @@ import deepspeed_runs as runs
 from safetensors.torch import load_file
 from test_deepspeed_install import THOROUGH, has_nvme, spawn
 
-from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.core.verify import verify
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import RestoreError, StateError
 from safe_ckpt.testing import spawn_ranks
 from safe_ckpt.testing.ranks import values

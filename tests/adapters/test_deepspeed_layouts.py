@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("deepspeed")
 import deepspeed_runs as runs
 
-from safe_ckpt.core.manifest import read_manifest
+from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.testing import spawn_ranks
 from safe_ckpt.testing.ranks import values
 

@@ -19,8 +19,8 @@ import deepspeed_runs as runs
 import torch.distributed as dist
 from test_deepspeed_install import has_nvme, spawn
 
-from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.core.verify import verify
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.testing.ranks import values
 

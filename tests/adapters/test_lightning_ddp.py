@@ -12,8 +12,8 @@ import pytest
 import torch
 from lightning_runs import seconds_since_start
 
-from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.core.verify import verify
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.testing.ranks import free_port
 from support import kill_group, needs_root, small_disk, start_script, writer_processes
 

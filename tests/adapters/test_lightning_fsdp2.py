@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from test_lightning_ddp import fingerprints, run, script
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
-from safe_ckpt.core.engine import Engine
-from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.core.verify import verify
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.errors import SafeCheckpointError
-from safe_ckpt.lightning import sharding
+from safe_ckpt.lightning import strategies
 from safe_ckpt.testing import spawn_ranks, values
 from support import flip_bit, kill_group, start_script, writer_processes
 
@@ -229,7 +229,7 @@ class DeepSpeedStrategy:
 def _load_what_one_rank_sees(rank, folder):
     engine = Engine(CheckpointConfig(timeouts=Timeouts(barrier_s=20)))
     strategy = DeepSpeedStrategy()
-    sharding.guard(SimpleNamespace(strategy=strategy), engine, lambda: None, lambda: None)
+    strategies.guard(SimpleNamespace(strategy=strategy), engine, lambda: None, lambda: None)
     os.chdir(folder / str(rank))  # one name is another folder on each rank
     try:
         return strategy.load_checkpoint("runs/step-00000001")

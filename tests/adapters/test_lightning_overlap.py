@@ -7,8 +7,8 @@ import torch
 from lightning_runs import PACKAGES, module_class, package, trainer
 
 from safe_ckpt import CheckpointConfig
-from safe_ckpt.core.copying import Copy
-from safe_ckpt.core.engine import Engine
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.staging.copy import Copy
 from safe_ckpt.lightning import SafeCheckpointCallback, overlapping
 
 

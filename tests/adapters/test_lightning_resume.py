@@ -13,8 +13,8 @@ from lightning_runs import PACKAGES, Stop, fingerprint, module_class, package, s
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from safe_ckpt import CheckpointConfig
-from safe_ckpt.core import order, select
-from safe_ckpt.core.manifest import read_manifest
+from safe_ckpt.core.directory import catalog, commit_order
+from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.errors import ConfigError, NoValidCheckpointError
 from safe_ckpt.lightning import SafeCheckpointCallback, resumable
 from safe_ckpt.lightning.peek import Sight, peek
@@ -274,13 +274,13 @@ def test_files_elsewhere_are_in_one_order_over_all_runs(tmp_path, monkeypatch):
             trainer.save_checkpoint(manual / f"{trainer.global_step}.ckpt")
 
     for epochs in (1, 2):
-        monkeypatch.setattr(order, "_given", {})
+        monkeypatch.setattr(commit_order, "_given", {})
         checkpoints = SafeCheckpointCallback(dirpath=tmp_path / "ckpts", resume="auto")
         made = trainer(pl, [checkpoints, Elsewhere()], tmp_path, max_epochs=epochs)
         made.fit(module_class(pl)())
         if epochs == 1:
             made.save_checkpoint(manual / "3-after.ckpt")
-    found = select.newest_first(select.list_files(manual, ".ckpt"))
+    found = catalog.newest_first(catalog.list_files(manual, ".ckpt"))
     assert [candidate.path.name for candidate in found] == ["6.ckpt", "3-after.ckpt", "3.ckpt"]
 
 

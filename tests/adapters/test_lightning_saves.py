@@ -19,9 +19,9 @@ import torch
 from lightning_runs import PACKAGES, Stop, fingerprint, module_class, package, stop_at, trainer
 
 from safe_ckpt import CheckpointConfig, Retention, Timeouts, WriterConfig
-from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.core.operation import SaveHandle
-from safe_ckpt.core.verify import verify
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.saving.request import SaveHandle
 from safe_ckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -549,7 +549,7 @@ def test_killed_between_commit_and_removal(tmp_path):
         sys.path[:0] = {sys.path!r}
         from pathlib import Path
         import test_lightning_saves as t
-        from safe_ckpt.core.root import Root
+        from safe_ckpt.core.directory.workspace import Root
         real = Root.discard
         def discard(self, paths):
             paths = list(paths)

@@ -13,7 +13,7 @@ from lightning_runs import module_class, package, trainer
 from accelerate_runs import CONFIG, Training, fresh, make
 from safe_ckpt import SafeCheckpointError, Telemetry
 from safe_ckpt.accelerate import SafeCheckpointPlugin, register
-from safe_ckpt.hooks.logs import LoggingHook
+from safe_ckpt.hooks.logging_hook import LoggingHook
 from safe_ckpt.lightning import SafeCheckpointCallback
 
 COMMITTED = {"ckpt/stall_s", "ckpt/write_gbps", "ckpt/seconds", "ckpt/bytes", "ckpt/failures", "ckpt/respawns"}
@@ -90,7 +90,7 @@ def test_lightning_loggers_can_be_left_alone(tmp_path):
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")  # Lightning's own calls
 def test_lightning_cli_takes_hooks(monkeypatch):
     """By class_path, as everything else in its YAML."""
-    hook = {"class_path": "safe_ckpt.hooks.logs.LoggingHook"}
+    hook = {"class_path": "safe_ckpt.hooks.logging_hook.LoggingHook"}
     callback = {"class_path": "safe_ckpt.lightning.SafeCheckpointCallback", "init_args": {"hooks": [hook]}}
     settings = [f"--trainer.callbacks={json.dumps([callback])}", "--trainer.logger=false", "--trainer.accelerator=cpu"]
     monkeypatch.setattr("sys.argv", ["train.py", *settings])

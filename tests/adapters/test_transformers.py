@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from safe_ckpt import CheckpointConfig, Retention, Timeouts, events
-from safe_ckpt.core.manifest import CheckpointInfo, read_manifest
-from safe_ckpt.core.verify import verify
+from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
+from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, NotEnoughSpaceError, NoValidCheckpointError
 from safe_ckpt.transformers import SafeCheckpointMixin, rotation
 from safe_ckpt.transformers.saver import candidates

@@ -18,8 +18,8 @@ from accelerate.utils import DistributedType
 from test_transformers import SafeTrainer, names, trainer
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
-from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.core.verify import verify
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import ConfigError, SafeCheckpointError
 from safe_ckpt.testing import spawn_ranks, values
 

@@ -11,7 +11,7 @@ import torch
 from accelerate_runs import forget, make
 from safe_ckpt import Checkpointer, PerRank
 from safe_ckpt.accelerate import register
-from safe_ckpt.core.manifest import read_manifest
+from safe_ckpt.core.formats.manifest import read_manifest
 
 
 class ThroughCheckpointer:

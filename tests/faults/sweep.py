@@ -27,12 +27,14 @@ sys.path.append(str(Path(__file__).parent.parent))  # started as a script
 import torch
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, SafeCheckpointError, Timeouts, WriterConfig
-from safe_ckpt.core import commit, layout, select
-from safe_ckpt.core.commit import Link
-from safe_ckpt.core.engine import Engine
-from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.core.operation import Request
-from safe_ckpt.core.verify import verify
+from safe_ckpt.core.directory import catalog
+from safe_ckpt.core.formats import file_plan
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.saving.request import Request
+from safe_ckpt.core.storage import durable
+from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.testing import FaultyStorage
 
 TIMES = Timeouts(lengthy_s=20, barrier_s=10, writer_stall_s=2, fsync_stall_s=2, peer_stall_s=2, shutdown_s=3)
@@ -80,7 +82,7 @@ class Directories:
 
     def act(self, folder, reported):
         if not self.exchange:
-            commit.exchange = lambda *_: False
+            durable.exchange = lambda *_: False
         with Checkpointer(folder, CONFIG) as ckpt:
             ckpt.save(self.new_step, state(2)).result()
             reported()
@@ -177,15 +179,15 @@ class Files(Numbered):
         engine = Engine(CONFIG)
         try:
             root = engine.hold(folder)
-            root.start_after(select.newest_sequence(select.list_files(folder, ".ckpt")))
-            image = layout.torch_image(self.name(number), state(number), strict=False, key="checkpoint")
+            root.start_after(catalog.newest_sequence(catalog.list_files(folder, ".ckpt")))
+            image = file_plan.torch_image(self.name(number), state(number), strict=False, key="checkpoint")
             doomed = [path for path in folder.glob("step=*.ckpt") if path.name != self.name(number)]
             request = Request(
                 root=root,
                 path=folder / self.name(number),
                 kind="file",
                 step=number,
-                images=[layout.single(image, self.name(number))],
+                images=[file_plan.single(image, self.name(number))],
                 links=[Link(path=folder / "last.ckpt")],
                 retain=lambda _: doomed,
             )
@@ -198,10 +200,10 @@ class Files(Numbered):
         engine = Engine(CONFIG)
         try:
             engine.hold(folder)
-            candidates = select.list_files(folder, ".ckpt")
+            candidates = catalog.list_files(folder, ".ckpt")
             if [c.path.name for c in candidates if c.problem]:
                 raise AssertionError(f"damaged files: {[(c.path.name, c.problem) for c in candidates if c.problem]}")
-            for candidate in select.newest_first(candidates):
+            for candidate in catalog.newest_first(candidates):
                 verify(candidate.path, read_manifest(candidate.path))
                 return number_of(torch.load(candidate.path, weights_only=True))
             return 0

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.core.verify import verify
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify
 from support import names_in, run_script, writer_processes, writers_of
 
 BODY = """
@@ -252,7 +252,7 @@ def test_a_stopped_writer_is_replaced_within_seconds_and_a_pause_harms_nothing(t
 def test_a_slow_disk_is_not_taken_for_a_stopped_writer():
     """What waits for the disk or a processor has as long as an fsync; who is stopped has seconds; all of it has an end."""
     from safe_ckpt import Timeouts
-    from safe_ckpt.core.writer_child import _limit_s
+    from safe_ckpt.core.writer.client import _limit_s
 
     limits = Timeouts()
     assert [_limit_s(limits, "write", state) for state in "TtSDR"] == [3, 3, 60, 300, 300]

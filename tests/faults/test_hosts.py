@@ -11,8 +11,8 @@ import host_job
 import pytest
 
 from kit.hosts import Hosts, behind, needs_hosts, wait_until
-from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.core.verify import verify
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify
 
 pytestmark = [needs_hosts, pytest.mark.slow]
 

@@ -11,10 +11,11 @@ from entries import ENTRIES, entered
 from trials import THOROUGH, sampled
 
 from safe_ckpt import CheckpointConfig, Timeouts
-from safe_ckpt.core import commit, snapshot
-from safe_ckpt.core.board import Board
-from safe_ckpt.core.engine import Engine
-from safe_ckpt.core.phases import Phases
+from safe_ckpt.core.coordination.two_phase import Board
+from safe_ckpt.core.saving.commit_protocol import Phases
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.staging import snapshot
+from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, SafeCheckpointError, SaveError
 from safe_ckpt.testing import spawn_ranks
 from support import names_in
@@ -30,8 +31,8 @@ PHASES = {
     "prepare": (Phases, "_prepare", "before"),
     "write": (Phases, "_write", "before"),
     "report": (Board, "report", "before"),
-    "commit": (commit, "publish_directory", "before"),
-    "after the rename": (commit, "publish_directory", "after"),
+    "commit": (durable, "publish_directory", "before"),
+    "after the rename": (durable, "publish_directory", "after"),
     "verdict": (Board, "verdict", "before"),
     "after the verdict": (Board, "conclude", "after"),
 }

@@ -14,11 +14,11 @@ import pytest
 from entries import ENTRIES, entered
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
-from safe_ckpt.core import presence
-from safe_ckpt.core.manifest import FileEntry
-from safe_ckpt.core.patience import Patience
-from safe_ckpt.core.phases import Phases
-from safe_ckpt.core.select import looks_like_checkpoint
+from safe_ckpt.core.directory.catalog import looks_like_checkpoint
+from safe_ckpt.core.directory.patience import Patience
+from safe_ckpt.core.formats.manifest import FileEntry
+from safe_ckpt.core.saving.commit_protocol import Phases
+from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import NoValidCheckpointError, SafeCheckpointError, SaveError
 from safe_ckpt.testing import spawn_ranks, values
 from support import flip_bit, names_in
@@ -194,7 +194,7 @@ def test_reads_that_end_early_are_no_damage(tmp_path):
 
 def test_a_manifest_that_differs_once_is_read_once_more(tmp_path, monkeypatch):
     """Only what differs twice is damage, while candidates are listed too."""
-    from safe_ckpt.core import select
+    from safe_ckpt.core.directory import catalog
 
     newest = saved(tmp_path)
     flip_bit(newest / "manifest.json", 60)
@@ -204,7 +204,7 @@ def test_a_manifest_that_differs_once_is_read_once_more(tmp_path, monkeypatch):
         dropped.append(path)
         flip_bit(newest / "manifest.json", 60)
 
-    monkeypatch.setattr(select, "drop_cache", mended)
+    monkeypatch.setattr(catalog, "drop_cache", mended)
     with Checkpointer(tmp_path, HASTY) as ckpt:
         assert ckpt.resume({"a": 0, "b": []}).step == 2
     assert dropped[0] == newest / "manifest.json"

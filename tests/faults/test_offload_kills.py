@@ -19,8 +19,8 @@ import torch.distributed as dist
 from trials import SWEEP, THOROUGH
 
 from safe_ckpt import consolidate_offloaded, restore_offloaded
-from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.core.verify import verify
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, RendezvousTimeout, SafeCheckpointError, SaveError
 from safe_ckpt.testing import FaultyStorage, spawn_ranks, values
 from support import processes_of_this_test, writers_of
@@ -303,8 +303,8 @@ import os, shutil, sys
 sys.path[:0] = {paths}
 import sweep
 from safe_ckpt import consolidate_offloaded
-from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.core.verify import verify
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify
 
 FILES = {{"a": 3, "b": 5000, "deep/c": 9000, "deep/d": 0}}
 

@@ -10,10 +10,10 @@ import textwrap
 
 import pytest
 
-from safe_ckpt.core import commit, direct_io, disk, reading
-from safe_ckpt.core.direct_io import SinkOptions
-from safe_ckpt.core.sink import write_file
-from safe_ckpt.core.write_task import FileTask
+from safe_ckpt.core.formats.write_task import FileTask
+from safe_ckpt.core.storage import direct_io, durable, reader, space
+from safe_ckpt.core.storage.direct_io import SinkOptions
+from safe_ckpt.core.writer.file_writer import write_file
 from safe_ckpt.testing import FaultyStorage
 from support import Quiet, names_in
 
@@ -104,10 +104,10 @@ def test_direct_reads_that_are_refused_are_made_through_the_page_cache(tmp_path,
 
     data = os.urandom(9_000_001)
     (tmp_path / "f").write_bytes(data)
-    expected = reading.digest_of(tmp_path / "f", len(data))
+    expected = reader.digest_of(tmp_path / "f", len(data))
     monkeypatch.setattr(os, "preadv", refusing)
-    assert reading.digest_of(tmp_path / "f", len(data)) == expected
-    memory, digest = reading.read_whole(tmp_path / "f", len(data))
+    assert reader.digest_of(tmp_path / "f", len(data)) == expected
+    memory, digest = reader.read_whole(tmp_path / "f", len(data))
     assert (memory[: len(data)], digest) == (data, expected)
 
 
@@ -147,7 +147,7 @@ def test_an_exchange_that_cannot_be_taken_back_is_not_taken_for_undone(tmp_path,
     for path in (one, other):
         path.mkdir()
         (path / "f").write_text(path.name)
-    real, asked = commit.exchange, []
+    real, asked = durable.exchange, []
 
     def once(*names):
         asked.append(names)
@@ -157,22 +157,22 @@ def test_an_exchange_that_cannot_be_taken_back_is_not_taken_for_undone(tmp_path,
         if path == str(tmp_path):
             raise OSError(errno.EIO, "Input/output error", path)
 
-    monkeypatch.setattr(commit, "exchange", once)
-    monkeypatch.setattr(commit, "sync_directory", unconfirmed)
-    with pytest.raises(commit.HalfCommittedError):
-        commit.publish_directory(one, other, tmp_path / "aside")
+    monkeypatch.setattr(durable, "exchange", once)
+    monkeypatch.setattr(durable, "sync_directory", unconfirmed)
+    with pytest.raises(durable.HalfCommittedError):
+        durable.publish_directory(one, other, tmp_path / "aside")
     assert (one / "f").read_text() == "final"
 
 
 LINKS = """
     import os, sys
     from pathlib import Path
-    from safe_ckpt.core import commit
+    from safe_ckpt.core.storage import durable
     exp = Path(sys.argv[1])
     for number, target in enumerate((None, "a")):
-        commit.publish_link(exp / "a", exp / "staged", commit.Link(path=exp / f"last{number}", target=target), Path)
-    commit.publish_file(exp / "new", exp / "last0")
-    commit.publish_link(exp / "d", exp / "staged", commit.Link(path=exp / "e"), Path)
+        durable.publish_link(exp / "a", exp / "staged", durable.Link(path=exp / f"last{number}", target=target), Path)
+    durable.publish_file(exp / "new", exp / "last0")
+    durable.publish_link(exp / "d", exp / "staged", durable.Link(path=exp / "e"), Path)
     print((exp / "last0").read_text(), (exp / "last1").read_text(), (exp / "e/f").read_text(), os.stat(exp / "e/f").st_nlink)
     print(sorted(os.listdir(exp)))
 """
@@ -203,8 +203,8 @@ def test_calls_that_some_file_systems_do_not_know(tmp_path, syscall):
 
 def test_a_size_of_zeros_is_no_full_disk(tmp_path):
     """``statfs`` with zeros, or without an answer: saves are made."""
-    assert disk.judge_free(0, 0) is None
-    assert disk.judge_free(1000, 0) == 0
+    assert space.judge_free(0, 0) is None
+    assert space.judge_free(1000, 0) == 0
     (tmp_path / "job.py").write_text(textwrap.dedent(REPLACES))
     for how in ("error=ENOSYS", "retval=0"):  # without the call the answer stays what it was: zeros
         command = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", "trace=statfs,fstatfs", "-e"]
@@ -233,9 +233,9 @@ LARGE_PAGES = """
 
     mmap.mmap = Strict
     import torch
-    from safe_ckpt.core import arena
+    from safe_ckpt.core.staging import buffer
     seen = []
-    real = arena._map
+    real = buffer._map
 
     def strict_map(start, length):
         if length % 65536:
@@ -243,7 +243,7 @@ LARGE_PAGES = """
         seen.append(length)
         return real(start, length)
 
-    arena._map = strict_map
+    buffer._map = strict_map
     from safe_ckpt import Checkpointer
     with Checkpointer(sys.argv[1]) as ckpt:
         ckpt.save(1, {"t": torch.arange(3_000_001), "n": 1}).result(timeout_s=30)

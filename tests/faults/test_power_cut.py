@@ -7,7 +7,7 @@ import pytest
 from sweep import MARKER, SCENARIOS
 from trials import THOROUGH, sampled, sweep
 
-from safe_ckpt.core.writer import Writer
+from safe_ckpt.core.writer.supervisor import Writer
 from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.testing import FileOperation, crash_states, read_trace
 

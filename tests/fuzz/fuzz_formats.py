@@ -35,9 +35,9 @@ CORPUS = Path(__file__).with_name("corpus")
 
 
 MODULES = (
-    "errors", "core.manifest", "formats.checkpoint_check", "formats.content", "formats.dcp_files", "formats.equality",
-    "formats.files", "formats.pickles", "formats.safetensors_files", "formats.structure", "formats.tensors",
-    "formats.torch_files", "report.reading",
+    "errors", "core.formats.manifest", "inspection.check", "inspection.content", "inspection.dcp_reader", "inspection.equality",
+    "inspection.files", "inspection.pickle_reader", "inspection.safetensors_reader", "inspection.structure",
+    "inspection.tensors", "inspection.torch_reader", "report.event_log",
 )  # fmt: skip
 m = {}  # the modules, imported under instrumentation when that is wanted
 
@@ -68,11 +68,11 @@ def _leaves(root):
 
 
 def pickle(data, _):
-    _leaves(m["pickles"].read_pickle(data, "x"))
+    _leaves(m["pickle_reader"].read_pickle(data, "x"))
 
 
 def pickles(data, _):
-    for root in m["pickles"].read_pickles(data, "x", count=4)[0]:
+    for root in m["pickle_reader"].read_pickles(data, "x", count=4)[0]:
         _leaves(root)
 
 
@@ -80,9 +80,9 @@ def archive(data, folder):
     file = folder / "x.ckpt"
     file.write_bytes(data)
     with m["files"].Window(file) as window:
-        found = m["torch_files"].open_archive(window)
-        told(m["torch_files"].content_of(found))
-        m["torch_files"].names_in(found, found.spans())
+        found = m["torch_reader"].open_archive(window)
+        told(m["torch_reader"].content_of(found))
+        m["torch_reader"].names_in(found, found.spans())
 
 
 def pickle_in_archive(data, folder):
@@ -92,7 +92,7 @@ def pickle_in_archive(data, folder):
 def safetensors(data, folder):
     file = folder / "x.safetensors"
     file.write_bytes(data)
-    told(m["safetensors_files"].read_safetensors(file))
+    told(m["safetensors_reader"].read_safetensors(file))
 
 
 def safetensors_header(data, folder):
@@ -106,7 +106,7 @@ def old_file(data, folder):
 
 
 def _check(path):
-    verdicts = m["checkpoint_check"].judge([m["checkpoint_check"].plan(path)])
+    verdicts = m["check"].judge([m["check"].plan(path)])
     json.dumps([vars(judgement) for verdict in verdicts for judgement in verdict.files])
     told(m["content"].read_content(path))
     for _ in m["structure"].tensors_in(m["structure"].read_structure(path)):
@@ -117,8 +117,8 @@ def dcp_metadata(data, folder):
     (folder / ".metadata").write_bytes(data)
     part = m["part"]
     (folder / "__0_0.distcp").write_bytes(part)
-    directory = m["dcp_files"].read_directory(folder)
-    told(m["dcp_files"].content_of_directory(directory))
+    directory = m["dcp_reader"].read_directory(folder)
+    told(m["dcp_reader"].content_of_directory(directory))
 
 
 def dcp_directory(data, folder):
@@ -168,7 +168,7 @@ def any_directory(data, folder):
 def recorded_events(data, folder):
     file = folder / "events.jsonl"
     file.write_bytes(data)
-    for event in m["reading"].read_events((file,)).events:
+    for event in m["event_log"].read_events((file,)).events:
         for key in event.facts:
             event.number(key), event.count(key), event.text(key), event.texts(key)
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from accelerate_runs import make
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, set_up_directory
 from safe_ckpt.accelerate import register
-from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.core.rendezvous import _open, open_session
+from safe_ckpt.core.coordination.coordinator import _open, open_session
+from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.errors import ClosedError, DirectoryInUseError
 from safe_ckpt.testing import spawn_ranks, values
 

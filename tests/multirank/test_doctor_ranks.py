@@ -54,7 +54,7 @@ def test_under_torchrun_one_speaks(tmp_path):
 
 
 def _different(rank, tmp_path):
-    from safe_ckpt.doctor import peers
+    from safe_ckpt.doctor import ranks as peers
 
     if rank == 2:
         (tmp_path / "settings.yaml").write_text("max_in_flight: 2")
@@ -80,7 +80,7 @@ def test_what_differs_is_named(tmp_path):
 
 
 def _come_or_not(rank, gate, path, missing, how):
-    from safe_ckpt.doctor import peers
+    from safe_ckpt.doctor import ranks as peers
 
     if rank == missing:
         if how == "absent":

@@ -14,9 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Timeouts
-from safe_ckpt.core import gather, ranks
-from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.core.verify import verify
+from safe_ckpt.core.coordination import process_groups
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.sharding import gather
 from safe_ckpt.errors import (
     ConfigError,
     DesyncError,
@@ -57,7 +58,7 @@ def tied(shard=True):
 
 def _export(rank, folder, shard):
     model = tied(shard)
-    before = [seconds for _, seconds in ranks.backend_timeouts(None)]
+    before = [seconds for _, seconds in process_groups.backend_timeouts(None)]
     with Checkpointer(folder / "ckpt", CONFIG) as ckpt:
         info = ckpt.export(model, folder / "whole").result()
         assert info.path == folder / "whole"
@@ -66,7 +67,7 @@ def _export(rank, folder, shard):
             (model.inner.weight.to_local() if shard else model.inner.weight).zero_()
         handle = ckpt.export(model, folder / "whole", max_shard_size=2000)
         handle.result()
-    assert [seconds for _, seconds in ranks.backend_timeouts(None)] == before
+    assert [seconds for _, seconds in process_groups.backend_timeouts(None)] == before
     expected = tied(shard=False).state_dict()
     return {name: value for name, value in expected.items() if name != "head.weight"}
 

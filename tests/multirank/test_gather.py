@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, iter_full_tensors, lengthy_timeouts
-from safe_ckpt.core import boxes, dtensors, exchange, gather, ranks
-from safe_ckpt.core.gather import iterate
-from safe_ckpt.core.rendezvous import open_session
+from safe_ckpt.core.coordination import process_groups
+from safe_ckpt.core.coordination.coordinator import open_session
+from safe_ckpt.core.sharding import dtensor, gather, gather_plan, gather_transport
+from safe_ckpt.core.sharding.gather import iterate
 from safe_ckpt.errors import ConfigError, DesyncError, PeerLostError, RendezvousTimeout, SafeCheckpointError, StateError
 from safe_ckpt.testing import spawn_ranks, values
 from support import placements
@@ -137,7 +138,7 @@ def test_bad_arguments_are_refused_at_the_call(arguments, match):
 def test_chunks_that_do_not_make_up_a_tensor_are_refused():
     """A part that no rank has is named, not filled with whatever memory held."""
     with pytest.raises(StateError, match="6 of its 9 elements"):
-        boxes.plan(["w"], [(9,)], [4], {0: [((0,), (3,))], 1: [((3,), (3,))]}, 100)
+        gather_plan.plan(["w"], [(9,)], [4], {0: [((0,), (3,))], 1: [((3,), (3,))]}, 100)
 
 
 def _differ(rank):
@@ -169,7 +170,11 @@ def _sharded(count=6, rows=1 << 16):
 
 
 def _timeouts():
-    return [seconds for group in ranks.process_groups(None) for _, seconds in ranks.backend_timeouts(group)]
+    return [
+        seconds
+        for group in process_groups.process_groups(None)
+        for _, seconds in process_groups.backend_timeouts(group)
+    ]
 
 
 def _slow_storage(rank):
@@ -287,7 +292,7 @@ def _stopped(rank, folder, victim, within):
             stream = iter_full_tensors(state, timeout_s=3600, staging_bytes=1 << 12)
             for number, _ in enumerate(stream):
                 if number == 5 and rank == victim:
-                    exchange.to_rank_0 = dtensors.reduced = stop  # every rank has come; this one goes no further
+                    gather_transport.to_rank_0 = dtensor.reduced = stop  # every rank has come; this one goes no further
                     if not within:
                         stop()
         except SafeCheckpointError as error:

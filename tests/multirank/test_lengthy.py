@@ -8,13 +8,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from safe_ckpt import events, lengthy_timeouts
-from safe_ckpt.core import ranks
+from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.errors import ConfigError, DesyncError
 from safe_ckpt.testing import spawn_ranks, values
 
 
 def timeouts_of(groups):
-    return [seconds for group in ranks.process_groups(groups) for _, seconds in ranks.backend_timeouts(group)]
+    return [
+        seconds
+        for group in process_groups.process_groups(groups)
+        for _, seconds in process_groups.backend_timeouts(group)
+    ]
 
 
 def _nest(rank):

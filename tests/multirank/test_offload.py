@@ -14,12 +14,12 @@ import pytest
 import torch.distributed as dist
 
 from safe_ckpt import consolidate_offloaded, restore_offloaded
-from safe_ckpt.core.copier import copy_files
-from safe_ckpt.core.direct_io import SinkOptions
-from safe_ckpt.core.file_copy import FileCopy, Stamp
-from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.core.reading import digest_of
-from safe_ckpt.core.verify import verify
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.storage.copier import copy_files
+from safe_ckpt.core.storage.direct_io import SinkOptions
+from safe_ckpt.core.storage.file_copy import FileCopy, Stamp
+from safe_ckpt.core.storage.reader import digest_of
 from safe_ckpt.errors import (
     ConfigError,
     CorruptCheckpointError,

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from safe_ckpt import Timeouts
-from safe_ckpt.core.processes import process_state
-from safe_ckpt.core.rendezvous import open_session
+from safe_ckpt.core.coordination.coordinator import open_session
+from safe_ckpt.core.coordination.processes import process_state
 from safe_ckpt.errors import CoordinationError, DesyncError, PeerLostError, RendezvousTimeout, UnexpectedError
 from safe_ckpt.testing import free_port, spawn_ranks, values
 
@@ -200,7 +200,7 @@ def test_sessions_can_be_opened_again():
 
 
 def _timeout(rank):
-    from safe_ckpt.core.ranks import group_timeout_s
+    from safe_ckpt.core.coordination.process_groups import group_timeout_s
 
     return group_timeout_s(None)
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, RngState, Timeouts, WriterConfig
-from safe_ckpt.core import resume
-from safe_ckpt.core.copying import Copy
+from safe_ckpt.core.saving import resume
+from safe_ckpt.core.staging.copy import Copy
 from safe_ckpt.errors import (
     CommitOutcomeUnknown,
     DesyncError,

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, SafeCheckpointError
-from safe_ckpt.core.environment import config_of_all
+from safe_ckpt.core.coordination.agreed_config import config_of_all
 from safe_ckpt.errors import ConfigError, DesyncError
 from safe_ckpt.testing import spawn_ranks, values
 

@@ -19,9 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Timeouts
-from safe_ckpt.core import distcp, resharding, sharded
-from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.core.overlap import Deferral
+from safe_ckpt.core.formats import dcp as distcp
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.sharding import dcp_load, dcp_plan
+from safe_ckpt.core.staging.overlap import Deferral
 from safe_ckpt.errors import CorruptCheckpointError, DesyncError, RestoreError, SafeCheckpointError, StateError
 from safe_ckpt.testing import spawn_ranks, values
 from support import flip_bit, placements
@@ -209,7 +210,7 @@ def test_replicated_tensors_are_written_once_and_spread(tmp_path):
     assert len(sizes) == 4
     assert max(sizes) < 1.2 * min(sizes)
     assert sum(sizes) < 1.1 * 40 * 4 * 10_000
-    metadata = resharding.read_metadata(folder / "w")
+    metadata = dcp_load.read_metadata(folder / "w")
     chunks = sum(
         len(known.chunks) for known in metadata.state_dict_metadata.values() if isinstance(known, TensorStorageMetadata)
     )
@@ -226,14 +227,14 @@ def _replicated(rank, folder):
 def _change_of_plans(rank, folder):
     mesh = init_device_mesh("cpu", (2,))
     sent = []
-    original = sharded.ShardPlanner._say
+    original = dcp_plan.ShardPlanner._say
 
     def say(self, name, item):
         told = original(self, name, item)
         sent.append(told["plan"] is not None)
         return told
 
-    sharded.ShardPlanner._say = say
+    dcp_plan.ShardPlanner._say = say
     with Checkpointer(folder, CONFIG) as ckpt:
         for step, size in enumerate([5, 5, 5, 8, 8]):
             text = "x" * step  # of another length each time
@@ -397,14 +398,14 @@ def _refused(rank, folder, what):
         "fails": {"w": _Fails(rank == 1, {"a": part})},
         "layout": {"w": {"a": part}},
     }[what]
-    original = sharded._lay_out
+    original = dcp_plan._lay_out
 
     def fail_once(*_):
-        sharded._lay_out = original
+        dcp_plan._lay_out = original
         raise MemoryError("mine")
 
     if what == "layout" and rank == 1:
-        sharded._lay_out = fail_once
+        dcp_plan._lay_out = fail_once
     with Checkpointer(folder, CONFIG) as ckpt:
         try:
             ckpt.save(0, state).result()
@@ -489,7 +490,7 @@ def test_a_hostile_metadata_runs_nothing(tmp_path):
     """Only DCP's own records are built from ``.metadata``."""
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_Hostile()))
     with pytest.raises(CorruptCheckpointError, match="system"):
-        resharding.read_metadata(tmp_path)
+        dcp_load.read_metadata(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.uint16, torch.int64, torch.float16, torch.complex128])

@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Network, Timeouts
-from safe_ckpt.core import network, ranks
-from safe_ckpt.core.rendezvous import open_session
-from safe_ckpt.core.sealed import SealedStore
+from safe_ckpt.core.coordination import network, process_groups
+from safe_ckpt.core.coordination.coordinator import open_session
+from safe_ckpt.core.coordination.sealed_store import SealedStore
 from safe_ckpt.errors import ConfigError, SafeCheckpointError, TamperedError
 from safe_ckpt.testing import free_port, spawn_ranks, values
 from support import run_script
@@ -36,7 +36,7 @@ class Bomb:
 
 def test_a_value_of_somebody_else_is_refused():
     """Set by one who does not know the secret, moved to another key, or changed: an error that names the key."""
-    store = ranks.host_store(network.listen("127.0.0.1", 0))
+    store = process_groups.host_store(network.listen("127.0.0.1", 0))
     ours = SealedStore(store, "secret")
     ours.set("a", "1")
     ours.multi_set(["b", "c"], ["2", "3"])
@@ -172,11 +172,11 @@ def test_both_families(address):
     except ConfigError as error:
         pytest.skip(f"no such family here: {error}")
     port = listening.getsockname()[1]
-    store = ranks.host_store(listening)
+    store = process_groups.host_store(listening)
     store.set("a", "1")
     assert network.addresses(address) == [address]
     assert next(network.reachable([address], port)) == address
-    assert ranks.connect_store(address, port, 5.0).get("a") == b"1"
+    assert process_groups.connect_store(address, port, 5.0).get("a") == b"1"
 
 
 def test_a_masters_address_that_is_not_ours_is_not_offered(monkeypatch):
@@ -194,7 +194,7 @@ def test_the_limit_of_descriptors_is_raised_or_named():
     """Rank 0 raises the soft limit where it may; where it may not it says how many are needed and how to allow them."""
     code = """
         import resource
-        from safe_ckpt.core.network import ensure_descriptors
+        from safe_ckpt.core.coordination.network import ensure_descriptors
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096))
         print(ensure_descriptors(1000) == "", resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1000)
         print(ensure_descriptors(10_000))

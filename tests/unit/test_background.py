@@ -3,7 +3,7 @@ import weakref
 
 import pytest
 
-from safe_ckpt.core.background import Background
+from safe_ckpt.core.staging.worker_thread import Background
 from support import run_script
 
 WAIT_S = 20
@@ -181,7 +181,7 @@ def test_what_the_work_raises_ends_nothing(caplog):
 
 FORKS = """
     import os, sys, threading
-    from safe_ckpt.core.background import Background, Refused
+    from safe_ckpt.core.staging.worker_thread import Background, Refused
 
     background = Background("b", lambda item: None)
     background.put(1)
@@ -221,7 +221,7 @@ def test_a_forked_process_does_not_wait_for_a_thread_that_it_has_not():
 LEAVES = """
     import os, sys
     from safe_ckpt.config import Timeouts
-    from safe_ckpt.core.writer_child import Child
+    from safe_ckpt.core.writer.client import Child
 
     child = Child(0)
     pid = os.fork()

@@ -545,9 +545,9 @@ def test_close_does_not_return_as_if_all_were_well(tmp_path):
     code = """
         import sys, time, torch
         from safe_ckpt import Checkpointer, CheckpointConfig, Timeouts
-        from safe_ckpt.core import phases, pipeline
-        pipeline._LAST_WORDS_S = 0.3
-        phases.commit.publish_directory = lambda *_: time.sleep(60)
+        from safe_ckpt.core.saving import commit_protocol, save_queue
+        save_queue._LAST_WORDS_S = 0.3
+        commit_protocol.commit.publish_directory = lambda *_: time.sleep(60)
         ckpt = Checkpointer(sys.argv[1], CheckpointConfig(timeouts=Timeouts(shutdown_s=0.3)))
         ckpt.save(1, {"x": 1})
         begun = time.monotonic()

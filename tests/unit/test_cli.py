@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from fuzz.hostile import manifest_of
 from safe_ckpt import Checkpointer
 from safe_ckpt.cli.app import app
-from safe_ckpt.core.direct import save_archive
-from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.core.root import Root
+from safe_ckpt.core.directory.workspace import Root
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.saving.one_shot import save_archive
 from safe_ckpt.errors import DirectoryInUseError
 from support import flip_bit, run_script
 

@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 from safe_ckpt import Checkpointer
 from safe_ckpt.cli.app import app
-from safe_ckpt.core import unlock
-from safe_ckpt.core.lock import JobLock
+from safe_ckpt.core.directory import unlock
+from safe_ckpt.core.directory.lock import JobLock
 from safe_ckpt.doctor import Options, locking
 from safe_ckpt.doctor.examined import Examined, known_size
-from safe_ckpt.formats.shelf import find_shelf
-from safe_ckpt.report import reading
+from safe_ckpt.inspection.listing import find_shelf
+from safe_ckpt.report import event_log
 from safe_ckpt.report.existing import list_existing
 from support import holding_lock
 
@@ -192,4 +192,4 @@ def test_all_commands_have_one_idea_of_a_directory(tmp_path, layout):
     assert [asked / row.name for row in rows] == [found_one.path, asked / f"{name}-bad"]
     assert ([row.state for row in rows], problem) == (["valid", "quarantined: its bytes were wrong"], "")
     assert known_size(asked, Options()) == (found_one.info.size_bytes, f"as {name} is")
-    assert reading.find_events(asked) == (hidden / "events.jsonl",)
+    assert event_log.find_events(asked) == (hidden / "events.jsonl",)

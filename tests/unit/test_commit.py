@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from safe_ckpt.core import commit
+from safe_ckpt.core.storage import durable
 
 
 def folder(path, word):
@@ -16,9 +16,9 @@ def folder(path, word):
 def test_a_directory_replaces_another_of_the_same_name(tmp_path, monkeypatch, can_exchange):
     """The new one has the name, the old one lies aside, with and without the kernel's exchange."""
     if not can_exchange:
-        monkeypatch.setattr(commit, "exchange", lambda *_: False)
+        monkeypatch.setattr(durable, "exchange", lambda *_: False)
     final = folder(tmp_path / "final", "old")
-    commit.publish_directory(folder(tmp_path / "staged", "new"), final, tmp_path / "aside")
+    durable.publish_directory(folder(tmp_path / "staged", "new"), final, tmp_path / "aside")
     assert (final / "f").read_text() == "new"
     assert (tmp_path / "aside" / "f").read_text() == "old"
     assert not (tmp_path / "staged").exists()
@@ -27,11 +27,11 @@ def test_a_directory_replaces_another_of_the_same_name(tmp_path, monkeypatch, ca
 def test_exchange_swaps_two_names_or_says_that_it_cannot(tmp_path):
     """renameat2 either swaps or reports; where a name is missing it raises with both names."""
     one, other = folder(tmp_path / "one", "1"), folder(tmp_path / "other", "2")
-    if not commit.exchange(one, other):
+    if not durable.exchange(one, other):
         pytest.skip("this kernel or file system has no exchange")
     assert ((one / "f").read_text(), (other / "f").read_text()) == ("2", "1")
     with pytest.raises(FileNotFoundError) as caught:
-        commit.exchange(one, tmp_path / "missing")
+        durable.exchange(one, tmp_path / "missing")
     assert caught.value.filename == str(one)
 
 
@@ -39,17 +39,17 @@ def test_links_replace_what_had_the_name(tmp_path):
     """A hard link and a symbolic link take over an existing name in one step."""
     (tmp_path / "a").write_text("new")
     (tmp_path / "last").write_text("old")
-    commit.publish_link(tmp_path / "a", tmp_path / "staged", commit.Link(path=tmp_path / "last"), Path)
+    durable.publish_link(tmp_path / "a", tmp_path / "staged", durable.Link(path=tmp_path / "last"), Path)
     assert (tmp_path / "last").read_text() == "new"
     assert os.path.samefile(tmp_path / "a", tmp_path / "last")
-    commit.publish_link(tmp_path / "a", tmp_path / "staged", commit.Link(path=tmp_path / "last", target="a"), Path)
+    durable.publish_link(tmp_path / "a", tmp_path / "staged", durable.Link(path=tmp_path / "last", target="a"), Path)
     assert os.readlink(tmp_path / "last") == "a"
 
 
 def test_made_directories_include_their_parents(tmp_path):
     """A deep directory is made in one call, and again without complaint."""
-    commit.make_directory(tmp_path / "a/b/c")
-    commit.make_directory(tmp_path / "a/b/c")
+    durable.make_directory(tmp_path / "a/b/c")
+    durable.make_directory(tmp_path / "a/b/c")
     assert (tmp_path / "a/b/c").is_dir()
 
 
@@ -57,16 +57,16 @@ def test_removing_what_is_gone_is_fine(tmp_path):
     """Files, links to folders, folders and nothing at all can be removed."""
     target = folder(tmp_path / "target", "x")
     (tmp_path / "link").symlink_to(target)
-    commit.remove_tree(tmp_path / "link")
+    durable.remove_tree(tmp_path / "link")
     assert target.exists()
-    commit.remove_tree(target)
-    commit.remove_tree(target)
+    durable.remove_tree(target)
+    durable.remove_tree(target)
     assert not target.exists()
 
 
 def test_a_failed_replacement_puts_the_old_one_back(tmp_path, monkeypatch):
     """Without the exchange, the second rename fails: the old directory has its name again, the new one is where it was."""
-    monkeypatch.setattr(commit, "exchange", lambda *_: False)
+    monkeypatch.setattr(durable, "exchange", lambda *_: False)
     rename = os.rename
 
     def flaky(source, target):
@@ -77,7 +77,7 @@ def test_a_failed_replacement_puts_the_old_one_back(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", flaky)
     final, staged = folder(tmp_path / "final", "old"), folder(tmp_path / "staged", "new")
     with pytest.raises(OSError, match="Input/output"):
-        commit.publish_directory(staged, final, tmp_path / "aside")
+        durable.publish_directory(staged, final, tmp_path / "aside")
     assert (final / "f").read_text() == "old"
     assert (staged / "f").read_text() == "new"
 
@@ -93,11 +93,11 @@ def test_a_copy_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device", str(target))
 
     monkeypatch.setattr(os, "replace", cross)
-    monkeypatch.setattr(commit.shutil, "copyfile", full)
+    monkeypatch.setattr(durable.shutil, "copyfile", full)
     (tmp_path / "staged").write_text("new")
     (tmp_path / "to").mkdir()
     with pytest.raises(OSError, match="No space"):
-        commit.publish_file(tmp_path / "staged", tmp_path / "to/final")
+        durable.publish_file(tmp_path / "staged", tmp_path / "to/final")
     assert os.listdir(tmp_path / "to") == []
 
 
@@ -106,27 +106,27 @@ def test_a_copy_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
 def test_a_rename_that_the_disk_does_not_confirm_is_taken_back(tmp_path, monkeypatch, can_exchange, there):
     """fsync of the parent fails after the new name is there: what had the name has it again, and the new one is in staging."""
     if not can_exchange:
-        monkeypatch.setattr(commit, "exchange", lambda *_: False)
+        monkeypatch.setattr(durable, "exchange", lambda *_: False)
     final, staged = tmp_path / "final", folder(tmp_path / "staged", "new")
     if there:
         folder(final, "old")
-    real = commit.sync_directory
+    real = durable.sync_directory
 
     def flaky(path):
         if path == str(tmp_path) and final.exists() and (final / "f").read_text() == "new":
             raise OSError(5, "Input/output error", path)
         real(path)
 
-    monkeypatch.setattr(commit, "sync_directory", flaky)
+    monkeypatch.setattr(durable, "sync_directory", flaky)
     with pytest.raises(OSError, match="Input/output"):
-        commit.publish_directory(staged, final, tmp_path / "aside")
+        durable.publish_directory(staged, final, tmp_path / "aside")
     assert (final / "f").read_text() == "old" if there else not final.exists()
     assert (staged / "f").read_text() == "new"
     (tmp_path / "a").write_text("new")
     (tmp_path / "b").write_text("old")
-    monkeypatch.setattr(commit, "sync_directory", lambda path: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    monkeypatch.setattr(durable, "sync_directory", lambda path: (_ for _ in ()).throw(OSError(5, "Input/output error")))
     with pytest.raises(OSError, match="Input/output"):
-        commit.publish_file(tmp_path / "a", tmp_path / "b")
+        durable.publish_file(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "b").read_text() == "old"
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.endswith(".old")) == []
 
@@ -136,14 +136,14 @@ def test_a_rename_that_the_disk_does_not_confirm_is_taken_back(tmp_path, monkeyp
 def test_a_file_and_a_directory_replace_each_other(tmp_path, monkeypatch, can_exchange, old):
     """A single-file checkpoint takes the name of a sharded one and the other way round; nothing is left beside it."""
     if not can_exchange:
-        monkeypatch.setattr(commit, "exchange", lambda *_: False)
+        monkeypatch.setattr(durable, "exchange", lambda *_: False)
     final, staged = tmp_path / "final", tmp_path / "staged"
     for path, is_file in ((final, old == "file"), (staged, old == "directory")):
         if is_file:
             path.write_text(path.name)
         else:
             folder(path, path.name)
-    commit.publish(staged, final, lambda: tmp_path / ".final.old")
+    durable.publish(staged, final, lambda: tmp_path / ".final.old")
     assert (final if old == "directory" else final / "f").read_text() == "staged"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["final"]
 
@@ -152,7 +152,7 @@ def test_a_directory_gets_a_further_name(tmp_path):
     """Its files are hard links; a file that had the name is replaced."""
     folder(tmp_path / "a", "new")
     (tmp_path / "last").write_text("old")
-    link = commit.Link(path=tmp_path / "last")
-    commit.publish_link(tmp_path / "a", tmp_path / "staged", link, lambda: tmp_path / ".last.old")
+    link = durable.Link(path=tmp_path / "last")
+    durable.publish_link(tmp_path / "a", tmp_path / "staged", link, lambda: tmp_path / ".last.old")
     assert os.path.samefile(tmp_path / "a/f", tmp_path / "last/f")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "last"]

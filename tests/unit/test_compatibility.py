@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from safe_ckpt import compatibility
-from safe_ckpt.compatibility import SUPPORTED, Supported, judge
+from safe_ckpt import versions as compatibility
 from safe_ckpt.errors import UnsupportedVersionError
+from safe_ckpt.versions import SUPPORTED, Supported, judge
 
 ROOT = Path(__file__).resolve().parents[2]
 SOME = Supported(lowest="2.9", newest="2.15.0", because="x is not in it", extra="lightning")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from safe_ckpt import Checkpointer
 from safe_ckpt.cli.app import app
-from safe_ckpt.core.manifest import read_manifest
+from safe_ckpt.core.formats.manifest import read_manifest
 from support import flip_bit
 
 RUNNER = CliRunner()

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from safe_ckpt import CheckpointConfig
-from safe_ckpt.core.arena import GRANULE, Arena
-from safe_ckpt.core.control import read_mark
-from safe_ckpt.core.copying import Copy
 from safe_ckpt.core.cuda import Cuda
-from safe_ckpt.core.device_copies import DeviceCopies
-from safe_ckpt.core.move import Move, place
-from safe_ckpt.core.taking import Taker
+from safe_ckpt.core.saving.stager import Taker
+from safe_ckpt.core.staging.buffer import GRANULE, Arena
+from safe_ckpt.core.staging.copy import Copy
+from safe_ckpt.core.staging.device_copies import DeviceCopies, Move
+from safe_ckpt.core.staging.progress import read_mark
 
 BASE = 4096
 
@@ -91,7 +90,7 @@ class Remembering(Cuda):
 
     def copy(self, move, memory, *, non_blocking):
         stream = self.current(None)
-        stream.queue.append(lambda: place(move, memory))
+        stream.queue.append(lambda: move.into(memory))
         if not non_blocking:
             stream.synchronize()
 

@@ -16,14 +16,15 @@ from typer.testing import CliRunner
 
 from safe_ckpt import Checkpointer
 from safe_ckpt.cli.app import app
-from safe_ckpt.core.lease import Lease
-from safe_ckpt.doctor import Options, cgroup, diagnose, judging, limits, memory, mounts, report, surroundings
+from safe_ckpt.core.directory.lease import Lease
+from safe_ckpt.doctor import Options, cgroup, diagnose, examination, limits, machine, rank_findings, surroundings
+from safe_ckpt.doctor import disk as mounts
+from safe_ckpt.doctor.durability import judge_fsync
 from safe_ckpt.doctor.finding import Finding, refused, worst
-from safe_ckpt.doctor.running import Check
+from safe_ckpt.doctor.runner import Check
 from safe_ckpt.doctor.space import judge_space
-from safe_ckpt.doctor.throughput import Pass, judge_speed
+from safe_ckpt.doctor.speed import Pass, judge_speed
 from safe_ckpt.doctor.world import world_of
-from safe_ckpt.doctor.writing import judge_fsync
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.testing import FaultyStorage, small_disk
 from support import kill_group, needs_root, run_script
@@ -144,11 +145,11 @@ def test_a_check_that_breaks_leaves_nothing(tmp_path, monkeypatch):
 
         return (Check(name="broken", run=run),)
 
-    monkeypatch.setattr(report, "ON_DIRECTORY", breaks(RuntimeError("a mistake")))
+    monkeypatch.setattr(examination, "ON_DIRECTORY", breaks(RuntimeError("a mistake")))
     with pytest.raises(RuntimeError, match="a mistake"):
         diagnose(tmp_path, Options())
     assert os.listdir(tmp_path) == []
-    monkeypatch.setattr(report, "ON_DIRECTORY", breaks(OSError(errno.EDQUOT, "Disk quota exceeded")))
+    monkeypatch.setattr(examination, "ON_DIRECTORY", breaks(OSError(errno.EDQUOT, "Disk quota exceeded")))
     found = diagnose(tmp_path, Options()).findings[0]
     assert (found.check, found.state) == ("broken", "fail")
     assert "quota" in found.advice
@@ -277,8 +278,8 @@ def test_a_mount_of_containers_and_of_programs():
         (judge_space(free_bytes=3 * GIB, total_bytes=90 * GIB, size=4 * GIB), "fail"),
         (judge_fsync(2e-3, 1e-3, in_memory=False), "ok"),
         (judge_fsync(2e-3, 3.0, in_memory=False), "warn"),
-        (memory.judge_memory(free_bytes=GIB, limit_bytes=2 * GIB, size=3 * GIB), "warn"),
-        (memory.judge_memory(free_bytes=9 * GIB, limit_bytes=None, size=3 * GIB), "ok"),
+        (machine.judge_memory(free_bytes=GIB, limit_bytes=2 * GIB, size=3 * GIB), "warn"),
+        (machine.judge_memory(free_bytes=9 * GIB, limit_bytes=None, size=3 * GIB), "ok"),
         (limits.judge_cores(8, 2.0, 2), "warn"),
         (limits.judge_cores(8, None, 2), "ok"),
         (surroundings.judge_resolver({"a": 0.1, "b": 5.0}), "warn"),
@@ -379,12 +380,12 @@ def test_ranks_that_differ_are_named():
         "settings_problem": "",
     }
     told = {0: self, 1: {**self, "versions": {"torch": "3"}}, 2: {**self, "settings": "t"}}
-    (found,) = judging.versions(told)
+    (found,) = rank_findings.versions(told)
     assert (found.state, found.measured) == ("fail", "torch: ranks 0, 2: 2; rank 1: 3")
-    assert judging.settings(told).measured == "ranks 0, 1: s; rank 2: t"
+    assert rank_findings.settings(told).measured == "ranks 0, 1: s; rank 2: t"
     seen = {0: {"seen": True}, 1: {"seen": True, "after_s": 0.1, "problem": "it cannot write there"}}
-    assert "rank 1: it cannot write there" in judging.directories(told, seen)[0].measured
-    found = judging.groups({0: {"group": ""}, 1: {"group": "connect failed"}})
+    assert "rank 1: it cannot write there" in rank_findings.directories(told, seen)[0].measured
+    found = rank_findings.groups({0: {"group": ""}, 1: {"group": "connect failed"}})
     assert (found.state, found.measured) == ("fail", "rank 1: connect failed")
 
 
@@ -393,7 +394,7 @@ def test_only_what_is_amiss_on_another_host_is_told():
     amiss = Finding(check="cores", state="warn", measured="1", advice="more").to_json()
     fine = Finding(check="swap", state="ok", measured="none").to_json()
     told = {0: {"machine": "a", "host": "a"}, 1: {"machine": "b", "host": "b"}, 2: {"machine": "b", "host": "b"}}
-    _, found = judging.machines(told, {0: {}, 1: {"findings": [fine, amiss]}, 2: {"findings": [fine, amiss]}})
+    _, found = rank_findings.machines(told, {0: {}, 1: {"findings": [fine, amiss]}, 2: {"findings": [fine, amiss]}})
     assert (found.check, found.where) == ("cores", "b (ranks 1, 2)")
 
 

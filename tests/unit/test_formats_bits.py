@@ -8,13 +8,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from safe_ckpt import Checkpointer
-from safe_ckpt.core.checksum import crc32
-from safe_ckpt.core.direct import save_archive
-from safe_ckpt.core.manifest import read_manifest
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.saving.one_shot import save_archive
+from safe_ckpt.core.storage.checksum import crc32
 from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from safe_ckpt.formats import scanning
-from safe_ckpt.formats.checkpoint_check import judge, plan
-from safe_ckpt.formats.torch_files import open_archive
+from safe_ckpt.inspection import scanning
+from safe_ckpt.inspection.check import judge, plan
+from safe_ckpt.inspection.torch_reader import open_archive
 
 
 class Memory:

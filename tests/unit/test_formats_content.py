@@ -16,15 +16,15 @@ from typer.testing import CliRunner
 from fuzz.fuzz_formats import zip_of
 from safe_ckpt import Checkpointer
 from safe_ckpt.cli.app import app
-from safe_ckpt.core.direct import save_archive
+from safe_ckpt.core.saving.one_shot import save_archive
 from safe_ckpt.errors import CorruptCheckpointError
-from safe_ckpt.formats import pickles
-from safe_ckpt.formats.checkpoint_check import judge, plan
-from safe_ckpt.formats.content import read_content
-from safe_ckpt.formats.equality import same
-from safe_ckpt.formats.pickles import read_pickle
-from safe_ckpt.formats.structure import read_structure
-from safe_ckpt.formats.values import Mapped
+from safe_ckpt.inspection import pickle_reader
+from safe_ckpt.inspection.check import judge, plan
+from safe_ckpt.inspection.content import read_content
+from safe_ckpt.inspection.equality import same
+from safe_ckpt.inspection.pickle_reader import read_pickle
+from safe_ckpt.inspection.structure import read_structure
+from safe_ckpt.inspection.values import Mapped
 
 
 def save_dcp(folder, state):
@@ -366,8 +366,8 @@ def test_a_piece_that_is_not_what_the_metadata_says(tmp_path):
 
 def test_what_is_too_long_to_be_looked_at_is_not_called_damaged(tmp_path, monkeypatch):
     """The pickle of a hundred thousand tensors: its checksums are compared all the same, and the rest is "cannot tell"."""
-    monkeypatch.setattr(pickles, "_MOST_WORK", 10_000)
-    monkeypatch.setattr(pickles, "_LARGE_BYTES", 30_000)
+    monkeypatch.setattr(pickle_reader, "_MOST_WORK", 10_000)
+    monkeypatch.setattr(pickle_reader, "_LARGE_BYTES", 30_000)
     pickle = b"\x80\x02](" + b"cx\ny\n)R" * 5_000 + b"e."
     records = {"a/data.pkl": pickle, "a/byteorder": b"little", "a/data/0": bytes(100)}
     (tmp_path / "x.pt").write_bytes(zip_of(records))

@@ -40,14 +40,16 @@ def test_no_input_of_the_corpus_breaks_a_reader(readers, target):
 def test_a_broken_reader_would_be_noticed(readers, monkeypatch):
     """Another exception, a payload that runs, and no answer in time: each comes out."""
     with pytest.raises(ZeroDivisionError):
-        monkeypatch.setitem(readers, "pickles", type("", (), {"read_pickle": lambda *_: 1 / 0}))
+        monkeypatch.setitem(readers, "pickle_reader", type("", (), {"read_pickle": lambda *_: 1 / 0}))
         fuzz_formats.run_one(b"\0N.")
     with pytest.raises(fuzz_formats.BrokenPromise, match="ran code"):
-        monkeypatch.setitem(readers, "pickles", type("", (), {"read_pickle": lambda *_: os.system("true")}))
+        monkeypatch.setitem(readers, "pickle_reader", type("", (), {"read_pickle": lambda *_: os.system("true")}))
         fuzz_formats.run_one(b"\0N.")
     with pytest.raises(fuzz_formats.BrokenPromise, match="no answer"):
         monkeypatch.setattr(fuzz_formats, "MOST_S", 0.05)
-        monkeypatch.setitem(readers, "pickles", type("", (), {"read_pickle": lambda *_: threading.Event().wait(20)}))
+        monkeypatch.setitem(
+            readers, "pickle_reader", type("", (), {"read_pickle": lambda *_: threading.Event().wait(20)})
+        )
         fuzz_formats.run_one(b"\0N.")
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 

@@ -19,8 +19,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from safe_ckpt import CheckpointConfig, Checkpointer, Telemetry, Timeouts
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Agreed, Committed, Failed, Quarantined, Respawned, Resumed, Snapshotted, Written
-from safe_ckpt.hooks import asked_for, jsonl
-from safe_ckpt.hooks.jsonl import JsonlHook
+from safe_ckpt.hooks import asked_for, event_log
+from safe_ckpt.hooks.event_log import JsonlHook
 from safe_ckpt.hooks.opentelemetry import OpenTelemetryHook
 from safe_ckpt.hooks.prometheus import PrometheusHook
 from safe_ckpt.hooks.scalars import ScalarsHook
@@ -132,7 +132,7 @@ def test_a_line_that_the_disk_takes_in_pieces_is_whole(tmp_path, monkeypatch):
         return done
 
     hook = JsonlHook(path)
-    monkeypatch.setattr(jsonl.os, "write", short)
+    monkeypatch.setattr(event_log.os, "write", short)
     tell(hook, save(1))
     assert [line["event"] for line in lines(path)] == ["run", "agreed", "snapshotted", "written", "committed"]
     room[0] = 10

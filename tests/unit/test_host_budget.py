@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from safe_ckpt import CheckpointConfig, Checkpointer
-from safe_ckpt.core import layout, snapshot
-from safe_ckpt.core.arena import GRANULE, Arena
-from safe_ckpt.core.control import read_mark
-from safe_ckpt.core.direct_io import SinkOptions
-from safe_ckpt.core.reading import digest_of, read_whole
-from safe_ckpt.core.sink import write_file
-from safe_ckpt.core.streaming import stream_file
-from safe_ckpt.core.writer import Writer
+from safe_ckpt.core.formats import file_plan
+from safe_ckpt.core.staging import snapshot
+from safe_ckpt.core.staging.buffer import GRANULE, Arena
+from safe_ckpt.core.staging.progress import read_mark
+from safe_ckpt.core.storage.direct_io import SinkOptions
+from safe_ckpt.core.storage.reader import digest_of, read_whole
+from safe_ckpt.core.writer.file_writer import write_file
+from safe_ckpt.core.writer.stream_writer import stream_file
+from safe_ckpt.core.writer.supervisor import Writer
 from safe_ckpt.errors import ConfigError
 from support import Quiet, run_script
 
@@ -33,10 +34,12 @@ def mixed():
 
 
 IMAGES = {
-    "archive": lambda: layout.torch_image("x.pt", mixed(), strict=True, key="x"),
-    "single file": lambda: layout.single(layout.torch_image("x.pt", mixed(), strict=True, key="x"), "x.pt"),
-    "safetensors": lambda: layout.safetensors_image("x.safetensors", {"a": torch.randn(900_001), "b": torch.ones(3)}),
-    "json": lambda: layout.json_image("x.json", {"a": [1, 2.5, "x"]}),
+    "archive": lambda: file_plan.torch_image("x.pt", mixed(), strict=True, key="x"),
+    "single file": lambda: file_plan.single(file_plan.torch_image("x.pt", mixed(), strict=True, key="x"), "x.pt"),
+    "safetensors": lambda: file_plan.safetensors_image(
+        "x.safetensors", {"a": torch.randn(900_001), "b": torch.ones(3)}
+    ),
+    "json": lambda: file_plan.json_image("x.json", {"a": [1, 2.5, "x"]}),
 }
 
 

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from safe_ckpt.core import arena
-from safe_ckpt.core.arena import GRANULE, Arena
-from safe_ckpt.core.host_memory import available_bytes
+from safe_ckpt.core.staging import buffer
+from safe_ckpt.core.staging.buffer import GRANULE, Arena
+from safe_ckpt.core.staging.host_memory import available_bytes
 from safe_ckpt.errors import NotEnoughSpaceError
 
 GIB = 1 << 30
@@ -61,7 +61,7 @@ def test_version_1_groups_limit_too(machine):
 
 def test_a_snapshot_that_does_not_fit_is_an_error_and_not_a_kill(monkeypatch):
     """Asked for more than is left: a typed error with needed and free, before a page is touched."""
-    monkeypatch.setattr(arena.host_memory, "available_bytes", lambda: 5 << 20)
+    monkeypatch.setattr(buffer.host_memory, "available_bytes", lambda: 5 << 20)
     one = Arena()
     one.reserve(4 << 20)
     with pytest.raises(NotEnoughSpaceError) as caught:
@@ -79,9 +79,9 @@ def allocated_bytes(fd):
 @pytest.mark.parametrize("can_map", [True, False], ids=["populating", "older kernel"])
 def test_all_of_an_arena_is_allocated_before_it_is_filled(monkeypatch, by_faults, can_map):
     """Whatever the kernel can and the machine is set to: memory that is short is an error of reserve, never a SIGBUS later."""
-    monkeypatch.setattr(arena, "_huge_on_advice", lambda: by_faults)
+    monkeypatch.setattr(buffer, "_huge_on_advice", lambda: by_faults)
     if not can_map:
-        monkeypatch.setattr(arena, "_map", lambda start, length: False)
+        monkeypatch.setattr(buffer, "_map", lambda start, length: False)
     made = Arena()
     for size in (GRANULE + 5, 9 * GRANULE):
         made.reserve(size)
@@ -103,7 +103,7 @@ def test_memory_that_runs_out_half_way_is_given_back(monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return writing(fd, data[: len(data) // 2 or 1], at)
 
-    monkeypatch.setattr(arena, "_huge_on_advice", lambda: False)
+    monkeypatch.setattr(buffer, "_huge_on_advice", lambda: False)
     monkeypatch.setattr(os, "pwrite", pwrite)
     with pytest.raises(NotEnoughSpaceError):
         made.reserve(20 * GRANULE)
@@ -133,7 +133,7 @@ def test_closing_stops_an_allocation(monkeypatch):
         except OSError as error:
             found.append(error.errno)
 
-    monkeypatch.setattr(arena, "_huge_on_advice", lambda: False)
+    monkeypatch.setattr(buffer, "_huge_on_advice", lambda: False)
     monkeypatch.setattr(os, "pwrite", pwrite)
     allocating = threading.Thread(target=reserve)
     allocating.start()

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from fuzz import hostile
 from safe_ckpt import Checkpointer
 from safe_ckpt.cli.app import app
-from safe_ckpt.core.resharding import read_metadata
+from safe_ckpt.core.sharding.dcp_load import read_metadata
 from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError, RestoreError
 
 MOST_CPU_S = 10

@@ -12,8 +12,8 @@ def test_the_package_imports_no_framework():
         for name in safe_ckpt.__all__:
             getattr(safe_ckpt, name)
         import safe_ckpt.core
-        for module in pkgutil.iter_modules(safe_ckpt.core.__path__):
-            importlib.import_module("safe_ckpt.core." + module.name)
+        for module in pkgutil.walk_packages(safe_ckpt.core.__path__, "safe_ckpt.core."):
+            importlib.import_module(module.name)
         print([name for name in {FRAMEWORKS!r} if name in sys.modules])
     """
     done = run_script(code)
@@ -24,7 +24,7 @@ def test_the_writer_process_imports_no_torch():
     """The child that writes stays small: it imports neither torch nor numpy."""
     code = """
         import sys
-        import safe_ckpt.core.writer_process
+        import safe_ckpt.core.writer.process
         print([name for name in ("torch", "numpy", "yaml", "safetensors") if name in sys.modules])
     """
     done = run_script(code)

@@ -15,12 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safe_ckpt.core import layout, safetensors_names, snapshot
-from safe_ckpt.core.arena import Arena
-from safe_ckpt.core.direct_io import SinkOptions
-from safe_ckpt.core.manifest import RECORD_NAME, archive_digest, read_manifest
-from safe_ckpt.core.sink import write_file
-from safe_ckpt.core.verify import verify, verify_if_ours
+from safe_ckpt.core.formats import file_plan
+from safe_ckpt.core.formats import safetensors as safetensors_names
+from safe_ckpt.core.formats.manifest import RECORD_NAME, archive_digest, read_manifest
+from safe_ckpt.core.formats.verify import verify, verify_if_ours
+from safe_ckpt.core.staging import snapshot
+from safe_ckpt.core.staging.buffer import Arena
+from safe_ckpt.core.storage.direct_io import SinkOptions
+from safe_ckpt.core.writer.file_writer import write_file
 from safe_ckpt.errors import CorruptCheckpointError, StateError
 from support import Quiet
 
@@ -40,7 +42,7 @@ def write(image, folder, manifest=None):
 
 
 def torch_file(obj, folder, *, strict=True):
-    return write(layout.torch_image("x.pt", obj, strict=strict, key="x"), folder)[0]
+    return write(file_plan.torch_image("x.pt", obj, strict=strict, key="x"), folder)[0]
 
 
 def same(one, other):
@@ -175,8 +177,8 @@ def test_any_tensor_round_trips(tmp_path_factory, dtype, shape, skip, transpose)
     tensor = tensor.transpose(0, -1) if transpose and len(shape) > 1 else tensor
     folder = tmp_path_factory.mktemp("x")
     same(tensor, torch.load(torch_file({"t": tensor}, folder), weights_only=True)["t"])
-    if layout.fits_safetensors({"t": tensor}):
-        file, _ = write(layout.safetensors_image("x.safetensors", {"t": tensor}), folder)
+    if file_plan.fits_safetensors({"t": tensor}):
+        file, _ = write(file_plan.safetensors_image("x.safetensors", {"t": tensor}), folder)
         found = safetensors.torch.load_file(file)["t"]
         assert found.dtype == dtype
         assert bits(found).equal(bits(tensor))
@@ -203,11 +205,11 @@ def test_an_archive_larger_than_four_gigabytes(tmp_path):
     """Sizes and offsets beyond 32 bits: zip64, read back by torch and zipfile (the payload is sparse zeros)."""
     size = (1 << 32) + 10
     records, pieces, at = [], [], 0
-    from safe_ckpt.core import zip_format
+    from safe_ckpt.core.formats import zip_archive
 
     for name, length in (("data/0", size), ("data/1", 5)):
-        record = zip_format.place(f"archive/{name}", length, at)
-        pieces.append((record.header_offset, zip_format.local_header(record)))
+        record = zip_archive.place(f"archive/{name}", length, at)
+        pieces.append((record.header_offset, zip_archive.local_header(record)))
         records.append(record)
         at = record.end
     crcs = {"archive/data/0": 0xA0E3F60C, "archive/data/1": zlib.crc32(bytes(5))}
@@ -218,9 +220,9 @@ def test_an_archive_larger_than_four_gigabytes(tmp_path):
             stream.write(data)
         for record in records:
             stream.seek(record.data_offset + record.size)
-            stream.write(zip_format.descriptor(crcs[record.name], record.size))
+            stream.write(zip_archive.descriptor(crcs[record.name], record.size))
         stream.seek(at)
-        stream.write(zip_format.closing(records, crcs, at) + zip_format.COMMENT_PREFIX + b"0" * 32)
+        stream.write(zip_archive.closing(records, crcs, at) + zip_archive.COMMENT_PREFIX + b"0" * 32)
     with zipfile.ZipFile(file) as archive:
         assert [entry.file_size for entry in archive.infolist()] == [size, 5]
         assert archive.infolist()[1].header_offset > 1 << 32
@@ -231,7 +233,7 @@ def test_an_archive_larger_than_four_gigabytes(tmp_path):
 
 def test_every_single_flipped_byte_is_found(tmp_path):
     """Whichever byte of a single-file checkpoint changes, verification says so: payload, structure, directory, comment."""
-    image = layout.single(layout.torch_image("x.ckpt", {"w": torch.arange(40)}, strict=True, key="x"), "x.ckpt")
+    image = file_plan.single(file_plan.torch_image("x.ckpt", {"w": torch.arange(40)}, strict=True, key="x"), "x.ckpt")
     facts = {"format": "safe_ckpt", "format_version": 1, "name": "x.ckpt", "sequence": 1, "step": 1, "op_id": "a",
              "world_size": 1, "metrics": {}, "versions": {}, "items": {}, "notes": {}, "created_at": "now"}  # fmt: skip
     file, result = write(image, tmp_path, facts)
@@ -260,8 +262,8 @@ def test_safetensors_is_read_by_its_own_library(tmp_path):
     tied = torch.randn(4, 4)
     tensors = {"b": tied, "a": tied, "half": torch.ones(3, dtype=torch.float16), "flag": torch.tensor([True]),
                "image": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), "none": torch.empty(0)}  # fmt: skip
-    assert layout.fits_safetensors(tensors)
-    file, _ = write(layout.safetensors_image("x.safetensors", tensors), tmp_path)
+    assert file_plan.fits_safetensors(tensors)
+    file, _ = write(file_plan.safetensors_image("x.safetensors", tensors), tmp_path)
     loaded = safetensors.torch.load_file(file)
     assert set(loaded) == {"b", "half", "flag", "image", "none"}
     for name in loaded:
@@ -287,14 +289,14 @@ def test_safetensors_is_read_by_its_own_library(tmp_path):
 )
 def test_safetensors_is_chosen_only_where_it_is_exact(data, fits):
     """A dict goes to safetensors exactly when that format can hold it without loss."""
-    assert layout.fits_safetensors(data) is fits
+    assert file_plan.fits_safetensors(data) is fits
 
 
 def test_overlapping_tensors_do_not_go_to_safetensors():
     """Partly shared memory cannot be expressed there."""
     base = torch.arange(10)
-    assert not layout.fits_safetensors({"a": base[:6], "b": base[4:]})
-    assert layout.fits_safetensors({"a": base, "b": base})
+    assert not file_plan.fits_safetensors({"a": base[:6], "b": base[4:]})
+    assert file_plan.fits_safetensors({"a": base, "b": base})
 
 
 @pytest.mark.parametrize(
@@ -312,9 +314,9 @@ def test_overlapping_tensors_do_not_go_to_safetensors():
 )
 def test_json_is_chosen_only_where_it_is_exact(value, exact):
     """JSON is used only for what it gives back exactly."""
-    assert layout.is_exact_json(value) is exact
+    assert file_plan.is_exact_json(value) is exact
     if exact:
-        image = layout.json_image("x", value)
+        image = file_plan.json_image("x", value)
         assert json.loads(image.pieces[0][1]) == value
 
 
@@ -340,7 +342,7 @@ class Custom:
 def test_what_cannot_be_saved_is_refused_by_name(state, where, words):
     """An object that weights_only loading would refuse is refused before anything is written, and named."""
     with pytest.raises(StateError) as caught:
-        layout.torch_image("x.pt", state, strict=True, key="state['x']")
+        file_plan.torch_image("x.pt", state, strict=True, key="state['x']")
     assert caught.value.key == where
     assert words in str(caught.value)
 
@@ -351,14 +353,14 @@ def test_a_bottomless_structure_is_refused():
     for _ in range(100_000):
         deep = [deep]
     with pytest.raises(StateError, match="nested too deeply"):
-        layout.torch_image("x.pt", deep, strict=True, key="x")
+        file_plan.torch_image("x.pt", deep, strict=True, key="x")
 
 
 def test_without_strict_anything_that_torch_saves_is_saved(tmp_path):
     """Lightning's checkpoints may hold arbitrary objects: numpy arrays are copied, classes kept."""
     array = numpy.arange(3)
     obj = {"array": array, "custom": Counter(a=1), "set": frozenset([1])}
-    image = layout.torch_image("x.pt", obj, strict=False, key="x")
+    image = file_plan.torch_image("x.pt", obj, strict=False, key="x")
     array[0] = 99
     loaded = torch.load(write(image, tmp_path)[0], weights_only=False)
     assert loaded["array"].tolist() == [0, 1, 2]

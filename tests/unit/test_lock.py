@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from safe_ckpt import set_up_directory
-from safe_ckpt.core import lease as leases
-from safe_ckpt.core import lock as locks
-from safe_ckpt.core.lease import Lease
-from safe_ckpt.core.lock import JobLock
-from safe_ckpt.core.root import Root
+from safe_ckpt.core.directory import lease as leases
+from safe_ckpt.core.directory import lock as locks
+from safe_ckpt.core.directory.lease import Lease
+from safe_ckpt.core.directory.lock import JobLock
+from safe_ckpt.core.directory.workspace import Root
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 from support import HOLD_LOCK, holding_lock, needs_root
 

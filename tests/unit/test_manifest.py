@@ -4,8 +4,8 @@ import json
 import pytest
 import xxhash
 
-from safe_ckpt.core.manifest import FileEntry, Manifest, read_manifest
-from safe_ckpt.core.verify import verify
+from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
+from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 
 

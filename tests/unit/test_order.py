@@ -8,19 +8,19 @@ import time
 import pytest
 
 from safe_ckpt import CheckpointConfig, Checkpointer
-from safe_ckpt.core import order, select
-from safe_ckpt.core.direct import save_archive
-from safe_ckpt.core.manifest import read_manifest
+from safe_ckpt.core.directory import catalog, commit_order
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.saving.one_shot import save_archive
 
 
 @pytest.fixture
 def new_process(monkeypatch):
     """What a process remembers is forgotten: the next save comes from another one."""
-    return lambda: monkeypatch.setattr(order, "_given", {})
+    return lambda: monkeypatch.setattr(commit_order, "_given", {})
 
 
 def save(path):
-    return save_archive({"x": 1}, path, sequence=order.sequence_beside(path)).sequence
+    return save_archive({"x": 1}, path, sequence=commit_order.sequence_beside(path)).sequence
 
 
 def test_each_is_newer_than_those_before_it_whatever_the_clocks_say(tmp_path, new_process, monkeypatch):
@@ -35,7 +35,7 @@ def test_each_is_newer_than_those_before_it_whatever_the_clocks_say(tmp_path, ne
         newest = sequence
     with Checkpointer(tmp_path) as ckpt:
         assert ckpt.save(2, {"x": 1}).result().sequence == first + 1  # directories have an order of their own
-    found = select.newest_first(select.list_files(tmp_path, ".ckpt"))
+    found = catalog.newest_first(catalog.list_files(tmp_path, ".ckpt"))
     assert [candidate.path.name for candidate in found] == ["2.ckpt", "1.ckpt", "0.ckpt"]
 
 
@@ -47,10 +47,10 @@ def test_a_record_that_is_torn_or_hostile_is_read_as_far_as_it_goes(tmp_path, ne
     lines = [json.dumps({"event": "committed", "sequence": number}) for number in (7, -1, True, 1 << 60, "9", None)]
     (hidden / "events.jsonl.1").write_text("\n".join(["ted", '["committed"]', *lines, '{"event": "committed", "seq']))
     (hidden / "events.jsonl").write_text('{"event": "agreed"}\n')
-    assert order.sequence_beside(tmp_path / "a/b/x.ckpt") == 8
-    assert order.sequence_beside(tmp_path / "y.ckpt") == 9
+    assert commit_order.sequence_beside(tmp_path / "a/b/x.ckpt") == 8
+    assert commit_order.sequence_beside(tmp_path / "y.ckpt") == 9
     new_process()
-    assert order.last_beside(tmp_path / "y.ckpt") == 7
+    assert commit_order.last_beside(tmp_path / "y.ckpt") == 7
 
 
 def test_without_a_record(tmp_path, new_process, monkeypatch):
@@ -115,7 +115,7 @@ def test_of_equal_numbers_the_later_one_is_the_newer(tmp_path):
     save_archive({"x": 1}, tmp_path / "b.ckpt", sequence=5)
     time.sleep(0.002)  # the manifest has milliseconds
     save_archive({"x": 1}, tmp_path / "a.ckpt", sequence=5)
-    found = select.newest_first(select.list_files(tmp_path, ".ckpt"))
+    found = catalog.newest_first(catalog.list_files(tmp_path, ".ckpt"))
     assert [candidate.path.name for candidate in found] == ["a.ckpt", "b.ckpt"]
 
 
@@ -136,7 +136,7 @@ def test_folders_that_come_and_go_do_not_matter(tmp_path):
     thread.start()
     try:
         for _ in range(200):
-            assert [candidate.path.name for candidate in select.list_files(tmp_path, ".ckpt")] == ["x.ckpt"]
+            assert [candidate.path.name for candidate in catalog.list_files(tmp_path, ".ckpt")] == ["x.ckpt"]
     finally:
         over.set()
         thread.join()

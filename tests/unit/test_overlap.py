@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from safe_ckpt import CheckpointConfig, Checkpointer
-from safe_ckpt.core import gate
-from safe_ckpt.core.copying import Copy
-from safe_ckpt.core.overlap import Deferral, expected_state_bytes
+from safe_ckpt.core.staging import optimizer_gate
+from safe_ckpt.core.staging.copy import Copy
+from safe_ckpt.core.staging.overlap import Deferral, expected_state_bytes
 from safe_ckpt.errors import SaveError
 
 OVERLAPPED = CheckpointConfig(snapshot="overlapped", record_events=False)
@@ -526,7 +526,7 @@ def test_no_tensor_is_kept_alive_by_a_finished_save(tmp_path):
     with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
         ckpt.save(1, {"model": net, "optimizer": optimizer}).result(timeout_s=60)
         train(net, optimizer)
-        assert gate._pending == ()
+        assert optimizer_gate._pending == ()
         gone = []
         torch.utils.weak.weakref.finalize(net, lambda: gone.append(1))
         del net, optimizer

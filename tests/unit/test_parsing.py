@@ -7,19 +7,20 @@ import pickle
 import pytest
 import torch
 
-from safe_ckpt.core import parsing, pickling, snapshot
-from safe_ckpt.core.arena import Arena
-from safe_ckpt.core.direct_io import SinkOptions
-from safe_ckpt.core.layout import safetensors_image, torch_image
-from safe_ckpt.core.reading import read_whole
-from safe_ckpt.core.sink import write_file
+from safe_ckpt.core.formats import parsing, torch_archive
+from safe_ckpt.core.formats.file_plan import safetensors_image, torch_image
+from safe_ckpt.core.staging import snapshot
+from safe_ckpt.core.staging.buffer import Arena
+from safe_ckpt.core.storage.direct_io import SinkOptions
+from safe_ckpt.core.storage.reader import read_whole
+from safe_ckpt.core.writer.file_writer import write_file
 from support import Quiet
 
 
 def zoo():
     shared = torch.arange(20.0)
     return {
-        "dtypes": [torch.ones(3).to(dtype) for dtype in pickling.STORAGES],
+        "dtypes": [torch.ones(3).to(dtype) for dtype in torch_archive.STORAGES],
         "new dtypes": [torch.ones(3).to(torch.float8_e4m3fn), torch.ones(3, dtype=torch.uint16)],
         "views": [shared[:5], shared[5:], shared.view(4, 5).t()],
         "parameter": torch.nn.Parameter(torch.ones(2)),
@@ -34,9 +35,9 @@ def zoo():
 
 def test_structures_are_pickled_as_torch_does_it(monkeypatch):
     """The quick reduction of plain tensors gives, byte for byte, what Tensor.__reduce_ex__ gives."""
-    quick = pickling.pickle_state(zoo(), strict=True, key="x")
-    monkeypatch.setattr(pickling, "_is_plain", lambda _: False)
-    slow = pickling.pickle_state(zoo(), strict=True, key="x")
+    quick = torch_archive.pickle_state(zoo(), strict=True, key="x")
+    monkeypatch.setattr(torch_archive, "_is_plain", lambda _: False)
+    slow = torch_archive.pickle_state(zoo(), strict=True, key="x")
     assert quick.data == slow.data
     assert list(quick.storages) == list(slow.storages)
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from safe_ckpt.core import plan_data
+from safe_ckpt.core.sharding import plan_data
 from safe_ckpt.errors import StateError
 
 NAMES = st.text(max_size=30)
@@ -196,4 +196,4 @@ def test_no_source_unpickles_what_came_through_a_store():
         for file in home.rglob("*.py")
         if "pickle.load" in (text := file.read_text(encoding="utf-8")) or "Unpickler" in text
     }
-    assert reading == {"core/resharding.py", "lightning/peek.py", "testing/ranks.py"}
+    assert reading == {"core/sharding/dcp_load.py", "lightning/peek.py", "testing/ranks.py"}

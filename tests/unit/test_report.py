@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention
 from safe_ckpt.cli.app import app
-from safe_ckpt.report import bars, history, page, reading, scale, totals, words
+from safe_ckpt.report import charts, event_log, history, page, scale, summary, words
 from safe_ckpt.report.existing import list_existing
 from safe_ckpt.report.sections import Subject
 from safe_ckpt.report.style import CSS
-from safe_ckpt.units import bytes_text
+from safe_ckpt.text import bytes_text
 from support import flip_bit
 
 START = 1_800_000_000.0
@@ -56,8 +56,8 @@ def record(folder, events, name="events.jsonl"):
 
 
 def told(events):
-    read = [reading.parse(json.dumps(event).encode()) for event in events]
-    return history.tell(reading.Recording(events=tuple(event for event in read if event)))
+    read = [event_log.parse(json.dumps(event).encode()) for event in events]
+    return history.tell(event_log.Recording(events=tuple(event for event in read if event)))
 
 
 def rendered(events, **subject):
@@ -67,8 +67,8 @@ def rendered(events, **subject):
 
 def test_events_are_found_where_each_adapter_leaves_them(tmp_path):
     """In the hidden folder, in Transformers', beside Accelerate's checkpoints; rotated ones in order; else nowhere."""
-    assert reading.find_events(tmp_path / "missing") == ()
-    assert reading.find_events(tmp_path) == ()
+    assert event_log.find_events(tmp_path / "missing") == ()
+    assert event_log.find_events(tmp_path) == ()
     hidden = tmp_path / ".safe_ckpt"
     for name in (
         "events.jsonl",
@@ -80,17 +80,17 @@ def test_events_are_found_where_each_adapter_leaves_them(tmp_path):
     ):
         record(hidden, [], name)
     expected = tuple(hidden / f"events.jsonl{suffix}" for suffix in ("", ".1", ".2", ".10"))
-    assert reading.find_events(tmp_path) == expected
+    assert event_log.find_events(tmp_path) == expected
     (tmp_path / "checkpoints").mkdir()
-    assert reading.find_events(tmp_path / "checkpoints") == expected
-    assert reading.find_events(hidden) == expected
+    assert event_log.find_events(tmp_path / "checkpoints") == expected
+    assert event_log.find_events(hidden) == expected
     other = record(tmp_path / "out/_safe_ckpt", [])
-    assert reading.find_events(tmp_path / "out") == (other,)
+    assert event_log.find_events(tmp_path / "out") == (other,)
 
 
 def test_only_the_last_events_are_read_and_that_is_said(tmp_path, monkeypatch):
     """Across rotated files, whatever the blocks they are read in; what is no event is counted, not fatal."""
-    monkeypatch.setattr(reading, "_BLOCK_BYTES", 7)
+    monkeypatch.setattr(event_log, "_BLOCK_BYTES", 7)
     older = record(tmp_path, [line("committed", at, step=at) for at in range(5)], "events.jsonl.1")
     newer = record(tmp_path, [line("committed", at, step=at) for at in range(5, 10)])
     with newer.open("ab") as file:
@@ -98,25 +98,25 @@ def test_only_the_last_events_are_read_and_that_is_said(tmp_path, monkeypatch):
             b'\n{"event": "torn", "at": 18\n[1]\n\xff\xfe\n{"event": 3, "at": 1800000000}\n{"event": "x", "at": 1e400}\n'
         )
         file.write(b'{"event": "x", "at": ' + b"9" * 5000 + b"}\n" + b"[" * 60_000 + b"\n")
-    everything = reading.read_events((newer, older))
+    everything = event_log.read_events((newer, older))
     assert [event.count("step") for event in everything.events] == list(range(10))
     assert (everything.skipped, everything.earlier) == (7, False)
-    last = reading.read_events((newer, older), most=7)
+    last = event_log.read_events((newer, older), most=7)
     assert [event.count("step") for event in last.events] == list(range(3, 10))
     assert last.earlier
-    assert not reading.read_events((newer, older), most=10).earlier
+    assert not event_log.read_events((newer, older), most=10).earlier
 
 
 def test_a_line_without_an_end_takes_no_memory(tmp_path, monkeypatch):
     """Of a line longer than allowed a mark is kept: it counts as one that is no event, and those around it are read."""
-    monkeypatch.setattr(reading, "_BLOCK_BYTES", 64)
-    monkeypatch.setattr(reading, "_MOST_LINE_BYTES", 256)
+    monkeypatch.setattr(event_log, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(event_log, "_MOST_LINE_BYTES", 256)
     path = record(tmp_path, [line("committed", 1, step=1)])
     with path.open("a") as file:
         file.write('{"event": "x", "pad": "' + "a" * 100_000 + '"}\n' + json.dumps(line("committed", 2, step=2)) + "\n")
     with path.open("rb") as stream:
-        assert max(map(len, reading._backward(stream))) < 600
-    read = reading.read_events((path,))
+        assert max(map(len, event_log._backward(stream))) < 600
+    read = event_log.read_events((path,))
     assert [event.count("step") for event in read.events] == [1, 2]
     assert read.skipped == 1
 
@@ -126,7 +126,7 @@ def test_a_file_that_is_rotated_while_it_is_read_counts_once(tmp_path):
     path = record(tmp_path, [line("committed", 1, step=1)])
     os.link(path, tmp_path / "events.jsonl.1")
     files = (tmp_path / "gone", path, tmp_path / "events.jsonl.1")
-    assert len(reading.read_events(files).events) == 1
+    assert len(event_log.read_events(files).events) == 1
 
 
 _JSON = st.recursive(
@@ -178,7 +178,7 @@ def test_values_of_any_type_make_a_page(events):
     recorded = told([line(kind, at, **facts) for kind, at, facts in events])
     text = page.render(recorded, Subject(directory="/r", made_at=START))
     Elements().read(text)
-    json.dumps(totals.total(recorded).__dict__, default=str)
+    json.dumps(summary.total(recorded).__dict__, default=str)
 
 
 def test_what_became_of_each_save():
@@ -218,15 +218,15 @@ def test_what_became_of_each_save():
     assert [save.kept_bytes for save in whole.of("committed")] == [1000, 4000, 4000]
     assert whole.saves[1].gbps == pytest.approx(3000 / 0.5 / 1e9)
     assert whole.saves[2].error == "no space"
-    figures = totals.total(whole)
+    figures = summary.total(whole)
     assert (figures.committed, figures.failed, figures.interrupted, figures.in_flight) == (3, 1, 1, 1)
     # From the call for step 10 to the one for step 40, and from that for step 30 to that for step 40.
     assert figures.spanned_s == pytest.approx(69.5 - 18 + 119 - 108)
     assert figures.stall_share == pytest.approx(0.4 / figures.spanned_s)
     assert figures.at_risk_s == 70 - 38  # run 1 ended with saves after the last one that was committed
     assert (figures.removed, figures.freed_bytes) == (1, 1000)
-    assert totals.verdict(figures) == "3 saves committed, 1 failed."
-    assert totals.sentences(figures, START + 230)[0] == "Last committed: step 30, 2 minutes ago."
+    assert summary.verdict(figures) == "3 saves committed, 1 failed."
+    assert summary.sentences(figures, START + 230)[0] == "Last committed: step 30, 2 minutes ago."
     assert "1 passed over" in whole.notices[0].text
 
 
@@ -250,7 +250,7 @@ def test_an_outcome_that_nobody_knows():
     """A save that may be committed is counted and told as that: verdict, timeline and failures do not say failed."""
     unknown = line("failed", 20, name="step-2", step=2, error="rank 0 was lost", outcome_unknown=True)
     history_ = told([*a_save(1, 10), unknown])
-    figures = totals.total(history_)
+    figures = summary.total(history_)
     assert (figures.failed, figures.unknown, history_.saves[-1].outcome) == (0, 1, "outcome unknown")
     text = rendered([*a_save(1, 10), unknown])
     assert "1 save committed, none failed, 1 with an unknown outcome." in text
@@ -276,7 +276,7 @@ def test_weights_alone_are_nothing_to_resume_from():
     """An export counts as a save, but neither as the last commit nor as work that is safe, nor as a checkpoint on the disk."""
     export = {**a_save(0, 50)[-1], "name": "weights", "weights_only": True}
     whole = told([*a_save(10, 20), *a_save(20, 40), export, *a_save(30, 60)])
-    figures = totals.total(told([*a_save(10, 20), export]))
+    figures = summary.total(told([*a_save(10, 20), export]))
     assert (figures.committed, figures.last.step) == (2, 10)
     assert [save.at_risk_s for save in whole.saves] == [None, 22, None, 22]
     assert [save.kept_bytes for save in whole.saves] == [1000, 2000, None, 3000]
@@ -325,7 +325,7 @@ def test_what_accelerate_keeps_is_listed(tmp_path, monkeypatch):
     rows, problem = list_existing(tmp_path)
     assert ([row.name for row in rows], problem) == (["checkpoints/step-00000001"], "")
     with monkeypatch.context() as newer, Checkpointer(tmp_path / "checkpoints") as ckpt:
-        newer.setattr("safe_ckpt.core.manifest.FORMAT_VERSION", 99)
+        newer.setattr("safe_ckpt.core.formats.manifest.FORMAT_VERSION", 99)
         ckpt.save(2, {"x": 1}).result(timeout_s=20)
     assert "newer" in list_existing(tmp_path)[1]
 
@@ -411,8 +411,10 @@ def test_the_page_allows_itself_nothing():
 
 def test_bars_begin_at_zero_and_failures_are_told_by_shape_and_text():
     """Heights are as the values are; a failed save is a cross with its name; the unit and the range stand in words."""
-    values = [bars.Bar(label=f"step {step}", value=step / 10) for step in (1, 2, 4)]
-    text = bars.chart("Stall", "Note.", [*values, bars.Bar(label="step 5", value=None, failed=1)], "seconds", "longest")
+    values = [charts.Bar(label=f"step {step}", value=step / 10) for step in (1, 2, 4)]
+    text = charts.chart(
+        "Stall", "Note.", [*values, charts.Bar(label="step 5", value=None, failed=1)], "seconds", "longest"
+    )
     heights = [float(height) for height in re.findall(r'<rect[^>]* height="([\d.]+)"', text)]
     assert heights == pytest.approx([heights[0], 2 * heights[0], 4 * heights[0]], rel=1e-3)
     assert 'class="mark failed"' in text
@@ -423,8 +425,8 @@ def test_bars_begin_at_zero_and_failures_are_told_by_shape_and_text():
 
 def test_a_bar_that_is_cut_off_is_said():
     """One value far above the others does not flatten them: its bar ends at the top with a mark, and a sentence says so."""
-    values = [bars.Bar(label=f"step {step}", value=0.01) for step in range(50)]
-    text = bars.chart("Stall", "Note.", [*values, bars.Bar(label="step 50", value=9.0)], "seconds", "longest")
+    values = [charts.Bar(label=f"step {step}", value=0.01) for step in range(50)]
+    text = charts.chart("Stall", "Note.", [*values, charts.Bar(label="step 50", value=9.0)], "seconds", "longest")
     assert "Cut off at the top, marked with a triangle: step 50 with 9 s." in text
     assert text.count('class="mark cut"') == 1
     assert scale.fit([0.01] * 50 + [9.0], "seconds").top < 0.05
@@ -432,9 +434,9 @@ def test_a_bar_that_is_cut_off_is_said():
 
 def test_many_saves_share_bars_that_show_the_worst():
     """Any number of saves makes at most 90 bars, each the worst of its saves, and a page of a size that can be sent."""
-    values = [bars.Bar(label=f"step {step}", value=1.0 + (step == 7)) for step in range(1000)]
+    values = [charts.Bar(label=f"step {step}", value=1.0 + (step == 7)) for step in range(1000)]
     for worst, first in (("longest", "step 7: 2 s"), ("slowest", "step 0: 1 s")):
-        text = bars.chart("Stall", "Note.", values, "seconds", worst)
+        text = charts.chart("Stall", "Note.", values, "seconds", worst)
         assert text.count("<rect") <= 90
         assert first in text
         assert f"A bar stands for 12 saves and shows the {worst} of them." in text

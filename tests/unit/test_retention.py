@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safe_ckpt import CheckpointInfo, Retention
-from safe_ckpt.core.retention import best, to_delete
+from safe_ckpt.core.directory.retention import best, to_delete
 
 
 def info(sequence, step, **metrics):

@@ -10,10 +10,10 @@ import time
 import pytest
 from test_manifest import checkpoint
 
-from safe_ckpt.core import commit
-from safe_ckpt.core.lease import Lease
-from safe_ckpt.core.lock import JobLock
-from safe_ckpt.core.root import Root
+from safe_ckpt.core.directory.lease import Lease
+from safe_ckpt.core.directory.lock import JobLock
+from safe_ckpt.core.directory.workspace import Root
+from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 
 
@@ -83,7 +83,7 @@ def test_a_live_job_keeps_others_out(tmp_path):
     """A second job is refused with host, pid and start of the first; once that is killed, the next one gets in at once."""
     code = f"""
         from pathlib import Path
-        from safe_ckpt.core.root import Root
+        from safe_ckpt.core.directory.workspace import Root
         root = Root(Path({str(tmp_path / "exp")!r}), lease_s=60)
         root.open()
         print("open", flush=True)
@@ -172,7 +172,7 @@ def test_the_holder_is_told_to_people(root):
 
 def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch):
     """Where the kernel cannot exchange names: killed after each rename, the old or the new is there after a restart."""
-    monkeypatch.setattr(commit, "exchange", lambda *_: False)
+    monkeypatch.setattr(durable, "exchange", lambda *_: False)
     for stop_after in range(4):
         exp = tmp_path / f"exp{stop_after}"
         root = Root(exp, lease_s=6)
@@ -184,7 +184,7 @@ def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch):
         staged.mkdir()
         checkpoint(staged, {"f": b"new"})
         renames = iter(range(stop_after))
-        real = commit.os.rename
+        real = durable.os.rename
 
         def rename(one, other, renames=renames, real=real):
             if next(renames, None) is None:
@@ -192,9 +192,9 @@ def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch):
             real(one, other)
 
         with monkeypatch.context() as patched:
-            patched.setattr(commit.os, "rename", rename)
+            patched.setattr(durable.os, "rename", rename)
             with contextlib.suppress(KeyboardInterrupt):
-                commit.publish_directory(staged, final, root.aside("op", root.path / "step-1"))
+                durable.publish_directory(staged, final, root.aside("op", root.path / "step-1"))
         root.close()
         again = Root(exp, lease_s=6)
         again.open()
@@ -307,7 +307,7 @@ def test_jobs_that_end_and_begin_at_once_do_not_disturb_each_other(tmp_path):
     script = """
         import sys
         from pathlib import Path
-        from safe_ckpt.core.root import Root
+        from safe_ckpt.core.directory.workspace import Root
         from safe_ckpt.errors import DirectoryInUseError
         had = 0
         while had < 60:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Timeouts, WriterConfig
 from safe_ckpt.cli.app import app
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.settings import reference, schema
+from safe_ckpt.settings import describe, reference
 from safe_ckpt.settings.environment import load_effective
 from safe_ckpt.settings.keys import keys, value_at
 
@@ -261,7 +261,7 @@ def test_the_environment_changes_nothing_that_was_given(tmp_path, monkeypatch, f
 def test_reference_and_schema_are_up_to_date():
     """docs/reference says what the code says; else: make docs-reference."""
     assert (DOCS / "configuration.md").read_text() == reference.markdown(CheckpointConfig)
-    assert json.loads((DOCS / "safe_ckpt.schema.json").read_text()) == schema.schema(CheckpointConfig)
+    assert json.loads((DOCS / "safe_ckpt.schema.json").read_text()) == describe.schema(CheckpointConfig)
 
 
 def test_every_key_is_described():
@@ -314,7 +314,7 @@ def test_the_reference_of_a_key():
 )
 def test_the_schema_allows_what_the_reader_allows(file, text, good):
     """What an editor marks as wrong is refused, and what it accepts is read."""
-    validator = jsonschema.Draft202012Validator(schema.schema(CheckpointConfig))
+    validator = jsonschema.Draft202012Validator(describe.schema(CheckpointConfig))
     assert validator.is_valid(yaml.safe_load(text)) is good
     file.write_text(text)
     if good:
@@ -326,7 +326,7 @@ def test_the_schema_allows_what_the_reader_allows(file, text, good):
 
 def test_the_schema_is_one_and_holds_all_defaults():
     """It is valid itself, and each key has the description and the default that the dataclass has."""
-    made = schema.schema(CheckpointConfig)
+    made = describe.schema(CheckpointConfig)
     jsonschema.Draft202012Validator.check_schema(made)
     for key in keys(CheckpointConfig):
         found = made["$defs"][key.section.__name__]["properties"][key.name]
@@ -388,4 +388,4 @@ def test_show_prints_what_holds_and_where_it_comes_from(file, monkeypatch):
 def test_reference_and_schema_are_printed():
     """As they are in docs/reference."""
     assert run("reference").stdout == reference.markdown(CheckpointConfig)
-    assert json.loads(run("schema").stdout) == schema.schema(CheckpointConfig)
+    assert json.loads(run("schema").stdout) == describe.schema(CheckpointConfig)

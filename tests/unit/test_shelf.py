@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention
 from safe_ckpt.cli.app import app
-from safe_ckpt.core import select
+from safe_ckpt.core.directory import catalog
 from safe_ckpt.errors import NoValidCheckpointError
-from safe_ckpt.formats.checkpoint_check import judge, plan
-from safe_ckpt.formats.shelf import find_shelf
+from safe_ckpt.inspection.check import judge, plan
+from safe_ckpt.inspection.listing import find_shelf
 from support import flip_bit
 
 STATE = {"w": {"t": torch.arange(2000.0)}}
@@ -164,15 +164,15 @@ def test_linked_folders_count_as_checkpoints(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/weights").symlink_to(elsewhere)
     (elsewhere / "circle").symlink_to(tmp_path / "run")
-    assert select.looks_like_checkpoint(tmp_path / "run")
+    assert catalog.looks_like_checkpoint(tmp_path / "run")
     (elsewhere / "model.pt").unlink()
-    assert not select.looks_like_checkpoint(tmp_path / "run")
+    assert not catalog.looks_like_checkpoint(tmp_path / "run")
 
 
 def test_a_manifest_above_what_is_read_is_refused_before_the_commit(tmp_path, monkeypatch):
     """What no resume would read must not take the place of what it does."""
     make(tmp_path, 1)
-    monkeypatch.setattr("safe_ckpt.core.manifest._MOST_FILES", 1)
+    monkeypatch.setattr("safe_ckpt.core.formats.manifest._MOST_FILES", 1)
     config = CheckpointConfig(retention=Retention(keep_last=1))
     with Checkpointer(tmp_path, config) as ckpt, pytest.raises(Exception, match="more than the 1"):
         ckpt.save(2, {"a": STATE["w"], "b": STATE["w"]}).result(timeout_s=20)
@@ -187,8 +187,8 @@ def test_ctrl_c_ends_a_verification(tmp_path):
     code = """
 import os, signal, sys, threading
 from pathlib import Path
-from safe_ckpt.formats.checkpoint_check import Task, judge
-from safe_ckpt.formats.scanning import scan
+from safe_ckpt.inspection.check import Task, judge
+from safe_ckpt.inspection.scanning import scan
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 file = Path(sys.argv[1])
 def job(told):

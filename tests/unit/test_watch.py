@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from safe_ckpt.cli import watch
 from safe_ckpt.cli.app import app
-from safe_ckpt.report import following, history, reading
-from safe_ckpt.report.following import Follower
+from safe_ckpt.report import event_log, follow, history
+from safe_ckpt.report.follow import Follower
 from safe_ckpt.report.history import History
 
 START = 1_800_000_000.0
@@ -123,7 +123,7 @@ def test_only_what_was_appended_is_read(tmp_path, monkeypatch):
     assert follower.look().skipped == 0
     parsed = []
     with monkeypatch.context() as counting:
-        counting.setattr(reading, "parse", lambda line: parsed.append(line) or parse(line))
+        counting.setattr(event_log, "parse", lambda line: parsed.append(line) or parse(line))
         more = ': "finished"}\n' + a_save(2, 10) + "no event\n\n" + a_save(3, 20, error="no space")
         record(tmp_path, more + '{"event": "unfin')
         told = follower.look()
@@ -135,12 +135,12 @@ def test_only_what_was_appended_is_read(tmp_path, monkeypatch):
     assert follower.look() == everything(tmp_path)
 
 
-def parse(line, original=reading.parse):
+def parse(line, original=event_log.parse):
     return original(line)
 
 
 def everything(directory):
-    return history.tell(reading.read_events(reading.find_events(directory)))
+    return history.tell(event_log.read_events(event_log.find_events(directory)))
 
 
 @pytest.mark.parametrize(
@@ -165,15 +165,15 @@ def test_what_is_not_appended_is_read_anew(tmp_path, monkeypatch, kind):
     elif kind == "older ones deleted":
         os.unlink(f"{file}.1")
     else:
-        monkeypatch.setattr(following, "_MOST_APPENDED_BYTES", 100 if kind == "grown by much" else 1 << 20)
-        monkeypatch.setattr(reading, "MOST_EVENTS", 1 << 20 if kind == "grown by much" else 5)
+        monkeypatch.setattr(follow, "_MOST_APPENDED_BYTES", 100 if kind == "grown by much" else 1 << 20)
+        monkeypatch.setattr(event_log, "MOST_EVENTS", 1 << 20 if kind == "grown by much" else 5)
         record(tmp_path, a_save(4, 30))
     parsed = []
     with monkeypatch.context() as counting:
-        counting.setattr(reading, "parse", lambda line: parsed.append(line) or parse(line))
+        counting.setattr(event_log, "parse", lambda line: parsed.append(line) or parse(line))
         assert follower.look() != before
     assert follower.look() == everything(tmp_path)
-    assert len(parsed) >= len(b"".join(map(Path.read_bytes, reading.find_events(tmp_path))).splitlines())
+    assert len(parsed) >= len(b"".join(map(Path.read_bytes, event_log.find_events(tmp_path))).splitlines())
 
 
 def test_an_outcome_that_nobody_knows(tmp_path):

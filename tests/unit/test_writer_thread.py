@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
-from safe_ckpt.core import phases, sink
-from safe_ckpt.core.manifest import read_manifest
-from safe_ckpt.core.verify import verify
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.saving import commit_protocol
+from safe_ckpt.core.writer import file_writer
 from safe_ckpt.errors import SaveError
 from support import writers_of
 
@@ -31,7 +32,7 @@ class HungDisk:
                 self.back.wait(60)
             real(fd)
 
-        monkeypatch.setattr(sink.os, "fsync", fsync)
+        monkeypatch.setattr(file_writer.os, "fsync", fsync)
 
 
 def test_a_process_is_started_only_for_what_is_large(tmp_path):
@@ -102,7 +103,7 @@ def test_a_thread_that_comes_back_late_harms_no_file(tmp_path, monkeypatch, call
             back.wait(60)
         return real(*args, **kwargs)
 
-    check = phases.Phases._check_staged
+    check = commit_protocol.Phases._check_staged
 
     def come_back(self, entries):
         back.set()
@@ -110,8 +111,8 @@ def test_a_thread_that_comes_back_late_harms_no_file(tmp_path, monkeypatch, call
             thread.join(20)
         check(self, entries)
 
-    monkeypatch.setattr(sink.os, call, hang)
-    monkeypatch.setattr(phases.Phases, "_check_staged", come_back)
+    monkeypatch.setattr(file_writer.os, call, hang)
+    monkeypatch.setattr(commit_protocol.Phases, "_check_staged", come_back)
     times = Timeouts(fsync_stall_s=0.5, writer_stall_s=0.5, lengthy_s=60, barrier_s=20)
     with Checkpointer(tmp_path, CheckpointConfig(timeouts=times)) as ckpt:
         info = ckpt.save(1, {"w": {"t": torch.ones(1000)}}).result(timeout_s=30)
@@ -129,7 +130,7 @@ def test_an_input_output_error(tmp_path, monkeypatch):
             raise OSError(errno.EIO, "Input/output error")
         real(fd)
 
-    monkeypatch.setattr(sink.os, "fsync", fsync)
+    monkeypatch.setattr(file_writer.os, "fsync", fsync)
     with Checkpointer(tmp_path) as ckpt:
         assert ckpt.save(1, {"w": {"t": torch.ones(1000)}}).result(timeout_s=20).step == 1
         assert failed

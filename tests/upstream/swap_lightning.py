@@ -12,7 +12,7 @@ import sys
 import lightning.pytorch
 from lightning.pytorch.callbacks import model_checkpoint
 
-from safe_ckpt.core.root import HIDDEN
+from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.lightning import SafeCheckpointCallback
 
 _STOCK = model_checkpoint.ModelCheckpoint

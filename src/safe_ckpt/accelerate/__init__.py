@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from safe_ckpt import compatibility
+from safe_ckpt import versions
 
-compatibility.check("accelerate")  # before what fails on an older one
+versions.check("accelerate")  # before what fails on an older one
 
 from safe_ckpt.accelerate.handle import Handle  # noqa: E402
-from safe_ckpt.accelerate.registering import SafeCheckpointPlugin, register  # noqa: E402
+from safe_ckpt.accelerate.registration import SafeCheckpointPlugin, register  # noqa: E402
 
 __all__ = ["Handle", "SafeCheckpointPlugin", "register"]

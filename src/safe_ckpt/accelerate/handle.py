@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from safe_ckpt.accelerate import engines, loading, models, saving, sharding, support
-from safe_ckpt.accelerate.loaders import Loaders
-from safe_ckpt.accelerate.places import Places
+from safe_ckpt.accelerate import engines, load, save, strategies, support
+from safe_ckpt.accelerate import save_model as models
+from safe_ckpt.accelerate.dataloaders import Loaders
+from safe_ckpt.accelerate.directories import Places
 from safe_ckpt.accelerate.trackers import Trackers
+from safe_ckpt.adapters.patch import StandIns
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core import items
-from safe_ckpt.core.engine import Engine
-from safe_ckpt.core.stand_ins import StandIns
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.state import plan
 from safe_ckpt.errors import ClosedError
 from safe_ckpt.events import Hook
 
@@ -59,7 +60,7 @@ class Handle:
         except BaseException:
             self._engine.close(quiet=True)
             raise
-        self._shards = sharding.planner(self._engine, accelerator)
+        self._shards = strategies.planner(self._engine, accelerator)
         self._loaders = Loaders()
         for loader in accelerator._dataloaders:
             self._loaders.watch(loader)
@@ -116,7 +117,7 @@ class Handle:
         self._trackers.tell()
         if save_model_func_kwargs and not engines.of(self._accelerator):
             logger.warning("save_state ignores %s: only DeepSpeed has them", ", ".join(save_model_func_kwargs))
-        options = saving.Options(
+        options = save.Options(
             safe_serialization=safe_serialization,
             metrics=metrics or {},
             step=step,
@@ -125,9 +126,7 @@ class Handle:
             arguments=save_model_func_kwargs,
         )
         with self._engine.together():
-            path, handle = saving.save(
-                self._engine, self._places, self._loaders, self._accelerator, output_dir, options
-            )
+            path, handle = save.save(self._engine, self._places, self._loaders, self._accelerator, output_dir, options)
         self._trackers.follow(handle, step)
         if not async_save:
             handle.result()
@@ -162,7 +161,7 @@ class Handle:
                 self._load_state(str(path), load_kwargs, **load_model_func_kwargs)
 
         with self._engine.together():
-            path = loading.load(self._engine, self._places, self._loaders, self._accelerator, input_dir, restore)
+            path = load.load(self._engine, self._places, self._loaders, self._accelerator, input_dir, restore)
         engines.resume(self._engine, self._accelerator, path, load_model_func_kwargs)
         self.prepare()
 
@@ -264,9 +263,9 @@ class Handle:
         Called by ``register`` and after ``load_state``. Worth a call of its own when ``prepare()`` came after ``register``.
         """
         self._refuse_ended("prepare")
-        parts = [*self._accelerator._models, *saving.plain_optimizers(self._accelerator)]
+        parts = [*self._accelerator._models, *save.plain_optimizers(self._accelerator)]
         state = {str(number): part for number, part in enumerate(parts)}
-        self._engine.prepare(items.expected_bytes(state, rank=self._engine.rank))
+        self._engine.prepare(plan.expected_bytes(state, rank=self._engine.rank))
 
     def remove(self) -> None:
         """Finish what is in flight and leave the Accelerator as it was. Again: nothing happens.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from safe_ckpt.core.engine import Engine
-from safe_ckpt.core.operation import SaveHandle
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.saving.request import SaveHandle
 from safe_ckpt.hooks.scalars import Scalars, ScalarsHook
 
 logger = logging.getLogger(__name__)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from safe_ckpt.cli.output import DAMAGED, AsJson, FollowSymlinks, print_json, say
-from safe_ckpt.core.manifest import read_manifest
+from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, SafeCheckpointError, UnsupportedFormatError
-from safe_ckpt.formats.checkpoint_check import judge, plan
-from safe_ckpt.units import bytes_text
+from safe_ckpt.inspection.check import judge, plan
+from safe_ckpt.text import bytes_text
 
 if TYPE_CHECKING:
-    from safe_ckpt.core.manifest import CheckpointInfo
+    from safe_ckpt.core.formats.manifest import CheckpointInfo
 
 _FORMS = ("safetensors", "lightning", "torch", "dcp", "safe_ckpt")
 
@@ -104,7 +104,7 @@ def _refuse_damaged(source: Path, *, follow_symlinks: bool) -> None:
 
 def _opened(source: Path, form: str, *, allow_pickle: bool, follow_symlinks: bool) -> Any:
     if not allow_pickle:
-        from safe_ckpt.formats.structure import read_structure
+        from safe_ckpt.inspection.structure import read_structure
 
         return read_structure(source, follow_symlinks=follow_symlinks)
     if source.is_dir() or form != "torch":
@@ -138,7 +138,7 @@ def _written(
 ) -> CheckpointInfo:
     from safe_ckpt.convert import target
     from safe_ckpt.convert.source import filled, part_of, weights_of
-    from safe_ckpt.formats.values import Mapped
+    from safe_ckpt.inspection.values import Mapped
 
     destination = destination.absolute()
     target.refuse_existing(destination)

@@ -10,13 +10,13 @@ import typer
 
 from safe_ckpt.cli.output import DAMAGED, AsJson, Directory, print_json, say, tell
 from safe_ckpt.config import Retention
-from safe_ckpt.core.manifest import CheckpointInfo
-from safe_ckpt.core.retention import to_delete
-from safe_ckpt.core.root import HIDDEN, Root
+from safe_ckpt.core.directory.retention import to_delete
+from safe_ckpt.core.directory.workspace import HIDDEN, Root
+from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.errors import ConfigError, DirectoryError, SafeCheckpointError
-from safe_ckpt.formats.checkpoint_check import judge, plan
-from safe_ckpt.formats.shelf import Shelf, find_shelf
-from safe_ckpt.units import bytes_text
+from safe_ckpt.inspection.check import judge, plan
+from safe_ckpt.inspection.listing import Shelf, find_shelf
+from safe_ckpt.text import bytes_text
 
 
 def gc(

@@ -19,15 +19,15 @@ from safe_ckpt.cli.output import (
     print_table,
     say,
 )
-from safe_ckpt.core.manifest import MANIFEST_NAME, read_manifest
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.errors import SafeCheckpointError, UnsupportedFormatError
-from safe_ckpt.formats.content import read_content
-from safe_ckpt.formats.equality import same
-from safe_ckpt.formats.files import walk
-from safe_ckpt.formats.kinds import kind_of
-from safe_ckpt.formats.shelf import find_shelf
-from safe_ckpt.formats.tensors import Content, Entry, Value
-from safe_ckpt.units import bytes_text
+from safe_ckpt.inspection.content import read_content
+from safe_ckpt.inspection.equality import same
+from safe_ckpt.inspection.files import walk
+from safe_ckpt.inspection.kinds import kind_of
+from safe_ckpt.inspection.listing import find_shelf
+from safe_ckpt.inspection.tensors import Content, Entry, Value
+from safe_ckpt.text import bytes_text
 
 _MOST_BITS = 10_000  # of an integer: JSON has no limit, its readers do
 
@@ -129,7 +129,7 @@ def _as_json(value: Value) -> object:
 
 
 def _compare(first: Content, second: Content, *, as_json: bool) -> bool:
-    from safe_ckpt.formats.values import Mapped  # torch: a second that only this needs
+    from safe_ckpt.inspection.values import Mapped  # torch: a second that only this needs
 
     one, other = ({entry.name: entry for entry in content.tensors} for content in (first, second))
     maps = (Mapped(), Mapped())
@@ -168,7 +168,7 @@ def _print_differences(rows: Sequence[dict[str, Any]], compared: int) -> None:
 
 
 def _difference(name: str, one: Entry | None, other: Entry | None, maps: tuple[Any, Any]) -> dict[str, Any] | None:
-    from safe_ckpt.formats.values import difference
+    from safe_ckpt.inspection.values import difference
 
     def row(what: str, largest: float | None = None) -> dict[str, Any]:
         return {"name": name, "max_abs_difference": largest, "what": what}

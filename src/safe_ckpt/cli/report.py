@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from safe_ckpt.cli.output import DAMAGED, AsJson, print_json, say, tell
-from safe_ckpt.report import history, page, reading, totals
+from safe_ckpt.report import event_log, history, page, summary
 from safe_ckpt.report.existing import list_existing
 from safe_ckpt.report.history import History
 from safe_ckpt.report.sections import Subject
@@ -49,7 +49,7 @@ def report(directory: AnyDirectory, output: Output = Path("report.html"), as_jso
     except OSError as error:
         say(f"{output} could not be written: {error.strerror or error}. Give another place with --output")
         raise typer.Exit(DAMAGED) from None
-    tell(f"{output}: {totals.verdict(totals.total(told))}")
+    tell(f"{output}: {summary.verdict(summary.total(told))}")
 
 
 def read_history(directory: Path) -> History | None:
@@ -59,8 +59,8 @@ def read_history(directory: Path) -> History | None:
         typer.Exit: a file is there and could not be read; that was said.
     """
     try:
-        files = reading.find_events(directory)
-        return history.tell(reading.read_events(files)) if files else None
+        files = event_log.find_events(directory)
+        return history.tell(event_log.read_events(files)) if files else None
     except OSError as error:
         say(unreadable(directory, error))
         raise typer.Exit(DAMAGED) from None
@@ -74,14 +74,14 @@ def unreadable(directory: Path, error: OSError) -> str:
 def nothing_in(directory: Path) -> str:
     """What to say, and to do, where no events were recorded."""
     return (
-        f"{directory} has no {reading.EVENTS}: no job has saved there yet, record_events was off, or it is not the directory "
+        f"{directory} has no {event_log.EVENTS}: no job has saved there yet, record_events was off, or it is not the directory "
         f"that the job saves to. What is there: safe-ckpt list {directory}"
     )
 
 
 def as_data(told: History) -> dict[str, Any]:
     """The history and its totals, JSON-able."""
-    return {"totals": dataclasses.asdict(totals.total(told)), **dataclasses.asdict(told)}
+    return {"totals": dataclasses.asdict(summary.total(told)), **dataclasses.asdict(told)}
 
 
 def _replace(output: Path, text: str) -> None:

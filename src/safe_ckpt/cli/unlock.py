@@ -11,9 +11,9 @@ import typer
 
 from safe_ckpt.cli.output import DAMAGED, AsJson, print_json, say, tell
 from safe_ckpt.cli.report import AnyDirectory
-from safe_ckpt.core import unlock as unlocking
-from safe_ckpt.core.unlock import Holder
-from safe_ckpt.formats.shelf import find_shelf
+from safe_ckpt.core.directory import unlock as unlocking
+from safe_ckpt.core.directory.unlock import Holder
+from safe_ckpt.inspection.listing import find_shelf
 
 
 def unlock(

@@ -21,12 +21,12 @@ from safe_ckpt.cli.output import (
     say,
     tell,
 )
-from safe_ckpt.core.manifest import MANIFEST_NAME
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.errors import DirectoryError, SafeCheckpointError, UnsupportedFormatError
-from safe_ckpt.formats.checkpoint_check import Task, judge, plan
-from safe_ckpt.formats.shelf import find_shelf
-from safe_ckpt.formats.verdict import Judgement, Verdict
-from safe_ckpt.units import bytes_text
+from safe_ckpt.inspection.check import Task, judge, plan
+from safe_ckpt.inspection.listing import find_shelf
+from safe_ckpt.inspection.verdict import Judgement, Verdict
+from safe_ckpt.text import bytes_text
 
 _MOST_NAMES = 8
 _MOST_FILES = 20

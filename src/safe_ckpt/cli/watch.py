@@ -15,10 +15,10 @@ from rich.text import Text
 
 from safe_ckpt.cli.output import DAMAGED, AsJson, console, print_json, say, tell
 from safe_ckpt.cli.report import AnyDirectory, as_data, nothing_in, unreadable
-from safe_ckpt.report import totals, words
-from safe_ckpt.report.following import Follower
+from safe_ckpt.report import summary, words
+from safe_ckpt.report.follow import Follower
 from safe_ckpt.report.history import History, Notice, Save
-from safe_ckpt.units import bytes_text
+from safe_ckpt.text import bytes_text
 
 _SHOWN_SAVES = 10
 _SHOWN_NOTICES = 4
@@ -82,7 +82,7 @@ def view(told: History | None, directory: Path, now: float) -> RenderableType:
     """What the terminal shows at ``now``, seconds since the epoch."""
     if told is None:
         return Text(f"{words.clean(str(directory))}: nothing recorded yet, waiting. Ctrl-C ends this.")
-    figures = totals.total(told)
+    figures = summary.total(told)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column, justify in _COLUMNS:
         table.add_column(column, justify=justify, no_wrap=column != "save")  # on a narrow screen long names break
@@ -93,8 +93,8 @@ def view(told: History | None, directory: Path, now: float) -> RenderableType:
     notices = [Text(line_of_notice(notice), style="yellow") for notice in told.notices[: -_SHOWN_NOTICES - 1 : -1]]
     parts: list[RenderableType] = [
         Text(words.clean(str(directory)), style="dim"),
-        Text(totals.verdict(figures), style="bold red" if figures.failed + figures.unknown else "bold green"),
-        Text(" ".join(totals.sentences(figures, now))),
+        Text(summary.verdict(figures), style="bold red" if figures.failed + figures.unknown else "bold green"),
+        Text(" ".join(summary.sentences(figures, now))),
         Text(_in_short(figures), style="dim"),
     ]
     for block in ([table] if told.saves else [], failed, notices):
@@ -106,8 +106,8 @@ def lines(told: History | None, directory: Path, now: float) -> list[str]:
     """The same in plain lines."""
     if told is None:
         return [nothing_in(directory)]
-    figures = totals.total(told)
-    said = [totals.verdict(figures), *totals.sentences(figures, now)]
+    figures = summary.total(told)
+    said = [summary.verdict(figures), *summary.sentences(figures, now)]
     return [" ".join(said), _in_short(figures), *happenings(told)[-_SHOWN_SAVES:]]
 
 
@@ -166,7 +166,7 @@ def _time(at: float) -> str:
     return words.clock(at)[11:]
 
 
-def _in_short(figures: totals.Totals) -> str:
+def _in_short(figures: summary.Totals) -> str:
     facts = (
         ("stall per save", words.duration(figures.median_stall_s)),
         ("durable after", words.duration(figures.median_total_s)),

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt.errors import StateError, UnsupportedFormatError
-from safe_ckpt.formats.objects import Global, Opaque, Ordered
-from safe_ckpt.formats.structure import tensors_in
-from safe_ckpt.formats.tensors import Entry, describe
+from safe_ckpt.inspection.objects import Global, Opaque, Ordered
+from safe_ckpt.inspection.structure import tensors_in
+from safe_ckpt.inspection.tensors import Entry, describe
 
 _USUAL = ("state_dict", "model", "model_state_dict", "module", "pytorch_model", "weights")
 _MOST_SHOWN = 8

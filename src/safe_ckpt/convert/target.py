@@ -16,18 +16,20 @@ import torch
 
 from safe_ckpt.checkpointer import Checkpointer
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core import commit, export, weights
-from safe_ckpt.core.engine import Engine
-from safe_ckpt.core.layout import Image, Lazy, single, torch_image
-from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest
-from safe_ckpt.core.named import NamedRoots
-from safe_ckpt.core.operation import Request
-from safe_ckpt.core.select import WEIGHTS
+from safe_ckpt.core.directory.catalog import WEIGHTS
+from safe_ckpt.core.formats import hugging_face
+from safe_ckpt.core.formats.file_plan import Image, Lazy, single, torch_image
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest
+from safe_ckpt.core.saving import export
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.saving.held_directories import NamedRoots
+from safe_ckpt.core.saving.request import Request
+from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import ConfigError, DirectoryError
-from safe_ckpt.formats.files import walk
-from safe_ckpt.formats.scanning import scan
-from safe_ckpt.formats.tensors import Entry
-from safe_ckpt.formats.values import Mapped
+from safe_ckpt.inspection.files import walk
+from safe_ckpt.inspection.scanning import scan
+from safe_ckpt.inspection.tensors import Entry
+from safe_ckpt.inspection.values import Mapped
 
 Form = Literal["safetensors", "lightning", "torch", "dcp", "safe_ckpt"]
 WEIGHTS_ALONE = ("safetensors", "lightning")
@@ -44,9 +46,9 @@ def write_safetensors(
         StateError: a tensor does not fit safetensors.
         SafeCheckpointError: it could not be written; nothing is there then.
     """
-    most_bytes = weights.parse_size(max_shard_size, "--max-shard-size")
+    most_bytes = hugging_face.parse_size(max_shard_size, "--max-shard-size")
     tensors = {name: _lazy(name, entry, maps, dtype) for name, entry in entries.items()}
-    return _saved(path, weights.images(tensors, most_bytes), kind="directory")
+    return _saved(path, hugging_face.images(tensors, most_bytes), kind="directory")
 
 
 def write_archive(path: Path, state: Any, *, strict: bool = True) -> CheckpointInfo:
@@ -81,13 +83,13 @@ def write_dcp(path: Path, state: Mapping[str, Any]) -> CheckpointInfo:
 
     staging = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        commit.make_directory(path.parent)
+        durable.make_directory(path.parent)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that there is no process group, which is meant
             save(dict(state), storage_writer=FileSystemWriter(staging, sync_files=True), no_dist=True)
         manifest = _manifest_of(staging, path.name)
-        commit.write_durably(staging / MANIFEST_NAME, manifest.to_bytes())
-        commit.publish(staging, path, lambda: staging.with_suffix(".old"))
+        durable.write_durably(staging / MANIFEST_NAME, manifest.to_bytes())
+        durable.publish(staging, path, lambda: staging.with_suffix(".old"))
     except RuntimeError as error:  # how torch tells of a disk that refuses
         raise DirectoryError(path=str(path), message=f"could not be written: {str(error).splitlines()[0]}") from error
     except OSError as error:
@@ -117,7 +119,7 @@ def _manifest_of(folder: Path, name: str) -> Manifest:
 def _lazy(name: str, entry: Entry, maps: Mapped, dtype: torch.dtype | None) -> Lazy:
     kind = getattr(torch, entry.dtype)
     final = dtype if dtype is not None and kind.is_floating_point else kind
-    weights.admit(name, torch.empty(0, dtype=final), final)
+    hugging_face.admit(name, torch.empty(0, dtype=final), final)
     fetch: Callable[[], torch.Tensor] = lambda: maps.tensor(entry).to(final).contiguous()  # noqa: E731
     return Lazy(dtype=final, shape=entry.shape, fetch=fetch)
 
@@ -135,7 +137,7 @@ def _saved(path: Path, images: list[Image], *, kind: Literal["directory", "file"
 @contextlib.contextmanager
 def scratch_beside(path: Path) -> Iterator[Path]:
     """A folder for tensors that must be put together first: on the disk that has room for the result."""
-    commit.make_directory(path.parent)
+    durable.make_directory(path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp") as folder:
         yield Path(folder)
 

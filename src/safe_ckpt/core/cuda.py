@@ -9,11 +9,13 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from safe_ckpt.core.move import Move, place
+if TYPE_CHECKING:
+    from safe_ckpt.core.staging.device_copies import Move
+
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,11 @@ class Cuda:
         found: AbstractContextManager[None] = torch.cuda.stream(stream)
         return found
 
+    def here(self) -> AbstractContextManager[Any]:
+        """Where the calling thread puts its work, to be entered by another one, which would else stand on device 0."""
+        device = self.device()
+        return self.on(self.current(device)) if device is not None else contextlib.nullcontext()
+
     def settle(self, tensors: Iterable[torch.Tensor]) -> None:
         """Wait until what the calling thread has queued on their devices is done: another thread is about to read them."""
         for device in {tensor.device for tensor in tensors if self.has(tensor)}:
@@ -61,7 +68,7 @@ class Cuda:
 
     def copy(self, move: Move, memory: torch.Tensor, *, non_blocking: bool) -> None:
         """Copy a tensor to its place, on the calling thread's stream."""
-        place(move, memory, non_blocking=non_blocking)
+        move.into(memory, non_blocking=non_blocking)
 
     def register(self, address: int, size: int, device: torch.device) -> Callable[[], None] | None:
         """Pin host memory for all devices. Returns what takes that back; None where it is refused, which is said."""

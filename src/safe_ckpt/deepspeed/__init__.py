@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from safe_ckpt import compatibility
+from safe_ckpt import versions
 
-compatibility.check("deepspeed")  # before what fails on an older one
+versions.check("deepspeed")  # before what fails on an older one
 
-from safe_ckpt.deepspeed.decoupled import SafeCheckpointEngine  # noqa: E402
+from safe_ckpt.deepspeed.checkpoint_engine import SafeCheckpointEngine  # noqa: E402
 from safe_ckpt.deepspeed.handle import Handle, install  # noqa: E402
 
 __all__ = ["Handle", "SafeCheckpointEngine", "install"]

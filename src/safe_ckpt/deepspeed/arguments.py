@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.core.engine import Engine
-from safe_ckpt.core.rendezvous import raise_first
-from safe_ckpt.core.root import HIDDEN
+from safe_ckpt.core.coordination.coordinator import raise_first
+from safe_ckpt.core.directory.workspace import HIDDEN
+from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.errors import ConfigError, CoordinationError, DesyncError, SafeCheckpointError, to_wire
 
 LATEST = "latest"

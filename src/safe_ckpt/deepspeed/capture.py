@@ -20,9 +20,9 @@ import deepspeed.runtime.engine as upstream
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.utils import groups
 
-from safe_ckpt.core import layout
-from safe_ckpt.core.layout import Image
-from safe_ckpt.core.stand_ins import StandIns
+from safe_ckpt.adapters.patch import StandIns
+from safe_ckpt.core.formats import file_plan
+from safe_ckpt.core.formats.file_plan import Image
 from safe_ckpt.errors import StateError
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class Listener(CheckpointEngine):  # type: ignore[misc]
         name = os.path.relpath(path, self._folder)
         if os.path.dirname(name):
             raise StateError(key=name, message="DeepSpeed writes it to a folder of its own, which is not covered")
-        self._found.images.append(layout.torch_image(name, state_dict, strict=False, key=name))
+        self._found.images.append(file_plan.torch_image(name, state_dict, strict=False, key=name))
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """As the engine's own."""

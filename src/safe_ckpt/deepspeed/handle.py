@@ -9,13 +9,13 @@ from typing import Any, cast
 
 from typing_extensions import Self
 
+from safe_ckpt.adapters.patch import StandIns
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.engine import Engine
-from safe_ckpt.core.environment import config_of_all
-from safe_ckpt.core.named import NamedRoots
-from safe_ckpt.core.stand_ins import StandIns
-from safe_ckpt.deepspeed import loading, saving, support
-from safe_ckpt.deepspeed.places import Places
+from safe_ckpt.core.coordination.agreed_config import config_of_all
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.saving.held_directories import NamedRoots
+from safe_ckpt.deepspeed import load, save, support
+from safe_ckpt.deepspeed.directories import Places
 from safe_ckpt.errors import ClosedError
 from safe_ckpt.events import Hook
 
@@ -119,7 +119,7 @@ class Handle:
         """
         self._refuse_closed("save_checkpoint")
         with self._core.together():
-            handle = saving.save(
+            handle = save.save(
                 self._core,
                 self._places,
                 self._engine,
@@ -171,7 +171,7 @@ class Handle:
         self._refuse_closed("load_checkpoint")
         self._places.settle()  # one that failed is no reason not to go back to the one before it; its error stays to be raised
         with self._core.together():
-            folder, wanted = loading.agree_place(self._core, load_dir, tag)
+            folder, wanted = load.agree_place(self._core, load_dir, tag)
 
             def restore(found: str | None) -> Any:
                 return self._load_checkpoint(
@@ -185,9 +185,9 @@ class Handle:
                 )
 
             if self._engine.load_universal_checkpoint():
-                found = loading.load_universal(self._core, self._engine, folder, wanted, restore)
+                found = load.load_universal(self._core, self._engine, folder, wanted, restore)
             else:
-                found = loading.load(
+                found = load.load(
                     self._core,
                     self._places,
                     self._engine,
@@ -227,7 +227,7 @@ class Handle:
         """
         self._refuse_closed("save_16bit_model")
         with self._core.together():
-            handle = saving.save_weights(
+            handle = save.save_weights(
                 self._core,
                 self._roots,
                 self._engine,

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.core import layout
-from safe_ckpt.core.engine import Engine
-from safe_ckpt.core.file_copy import FileCopy
-from safe_ckpt.core.layout import Image
-from safe_ckpt.deepspeed import support, swapping
+from safe_ckpt.core.formats import file_plan
+from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.storage.file_copy import FileCopy
+from safe_ckpt.deepspeed import nvme, support
 from safe_ckpt.deepspeed.arguments import LATEST
 from safe_ckpt.deepspeed.capture import capture
-from safe_ckpt.deepspeed.loading import plain_reading
+from safe_ckpt.deepspeed.load import plain_reading
 
 ZERO3_GATHER = "_zero3_consolidated_16bit_state_dict"
 """The engine's method that gathers the weights of ZeRO-3; a collective."""
@@ -62,7 +62,7 @@ def collect(
     error: Exception | None = None
     for tag, engine in engines.items():
         support.check_engine(engine)
-        parts = swapping.agree(core, engine, f"{tag}/")
+        parts = nvme.agree(core, engine, f"{tag}/")
         if parts is not None:
             copies += parts.copies
             folders += parts.folders
@@ -75,8 +75,8 @@ def collect(
             beside[LATEST] = tag.encode()
         error = error or found.error
     if core.rank == 0:
-        images += [layout.bytes_image(name, data) for name, data in beside.items()]
-    return Nested(images=images, copies=copies, folders=sorted(set(folders)), notes={swapping.NOTE: notes}, error=error)
+        images += [file_plan.bytes_image(name, data) for name, data in beside.items()]
+    return Nested(images=images, copies=copies, folders=sorted(set(folders)), notes={nvme.NOTE: notes}, error=error)
 
 
 @contextlib.contextmanager
@@ -86,7 +86,7 @@ def loading(core: Engine, engines: Mapping[str, Any], checkpoint: Path) -> Itera
     Raises:
         RestoreError: with NVMe offload, another number of ranks saved it, or another model; on every rank.
     """
-    swapping.refuse_unfit(core, {checkpoint / tag: one for tag, one in engines.items()}, checkpoint)
+    nvme.refuse_unfit(core, {checkpoint / tag: one for tag, one in engines.items()}, checkpoint)
     with contextlib.ExitStack() as stack:
         for engine in engines.values():
             stack.enter_context(plain_reading(engine))
@@ -100,7 +100,5 @@ def resume_swapped(core: Engine, engines: Mapping[str, Any], checkpoint: Path, *
         SafeCheckpointError: see ``swapping.resume_all``; the same on every rank.
     """
     for tag, engine in engines.items():
-        swapping.put_back(core, engine, checkpoint, f"{tag}/")
-    swapping.resume_all(
-        core, {checkpoint / tag: one for tag, one in engines.items()}, optimizer_states=optimizer_states
-    )
+        nvme.put_back(core, engine, checkpoint, f"{tag}/")
+    nvme.resume_all(core, {checkpoint / tag: one for tag, one in engines.items()}, optimizer_states=optimizer_states)

@@ -7,8 +7,8 @@ at the end; no lock is taken and nothing that was there is touched. Without rank
 
 from __future__ import annotations
 
+from safe_ckpt.doctor.examination import Report, diagnose
 from safe_ckpt.doctor.examined import Examined, Options
 from safe_ckpt.doctor.finding import Finding, State, worst
-from safe_ckpt.doctor.report import Report, diagnose
 
 __all__ = ["Examined", "Finding", "Options", "Report", "State", "diagnose", "worst"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from safe_ckpt.doctor import limits, locking, memory, mounts, naming, space, surroundings, throughput, writing
+from safe_ckpt.doctor import disk, durability, limits, locking, machine, naming, space, speed, surroundings
 from safe_ckpt.doctor.examined import Examined
 from safe_ckpt.doctor.finding import Finding, fail, ok
-from safe_ckpt.doctor.running import Check
+from safe_ckpt.doctor.runner import Check
 
 
 def directory(examined: Examined) -> list[Finding]:
@@ -22,9 +22,9 @@ ON_DIRECTORY = (
     Check(name="directory", run=directory),
     Check(name="held by", run=locking.holder),
     Check(name="leftovers", run=locking.leftovers),
-    Check(name="file system", run=mounts.file_system),
-    Check(name="write", run=writing.creating),
-    Check(name="fsync", run=writing.durability, needs_scratch=True),
+    Check(name="file system", run=disk.file_system),
+    Check(name="write", run=durability.creating),
+    Check(name="fsync", run=durability.durability, needs_scratch=True),
     Check(name="rename", run=naming.renaming, needs_scratch=True),
     Check(name="exclusive creation", run=naming.exclusive, needs_scratch=True),
     Check(name="links", run=naming.links, needs_scratch=True),
@@ -34,17 +34,17 @@ ON_DIRECTORY = (
     Check(name="space", run=space.space),
     Check(name="files", run=space.inodes),
     Check(name="quota", run=space.quota, needs_scratch=True),
-    Check(name="direct I/O", run=writing.direct_io, needs_scratch=True),
-    Check(name="speed", run=throughput.throughput, needs_scratch=True),
+    Check(name="direct I/O", run=durability.direct_io, needs_scratch=True),
+    Check(name="speed", run=speed.throughput, needs_scratch=True),
 )
 """Of the directory. On several ranks rank 0 alone does these."""
 
 ON_MACHINE = (
-    Check(name="hashing", run=throughput.hashing, touches_disk=False),
-    Check(name="memory", run=memory.memory, touches_disk=False),
-    Check(name="shared memory", run=memory.shared_memory, touches_disk=False),
-    Check(name=memory.DEV_SHM, run=memory.dev_shm, touches_disk=False),
-    Check(name="swap", run=memory.swap, touches_disk=False),
+    Check(name="hashing", run=speed.hashing, touches_disk=False),
+    Check(name="memory", run=machine.memory, touches_disk=False),
+    Check(name="shared memory", run=machine.shared_memory, touches_disk=False),
+    Check(name=machine.DEV_SHM, run=machine.dev_shm, touches_disk=False),
+    Check(name="swap", run=machine.swap, touches_disk=False),
     Check(name="limits", run=limits.limits, touches_disk=False),
     Check(name="cores", run=limits.cores, touches_disk=False),
     Check(name="resolver", run=surroundings.resolver, touches_disk=False),

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safe_ckpt.doctor.running import StuckError, bounded
-from safe_ckpt.formats.shelf import find_shelf
+from safe_ckpt.doctor.runner import StuckError, bounded
+from safe_ckpt.inspection.listing import find_shelf
 
 logger = logging.getLogger(__name__)
 PREFIX = ".safe_ckpt_doctor-"

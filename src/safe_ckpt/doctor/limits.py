@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from safe_ckpt.doctor import cgroup
 from safe_ckpt.doctor.examined import Examined
 from safe_ckpt.doctor.finding import Finding, fail, ok, warn
-from safe_ckpt.units import bytes_text
+from safe_ckpt.text import bytes_text
 
 
 @dataclass(frozen=True, kw_only=True)

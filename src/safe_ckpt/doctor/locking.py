@@ -10,12 +10,12 @@ from pathlib import Path
 import filelock
 
 import safe_ckpt
-from safe_ckpt.core import unlock
-from safe_ckpt.core.lock import JobLock
+from safe_ckpt.core.directory import unlock
+from safe_ckpt.core.directory.lock import JobLock
 from safe_ckpt.doctor.examined import PREFIX, Examined
 from safe_ckpt.doctor.finding import Figure, Finding, fail, ok, skipped, time_text, warn
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
-from safe_ckpt.formats.shelf import find_shelf
+from safe_ckpt.inspection.listing import find_shelf
 
 _LEASE_S = 60.0
 _QUICK_S = 10.0
@@ -24,7 +24,7 @@ _HOLD = """
 import sys
 sys.path[:0] = {roots!r}
 from pathlib import Path
-from safe_ckpt.core.lock import JobLock
+from safe_ckpt.core.directory.lock import JobLock
 folder = Path({folder!r})
 lock = JobLock(folder, subject=folder, lease_s={lease_s!r})  # by its name it stays
 lock.acquire()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from safe_ckpt.core import commit
+from safe_ckpt.core.storage import durable
 from safe_ckpt.doctor.examined import Examined
 from safe_ckpt.doctor.finding import Finding, fail, ok, refused, warn
 
@@ -31,7 +31,7 @@ def renaming(examined: Examined) -> list[Finding]:
         os.replace(folder / "new", folder / "old")
         os.rename(folder / "old", folder / "b" / "moved")
         os.rename(folder / "a", folder / "c")
-        exchanged = commit.exchange(folder / "b", folder / "c")
+        exchanged = durable.exchange(folder / "b", folder / "c")
     except OSError as error:
         return [refused("rename", error)]
     moved = folder / ("c" if exchanged else "b") / "moved"

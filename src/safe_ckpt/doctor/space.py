@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import os
 
-from safe_ckpt.core import disk
+from safe_ckpt.core.storage import space as disk
 from safe_ckpt.doctor.examined import Examined
 from safe_ckpt.doctor.finding import Finding, fail, ok, refused, skipped, warn
-from safe_ckpt.units import bytes_text
+from safe_ckpt.text import bytes_text
 
 _LITTLE_BYTES = 1 << 30
 _FEW_INODES = 10_000

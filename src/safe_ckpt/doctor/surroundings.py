@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
 
-from safe_ckpt.compatibility import SUPPORTED, judge, numbers
 from safe_ckpt.doctor.examined import Examined
 from safe_ckpt.doctor.finding import Finding, fail, ok, time_text, warn
+from safe_ckpt.versions import SUPPORTED, judge, numbers
 
 PACKAGES = ("safe-ckpt", "torch", "lightning", "pytorch-lightning", "accelerate", "transformers", "deepspeed", "numpy")
 _RESOLVER_S = 5.0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from safe_ckpt import events
 from safe_ckpt._version import __version__
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.hooks.joining import Save, Saves
+from safe_ckpt.hooks.save_record import Save, Saves
 
 try:
     from opentelemetry import metrics, trace

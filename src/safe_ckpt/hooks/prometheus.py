@@ -13,7 +13,7 @@ from pathlib import Path
 
 from safe_ckpt import events
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.hooks.joining import Save, Saves
+from safe_ckpt.hooks.save_record import Save, Saves
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from safe_ckpt import events
-from safe_ckpt.hooks.joining import Saves
+from safe_ckpt.hooks.save_record import Saves
 
 _MOST = 64  # saves that nobody asks for, such as exports, must not pile up
 

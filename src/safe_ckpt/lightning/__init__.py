@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from safe_ckpt import compatibility
+from safe_ckpt import versions
 
-compatibility.check_either("lightning", "pytorch-lightning")  # before what fails on an older one
+versions.check_either("lightning", "pytorch-lightning")  # before what fails on an older one
 
 from safe_ckpt.lightning.callback import SafeCheckpointCallback  # noqa: E402
-from safe_ckpt.lightning.loader import resumable  # noqa: E402
+from safe_ckpt.lightning.dataloader import resumable  # noqa: E402
 
 __all__ = ["SafeCheckpointCallback", "resumable"]

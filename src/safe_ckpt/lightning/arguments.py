@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from safe_ckpt.config import CheckpointConfig, Retention
-from safe_ckpt.core.environment import refused_retention
+from safe_ckpt.core.coordination.agreed_config import refused_retention
 from safe_ckpt.errors import ConfigError
 
 

@@ -13,15 +13,16 @@ from typing import Any, Literal
 from weakref import proxy
 
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.manifest import CheckpointInfo
-from safe_ckpt.core.root import HIDDEN
-from safe_ckpt.core.weights import parse_size
+from safe_ckpt.core.directory.workspace import HIDDEN
+from safe_ckpt.core.formats.hugging_face import parse_size
+from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.events import Hook
-from safe_ckpt.lightning import continuation, requeueing, resuming
+from safe_ckpt.lightning import loop_state, requeueing
+from safe_ckpt.lightning import resume as resuming
 from safe_ckpt.lightning.arguments import check_arguments, refuse_remote
-from safe_ckpt.lightning.bases import ModelCheckpoint
-from safe_ckpt.lightning.bookkeeping import Intents, Shadow, known_paths, reconcile
+from safe_ckpt.lightning.callback_state import Intents, Shadow, known_paths, reconcile
+from safe_ckpt.lightning.compat import ModelCheckpoint
 from safe_ckpt.lightning.install import install, install_for_loading, overrides_saving
 from safe_ckpt.lightning.saver import TrainerSaver
 from safe_ckpt.lightning.stopping import STOPPED_NAME, end_fit
@@ -175,9 +176,9 @@ class SafeCheckpointCallback(ModelCheckpoint):
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         if self._saver is not None and self._saver.continuation is None:
             size = self._saver.engine.session.size
-            self._saver.continuation = continuation.prepare(checkpoint, self._saver.rank, size)
+            self._saver.continuation = loop_state.prepare(checkpoint, self._saver.rank, size)
             if self._saver.continuation is not None:
-                continuation.let_next_epoch_begin(trainer.fit_loop)
+                loop_state.let_next_epoch_begin(trainer.fit_loop)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the beliefs back, but for files that are gone."""
@@ -196,7 +197,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
             self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, str(self._came_from)
         due, self._saver.continuation = self._saver.continuation, None
         if due is not None:
-            continuation.continue_from(trainer, due)
+            loop_state.continue_from(trainer, due)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Save if it is time to."""
@@ -242,7 +243,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         """Save if it is time to."""
         with self._deciding():
             super().on_train_epoch_end(trainer, pl_module)
-        continuation.let_schedulers_step(trainer)
+        loop_state.let_schedulers_step(trainer)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Save if it is time to."""

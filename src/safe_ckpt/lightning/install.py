@@ -7,8 +7,8 @@ from typing import Any
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.lightning import requeueing, sharding
-from safe_ckpt.lightning.io import SafeCheckpointIO
+from safe_ckpt.lightning import requeueing, strategies
+from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 from safe_ckpt.lightning.saver import TrainerSaver
 
 _MARK = "_safe_ckpt"
@@ -32,8 +32,8 @@ def install(trainer: Any, config: CheckpointConfig) -> TrainerSaver:
     io = _install_io(trainer)
     saver = TrainerSaver(trainer, config, io)
     io.saver = saver
-    if sharding.layout_of(strategy) is not None:
-        sharding.guard(trainer, saver.engine, saver.land, saver.end)
+    if strategies.layout_of(strategy) is not None:
+        strategies.guard(trainer, saver.engine, saver.land, saver.end)
     _let_savers_save(_home(trainer))
     return saver
 
@@ -88,7 +88,7 @@ def _install_io(trainer: Any) -> SafeCheckpointIO:
         ConfigError: the strategy is not covered, or another CheckpointIO is in use.
     """
     strategy = trainer.strategy
-    if not _is_unsharded(strategy) and sharding.layout_of(strategy) is None:
+    if not _is_unsharded(strategy) and strategies.layout_of(strategy) is None:
         message = (
             f"{type(strategy).__name__} writes its checkpoints by itself, which is not supported yet: "
             "use a single device, DDP, ModelParallelStrategy, FSDPStrategy or DeepSpeedStrategy"

@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core import direct, items, order, resume, select
-from safe_ckpt.core.commit import Link
-from safe_ckpt.core.engine import Engine
-from safe_ckpt.core.export import Exporter
-from safe_ckpt.core.ledger import Decision
-from safe_ckpt.core.manifest import CheckpointInfo
-from safe_ckpt.core.named import NamedRoots
-from safe_ckpt.core.operation import Request, SaveHandle
-from safe_ckpt.core.rendezvous import open_session, raise_first
-from safe_ckpt.core.root import Root
+from safe_ckpt.core.coordination.coordinator import open_session, raise_first
+from safe_ckpt.core.directory import catalog, commit_order
+from safe_ckpt.core.directory.ledger import Decision
+from safe_ckpt.core.directory.workspace import Root
+from safe_ckpt.core.formats.manifest import CheckpointInfo
+from safe_ckpt.core.saving import one_shot, resume
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.saving.export import Exporter
+from safe_ckpt.core.saving.held_directories import NamedRoots
+from safe_ckpt.core.saving.request import Request, SaveHandle
+from safe_ckpt.core.state import plan
+from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.errors import (
     CoordinationError,
     RendezvousTimeout,
@@ -31,18 +33,19 @@ from safe_ckpt.errors import (
     to_wire,
 )
 from safe_ckpt.events import Hook
-from safe_ckpt.lightning import dumping, overlapping, requeueing, resuming, sharding, stopping
-from safe_ckpt.lightning.bookkeeping import Intents, Shadow
-from safe_ckpt.lightning.continuation import Continuation
+from safe_ckpt.lightning import contents, overlapping, requeueing, stopping, strategies
+from safe_ckpt.lightning import resume as resuming
+from safe_ckpt.lightning.callback_state import Intents, Shadow
+from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 from safe_ckpt.lightning.epochs import BreakingOff
-from safe_ckpt.lightning.io import SafeCheckpointIO
+from safe_ckpt.lightning.loop_state import Continuation
 from safe_ckpt.lightning.scalars import LoggerScalars
 from safe_ckpt.lightning.signals import in_signal_handler
 
 if TYPE_CHECKING:
     import torch
 
-    from safe_ckpt.core.sharded import ShardPlanner
+    from safe_ckpt.core.sharding.dcp_plan import ShardPlanner
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +131,7 @@ class TrainerSaver:
                 "list",
                 {"directory": directory, "suffix": suffix},
                 decide=lambda _: root.start_after(
-                    select.newest_sequence(
+                    catalog.newest_sequence(
                         resume.listed(lambda: resuming.listed(directory, suffix), self.engine.config.timeouts)
                     )
                 ),
@@ -213,7 +216,7 @@ class TrainerSaver:
             self._save_alone(target, weights_only)
         elif self._collector is not None and bool(weights_only) == self._collector[1]:
             self._collector[0](os.fspath(path))
-        elif self._closed and sharding.layout_of(self._trainer.strategy) is not None:
+        elif self._closed and strategies.layout_of(self._trainer.strategy) is not None:
             self._save_with_another(target, weights_only)
         elif self._closed:
             self._save_without_pipeline(target, weights_only)
@@ -252,7 +255,9 @@ class TrainerSaver:
         if held is not None and not self._closed:
             return held.next_sequence()
         # Any of them may have given out the number of a file elsewhere, see ``_root_of``.
-        return order.sequence_beside(path, after=max((root.last_sequence for root in self._roots.values()), default=0))
+        return commit_order.sequence_beside(
+            path, after=max((root.last_sequence for root in self._roots.values()), default=0)
+        )
 
     def _save_alone(self, path: Path, weights_only: bool | None) -> None:
         """From a signal handler: this rank may be in the middle of an agreement, or the others in a collective.
@@ -260,7 +265,7 @@ class TrainerSaver:
         So rank 0 writes what it has at once, in this process, and nobody waits for anybody. Of the generators and loaders
         of the other ranks nothing is known then: a resume from this file in mid-epoch is not exact.
         """
-        if sharding.layout_of(self._trainer.strategy) is not None:
+        if strategies.layout_of(self._trainer.strategy) is not None:
             cause = (
                 "from a signal handler no rank can count on the others, and each has only a part: save at the next step"
             )
@@ -271,14 +276,14 @@ class TrainerSaver:
 
     @property
     def _makes_directories(self) -> bool:
-        form = sharding.layout_of(self._trainer.strategy)
+        form = strategies.layout_of(self._trainer.strategy)
         return form is not None and form.sharded
 
     def _shard_planner(self) -> ShardPlanner | None:
-        form = sharding.layout_of(self._trainer.strategy)
+        form = strategies.layout_of(self._trainer.strategy)
         if form is None or not form.sharded or form.engine:
             return None
-        from safe_ckpt.core.sharded import ShardPlanner  # DCP takes a while to import
+        from safe_ckpt.core.sharding.dcp_plan import ShardPlanner  # DCP takes a while to import
 
         return ShardPlanner(self.engine.session, barrier_s=self.engine.config.timeouts.barrier_s, strict=False)
 
@@ -297,13 +302,13 @@ class TrainerSaver:
         session = open_session(None, self.config.timeouts)
         error: Exception | None = None
         try:
-            checkpoint, error = dumping.dump(self._trainer, self._io, path, weights_only)
+            checkpoint, error = contents.dump(self._trainer, self._io, path, weights_only)
             answer = to_wire(error, rank=session.rank, phase=f"saving {path.name}") if error else None
 
             def write(answers: Mapping[int, Any]) -> None:
                 raise_first(answers)
                 if checkpoint is not None:
-                    direct.save_archive(
+                    one_shot.save_archive(
                         checkpoint,
                         path,
                         sequence=self.next_sequence(path),
@@ -386,7 +391,7 @@ class TrainerSaver:
             self._breaking_off.watch(self._trainer)
             state: dict[str, Any] = {"module": self._trainer.lightning_module}
             state.update({f"optimizer {number}": one for number, one in enumerate(self._trainer.optimizers)})
-            self.engine.prepare(items.expected_bytes(state, rank=self.rank))
+            self.engine.prepare(plan.expected_bytes(state, rank=self.rank))
             self.engine.watch_signals(self._wish.take_from(stopping.without_lightnings))
 
     def agree_on_exception(self) -> None:
@@ -433,10 +438,10 @@ class TrainerSaver:
     def _request(self, intents: Intents, *, weights_only: bool | None, overlap: bool) -> Request:
         primary = Path(os.path.abspath((intents.saves or [*intents.links, *intents.removals])[0]))
         root = self._root_of(primary)
-        files = dumping.Files()
+        files = contents.Files()
         if intents.saves:
             fitting = self.training and str(getattr(self._trainer.state.fn, "value", "")) == "fit"
-            files = dumping.images(
+            files = contents.images(
                 self.engine,
                 self._trainer,
                 self._io,
@@ -454,7 +459,7 @@ class TrainerSaver:
             path=primary,
             kind="directory" if self._makes_directories and intents.saves else "file",
             step=int(self._trainer.global_step),
-            metrics=dumping.numbers(self._trainer),
+            metrics=contents.numbers(self._trainer),
             images=files.images,
             error=files.error,
             copies=files.copies,
@@ -477,7 +482,7 @@ class TrainerSaver:
         roots = list(self._roots.values())
         found = next((root for root in roots if _device(root.path) == _device(path)), roots[0])
         if self.rank == 0:
-            found.start_after(order.last_beside(path))
+            found.start_after(commit_order.last_beside(path))
         return found
 
 

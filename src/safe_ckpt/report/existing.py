@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from safe_ckpt.core.select import Candidate
-from safe_ckpt.formats.shelf import find_shelf
+from safe_ckpt.core.directory.catalog import Candidate
+from safe_ckpt.inspection.listing import find_shelf
 from safe_ckpt.report import words
 
 

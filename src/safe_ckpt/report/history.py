@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from safe_ckpt.report.disk import Disk
-from safe_ckpt.report.reading import Recorded, Recording
+from safe_ckpt.report.event_log import Recorded, Recording
 
 Outcome = Literal["committed", "failed", "outcome unknown", "in flight", "interrupted"]
 UNCOMMITTED: tuple[Outcome, ...] = ("failed", "outcome unknown", "interrupted")

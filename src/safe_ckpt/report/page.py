@@ -6,18 +6,18 @@ import base64
 import hashlib
 from datetime import datetime
 
-from safe_ckpt.report import sections, totals, words
+from safe_ckpt.report import sections, summary, words
 from safe_ckpt.report.history import History
 from safe_ckpt.report.html import Html, tag
 from safe_ckpt.report.sections import Subject
 from safe_ckpt.report.style import CSS
-from safe_ckpt.report.totals import Totals
-from safe_ckpt.units import bytes_text
+from safe_ckpt.report.summary import Totals
+from safe_ckpt.text import bytes_text
 
 
 def render(history: History, subject: Subject) -> str:
     """The whole page."""
-    figures = totals.total(history)
+    figures = summary.total(history)
     parts = [
         _header(figures, subject),
         _tiles(figures),
@@ -65,8 +65,8 @@ def _header(figures: Totals, subject: Subject) -> Html:
     return tag(
         "header",
         tag("p", "Checkpoints of ", tag("code", subject.directory), f", seen {made} ({zone})", class_="where"),
-        tag("div", sign, tag("h1", totals.verdict(figures)), class_="verdict"),
-        tag("p", " ".join(totals.sentences(figures, subject.made_at)), class_="lead"),
+        tag("div", sign, tag("h1", summary.verdict(figures)), class_="verdict"),
+        tag("p", " ".join(summary.sentences(figures, subject.made_at)), class_="lead"),
     )
 
 

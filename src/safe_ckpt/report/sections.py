@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import tzinfo
 
-from safe_ckpt.report import bars, strips, words
-from safe_ckpt.report.bars import Bar
+from safe_ckpt.report import charts, strips, words
+from safe_ckpt.report.charts import Bar
 from safe_ckpt.report.existing import Existing
 from safe_ckpt.report.history import UNCOMMITTED, History, Save
 from safe_ckpt.report.html import Html, join, tag
+from safe_ckpt.report.summary import Totals
 from safe_ckpt.report.tables import table
-from safe_ckpt.report.totals import Totals
-from safe_ckpt.units import bytes_text
+from safe_ckpt.text import bytes_text
 
 _MOST_FAILURES = 30
 _MOST_NOTICES = 60
@@ -57,14 +57,14 @@ def timeline(history: History, subject: Subject) -> Html:
 
 def stalls(history: History, figures: Totals) -> Html:
     """What saving cost training, and what not saving more often may cost."""
-    held = bars.chart(
+    held = charts.chart(
         "Stall per save",
         f"How long the call to save held training. {_MARKS}",
         _series(history, "stall_s"),
         "seconds",
         "longest",
     )
-    risk = bars.chart(
+    risk = charts.chart(
         "Work at risk",
         "What a kill just before the commit would have cost, counted from the save before it.",
         _series(history, "at_risk_s"),
@@ -80,14 +80,14 @@ def stalls(history: History, figures: Totals) -> Html:
 
 def throughput(history: History) -> Html:
     """How fast bytes came to the disk."""
-    speed = bars.chart(
+    speed = charts.chart(
         "Throughput of rank 0",
         "Bytes written by the time until they are durable; 1 GB is 10⁹ bytes.",
         _series(history, "gbps"),
         "gbps",
         "slowest",
     )
-    until = bars.chart(
+    until = charts.chart(
         "Until durable",
         "From the call to save to the commit.",
         _series(history, "total_s", failed_too=False),
@@ -125,7 +125,7 @@ def failures(history: History, subject: Subject) -> Html:
 
 def retention(history: History, figures: Totals) -> Html:
     """What was deleted, and what the disk had to hold."""
-    held = bars.chart(
+    held = charts.chart(
         "On the disk at each commit",
         "The new checkpoint and those kept until then, as far as the events tell.",
         _series(history, "kept_bytes", failed_too=False),

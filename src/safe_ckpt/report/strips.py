@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import tzinfo
 
 from safe_ckpt.report import words
-from safe_ckpt.report.bars import CROSS, failures, shape
+from safe_ckpt.report.charts import CROSS, failures, shape
 from safe_ckpt.report.history import UNCOMMITTED, History, Notice, Run, Save
 from safe_ckpt.report.html import Html, join, tag
 

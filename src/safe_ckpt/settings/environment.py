@@ -15,7 +15,7 @@ import yaml
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.settings.keys import Key, keys, value_at
 from safe_ckpt.settings.layers import Layer, Loaded, Origin, load
-from safe_ckpt.settings.yaml_file import read_yaml
+from safe_ckpt.settings.sources import read_yaml
 
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.settings.parsing import build
+from safe_ckpt.settings.fields import build
 
 _T = TypeVar("_T")
 

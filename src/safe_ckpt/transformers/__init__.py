@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from safe_ckpt import compatibility
+from safe_ckpt import versions
 
-compatibility.check("transformers", "accelerate")  # before what fails on an older one
+versions.check("transformers", "accelerate")  # before what fails on an older one
 
 from safe_ckpt.transformers.mixin import SafeCheckpointMixin  # noqa: E402
 

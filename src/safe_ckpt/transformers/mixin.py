@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from transformers import trainer as upstream
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from safe_ckpt.adapters.patch import StandIns
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.environment import config_of_all, refused_retention
-from safe_ckpt.core.stand_ins import StandIns
+from safe_ckpt.core.coordination.agreed_config import config_of_all, refused_retention
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
-from safe_ckpt.transformers import sharing
+from safe_ckpt.transformers import strategies
 from safe_ckpt.transformers.saver import TrainerSaver
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class SafeCheckpointMixin(_Base):
 
 
 def _check(trainer: Any, config: CheckpointConfig) -> None:
-    sharing.check(trainer, config)
+    strategies.check(trainer, config)
     if trainer.args.save_on_each_node:
         message = "is not supported: safe_ckpt commits one checkpoint that all processes see"
         raise ConfigError(key="TrainingArguments.save_on_each_node", message=message)

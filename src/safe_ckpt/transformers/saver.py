@@ -16,19 +16,21 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import Self
 
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core import extras, presence, resume, select
-from safe_ckpt.core.engine import Engine
-from safe_ckpt.core.ledger import Ledger
-from safe_ckpt.core.manifest import MANIFEST_NAME, CheckpointInfo
-from safe_ckpt.core.operation import Request
-from safe_ckpt.core.root import Root
-from safe_ckpt.core.select import Candidate
-from safe_ckpt.core.verify import verify_share
+from safe_ckpt.core.directory import catalog, extra_files
+from safe_ckpt.core.directory.catalog import Candidate
+from safe_ckpt.core.directory.ledger import Ledger
+from safe_ckpt.core.directory.workspace import Root
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
+from safe_ckpt.core.formats.verify import verify_share
+from safe_ckpt.core.saving import resume
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.saving.request import Request
+from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.events import Hook
 from safe_ckpt.transformers import rotation
-from safe_ckpt.transformers.capturing import Catch, catching
-from safe_ckpt.transformers.sharing import Sharing
+from safe_ckpt.transformers.contents import Catch, catching
+from safe_ckpt.transformers.strategies import Sharing
 
 logger = logging.getLogger(__name__)
 ADAPTER = "transformers"
@@ -90,7 +92,7 @@ class TrainerSaver:
     def _save(self, trainer: Any, path: Path) -> Path:
         root, ledger = self._hold(path.parent)
         key = self._engine.agree("save", {"path": path}, decide=lambda _: uuid.uuid4().hex)
-        begun = extras.open_folder(self._engine.session, root, key, self._engine.config.timeouts.barrier_s)
+        begun = extra_files.open_folder(self._engine.session, root, key, self._engine.config.timeouts.barrier_s)
         try:
             self._engine.save(self._request(trainer, path, root, begun, ledger))
         except BaseException:
@@ -156,7 +158,7 @@ class TrainerSaver:
             def take_stock() -> None:
                 nonlocal ledger
                 found = resume.listed(lambda: candidates(folder), self._engine.config.timeouts)
-                root.start_after(select.newest_sequence(found))
+                root.start_after(catalog.newest_sequence(found))
                 ledger = Ledger(found)
 
             self._engine.take_stock(root, {"directory": folder}, take_stock)
@@ -173,7 +175,7 @@ class TrainerSaver:
 
 def candidates(folder: Path) -> list[Candidate]:
     """Everything in ``folder`` that may be a checkpoint of a Trainer, stock ones included."""
-    found = select.list_directories(folder, _number_of, _problem_of_stock)
+    found = catalog.list_directories(folder, _number_of, _problem_of_stock)
     ours = [c for c in found if c.manifest is None or c.manifest.notes.get("adapter") == ADAPTER]
     return [c for c in ours if _number_of(c.path.name) is not None]  # a copy that somebody keeps is not one
 

@@ -1,0 +1,201 @@
+"""What ``save_state`` writes, planned as images: the file names and contents that Accelerate itself would write."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import utils
+from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard, SeedableRandomSampler
+
+from safe_ckpt.accelerate import engines
+from safe_ckpt.core.formats import file_plan
+from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.errors import StateError
+
+_DEVICES = ("xpu", "mlu", "sdaa", "musa", "hpu", "neuron", "cuda")
+
+
+def images(
+    accelerator: Any,
+    weights: Sequence[Mapping[str, Any]],
+    shared: Mapping[str, Any],
+    *,
+    safe_serialization: bool,
+    besides: Mapping[str, Any] | None = None,
+    sharded: bool = False,
+) -> list[Image]:
+    """The files of this rank: everything on rank 0, random states on every rank.
+
+    State dicts are asked for on every rank, as Accelerate does.
+
+    Args:
+        accelerator: whose state.
+        weights: the state dicts of the models.
+        shared: what ``shared_states`` returned.
+        safe_serialization: safetensors for the models, or pickle.
+        besides: further entries for this rank's random states.
+        sharded: models and optimizers are planned elsewhere.
+
+    Raises:
+        StateError: something cannot be saved; names it.
+    """
+    planned = [
+        *(_model(i, state, safe_serialization=safe_serialization) for i, state in enumerate(weights)),
+        *(
+            _archive(f"{numbered(utils.OPTIMIZER_NAME, i)}.bin", o.state_dict())
+            for i, o in _each([] if sharded else accelerator._optimizers)
+        ),
+        *(
+            _archive(f"{numbered(utils.SCHEDULER_NAME, i)}.bin", s.state_dict())
+            for i, s in _each(engines.plain_schedulers(accelerator))
+        ),
+        *(_archive(f"{numbered(utils.SAMPLER_NAME, i)}.bin", s) for i, s in samplers(accelerator)),
+        *(_archive(name, state) for name, state in shared.items()),
+        *(_archive(f"custom_checkpoint_{i}.pkl", o.state_dict()) for i, o in _each(accelerator._custom_objects)),
+    ]
+    rank = accelerator.process_index
+    own = _archive(f"{utils.RNG_STATE_NAME}_{rank}.pkl", {**random_states(accelerator.step), **(besides or {})})
+    return [*planned, own] if rank == 0 else [own]
+
+
+def shared_states(accelerator: Any) -> dict[str, Any]:
+    """Files that every rank of Accelerate writes under one name: loaders' positions and the scaler's state."""
+    found = {}
+    for i, loader in _each(accelerator._dataloaders):
+        if getattr(loader, "use_stateful_dataloader", False):
+            found[f"{numbered('dl_state_dict', i)}.bin"] = loader.state_dict()
+    if accelerator.scaler is not None:
+        found[utils.SCALER_NAME] = accelerator.scaler.state_dict()
+    return found
+
+
+def view(accelerator: Any, shared: Mapping[str, Any]) -> dict[str, str]:
+    """What must be equal on all ranks, because one file stands for all of them: name to fingerprint."""
+    dispatched = {
+        f"{numbered('dl_state_dict', i)}.bin"
+        for i, loader in _each(accelerator._dataloaders)
+        if isinstance(loader, DataLoaderDispatcher)  # only the main process reads data
+    }
+    return {name: _fingerprint(_place(state)) for name, state in shared.items() if name not in dispatched}
+
+
+def _place(state: Any) -> Any:
+    # Of a loader: how far it is. Seeds of workers differ between ranks, and each rank gets its own back (``loaders.py``).
+    keys = ("_num_yielded", "_sampler_iter_yielded", "_steps_since_snapshot", "_iterator_finished")
+    of_a_loader = isinstance(state, Mapping) and "_iterator_finished" in state
+    return {key: state.get(key) for key in keys} if of_a_loader else state
+
+
+def samplers(accelerator: Any) -> list[tuple[int, Any]]:
+    """The samplers that Accelerate saves: seedable ones over iterable shards."""
+    found = []
+    for i, loader in _each(accelerator._dataloaders):
+        sampler = loader.get_sampler() if isinstance(loader.dataset, IterableDatasetShard) else None
+        if isinstance(sampler, SeedableRandomSampler):
+            found.append((i, sampler))
+    return found
+
+
+def random_states(step: int, *, devices: bool = True) -> dict[str, Any]:
+    """The state of every random generator of this process, under Accelerate's keys; of the host's alone if not ``devices``."""
+    states = {
+        "step": step,
+        "random_state": random.getstate(),
+        "numpy_random_seed": np.random.get_state(),  # noqa: NPY002 - the global one is what Accelerate saves
+        "torch_manual_seed": torch.get_rng_state(),
+    }
+    for device in _DEVICES if devices else ():
+        available = getattr(utils, f"is_{device}_available", None)
+        if available is not None and available():
+            states[f"torch_{device}_manual_seed"] = getattr(torch, device).get_rng_state_all()
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    """Put back what ``random_states`` returned."""
+    random.setstate(states["random_state"])
+    np.random.set_state(states["numpy_random_seed"])  # noqa: NPY002 - as above
+    torch.set_rng_state(states["torch_manual_seed"])
+    for device in _DEVICES:
+        if (found := states.get(f"torch_{device}_manual_seed")) is not None:
+            getattr(torch, device).set_rng_state_all(found)
+
+
+def numbered(name: str, index: int) -> str:
+    """The first one has no number."""
+    return f"{name}_{index}" if index else name
+
+
+def _each(items: Sequence[Any]) -> list[tuple[int, Any]]:
+    return list(enumerate(items))
+
+
+def _archive(path: str, state: Any) -> Image:
+    return file_plan.torch_image(path, state, strict=False, key=path)
+
+
+def _model(index: int, state: Mapping[str, Any], *, safe_serialization: bool) -> Image:
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            message = "is on the meta device: it was offloaded. Save such a model with handle.save_model()"
+            raise StateError(key=f"model {index}: {name}", message=message)
+    if not safe_serialization:
+        return _archive(utils.WEIGHTS_NAME.replace(".", f"_{index}.") if index else utils.WEIGHTS_NAME, state)
+    path = f"{numbered(utils.SAFE_MODEL_NAME, index)}.safetensors"
+    for name, value in state.items():
+        if not file_plan.fits_safetensors({name: value}):
+            kind = (
+                type(value).__name__ if not isinstance(value, torch.Tensor) else f"{value.dtype} {value.layout} tensor"
+            )
+            message = f"a {kind} does not fit safetensors: use save_state(safe_serialization=False)"
+            raise StateError(key=f"model {index}: {name}", message=message)
+    return file_plan.safetensors_image(path, _apart(state))
+
+
+def _apart(state: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+    """Tensors that share memory only in part get their own: safetensors stores what is one and the same once."""
+    views: dict[tuple[torch.device, int], tuple[Any, ...]] = {}
+    apart: Any = OrderedDict(state)
+    if hasattr(state, "_metadata"):
+        apart._metadata = state._metadata
+    for name, tensor in state.items():
+        view = (tensor.storage_offset(), tensor.dtype, tuple(tensor.size()), tensor.stride())
+        home = (tensor.device, tensor.untyped_storage().data_ptr())
+        if tensor.numel() and views.setdefault(home, view) != view:
+            apart[name] = tensor.detach().clone()
+    return apart  # type: ignore[no-any-return]
+
+
+def _fingerprint(value: Any) -> str:
+    digest = hashlib.sha256()
+    _absorb(value, digest)
+    return digest.hexdigest()[:16]
+
+
+def _absorb(value: Any, digest: Any) -> None:
+    # Not by pickling: that depends on which objects are one and the same, and this on their values only.
+    kind = type(value).__name__
+    if isinstance(value, Mapping):
+        digest.update(f"{len(value)} entries".encode())
+        for key in value:
+            _absorb(key, digest)
+            _absorb(value[key], digest)
+    elif isinstance(value, list | tuple):
+        digest.update(f"{len(value)} of".encode())
+        for inner in value:
+            _absorb(inner, digest)
+    elif isinstance(value, torch.Tensor):
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode() + data)
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        digest.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+    elif isinstance(value, str | int | float | bool | bytes | type(None)):
+        digest.update(f"{kind}:{value!r};".encode())
+    else:
+        digest.update(kind.encode())

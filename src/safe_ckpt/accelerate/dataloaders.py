@@ -1,0 +1,194 @@
+"""The place in the data: what a stateful loader needs besides its own state to go on in the middle of an epoch, bit for bit.
+
+Accelerate saves, for all ranks together, how many batches a ``StatefulDataLoader`` has given. Which ones come next also depends
+on the random generators: when the epoch began, and when the batch was fetched that Accelerate has always ready ahead. Starting
+an iterator again draws from them as well, after Accelerate has put them back. So every rank keeps its own state, what the
+generators were at those two moments, and the number of the epoch. A loader that is continued begins with the first, fetches its
+first batch with the second, and then the generators are put to what they were when the checkpoint was taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from safe_ckpt.accelerate import contents
+
+KEY = "safe_ckpt_loaders"
+"""In each rank's ``random_states_<rank>.pkl``; stock Accelerate ignores it."""
+
+
+class Loaders:
+    """The stateful loaders of one Accelerator, watched from ``prepare`` on."""
+
+    def __init__(self) -> None:
+        self._watched: dict[int, _Watched] = {}
+
+    def watch(self, loader: Any) -> None:
+        """From now on remember what is needed to continue ``loader``."""
+        if getattr(loader, "use_stateful_dataloader", False) and id(loader.base_dataloader) not in self._watched:
+            self._watched[id(loader.base_dataloader)] = _Watched(loader)
+
+    def states(self, loaders: Sequence[Any]) -> list[dict[str, Any] | None]:
+        """What to save, loader by loader."""
+        found = [self._of(loader) for loader in loaders]
+        return [watched.state() if watched is not None else None for watched in found]
+
+    def resume(self, loaders: Sequence[Any], states: Sequence[Mapping[str, Any] | None]) -> None:
+        """Accelerate has restored everything: let loaders in mid-epoch go on exactly, all others begin as new ones do."""
+        now = contents.random_states(0)
+        for index, loader in enumerate(loaders):
+            self.watch(loader)
+            watched = self._of(loader)
+            state = states[index] if index < len(states) else None
+            if watched is not None:
+                watched.resume(state or {}, now)
+
+    def forget(self) -> None:
+        """Leave the loaders as they were."""
+        for watched in self._watched.values():
+            watched.forget()
+        self._watched.clear()
+
+    def _of(self, loader: Any) -> _Watched | None:
+        return self._watched.get(id(getattr(loader, "base_dataloader", None)))
+
+
+class _Watched:
+    def __init__(self, loader: Any) -> None:
+        self.ahead: Mapping[str, Any] | None = None
+        self._loader = loader
+        self._base = loader.base_dataloader
+        self._iterate: Callable[[], Iterator[Any]] = self._base.__iter__
+        self._begun: Mapping[str, Any] | None = None
+        self._pending: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
+        # Accelerate asks the loader within by attribute, so one of the instance is found.
+        self._base.__iter__ = self._begin
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "begun": self._begun,
+            "ahead": self.ahead,
+            "place": self._loader.state_dict(),
+            "iteration": getattr(self._loader, "iteration", None),
+            "within": self._is_within(),
+            **self._now(),
+        }
+
+    def resume(self, state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        if state:
+            self._base.load_state_dict(state["place"])
+        place = getattr(self._base, "next_iter_state", None)
+        if not isinstance(place, Mapping):
+            return
+        over = bool(place.get("_iterator_finished"))
+        if state.get("iteration") is not None:
+            self._loader.iteration = state["iteration"] + (over and state["within"])
+        if not over and place.get("_num_yielded") != 0:
+            self._pending = (state, now)
+            return
+        # A continued iterator that has nothing left is started twice, and draws twice.
+        self._base.next_iter_state = None
+        self._set_generator(state.get("generator"))
+        if state.get("ready"):
+            self._base.state_dict()  # starts it, as it was
+            contents.restore_random_states(now)
+
+    def forget(self) -> None:
+        vars(self._base).pop("__iter__", None)
+
+    def _begin(self) -> Iterator[Any]:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            self._begun = self._now()
+            return _Fetching(self._iterate(), self)
+        state, now = pending
+        begun = state.get("begun")
+        if begun is None:  # not watched then, or written by a stock Accelerator
+            return _Fetching(self._iterate(), self, then=now)
+        self._begun = begun
+        torch.set_rng_state(begun["torch"])
+        self._set_generator(begun["generator"])
+        own = self._base.generator
+        if begun["ready"]:
+            # It had been started before the epoch began: what starting draws must not come from the generators now.
+            self._base.generator = torch.Generator()
+        try:
+            iterator = self._iterate()
+            _draw_order(iterator)
+            return _Fetching(iterator, self, first=state.get("ahead"), then=now)
+        finally:
+            self._base.generator = own
+
+    def _now(self) -> dict[str, Any]:
+        generator = self._generator()
+        state = generator.get_state() if generator is not None else None
+        return {"torch": torch.get_rng_state(), "generator": state, "ready": self._is_ready()}
+
+    def _is_ready(self) -> bool:
+        """Whether the loader's next iterator is there already: asking a new loader for its state starts one."""
+        return bool(getattr(self._base, "_initial_iter_for_state_dict", False))
+
+    def _is_within(self) -> bool:
+        """Whether somebody is iterating: after an epoch's last batch its number goes up only when the loop is left."""
+        active = getattr(getattr(self._loader, "gradient_state", None), "dataloader_references", ())
+        return any(loader is self._loader for loader in active)
+
+    def _set_generator(self, state: torch.Tensor | None) -> None:
+        generator = self._generator()
+        if generator is not None and state is not None:
+            generator.set_state(state)
+
+    def _generator(self) -> torch.Generator | None:
+        sampler: Any = getattr(self._loader, "batch_sampler", None)
+        while hasattr(sampler, "batch_sampler"):
+            sampler = sampler.batch_sampler
+        found = getattr(getattr(sampler, "sampler", sampler), "generator", None)
+        return found if isinstance(found, torch.Generator) else None
+
+
+def _draw_order(iterator: Any) -> None:
+    """Let the sampler draw the order now: torchdata skips what was given only when the next batch is fetched."""
+    skipping = getattr(iterator, "_sampler_iter", None)
+    if isinstance(skipping, itertools.islice):
+        iterator._sampler_iter = itertools.chain(list(itertools.islice(skipping, 1)), skipping)
+
+
+class _Fetching:
+    """Remembers with which generators each batch is fetched.
+
+    Args:
+        iterator: gives the batches.
+        watched: is told.
+        first: what the generators are to be when the first batch is fetched; None to leave them.
+        then: what they are to be after it.
+    """
+
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        watched: _Watched,
+        first: Mapping[str, Any] | None = None,
+        then: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._iterator = iterator
+        self._watched = watched
+        self._first = first
+        self._then = then
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._first is not None:
+            contents.restore_random_states(self._first)
+        self._watched.ahead = contents.random_states(0, devices=False)
+        try:
+            return next(self._iterator)
+        finally:
+            if self._then is not None:
+                contents.restore_random_states(self._then)
+            self._first = self._then = None

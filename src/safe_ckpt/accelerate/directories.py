@@ -1,0 +1,276 @@
+"""Where checkpoints of an Accelerator lie: directories that are held, names, numbers, and what other tools left there."""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import utils
+
+from safe_ckpt.config import Retention
+from safe_ckpt.core.coordination.coordinator import raise_first
+from safe_ckpt.core.directory import catalog, extra_files, retention
+from safe_ckpt.core.directory.catalog import WEIGHTS, Candidate
+from safe_ckpt.core.directory.ledger import Decision, Ledger, is_of
+from safe_ckpt.core.directory.workspace import HIDDEN, Root
+from safe_ckpt.core.formats.manifest import CheckpointInfo
+from safe_ckpt.core.saving import resume
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.saving.held_directories import NamedRoots, refuse
+from safe_ckpt.core.storage import presence
+from safe_ckpt.errors import ConfigError, to_wire
+
+ADAPTER = "accelerate"
+FOLDER = "checkpoints"
+_NAME = re.compile(r"^checkpoint_(\d+)$")
+_STEP = re.compile(r"(?:^|(?:step|epoch|checkpoint|ckpt|iter|iteration)s?[-_=]?)(\d{1,18})$")
+_living: weakref.WeakSet[Places] = weakref.WeakSet()
+
+
+@dataclass(kw_only=True)
+class Place:
+    """A directory of checkpoints that is held. ``ledger`` counts on rank 0 only."""
+
+    root: Root
+    ledger: Ledger
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where one save goes, agreed by all ranks.
+
+    Attributes:
+        place: the directory that is held.
+        path: the final name.
+        number: Accelerate's ``iteration``.
+        step: the number in a name of the user's, or else ``number``.
+        begun: a folder for what hooks write; None when no rank has hooks.
+        key: what ``begun`` is staged under.
+    """
+
+    place: Place
+    path: Path
+    number: int
+    step: int
+    begun: Path | None
+    key: str
+
+
+class Places:
+    """The directories of one Accelerator, each taken at its first use. Every method is called on every rank.
+
+    With automatic naming that is the folder ``checkpoints``. A path of the user's is held by itself, for other jobs may keep
+    theirs beside it, and only as long as it is the last one.
+
+    Args:
+        engine: where the ranks meet.
+        accelerator: whose project they belong to.
+        policy: what to keep.
+
+    Attributes:
+        named: the directories that the user names one by one.
+    """
+
+    def __init__(self, engine: Engine, accelerator: Any, policy: Retention) -> None:
+        self._engine = engine
+        self._accelerator = accelerator
+        self._policy = policy
+        self._automatic: Place | None = None
+        self.named = NamedRoots(engine)
+        self._ledgers: dict[Path, Ledger] = {}
+        self._last: Path | None = None
+        _living.add(self)
+
+    def retain(self, place: Place, new: CheckpointInfo) -> Decision | None:
+        """``new`` was committed in ``place``. Says what is to be deleted now. Called on the background thread."""
+        return place.ledger.retain(new, retention.chooser(self._policy))
+
+    def automatic(self) -> Path | None:
+        """Where checkpoints go that Accelerate names itself; None when it does not."""
+        project = self._accelerator.project_configuration
+        if not project.automatic_checkpoint_naming:
+            return None
+        return Path(os.path.abspath(self._accelerator.project_dir)) / FOLDER
+
+    def hold_automatic(self) -> Place | None:
+        """Take the folder of automatic naming, if there is one.
+
+        Raises:
+            DirectoryError: it cannot be used.
+            DirectoryInUseError: a live job holds it.
+        """
+        folder = self.automatic()
+        if folder is None or self._automatic is not None:
+            return self._automatic
+        # In the folder that Accelerate lists nothing but checkpoints may lie: it takes whatever sorts last.
+        root = self._engine.hold(folder, hidden=folder.parent / HIDDEN)
+        place = Place(root=root, ledger=Ledger())
+
+        def take_stock() -> None:
+            found = resume.listed(lambda: candidates(folder), self._engine.config.timeouts)
+            place.ledger = Ledger(found)
+            root.start_after(catalog.newest_sequence(found))
+
+        self._engine.take_stock(root, {"directory": folder}, take_stock)
+        self._automatic = place
+        return place
+
+    def for_load(self) -> Place:
+        """Where ``load_state()`` without a path looks.
+
+        Raises:
+            ConfigError: that cannot be told.
+        """
+        place = self.hold_automatic()
+        if place is not None:
+            return place
+        if self._last is None:
+            message = (
+                "no input_dir was given and nothing was saved yet: give it, or use automatic_checkpoint_naming=True"
+            )
+            raise ConfigError(key="load_state: input_dir", message=message)
+        return self._hold_named(self._last)
+
+    def candidates(self, place: Place) -> list[Candidate]:
+        """What ``load_state()`` may take: with names of the user's only what this process saved. On rank 0."""
+        if place is self._automatic:
+            return candidates(place.root.path)
+        own = {info.path: info for info in place.ledger.committed}
+        return [
+            found
+            for found in candidates(place.root.path)
+            if found.path in own and (found.manifest is None or is_of(own[found.path], found.manifest))
+        ]
+
+    def for_weights(self, path: Path, view: Mapping[str, str], error: Exception | None) -> bool:
+        """Whether a directory for weights alone can be replaced as a whole: there are no directories in it, and it is no link.
+
+        Args:
+            path: the directory.
+            view: what else must be equal on all ranks.
+            error: why this rank cannot save; every rank raises it.
+
+        Raises:
+            DirectoryError: it is a checkpoint, or no directory.
+        """
+
+        def decide(answers: Mapping[int, Any]) -> bool:
+            raise_first(answers)
+            whole = not path.is_symlink() and not _has_folders(path)
+            refuse(path if whole else path.resolve(), WEIGHTS, _is_stock, whole=whole)
+            return whole
+
+        wire = to_wire(error, rank=self._engine.rank, phase="planning the weights") if error is not None else None
+        try:
+            whole = self._engine.agree("weights", {"save_directory": path, **view}, answer=wire, decide=decide)
+        except Exception:
+            if error is not None:
+                raise error from None
+            raise
+        self._take_over(path)
+        return bool(whole)
+
+    def target(self, output_dir: str | os.PathLike[str] | None, *, hooks: bool) -> Target:
+        """Agree on where a save goes.
+
+        Args:
+            output_dir: as given to ``save_state``.
+            hooks: whether this rank has hooks that write files.
+
+        Raises:
+            ConfigError: neither a path was given nor does Accelerate name checkpoints.
+            DirectoryError: the path exists and is not a checkpoint of ours.
+            DesyncError: the ranks gave different paths.
+        """
+        place = self.hold_automatic()
+        own = None if place is not None else _named(output_dir)
+        iteration = self._accelerator.project_configuration.iteration
+
+        def decide(answers: Mapping[int, Any]) -> dict[str, Any]:
+            if own is not None:
+                refuse(own, ADAPTER, _is_stock, empty=True)
+            number = iteration if place is None else max(iteration, next_number(place.root.path))
+            return {"number": number, "hooks": any(answers.values()), "key": uuid.uuid4().hex}
+
+        agreed = self._engine.agree("name", {"output_dir": own or "automatic"}, answer=hooks, decide=decide)
+        if place is not None:
+            path = place.root.path / f"checkpoint_{agreed['number']}"
+        else:
+            path = self._last = _named(output_dir)
+            place = self._hold_named(path)
+        begun = None
+        if agreed["hooks"]:
+            timeout_s = self._engine.config.timeouts.barrier_s
+            begun = extra_files.open_folder(self._engine.session, place.root, agreed["key"], timeout_s)
+        number = agreed["number"]
+        step = number if own is None else _step_of(path.name, number)
+        return Target(place=place, path=path, number=number, step=step, begun=begun, key=agreed["key"])
+
+    def _hold_named(self, path: Path) -> Place:
+        self._take_over(path)
+        root = self.named.hold(path, resumed=True)
+        return Place(root=root, ledger=self._ledgers.setdefault(path.parent, Ledger()))
+
+    def _take_over(self, path: Path) -> None:
+        """From an Accelerator of this process, such as that of a notebook's cell that was run again and is still held."""
+        for other in list(_living):
+            if other is not self:
+                other.named.let_go(path)
+
+
+def candidates(folder: Path) -> list[Candidate]:
+    """Everything in ``folder`` that may be a checkpoint of an Accelerator, stock ones included, in no order."""
+    found = catalog.list_directories(folder, _number_of, _problem_of_stock)
+    return [c for c in found if c.manifest is None or c.manifest.notes.get("adapter") == ADAPTER]
+
+
+def next_number(folder: Path) -> int:
+    """One more than the highest number in use."""
+    try:
+        numbers = [_number_of(name) for name in os.listdir(folder)]
+    except FileNotFoundError:
+        return 0
+    return max((number for number in numbers if number is not None), default=-1) + 1
+
+
+def _named(output_dir: str | os.PathLike[str] | None) -> Path:
+    if output_dir is None:
+        message = "give it, or use ProjectConfiguration(automatic_checkpoint_naming=True)"
+        raise ConfigError(key="save_state: output_dir", message=message)
+    return Path(os.path.abspath(output_dir))
+
+
+def _step_of(name: str, otherwise: int) -> int:
+    found = _STEP.search(name)
+    return int(found.group(1)) if found else otherwise
+
+
+def _has_folders(path: Path) -> bool:
+    try:
+        with os.scandir(path) as entries:
+            return any(entry.is_dir() for entry in entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _number_of(name: str) -> int | None:
+    found = _NAME.match(name)
+    return int(found.group(1)) if found else None
+
+
+def _is_stock(path: Path) -> str:
+    return "it is a checkpoint of an Accelerator" if not _problem_of_stock(path) else ""
+
+
+def _problem_of_stock(path: Path) -> str:
+    # Accelerate writes the random states last but for custom objects: without them it was interrupted.
+    last = path / f"{utils.RNG_STATE_NAME}_0.pkl"
+    if not presence.is_there(last):
+        return f"it has no manifest, and without {last.name} it is not complete either"
+    return "" if presence.ends_as_archive(last) else f"it has no manifest, and {last.name} was not written to its end"

@@ -1,0 +1,143 @@
+"""The tensors of a model that may be offloaded, each to be fetched when its turn comes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import OffloadedWeightsLoader
+
+from safe_ckpt.core.formats import hugging_face
+from safe_ckpt.core.formats.file_plan import Lazy
+from safe_ckpt.core.sharding import dtensor
+from safe_ckpt.errors import StateError
+
+Fetch = Callable[[], torch.Tensor]
+
+
+def is_offloaded(model: torch.nn.Module) -> bool:
+    """Whether some of its values are elsewhere."""
+    return any(tensor.is_meta for _, tensor in _named(model))
+
+
+def tensors(model: torch.nn.Module, *, once: bool = True) -> dict[str, Lazy]:
+    """Every parameter and persistent buffer under its name, module by module.
+
+    Where a tie can no longer be seen, as between two files of weights that were offloaded to disk, each name gets its values.
+
+    Args:
+        model: whose.
+        once: tied ones under the first name alone, and nothing that does not fit safetensors.
+
+    Raises:
+        StateError: one is on the meta device and no hook knows where it was offloaded to, or it does not fit safetensors.
+    """
+    dtensor.refuse_partitioned(model)
+    found: dict[str, Lazy] = {}
+    seen: set[object] = set()
+    homes = _homes(model)
+    for name, tensor in _named(model):
+        held, fetch = (tensor, functools.partial(_detached, tensor)) if not tensor.is_meta else _offloaded(homes, name)
+        if fetch is None:
+            message = (
+                "is on the meta device, and no hook of Accelerate knows where its values are: load the model first"
+            )
+            raise StateError(key=name, message=message)
+        identity = identity_of(tensor, held)
+        if once and seen & identity:
+            continue
+        seen |= identity
+        if once:
+            hugging_face.admit(name, tensor, tensor.dtype)
+        found[name] = Lazy(dtype=tensor.dtype, shape=tuple(tensor.shape), fetch=fetch)
+    return found
+
+
+def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    # Not state_dict(): offloaded parameters are in there too, but hooks of the user's may make copies of the others.
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield dot + name, parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield dot + name, buffer
+
+
+@dataclass(frozen=True)
+class _Home:
+    """Where a hook keeps values: under ``prefix`` and the name, in host memory or on disk."""
+
+    prefix: str
+    values: Mapping[str, torch.Tensor]
+    names: frozenset[str]
+
+    def held(self, name: str) -> torch.Tensor | None:
+        """The tensor itself where it lies in host memory."""
+        memory = self.values if isinstance(self.values, dict) else getattr(self.values, "state_dict", None)
+        found = memory.get(self.prefix + name) if isinstance(memory, dict) else None
+        return found if isinstance(found, torch.Tensor) else None
+
+
+def _homes(model: torch.nn.Module) -> dict[str, _Home]:
+    """Prefix of a module's names to where the hook on it finds their values."""
+    found = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for hook in _hooks(module):
+            values, prefix = getattr(hook, "weights_map", None), ""
+            if not getattr(hook, "offload", False) or values is None:
+                continue
+            while hasattr(values, "dataset") and hasattr(values, "prefix"):  # accelerate.utils.offload.PrefixedDataset
+                prefix, values = values.prefix + prefix, values.dataset
+            found[f"{module_name}." if module_name else ""] = _Home(prefix, values, frozenset(values))
+    return found
+
+
+def _hooks(module: torch.nn.Module) -> list[Any]:
+    hook = getattr(module, "_hf_hook", None)
+    return list(getattr(hook, "hooks", [hook])) if hook is not None else []
+
+
+def _offloaded(homes: Mapping[str, _Home], name: str) -> tuple[torch.Tensor | None, Fetch | None]:
+    for prefix in sorted(homes, key=len, reverse=True):  # a hook may stand for all modules below it
+        home, local = homes[prefix], name[len(prefix) :]
+        if name.startswith(prefix) and home.prefix + local in home.names:
+            return home.held(local), functools.partial(_look_up, home.values, home.prefix + local)
+    return None, None
+
+
+def _look_up(values: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    mapped = _mapped(values, name)
+    return values[name].detach() if mapped is None else mapped
+
+
+def _mapped(values: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | None:
+    """A tensor over the file that it was offloaded to, where there is one: Accelerate's own reading takes its size twice."""
+    if not isinstance(values, OffloadedWeightsLoader) or name in values.state_dict or values.save_folder is None:
+        return None
+    facts = values.index[name]
+    kind = getattr(torch, facts["dtype"], None) if facts.get("safetensors_file") is None else None
+    shape = tuple(facts["shape"])
+    if not isinstance(kind, torch.dtype) or not math.prod(shape):
+        return None
+    file = np.memmap(f"{values.save_folder}/{name}.dat", dtype=np.uint8, mode="c")  # private: never written to the file
+    return torch.from_numpy(file).view(kind).view(shape)
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach()
+
+
+def identity_of(tensor: torch.Tensor, held: torch.Tensor | None) -> set[object]:
+    """What two names of one tensor have in common. Equal values are not enough: zeros are equal to zeros."""
+    found: set[object] = {id(tensor)}
+    if held is not None and held.numel():
+        view = (held.storage_offset(), held.dtype, tuple(held.shape), held.stride())
+        found.add((str(held.device), held.untyped_storage().data_ptr(), view))
+    return found

@@ -1,0 +1,89 @@
+"""``register``: which Accelerators of this process are registered, and which registration an earlier one gives way to."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from safe_ckpt.accelerate import support
+from safe_ckpt.accelerate.handle import Handle
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core.coordination.agreed_config import config_of_all
+from safe_ckpt.events import Hook
+
+logger = logging.getLogger(__name__)
+_registered: weakref.WeakSet[Handle] = weakref.WeakSet()
+
+
+def register(accelerator: Any, config: CheckpointConfig | None = None, *, hooks: Iterable[Hook] = ()) -> Handle:
+    """Make an Accelerator's checkpoints safe and asynchronous. Every rank calls this, before or after ``prepare()``.
+
+    ``save_state``, ``load_state``, ``save_model``, ``end_training`` and ``free_memory`` of this one object are replaced until
+    ``handle.remove()``. A copy of it, such as the one that a spawned worker gets, is a stock one::
+
+        accelerator = Accelerator(project_config=ProjectConfiguration("runs/exp", automatic_checkpoint_naming=True))
+        register(accelerator)
+        ...
+        accelerator.save_state(metrics={"loss": loss})  # returns when the snapshot is taken
+        accelerator.load_state()                        # the newest valid checkpoint
+
+    An earlier registration in this process is ended first, as when a notebook's cell is run again: that of the same
+    Accelerator, and that of another one for the same project directory, whose ``save_state`` raises from then on.
+
+    Args:
+        accelerator: an ``accelerate.Accelerator``.
+        config: settings, equal on all ranks; None reads the file that ``SAFE_CKPT_CONFIG`` names, or takes the defaults.
+        hooks: called with what happens; see ``safe_ckpt.events``.
+
+    Returns:
+        The handle, to wait for what is in flight and to take it all back.
+
+    Raises:
+        ConfigError: a setting is not allowed, or the Accelerator's kind of training is not covered.
+        DirectoryError: the directory of the checkpoints cannot be used.
+        DirectoryInUseError: a live job holds it.
+        DesyncError: the ranks were given different settings.
+        RendezvousTimeout: some ranks did not call this.
+    """
+    earlier: Handle | None = getattr(accelerator, "_safe_ckpt", None)
+    if earlier is not None:
+        earlier.remove()
+    settings = config_of_all(config)
+    support.check(accelerator, settings)
+    _end_earlier(accelerator)
+    handle = Handle(accelerator, settings, hooks=hooks)
+    _registered.add(handle)
+    return handle
+
+
+def _end_earlier(accelerator: Any) -> None:
+    """A notebook's variables still hold the handle of a cell that is run again."""
+    project = accelerator.project_configuration
+    for handle in list(_registered):
+        other = handle.project
+        if not project.automatic_checkpoint_naming or other is None or handle.closed:
+            continue
+        if os.path.realpath(other) == os.path.realpath(accelerator.project_dir):
+            logger.warning("the registration of an earlier Accelerator for %s ends: this one takes its place", other)
+            handle.end()
+
+
+@dataclass(frozen=True)
+class SafeCheckpointPlugin:
+    """``register`` as an object that can be passed around.
+
+    Attributes:
+        config: see ``register``.
+        hooks: the same.
+    """
+
+    config: CheckpointConfig | None = None
+    hooks: Sequence[Hook] = ()
+
+    def register(self, accelerator: Any) -> Handle:
+        """See ``safe_ckpt.accelerate.register``."""
+        return register(accelerator, self.config, hooks=self.hooks)

@@ -1,0 +1,249 @@
+"""``save_model``: the weights alone, in the files that Accelerate would write, offloaded, gathered or as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import utils
+from accelerate.utils import DistributedType
+from huggingface_hub import (
+    StateDictSplit,
+    split_state_dict_into_shards_factory,
+    split_torch_state_dict_into_shards,
+)
+
+from safe_ckpt.accelerate import offloaded_models, strategies
+from safe_ckpt.accelerate.directories import Places
+from safe_ckpt.core.directory.workspace import HIDDEN, Root
+from safe_ckpt.core.formats import file_plan, hugging_face
+from safe_ckpt.core.formats.file_plan import Image, Lazy
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME
+from safe_ckpt.core.saving import export
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.saving.export import Exporter
+from safe_ckpt.core.saving.held_directories import NAMES
+from safe_ckpt.core.sharding import dtensor
+from safe_ckpt.core.storage import durable
+from safe_ckpt.core.storage.durable import sync_directory
+from safe_ckpt.errors import ConfigError, DirectoryError, StateError
+
+logger = logging.getLogger(__name__)
+_WEIGHTS = ".weights"  # in the place of a name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """See ``Handle.save_model``."""
+
+    max_shard_size: int | str
+    safe_serialization: bool
+    dtype: torch.dtype | None
+
+    @property
+    def view(self) -> dict[str, str]:
+        """What is equal on all ranks."""
+        return {
+            "max_shard_size": str(self.max_shard_size),
+            "safe_serialization": str(bool(self.safe_serialization)),
+            "dtype": str(self.dtype),
+        }
+
+    def most_bytes(self) -> int:
+        """How large a shard may be.
+
+        Raises:
+            ConfigError: an argument is not allowed.
+        """
+        if self.dtype is not None and not self.safe_serialization:
+            raise ConfigError(key="save_model: dtype", message="is for safe_serialization=True only")
+        return hugging_face.parse_size(self.max_shard_size, "save_model: max_shard_size")
+
+
+def save(
+    engine: Engine,
+    places: Places,
+    accelerator: Any,
+    model: torch.nn.Module,
+    directory: str | os.PathLike[str],
+    options: Options,
+) -> Path:
+    """Write the weights. Every rank calls this; rank 0 writes. Returns the directory when they are durable.
+
+    Raises:
+        SafeCheckpointError: see ``Handle.save_model``.
+    """
+    path = Path(os.path.abspath(directory))
+    error: Exception | None = None
+    most_bytes = 0
+    try:
+        most_bytes = options.most_bytes()
+    except ConfigError as problem:  # the other ranks must learn of it before they gather
+        error = problem
+    whole = places.for_weights(path, options.view, error)
+    if whole and options.safe_serialization and strategies.is_sharding(accelerator) and dtensor.has_sharded(model):
+        exported = Exporter(engine, places.named).export(
+            model, path, format="safetensors", max_shard_size=options.max_shard_size, dtype=options.dtype
+        )
+        return exported.result().path
+    planned: list[Image] = []
+    try:
+        state = _state_of(accelerator, model, options)
+        if engine.rank == 0:
+            planned = _images(state, most_bytes, options)
+    except Exception as problem:  # the other ranks must learn of it
+        error = problem
+    if whole:
+        _replace(engine, places.named.hold(path), path, planned, error)
+    else:
+        _replace_each(engine, path, planned, error)
+    return path
+
+
+def _state_of(accelerator: Any, model: torch.nn.Module, options: Options) -> Mapping[str, Lazy | torch.Tensor]:
+    """Names to tensors, on rank 0. What is in parts on the ranks is gathered, as Accelerate does: all of them call this."""
+    plain = hugging_face.unwrapped(model)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        plain = getattr(model, "module", model)
+        try:
+            dtensor.refuse_partitioned(plain)
+        except StateError as apart:
+            try:
+                return accelerator.get_state_dict(model) or {}
+            except ValueError as error:  # a setting of DeepSpeed forbids it
+                raise StateError(key=apart.key, message=f"{apart.message}. {error}") from error
+    elif dtensor.has_sharded(plain):
+        return accelerator.get_state_dict(model) or {}
+    dtensor.refuse_partitioned(plain)
+    if offloaded_models.is_offloaded(plain):
+        return offloaded_models.tensors(plain, once=options.safe_serialization)
+    return plain.state_dict()
+
+
+def _images(state: Mapping[str, Lazy | torch.Tensor], most_bytes: int, options: Options) -> list[Image]:
+    if options.safe_serialization:
+        lazies = _once(state, options.dtype)
+        split = split_state_dict_into_shards_factory(
+            lazies,
+            get_storage_size=lambda lazy: lazy.size_bytes,
+            filename_pattern=utils.SAFE_WEIGHTS_PATTERN_NAME,
+            max_shard_size=most_bytes,
+        )
+        return _files(lazies, split, file_plan.named_safetensors_image, utils.SAFE_WEIGHTS_NAME)
+    fetched = _fetched(state)
+    split = split_torch_state_dict_into_shards(
+        fetched, filename_pattern=utils.WEIGHTS_PATTERN_NAME, max_shard_size=most_bytes
+    )
+    archive = functools.partial(file_plan.torch_image, strict=False, key="model")
+    return _files(fetched, split, archive, utils.WEIGHTS_NAME)
+
+
+def _files(
+    tensors: Mapping[str, Any], split: StateDictSplit, image: Callable[[str, dict[str, Any]], Image], single: str
+) -> list[Image]:
+    shards = split.filename_to_tensors or {single: []}
+    planned = [image(file, {name: tensors[name] for name in names}) for file, names in shards.items()]
+    if not split.is_sharded:
+        return planned
+    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+    body = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    return [*planned, file_plan.bytes_image(f"{single}.index.json", body.encode())]
+
+
+def _once(state: Mapping[str, Lazy | torch.Tensor], dtype: torch.dtype | None) -> dict[str, Lazy]:
+    """What safetensors takes: each tensor under the first of its names, fetched and converted when its turn comes."""
+    found: dict[str, Lazy] = {}
+    seen: set[object] = set()
+    for name, value in _tensors(state).items():
+        identity = set() if isinstance(value, Lazy) else offloaded_models.identity_of(value, value)
+        if seen & identity:
+            continue
+        seen |= identity
+        final = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
+        if isinstance(value, torch.Tensor):
+            hugging_face.admit(name, value, final)
+        elif final != value.dtype:
+            raise StateError(key=name, message="an offloaded model is saved in its own dtype: leave dtype out")
+        fetch = value.fetch if isinstance(value, Lazy) else functools.partial(_converted, value, final)
+        found[name] = Lazy(dtype=final, shape=tuple(value.shape), fetch=fetch)
+    return found
+
+
+def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.detach().to(dtype)
+
+
+def _fetched(state: Mapping[str, Lazy | torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors themselves, offloaded ones in host memory all at once: an archive shows which of them are tied."""
+    fetched: dict[int, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
+    for name, value in _tensors(state).items():
+        tensor = value.fetch() if isinstance(value, Lazy) else value.detach()
+        home = tensor.untyped_storage().data_ptr() if tensor.numel() else id(tensor)
+        found[name] = fetched.setdefault(home, tensor) if isinstance(value, Lazy) else tensor
+    return found
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, value in state.items():
+        if isinstance(value, str):
+            logger.warning("%s is text and left out of the weights, as Accelerate leaves it out", name)
+        elif isinstance(value, Lazy | torch.Tensor):
+            found[name] = value
+        else:
+            raise StateError(key=name, message=f"expected a tensor, got {type(value).__name__}")
+    return found
+
+
+def _replace(engine: Engine, root: Root, path: Path, planned: Sequence[Image], error: Exception | None) -> None:
+    """The directory as a whole, in one step."""
+    request = dataclasses.replace(export.request_of(root, path, planned, error), streamed=True)
+    engine.save(request).result()
+
+
+def _replace_each(engine: Engine, path: Path, planned: Sequence[Image], error: Exception | None) -> None:
+    """File by file: of another directory in there, such as a checkpoint, nothing may be moved.
+
+    Nothing that is there is touched before all the new files are durable in the hidden folder.
+    """
+    root = engine.hold(path, hidden=path / HIDDEN / NAMES / _WEIGHTS, recorded=False)
+    ready = root.hidden / "weights"
+    names = [image.path for image in planned]
+    try:
+        _replace(engine, root, ready, planned, error)
+        engine.session.agree(
+            "weights replaced",
+            {"path": path},
+            timeout_s=engine.config.timeouts.lengthy_s,
+            decide=lambda _: _put_in_place(root, ready, names),
+        )
+    finally:
+        engine.settle()
+        engine.let_go(root)
+
+
+def _put_in_place(root: Root, ready: Path, names: Sequence[str]) -> None:
+    """At no moment an index, or a manifest, speaks of a mixture: what is replaced goes first, and comes last."""
+    path = root.path
+    try:
+        root.confirm()
+        for name in (*(name for name in names if name.endswith(".json")), MANIFEST_NAME):
+            (path / name).unlink(missing_ok=True)
+        sync_directory(str(path))
+        for name in names:  # the index is the last of them
+            root.confirm()
+            durable.publish_file(ready / name, path / name)
+        stale = [name for name in os.listdir(path) if hugging_face.is_weight_file(name) and name not in names]
+    except OSError as error:
+        raise DirectoryError.of(error, path=error.filename or path, rank=0, phase="replacing the weights") from error
+    stale.sort(key=lambda name: not name.endswith(".json"))
+    root.discard([*(path / name for name in stale if not (path / name).is_dir()), ready])

@@ -1,0 +1,1 @@
+"""The adapter interface: all that a framework adapter may import, in one place."""

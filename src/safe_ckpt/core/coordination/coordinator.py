@@ -1,0 +1,467 @@
+"""How the ranks act as one: through keys in a store, never through collectives.
+
+A ``Session`` is what the ranks of one process group share while somebody saves. Its operations form one log: rank 0
+appends an entry, every rank keeps a cursor into it, compares its own view with the entry and answers; rank 0 decides and
+publishes the verdict. Because the log has one order, a rank that asks for something else is found out at once, and a rank
+that comes late reads the verdict that the others got.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing.util
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from safe_ckpt.config import CheckpointConfig, Network
+from safe_ckpt.core.coordination import process_groups, rendezvous
+from safe_ckpt.core.coordination.heartbeat import Heartbeat
+from safe_ckpt.core.coordination.rendezvous import Found
+from safe_ckpt.core.coordination.sealed_store import KeyValues
+from safe_ckpt.core.coordination.step import Step
+from safe_ckpt.core.coordination.store import Channel, KeyTimeout, LocalChannel
+from safe_ckpt.errors import (
+    ClosedError,
+    ConfigError,
+    CoordinationError,
+    DesyncError,
+    ForkedError,
+    PeerLostError,
+    RendezvousTimeout,
+    from_wire,
+    to_wire,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from safe_ckpt.config import Timeouts
+
+logger = logging.getLogger(__name__)
+_GRACE_S = 3.0
+
+Decide = Callable[[Mapping[int, Any]], Any]
+"""Runs on rank 0 with every rank's answer; what it returns (JSON-able, or ``Shares``) or raises is what every rank gets."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A verdict of which every rank gets its own part: what all of them together are told may be too much for each to read.
+
+    Attributes:
+        by_rank: JSON-able data for each rank.
+    """
+
+    by_rank: Mapping[int, Any]
+
+
+_open: list[Session] = []
+_open_lock = threading.Lock()
+
+
+def open_session(
+    group: ProcessGroup | None, timeouts: Timeouts, *, observe: bool = True, network: Network | None = None
+) -> Session:
+    """Join the session of this process group, making it where not every rank has it. Every rank calls this.
+
+    Release it when done.
+
+    Args:
+        group: the ranks; None means WORLD.
+        timeouts: of a session that is made here.
+        observe: whether they hold from now on in one that is there already, too.
+        network: where rank 0 listens in one that is made here; None for what the environment says.
+
+    Raises:
+        RendezvousTimeout: some ranks did not come within ``barrier_s``; names them.
+    """
+    facts = process_groups.group_of(group)
+    with _open_lock:
+        for session in [session for session in _open if session.orphaned]:
+            session.close()
+        serving = [session for session in _open if session.serves(facts)]
+    have = serving[-1] if serving else None
+    if facts.size == 1 and have is not None:
+        return _used_once_more(have, timeouts, observe=observe)
+    found = None
+    if facts.size > 1:
+        where = network or (_network_of_environment() if facts.rank == 0 else Network())
+        known = (have.id, have.call) if have is not None else ("", -1)
+        met = rendezvous.meet(facts, timeouts, where, *known)
+        if isinstance(met, int) and have is not None:
+            have.start_at(met)  # a rank that was interrupted in here may have made another number of calls
+            return _used_once_more(have, timeouts, observe=observe)
+        found = met if isinstance(met, Found) else None
+    for session in serving:
+        if session.users == 0:  # some other rank has it no more
+            session.close()
+    session = Session(facts, timeouts, found)
+    with _open_lock:
+        _open.append(session)
+    # After the engines (priority 100), which finish what is in flight, and also where atexit does not run: atexit's own hooks
+    # would come first, and rank 0's store would be gone under a running save. Here and not at import: a process that
+    # multiprocessing forks forgets what was arranged before.
+    session.at_exit = multiprocessing.util.Finalize(None, _close_at_exit, (weakref.ref(session),), exitpriority=50)
+    return session
+
+
+def _network_of_environment() -> Network:
+    try:
+        return CheckpointConfig.from_environment().network
+    except ConfigError:  # whoever takes settings from there is told what is wrong with them
+        return Network()
+
+
+def _used_once_more(session: Session, timeouts: Timeouts, *, observe: bool) -> Session:
+    session.users += 1
+    if observe:
+        session.observe(timeouts)
+    return session
+
+
+def _close_at_exit(weak: weakref.ref[Session]) -> None:
+    session = weak()
+    if session is not None:
+        session.close()
+
+
+def raise_first(answers: Mapping[int, Any]) -> None:
+    """A ``decide`` for answers that are None or an error as ``to_wire`` makes it: raises that of the lowest rank."""
+    for rank in sorted(answers):
+        if answers[rank]:
+            raise from_wire(answers[rank])
+
+
+class Session:
+    """What the ranks of one process group share while somebody saves. Made by ``open_session``.
+
+    Attributes:
+        id: the same on all ranks, and of no other session.
+        rank: this process's rank.
+        size: number of ranks.
+        reads: on rank 0, by the key that every reading of a verdict counts up: how many to expect, and of which call.
+        unsure: whether this rank failed in its newest agreement after it had answered: the others may have gone on.
+        stale: on rank 0, keys of what is over that some rank may still be reading; dropped when all have come to the next.
+        movers: numbers of this rank that change as long as bytes move; the other ranks hear of their sum.
+        at_exit: closes it when the process ends; cancelled by ``close``.
+    """
+
+    def __init__(self, group: process_groups.Group, timeouts: Timeouts, found: Found | None) -> None:
+        self.id = found.id if found is not None else ""
+        self.rank = group.rank
+        self.size = group.size
+        self.users = 1
+        self.reads: dict[str, tuple[int, int]] = {}
+        self.movers: list[Callable[[], int]] = []
+        self.stale: list[str] = []
+        self.at_exit: multiprocessing.util.Finalize | None = None
+        self._shutdown_s = timeouts.shutdown_s
+        self._name = group.name
+        # Only weakly: the default store holds the port that a later process group may want to bind.
+        self._meeting = weakref.ref(group.meeting_store) if group.meeting_store is not None else None
+        self._pid = os.getpid()
+        self._call, self._part = -1, 0
+        self._depth, self._goes_on = 0, False
+        self._ended: list[str] = []
+        self.unsure = False
+        self._closed = False
+        self._heartbeat: Heartbeat | None = None
+        if found is None:
+            self._calls: Channel = LocalChannel(process_groups.local_store())
+            return
+        # On rank 0 this is the store itself; it goes with this reference.
+        self._store: KeyValues | None = found.store
+        answer_s = timeouts.peer_stall_s
+        self._connect = found.connect
+        self._answer_s = answer_s
+        self._calls = Channel(
+            found.connect, name="calls", answer_s=answer_s, store=found.store, alive=self._hears_of_rank_0
+        )
+        beats = Channel(found.connect, name="heartbeat", answer_s=answer_s)
+        self._heartbeat = Heartbeat(
+            beats,
+            rank=group.rank,
+            machines=found.machines,
+            stall_s=answer_s,
+            interval_s=_beat_interval_s(timeouts),
+            progress=self._own_progress,
+        )
+
+    def agree(
+        self,
+        kind: str,
+        view: Mapping[str, object],
+        *,
+        timeout_s: float,
+        answer: object = None,
+        decide: Decide | None = None,
+    ) -> Any:
+        """Make one agreed step. Every rank calls this, on the thread that drives training.
+
+        Args:
+            kind: the name of the step; part of what must be equal on all ranks.
+            view: what must be equal on all ranks.
+            timeout_s: how long to wait for the others, and for ``decide``.
+            answer: JSON-able data of this rank for ``decide``.
+            decide: runs on rank 0. Without it the result is None.
+
+        Returns:
+            What ``decide`` returned, on every rank; of ``Shares`` this rank's own.
+
+        Raises:
+            DesyncError: the ranks' views differ.
+            RendezvousTimeout: some ranks did not come; names them.
+            PeerLostError: a rank died or stopped.
+            ForkedError: this process was forked from the one that opened the session.
+            SafeCheckpointError: what ``decide`` raised, on every rank.
+        """
+        self.refuse_fork(kind)
+        if self._closed:
+            raise ClosedError(message=f"{kind}: this session was closed")
+        mine = {"kind": kind, **{key: str(value) for key, value in view.items()}}
+        needed = [0] if self.rank else range(1, self.size)
+        number, part = self._next_number()
+
+        def check() -> None:
+            if gone := self._are_past(number):
+                raise RendezvousTimeout(phase=kind, seconds=timeout_s, missing=gone)
+            self.check(needed)
+
+        name = f"log/{number}.{part}"
+        step = Step(self._calls, self.rank, self.size, name, kind, timeout_s, check)
+        if self.rank == 0:
+            return self._lead(step, name, mine, answer, decide)
+        return self._follow(step, name, mine, answer)
+
+    def _next_number(self) -> tuple[int, int]:
+        """Of which call this agreement is which part. The number is used up on every rank, whatever comes of it."""
+        if self._goes_on:
+            self._part += 1
+        else:
+            self._call, self._part = self._call + 1, 0
+        self._goes_on = self._depth > 0
+        self.unsure = False
+        if self._heartbeat is not None:
+            self._heartbeat.at = self._call
+        return self._call, self._part
+
+    @property
+    def call(self) -> int:
+        """The number of the newest call, the same on all ranks that made the same calls."""
+        return self._call
+
+    def start_at(self, call: int) -> None:
+        """From now on calls are counted from here. All ranks do this at the same place."""
+        self._call, self._goes_on = call, False
+
+    def keep_together(self) -> None:
+        """The next agreement is a part of the same call: a rank that fails in between begins the next call with the others."""
+        self._goes_on = True
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """All agreements within are parts of one call; see ``keep_together``."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._goes_on = False
+
+    def leave(self, call: int) -> None:
+        """This rank gives up a call where it cannot say so: rank 0 hears of it when it can."""
+        if self._heartbeat is not None and self.rank != 0:
+            self._heartbeat.leave(call)
+
+    def have_left(self, call: int) -> tuple[int, ...]:
+        """On rank 0: the ranks that have given up that call, and what it began."""
+        return self._heartbeat.have_left(call) if self._heartbeat is not None and self.rank == 0 else ()
+
+    def _are_past(self, call: int) -> tuple[int, ...]:
+        return self._heartbeat.are_past(call) if self._heartbeat is not None and self.rank == 0 else ()
+
+    def refuse_fork(self, what: str) -> None:
+        """Raise ``ForkedError`` in a forked child: nothing that answers is there."""
+        if self._pid != os.getpid():
+            raise ForkedError(what=what, pid=self._pid)
+
+    def channel(self, name: str) -> Channel:
+        """One more connection, for a thread of its own; whoever asks for it closes it."""
+        if self.size == 1:
+            return self._calls
+        return Channel(self._connect, name=name, answer_s=self._answer_s, alive=self._hears_of_rank_0)
+
+    def check(self, needed: Sequence[int]) -> None:
+        """Raise ``PeerLostError`` if one of the ``needed`` ranks is known to be dead or stopped."""
+        if self._heartbeat is not None:
+            self._heartbeat.check(needed)
+
+    def _hears_of_rank_0(self) -> bool:
+        return self._heartbeat is not None and self._heartbeat.hears()
+
+    def observe(self, timeouts: Timeouts) -> None:
+        """From now on these timeouts hold. Every rank calls this, or none."""
+        self._shutdown_s = timeouts.shutdown_s
+        self._answer_s = timeouts.peer_stall_s
+        self._calls.answer_s = timeouts.peer_stall_s
+        if self._heartbeat is not None:
+            self._heartbeat.observe(timeouts.peer_stall_s, _beat_interval_s(timeouts))
+
+    def progress(self) -> int:
+        """A number that changes as long as bytes move, here or on a rank that this one waits for."""
+        return self._own_progress() + (self._heartbeat.progress() if self._heartbeat is not None else 0)
+
+    def _own_progress(self) -> int:
+        return sum(mover() for mover in list(self.movers))
+
+    @property
+    def stall_s(self) -> float:
+        """How long a rank may show no sign of life."""
+        return self._answer_s if self.size > 1 else 0.0
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the process group that this belonged to is gone and nobody uses this any more."""
+        return self.users == 0 and self._meeting is not None and self._meeting() is None
+
+    def serves(self, group: process_groups.Group) -> bool:
+        """Whether this is the session of ``group``."""
+        if self._pid != os.getpid():  # a forked child has none of this
+            return False
+        if group.meeting_store is None:
+            return self._meeting is None
+        return self._name == group.name and self._meeting is not None and self._meeting() is group.meeting_store
+
+    def release(self, *, keep: bool = False) -> None:
+        """Say that one user is done. The last one ends the session, or with ``keep`` leaves it for the next."""
+        self.users -= 1
+        if self.users == 0 and not keep:
+            self.close()
+
+    def close(self) -> None:
+        """End the session. Rank 0 stays until the others have read its verdicts, at most ``shutdown_s``."""
+        if self._closed or self._pid != os.getpid():
+            return
+        self._closed = True
+        if self.at_exit is not None:
+            self.at_exit.cancel()
+        if self in _open:
+            _open.remove(self)
+        try:
+            if self.rank == 0 and self.size > 1:
+                self._linger()
+        except (CoordinationError, KeyTimeout) as error:
+            logger.debug("left without waiting for the others: %s", error)
+        finally:
+            if self._heartbeat is not None:
+                self._heartbeat.close()
+            self._calls.close()
+            self._store = None
+
+    def _lead(self, step: Step, name: str, mine: Mapping[str, str], answer: object, decide: Decide | None) -> Any:
+        try:
+            answers = {0: {"answer": answer}, **step.answers(mine)}
+            _refuse_differences(mine, answers)
+            result = decide({rank: given["answer"] for rank, given in answers.items()}) if decide else None
+            if isinstance(result, Shares):
+                shares, result = result.by_rank, result.by_rank.get(0)
+                step.hand_out(shares)
+                step.put("/verdict", {"shared": True})
+            else:
+                step.put("/verdict", {"ok": result})
+        except BaseException as error:
+            # The others wait for this verdict: they get the cause before this rank unwinds.
+            wire = to_wire(error, rank=0, phase=step.kind)
+            step.put("/verdict", {"error": wire})
+            step.release()
+            # Where a rank was lost the rest may still be on their way here, and should hear who it was.
+            lost = len(error.ranks) if isinstance(error, PeerLostError) else 0
+            self._expect_reads(name, self.size - 1 - lost if lost else step.present())
+            self._ended.append(name)
+            if isinstance(error, Exception) and not isinstance(error, CoordinationError):
+                raise from_wire(wire) from error
+            raise
+        self._expect_reads(name, self.size - 1)
+        step.forget(self._ended)
+        self._ended = [name]
+        return result
+
+    def _follow(self, step: Step, name: str, mine: Mapping[str, str], answer: object) -> Any:
+        answered = False
+        try:
+            entry = step.get("")
+            answered = True
+            step.answer({"answer": answer} if entry == mine else {"view": mine})
+            verdict = self._await_verdict(step)
+            share = step.take_share() if verdict.get("shared") else None
+        except BaseException as error:
+            # Rank 0 may come to it later, wait for this rank in it, or go on without knowing that this one does not.
+            self.unsure = answered
+            self.leave(self._call)
+            if isinstance(error, KeyTimeout):
+                raise RendezvousTimeout(phase=step.kind, seconds=step.timeout_s, missing=(0,)) from None
+            raise
+        self._calls.acknowledge(f"{name}/read", phase=step.kind)
+        if "error" in verdict:
+            raise from_wire(verdict["error"])
+        return share if verdict.get("shared") else verdict["ok"]
+
+    def _await_verdict(self, step: Step) -> Any:
+        try:
+            # Rank 0 waits timeout_s for the slowest and may take as long to decide: it names who is missing, not we.
+            return step.get("/verdict", patience=2)
+        except KeyTimeout:
+            raise RendezvousTimeout(phase=f"{step.kind}: verdict", seconds=2 * step.timeout_s, missing=(0,)) from None
+
+    def _expect_reads(self, name: str, count: int) -> None:
+        # Who reads a later one has read those before it.
+        self.reads = {key: value for key, value in self.reads.items() if not key.startswith("log/")}
+        self.reads[f"{name}/read"] = (count, self._call)
+
+    def _linger(self) -> None:
+        # The store dies with this process. A verdict that nobody can read any more is an unknown outcome for them.
+        deadline = time.monotonic() + self._shutdown_s
+        grace_from: float | None = None
+
+        def unread(store: KeyValues) -> int:
+            expected = [(count - len(self.have_left(call)), key) for key, (count, call) in list(self.reads.items())]
+            return max((count - store.add(key, 0) for count, key in expected), default=0)
+
+        while time.monotonic() < deadline and not (self._heartbeat and self._heartbeat.all_gone()):
+            missing = self._calls.call(unread, phase="close")
+            if missing <= 0:
+                return
+            # A lost rank may have read or not, so what is missing may be its reading or that of one that lives: those that
+            # live get a moment more.
+            if self._heartbeat is None or missing > self._heartbeat.lost():
+                grace_from = None
+            elif grace_from is None:
+                grace_from = time.monotonic()
+            elif time.monotonic() - grace_from > _GRACE_S:
+                return
+            time.sleep(0.005)
+        logger.debug("left while some ranks had not read the last verdict")
+
+
+def _beat_interval_s(timeouts: Timeouts) -> float:
+    # Often enough to notice a lost rank in time, and progress before a shutdown gives up on it.
+    return min(5.0, max(0.02, min(timeouts.peer_stall_s / 6, timeouts.shutdown_s / 4)))
+
+
+def _refuse_differences(mine: Mapping[str, str], answers: Mapping[int, Any]) -> None:
+    views = {rank: given.get("view", mine) for rank, given in answers.items()}
+    fields = dict.fromkeys(key for view in views.values() for key in view)
+    for name in fields:
+        values = {str(rank): str(view.get(name)) for rank, view in sorted(views.items())}
+        if len(set(values.values())) > 1:
+            raise DesyncError(what=name, values=values)
+
+
+__all__ = ["Decide", "PeerLostError", "Session", "Shares", "open_session", "raise_first"]

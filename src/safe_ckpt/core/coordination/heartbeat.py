@@ -1,0 +1,241 @@
+"""Who is still there, and whose bytes move. Every rank counts up a key; a count that stands still means a lost rank.
+
+Rank 0 watches all others, the others watch rank 0. Where both run on one machine the process is looked at as well: one that
+is busy (holding the interpreter lock for a minute, say) is late, not lost. A rank whose count moves again is alive again: a
+network comes back, and only what was under way meanwhile has failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from safe_ckpt.core.coordination import process_groups
+from safe_ckpt.core.coordination.processes import process_state
+from safe_ckpt.core.coordination.sealed_store import KeyValues
+from safe_ckpt.core.coordination.store import Channel, KeyTimeout
+from safe_ckpt.errors import PeerLostError
+
+if TYPE_CHECKING:
+    from safe_ckpt.core.coordination.rendezvous import Machine
+
+logger = logging.getLogger(__name__)
+_QUICKEST_S = 0.5
+_SLOWEST_S = 5.0
+_MARGIN_S = 2.0
+_PHASE = "heartbeat"
+_MOST_LEFT = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Beat:
+    """What a rank says of itself.
+
+    Attributes:
+        count: goes up.
+        progress: changes as long as bytes move.
+        at: the number of its newest call.
+        left: the calls that it has given up lately.
+    """
+
+    count: int
+    progress: int
+    at: int
+    left: tuple[int, ...]
+
+    @classmethod
+    def of(cls, value: bytes) -> _Beat:
+        count, progress, at, *left = (int(word) for word in value.split())
+        return cls(count=count, progress=progress, at=at, left=tuple(left))
+
+    def __str__(self) -> str:
+        return " ".join(str(number) for number in (self.count, self.progress, self.at, *self.left))
+
+
+class Heartbeat:
+    """Beats for this rank and watches others, on a thread of its own.
+
+    Args:
+        channel: a connection of its own.
+        rank: this rank.
+        machines: the ranks to watch and where they run.
+        stall_s: how long a count may stand still.
+        interval_s: the time between two beats.
+        progress: a number that changes as long as this rank's bytes move; sent along.
+
+    Attributes:
+        at: the number of this rank's newest call; sent along.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        *,
+        rank: int,
+        machines: Mapping[int, Machine],
+        stall_s: float,
+        interval_s: float,
+        progress: Callable[[], int],
+    ) -> None:
+        self._channel = channel
+        self._rank = rank
+        self._machines = dict(machines)
+        self._interval_s = interval_s
+        self._progress = progress
+        self._here = process_groups.machine_id()
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._lost: dict[int, str] = {}
+        self._ended: set[int] = set()
+        self._heard = self._awake = time.monotonic()
+        self._left: deque[int] = deque(maxlen=_MOST_LEFT)
+        self.at = -1
+        self._stop = threading.Event()
+        self.observe(stall_s, interval_s)
+        self._thread = threading.Thread(target=self._run, name="safe_ckpt-beat", daemon=True)
+        self._thread.start()
+
+    def check(self, needed: Iterable[int] | None = None) -> None:
+        """Raise if one of ``needed`` (all watched ranks when None) is lost now.
+
+        Raises:
+            PeerLostError: naming them.
+        """
+        lost = dict(self._lost)
+        gone = [rank for rank in (lost if needed is None else needed) if rank in lost]
+        if gone:
+            reason = "; ".join(sorted({lost[rank] for rank in gone}))
+            raise PeerLostError(phase="waiting for the other ranks", ranks=tuple(gone), reason=reason)
+
+    def observe(self, stall_s: float, interval_s: float) -> None:
+        """From now on this is how long a count may stand still, and the time between two beats."""
+        self._stall_s, self._interval_s = stall_s, interval_s
+        # A connection that went silent is replaced long before the host behind it counts as lost.
+        self._channel.answer_s = min(_SLOWEST_S, max(_QUICKEST_S, stall_s / 4))
+
+    def hears(self) -> bool:
+        """Whether the store's host is heard of."""
+        return 0 not in self._lost
+
+    def leave(self, call: int) -> None:
+        """This rank takes part no more in the call of that number; rank 0 hears of it with the next beat that arrives."""
+        self._left.append(call)
+
+    def have_left(self, call: int) -> tuple[int, ...]:
+        """On rank 0: the ranks that gave up the call of that number, and whatever it began."""
+        return tuple(rank for rank, beat in self._beats().items() if call in beat.left)
+
+    def are_past(self, call: int) -> tuple[int, ...]:
+        """On rank 0: the ranks for which the call of that number is over."""
+        return tuple(rank for rank, beat in self._beats().items() if beat.at > call or call in beat.left)
+
+    def progress(self) -> int:
+        """The sum of what the watched ranks sent along."""
+        return sum(beat.progress for beat in self._beats().values())
+
+    def _beats(self) -> dict[int, _Beat]:
+        return {rank: _Beat.of(value) for rank, (value, _) in dict(self._seen).items() if value}
+
+    def lost(self) -> int:
+        """How many ranks are lost."""
+        return len(self._lost)
+
+    def all_gone(self) -> bool:
+        """Whether nobody is left to wait for."""
+        return all(rank in self._lost for rank in self._machines)
+
+    def close(self) -> None:
+        """Stop beating; the others will see that this rank has left."""
+        self._stop.set()
+        self._thread.join(timeout=2.0)
+        self._channel.close()
+
+    def _run(self) -> None:
+        count = 0
+        while True:
+            count += 1
+            self._forgive()
+            try:
+                self._beat(count)
+                self._look()
+            except (PeerLostError, KeyTimeout) as error:
+                self._judge_silence(str(error))
+            except Exception:  # whatever it is: without this thread the others would take this rank for lost
+                logger.exception("a heartbeat failed")
+            if self._stop.wait(self._interval_s):
+                return
+
+    def _forgive(self) -> None:
+        """This process itself stood still (SIGSTOP, a suspended machine): others are not silent for that."""
+        before, self._awake = self._awake, time.monotonic()
+        absent_s = self._awake - before
+        if absent_s > self._stall_s / 2:
+            self._heard += absent_s
+            self._seen = {rank: (value, since + absent_s) for rank, (value, since) in self._seen.items()}
+
+    def _beat(self, count: int) -> None:
+        # Rank 0 passes on what it hears: the others watch it alone.
+        progress = self._progress() + (self.progress() if self._rank == 0 else 0)
+        beat = _Beat(count=count, progress=progress, at=self.at, left=tuple(self._left))
+        self._call(lambda store: store.set(f"beat/{self._rank}", str(beat)))
+
+    def _call(self, operation: Callable[[KeyValues], object]) -> object:
+        found = self._channel.call(operation, phase=_PHASE, check=self._judge_silence)
+        self._heard = time.monotonic()
+        return found
+
+    def _judge_silence(self, reason: str = "") -> None:
+        """Another rank: is the store's host lost? Called while waiting for its answer."""
+        self._forgive()
+        silent_s = time.monotonic() - self._heard
+        if self._rank != 0 and not self._stop.is_set() and silent_s >= self._limit_s:
+            self._lose(0, f"no sign of life for {silent_s:.1f} s{f': {reason}' if reason else ''}")
+
+    @property
+    def _limit_s(self) -> float:
+        # After an outage that is shorter than stall_s a new connection takes a moment.
+        return self._stall_s + min(_MARGIN_S, self._stall_s)
+
+    def _lose(self, rank: int, reason: str) -> None:
+        if rank not in self._lost:
+            logger.debug("rank %d is lost: %s", rank, reason)  # at the end of a run this is nothing special
+        self._lost[rank] = reason
+
+    def _find(self, rank: int) -> None:
+        if self._lost.pop(rank, None) is not None:
+            logger.info("rank %d is back", rank)
+
+    def _look(self) -> None:
+        watched = [rank for rank in self._machines if rank not in self._ended]
+        values: dict[int, bytes] = {}
+        self._call(lambda store: values.update(_read(store, watched)))
+        now = time.monotonic()
+        for rank, value in values.items():
+            before, since = self._seen.get(rank, (b"", now))
+            state = self._state(rank)
+            if state in ("", "Z", "X"):
+                self._ended.add(rank)
+                self._lose(rank, f"process {self._machines[rank].pid} has ended")
+            elif value != before or rank not in self._seen:
+                self._seen[rank] = (value, now)
+                self._find(rank)
+            elif now - since >= self._limit_s and state not in ("R", "S", "D"):
+                self._lose(rank, f"no sign of life for {now - since:.1f} s")
+
+    def _state(self, rank: int) -> str:
+        # A late count proves nothing about a process that the kernel calls runnable or in I/O.
+        machine = self._machines[rank]
+        return process_state(machine.pid) if machine.host == self._here else "?"
+
+
+def _read(store: KeyValues, watched: list[int]) -> dict[int, bytes]:
+    keys = {rank: f"beat/{rank}" for rank in watched}
+    if not keys:
+        return {}
+    if store.check(list(keys.values())):
+        return dict(zip(keys, store.multi_get(list(keys.values())), strict=True))
+    return {rank: bytes(store.get(key)) if store.check([key]) else b"" for rank, key in keys.items()}

@@ -1,0 +1,189 @@
+"""Facts about the ranks, and the stores they meet in. The only user of ``torch.distributed``.
+
+No collective is issued here: a collective that times out leaves its group broken for good, a store does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+from safe_ckpt.core.coordination.processes import kernel_id
+from safe_ckpt.core.coordination.sealed_store import KeyValues
+from safe_ckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    # torch exports its stores at run time, but not to type checkers.
+    from torch._C._distributed_c10d import HashStore, TCPStore
+    from torch._C._distributed_c10d import Store as Store  # noqa: PLC0414 - for the other modules
+    from torch.distributed import ProcessGroup
+else:
+    from torch.distributed import HashStore, Store, TCPStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """One process group as seen from this process. Without a process group: one rank, ``meeting_store`` None.
+
+    Attributes:
+        rank: this process's rank within the group.
+        size: number of ranks in the group.
+        meeting_store: where the ranks first find each other; dies with ``destroy_process_group``.
+        name: the same on all ranks of this group, different for every group.
+    """
+
+    rank: int
+    size: int
+    meeting_store: Store | None
+    name: str
+
+
+def group_of(group: ProcessGroup | None) -> Group:
+    """The facts of ``group``; None means WORLD, or a world of one when there is no process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Group(rank=0, size=1, meeting_store=None, name="single")
+    pg = group if group is not None else dist.group.WORLD
+    store = dist.distributed_c10d._get_default_store()
+    name = getattr(pg, "group_name", "world")
+    return Group(
+        rank=dist.get_rank(pg),
+        size=dist.get_world_size(pg),
+        meeting_store=store,
+        name=str(name),
+    )
+
+
+Backend = Any
+"""One backend of a process group, such as ProcessGroupGloo; torch exports no type for it."""
+
+
+def backend_timeouts(group: ProcessGroup | None) -> list[tuple[Backend, float]]:
+    """The backends of a group, each once, with the timeout of their collectives in seconds; none without a process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    pg: Any = group if group is not None else dist.group.WORLD
+    found: list[tuple[Backend, float]] = []
+    for device in ("cpu", "cuda"):
+        # torch has no public getter; tests/multirank/test_lengthy.py pins this one.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            backend = pg._get_backend(torch.device(device))
+            timeout_s = backend.options._timeout.total_seconds()
+            if not any(is_same(backend, known) for known, _ in found):
+                found.append((backend, timeout_s))
+    return found
+
+
+def is_same(one: Backend, other: Backend) -> bool:
+    """Whether two references are to one backend."""
+    return one is other or bool(one == other)
+
+
+def set_backend_timeout(backend: Backend, seconds: float) -> None:
+    """From now on a collective that is started on ``backend`` may take so long."""
+    backend._set_default_timeout(timedelta(seconds=seconds))
+
+
+def group_timeout_s(group: ProcessGroup | None) -> float | None:
+    """The shortest timeout of the group's own collectives; None without a process group, or where it cannot be read."""
+    return min((timeout_s for _, timeout_s in backend_timeouts(group)), default=None)
+
+
+def world_rank() -> int:
+    """This process's rank in WORLD, 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def process_groups(groups: object) -> list[ProcessGroup]:
+    """The process groups that ``groups`` stands for, each once: a mesh for all of its own and WORLD, None for WORLD.
+
+    Raises:
+        ConfigError: one is neither a group that this process belongs to nor a mesh.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    asked = list(groups) if isinstance(groups, list | tuple | set) else [groups]
+    found: list[ProcessGroup] = []
+    for one in asked:
+        if one is None:
+            found.append(_world())
+        elif isinstance(one, dist.ProcessGroup):
+            found.append(one)
+        elif hasattr(one, "get_all_groups"):
+            # A mesh has groups of its own, which WORLD's timeout does not reach.
+            mesh: Any = one
+            inside = mesh.get_coordinate() is not None  # else it has none here
+            found += [_world(), *(mesh.get_all_groups() if inside else ())]
+        else:
+            message = f"expected a process group that this rank is in, a DeviceMesh or None, got {one!r}"
+            raise ConfigError(key="groups", message=message)
+    return list({group.group_name: group for group in found}.values())
+
+
+def meeting_groups(groups: Sequence[ProcessGroup]) -> list[ProcessGroup | None]:
+    """In which of ``groups`` their ranks meet: in WORLD alone where it is among them."""
+    if not groups or any(group.group_name == _world().group_name for group in groups):
+        return [None]
+    return list(groups)
+
+
+def _world() -> ProcessGroup:
+    world: ProcessGroup = dist.distributed_c10d._get_default_group()
+    return world
+
+
+def local_store() -> KeyValues:
+    """A store for a world of one rank."""
+    return cast("KeyValues", HashStore())
+
+
+EVERYWHERE = ("::", "0.0.0.0")  # noqa: S104 - compared
+"""What a socket that listens on all addresses gives as its own."""
+
+
+def host_store(listening: socket.socket) -> Store:
+    """Host a store in this process behind a socket that listens already; it is the store's from now on.
+
+    Ours, because clones of the default store die with ``destroy_process_group``.
+    """
+    address, port = listening.getsockname()[:2]
+    return TCPStore(
+        "localhost" if address in EVERYWHERE else address,  # its own client comes this way, too
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=300),
+        wait_for_workers=False,
+        use_libuv=True,
+        master_listen_fd=listening.detach(),
+    )
+
+
+def connect_store(host: str, port: int, timeout_s: float) -> Store:
+    """Connect to the store that another process hosts.
+
+    Raises:
+        torch.distributed.DistNetworkError: nobody listens there.
+    """
+    return TCPStore(
+        host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, use_libuv=True
+    )
+
+
+def machine_id() -> str:
+    """Equal for two processes exactly when each can look up the other by its pid, and reach it through the loopback."""
+    boot, spaces = kernel_id(), []
+    try:
+        spaces = [Path("/proc/self/ns", kind).stat().st_ino for kind in ("pid", "net")]
+    except OSError:
+        boot = ""
+    if not boot:
+        return f"{socket.gethostname()}/{os.getpid()}"
+    return f"{socket.gethostname()}/{boot}/{spaces}"

@@ -1,0 +1,296 @@
+"""How the ranks find each other: rank 0 hosts a store of ours and makes its address known through the default store.
+
+Every attempt of every rank carries a nonce of its own, so an attempt that failed earlier, on some ranks only, cannot be
+mistaken for this one. A session that is open already serves again when every rank still has it: each says which one it has,
+and rank 0 decides. Python may have collected what used it on some ranks only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch.distributed as dist
+
+from safe_ckpt.core.coordination import network, process_groups
+from safe_ckpt.core.coordination.sealed_store import KeyValues, SealedStore
+from safe_ckpt.core.coordination.store import Channel, KeyTimeout
+from safe_ckpt.errors import PeerLostError, RendezvousTimeout, TamperedError, from_wire, to_wire
+
+if TYPE_CHECKING:
+    from safe_ckpt.config import Network, Timeouts
+
+logger = logging.getLogger(__name__)
+_PHASE = "first meeting of the ranks"
+_READ_S = 2.0
+_CONNECT_S = 5.0  # behind a knock that was answered
+_CONNECTIONS = 4  # of one rank: calls, heartbeat, saves, and one for signals or a gather
+_SPARE = 128  # file descriptors for everything else that this process will open
+_answered: dict[tuple[str, int], str] = {}  # the last word of each rank that was answered: it may still stand there
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where a rank runs."""
+
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """How to reach the session's store.
+
+    Attributes:
+        id: unique to the session.
+        connect: opens one more connection.
+        store: a connection that is open already; on rank 0 the hosted store, which lives as long as this reference.
+        machines: where the ranks run; all of them on rank 0, rank 0 alone elsewhere.
+    """
+
+    id: str
+    connect: Callable[[], KeyValues]
+    store: KeyValues
+    machines: Mapping[int, Machine]
+
+
+def meet(
+    group: process_groups.Group, timeouts: Timeouts, where: Network, have: str = "", call: int = -1
+) -> Found | int:
+    """Find the other ranks of ``group``. Every rank calls this.
+
+    Args:
+        group: the ranks.
+        timeouts: how long to wait.
+        where: where rank 0 listens.
+        have: the session of this group that this rank has open; "" for none.
+        call: the number of the newest call there.
+
+    Returns:
+        A new session's store; or where all ranks have the same one, which then serves again, rank 0's ``call``.
+
+    Raises:
+        RendezvousTimeout: some did not come within ``barrier_s``; names them.
+        PeerLostError: rank 0's store cannot be reached.
+        ConfigError: rank 0 cannot listen where it is to.
+    """
+    if group.meeting_store is None:
+        raise ValueError("a group of several ranks needs a store to meet in")
+    meeting = cast("KeyValues", group.meeting_store)
+    # The default store may be hosted by a process outside of this group, and that one may be stopped.
+    channel = Channel(
+        lambda: meeting, name="meeting", answer_s=timeouts.peer_stall_s, whose="the process group's own store"
+    )
+    try:
+        if group.rank == 0:
+            return _Host(group, timeouts, where, channel, have, call).run()
+        welcome = _ask(group, timeouts, channel, have)
+    finally:
+        channel.close()
+    return int(welcome["again"]) if "again" in welcome else _join(group, timeouts, welcome)
+
+
+class _Host:
+    """Rank 0's part: hear who comes, decide whether the old session serves, else host a store and wait for all."""
+
+    def __init__(
+        self, group: process_groups.Group, timeouts: Timeouts, where: Network, channel: Channel, have: str, call: int
+    ) -> None:
+        self._root, self._size = f"safe_ckpt/{group.name}", group.size
+        self._timeouts, self._where, self._channel = timeouts, where, channel
+        self._have, self._call = have, call
+        self._deadline = time.monotonic() + timeouts.barrier_s
+        self._came: dict[int, Mapping[str, Any]] = {}  # the newest word of each rank
+
+    def run(self) -> Found | int:
+        """See ``meet``."""
+        if self._have and self._all_have_it():
+            self._answer(json.dumps({"again": self._call}))
+            return self._call
+        return self._host()
+
+    def _all_have_it(self) -> bool:
+        self._poll(lambda: len(self._came) == self._size - 1 or any(not self._has_it(rank) for rank in self._came))
+        return all(self._has_it(rank) for rank in self._came)
+
+    def _has_it(self, rank: int) -> bool:
+        return bool(self._came[rank]["have"] == self._have)
+
+    def _poll(self, done: Callable[[], bool], *, welcome: str = "", off: Callable[[float], None] | None = None) -> None:
+        pause_s = 0.001
+        while not done():
+            if time.monotonic() >= self._deadline:
+                (off or self._call_off)(self._timeouts.barrier_s)
+            self._channel.call(self._hear, phase=_PHASE)
+            if welcome:
+                self._answer(welcome)
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 0.05)
+
+    def _hear(self, meeting: KeyValues) -> None:
+        # Rank by rank: one that is late must not keep the others from their welcome.
+        for rank in range(1, self._size):
+            key = f"{self._root}/hello/{rank}"
+            if meeting.check([key]):
+                word = json.loads(meeting.get(key))
+                if word["gone"]:
+                    self._came.pop(rank, None)
+                elif word["nonce"] != _answered.get((self._root, rank)):
+                    self._came[rank] = word
+
+    def _answer(self, text: str) -> None:
+        new = {
+            rank: word["nonce"]
+            for rank, word in self._came.items()
+            if word["nonce"] != _answered.get((self._root, rank))
+        }
+        _answered.update({(self._root, rank): nonce for rank, nonce in new.items()})
+
+        def tell(meeting: KeyValues) -> None:
+            for nonce in new.values():
+                meeting.set(f"{self._root}/welcome/{nonce}", text)
+
+        if new:
+            self._channel.call(tell, phase=_PHASE)
+
+    def _call_off(self, timeout_s: float) -> None:
+        missing = tuple(rank for rank in range(1, self._size) if rank not in self._came)
+        self._answer(json.dumps({"missing": missing}))
+        raise RendezvousTimeout(phase=_PHASE, seconds=timeout_s, missing=missing)
+
+    def _refuse(self, error: Exception) -> None:
+        """The others need not wait for a store that will not be: those that are here, or come soon, are told."""
+        self._deadline = min(self._deadline, time.monotonic() + _READ_S)
+        text = json.dumps({"error": to_wire(error, rank=0, phase=_PHASE)})
+        with contextlib.suppress(RendezvousTimeout):
+            self._poll(lambda: len(self._came) == self._size - 1, welcome=text)
+        self._answer(text)
+
+    def _host(self) -> Found:
+        try:
+            listening, welcome = self._listen()
+        except Exception as error:
+            self._refuse(error)
+            raise
+        own = process_groups.host_store(listening)
+        store = SealedStore(own, welcome["secret"])
+        store.set("token", welcome["token"])
+        joining = [f"joined/{rank}" for rank in range(1, self._size)]
+        self._poll(
+            lambda: store.add("joined", 0) >= self._size - 1 and store.check(joining),
+            welcome=json.dumps(welcome),
+            off=lambda seconds: _call_off(store, self._size, seconds),
+        )
+        store.set("met", json.dumps([]))
+        joined = {rank: json.loads(store.get(f"joined/{rank}")) for rank in range(1, self._size)}
+        machines = {rank: Machine(host=value["host"], pid=value["pid"]) for rank, value in joined.items()}
+        connect = _Connector(welcome["local"], welcome["port"], welcome["token"], welcome["secret"])
+        return Found(id=welcome["token"], connect=connect, store=store, machines=machines)
+
+    def _listen(self) -> tuple[socket.socket, dict[str, Any]]:
+        problem = network.ensure_descriptors(_CONNECTIONS * self._size + _SPARE)
+        if problem:
+            logger.warning("%d ranks will connect to rank 0, and %s", self._size, problem)
+        listening = network.listen(self._where.interface, self._where.port)
+        address, port = listening.getsockname()[:2]
+        local = ["127.0.0.1"] if address in process_groups.EVERYWHERE else [address]
+        welcome = {
+            "addresses": network.addresses(address),
+            "local": local,
+            "port": port,
+            "host": process_groups.machine_id(),
+        }
+        return listening, {**welcome, "pid": os.getpid(), "token": uuid.uuid4().hex, "secret": secrets.token_hex(32)}
+
+
+def _call_off(store: KeyValues, size: int, timeout_s: float) -> None:
+    missing = tuple(rank for rank in range(1, size) if not store.check([f"joined/{rank}"]))
+    store.set("met", json.dumps(missing))
+    # Those that came wait for this, and the store dies with the error that is raised now.
+    patience = time.monotonic() + _READ_S
+    while store.add("met/read", 0) < size - 1 - len(missing) and time.monotonic() < patience:
+        time.sleep(0.01)
+    without = network.out_of_descriptors()
+    raise RendezvousTimeout(phase=f"{_PHASE} ({without})" if without else _PHASE, seconds=timeout_s, missing=missing)
+
+
+def _ask(group: process_groups.Group, timeouts: Timeouts, channel: Channel, have: str) -> Mapping[str, Any]:
+    """Another rank: say that it is here, and hear from rank 0 where to go."""
+    root, nonce = f"safe_ckpt/{group.name}", uuid.uuid4().hex
+    hello, said = f"{root}/hello/{group.rank}", {"nonce": nonce, "have": have, "gone": False}
+    try:
+        channel.call(lambda store: store.set(hello, json.dumps(said)), phase=_PHASE)
+        # Rank 0 has the same deadline and then says who is missing.
+        patience_s = timeouts.barrier_s + min(_READ_S, timeouts.barrier_s)
+        key = f"{root}/welcome/{nonce}"
+        welcome: Mapping[str, Any] = json.loads(channel.get(key, phase=_PHASE, wait_s=patience_s))
+        channel.call(lambda store: store.delete_key(key), phase=_PHASE)
+    except KeyTimeout:
+        gone = json.dumps({**said, "gone": True})  # a rank 0 that comes later must not count on this attempt
+        channel.call(lambda store: store.set(hello, gone), phase=_PHASE)
+        raise RendezvousTimeout(phase=_PHASE, seconds=timeouts.barrier_s, missing=(0,)) from None
+    if "error" in welcome:
+        raise from_wire(welcome["error"])
+    if missing := welcome.get("missing"):
+        raise RendezvousTimeout(phase=_PHASE, seconds=timeouts.barrier_s, missing=tuple(missing))
+    return welcome
+
+
+def _join(group: process_groups.Group, timeouts: Timeouts, welcome: Mapping[str, Any]) -> Found:
+    same_host = welcome["host"] == process_groups.machine_id()
+    hosts = welcome["local"] if same_host else welcome["addresses"]
+    connect = _Connector(hosts, welcome["port"], welcome["token"], welcome["secret"])
+    joined = json.dumps({"host": process_groups.machine_id(), "pid": os.getpid()})
+
+    def join(store: KeyValues) -> KeyValues:
+        store.set(f"joined/{group.rank}", joined)
+        store.add("joined", 1)
+        return store
+
+    channel = Channel(connect, name="meeting", answer_s=timeouts.peer_stall_s)
+    try:
+        store = channel.call(join, phase=_PHASE, wait_s=timeouts.barrier_s)
+        missing = tuple(json.loads(channel.get("met", phase=_PHASE, wait_s=2 * timeouts.barrier_s)))
+        channel.call(lambda store: store.add("met/read", 1), phase=_PHASE)
+    except KeyTimeout:
+        raise RendezvousTimeout(phase=_PHASE, seconds=2 * timeouts.barrier_s, missing=(0,)) from None
+    finally:
+        channel.close()
+    if missing:
+        raise RendezvousTimeout(phase=_PHASE, seconds=timeouts.barrier_s, missing=missing)
+    machines = {0: Machine(host=welcome["host"], pid=welcome["pid"])}
+    return Found(id=welcome["token"], connect=connect, store=store, machines=machines)
+
+
+class _Connector:
+    """Opens connections to rank 0's store: its addresses are tried side by side, and the one that worked first next time."""
+
+    def __init__(self, hosts: list[str], port: int, token: str, secret: str) -> None:
+        self._hosts, self._port, self._token, self._secret = list(hosts), port, token, secret
+
+    def __call__(self) -> KeyValues:
+        problems: list[str] = []
+        for host in network.reachable(self._hosts, self._port):
+            try:
+                store = SealedStore(process_groups.connect_store(host, self._port, _CONNECT_S), self._secret)
+                # Another program may listen there: on another host a name can mean something else.
+                if not store.check(["token"]) or store.get("token").decode() != self._token:
+                    problems.append(f"{host}: not our store")
+                    continue
+            except (dist.DistNetworkError, dist.DistStoreError, TamperedError) as error:
+                problems.append(f"{host}: {str(error).splitlines()[0]}")
+                continue
+            self._hosts = [host, *(other for other in self._hosts if other != host)]
+            return store
+        reason = "; ".join(problems) or f"nobody answers at {', '.join(self._hosts)}"
+        reason = network.out_of_descriptors() or f"its store on port {self._port} cannot be reached: {reason}"
+        raise PeerLostError(phase=_PHASE, ranks=(0,), reason=reason)

@@ -1,0 +1,123 @@
+"""The place in the order of commits of a file that is saved past a running pipeline.
+
+Nothing is listed for it. All numbers are at least the clock's, see ``root.sequence_after``, so that those that were given out
+without knowing of each other can be compared. What a directory's jobs committed is in the record that lies in its hidden
+folder, and such a file is noted down there, too: with it a clock that goes back changes no order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from safe_ckpt import events
+from safe_ckpt.core.directory.workspace import EVENTS, HIDDEN, sequence_after
+from safe_ckpt.core.formats.manifest import CheckpointInfo
+
+_TAIL_BYTES = 1 << 18
+_COMMITTED = b'"committed"'
+_MOST = 1 << 53
+_RECORDS = (EVENTS, f"{EVENTS}.1")
+_given: dict[Path, int] = {}
+
+
+def sequence_beside(path: Path, after: int = 0) -> int:
+    """A number for a file that is saved outside of a running pipeline: above that of every file it may compete with.
+
+    Args:
+        path: the file.
+        after: the last number that is known to be given out there.
+    """
+    root = _recorded(path) or path.parent
+    _given[root] = sequence_after(max(after, _known(root)))
+    return _given[root]
+
+
+def last_beside(path: Path) -> int:
+    """The last number that is known where ``path`` is to be saved by the pipeline of another directory; 0 for none."""
+    return _known(_recorded(path) or path.parent)
+
+
+def note(info: CheckpointInfo) -> None:
+    """Tell those who come later, if there is a record, that this was committed. Never raises."""
+    root = _recorded(info.path)
+    if root is None:
+        return
+    event = events.Committed(
+        rank=0,
+        name=info.name,
+        step=info.step,
+        path=str(info.path),
+        sequence=info.sequence,
+        size_bytes=info.size_bytes,
+        seconds=0.0,
+    )
+    with contextlib.suppress(OSError), _opened(root / HIDDEN, EVENTS, os.O_WRONLY | os.O_APPEND) as file:
+        os.write(file, json.dumps(event.facts()).encode() + b"\n")
+
+
+def _recorded(path: Path) -> Path | None:
+    """The nearest folder above with a record: what lies in it may be resumed from there."""
+    for folder in path.parents:
+        if _is_everybodys(folder):
+            return None
+        if any(_is_there(folder / HIDDEN / name) for name in _RECORDS):
+            return folder
+    return None
+
+
+def _is_everybodys(folder: Path) -> bool:
+    """Whether it is one such as ``/tmp``, where a record may be a stranger's."""
+    try:
+        return folder.stat().st_mode & (stat.S_ISVTX | stat.S_IWOTH) == stat.S_ISVTX | stat.S_IWOTH
+    except OSError:
+        return False
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.lstat()
+    except OSError:  # what cannot be looked at belongs to nobody who could resume from this file
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _opened(hidden: Path, name: str, flags: int) -> Iterator[int]:
+    # Whoever can write to the folder may have put a link to another file there, or a pipe at which one would wait for ever.
+    safely = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    folder = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | safely)
+    try:
+        file = os.open(name, flags | safely, dir_fd=folder)
+    finally:
+        os.close(folder)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(f"{hidden / name} is not a regular file")
+        yield file
+    finally:
+        os.close(file)
+
+
+def _known(root: Path) -> int:
+    """The highest number among those that this process gave out and the last commits that are recorded."""
+    for name in _RECORDS:
+        with contextlib.suppress(OSError), _opened(root / HIDDEN, name, os.O_RDONLY) as file:
+            tail = os.pread(file, _TAIL_BYTES, max(0, os.fstat(file).st_size - _TAIL_BYTES))
+            if (found := max(_sequences(tail), default=None)) is not None:
+                return max(found, _given.get(root, 0))
+    return _given.get(root, 0)
+
+
+def _sequences(tail: bytes) -> Iterator[int]:
+    for line in tail.splitlines():
+        if _COMMITTED in line:
+            with contextlib.suppress(ValueError, RecursionError):  # the first one may be cut off
+                said = json.loads(line)
+                number = said.get("sequence") if isinstance(said, dict) else None
+                if type(number) is int and 0 <= number < _MOST:
+                    yield number

@@ -1,0 +1,133 @@
+"""Files of a checkpoint directory that the writers did not write: what hooks put there, and what others put beside it.
+
+A hook gets a folder that exists on all ranks before anything is written; the folder then becomes the staging directory, and
+what is in it is hashed, made durable and listed in the manifest like all else. Files that somebody else keeps in a directory
+that is replaced go along to the new one; they are theirs, so no manifest lists them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+from safe_ckpt.core.coordination.coordinator import Session
+from safe_ckpt.core.directory.shared import await_shared, leave_token
+from safe_ckpt.core.directory.workspace import HIDDEN, Root
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, read_manifest
+from safe_ckpt.core.storage.durable import sync_directory
+from safe_ckpt.core.storage.reader import digest_of
+from safe_ckpt.errors import DirectoryError, SafeCheckpointError
+
+
+def open_folder(session: Session, root: Root, key: str, timeout_s: float) -> Path:
+    """Make a folder for what hooks write, to be given to a ``Request`` as ``begun``. Every rank calls this.
+
+    Args:
+        session: where the ranks meet.
+        root: the directory that is held.
+        key: unique to the save, equal on all ranks.
+        timeout_s: how long to wait for the others.
+
+    Raises:
+        DirectoryError: it could not be made, on every rank.
+        DirectoryNotSharedError: some ranks do not see it.
+    """
+    folder = root.staging / key / "files"
+
+    def make(_: object) -> str:
+        try:
+            root.stage(key)
+            folder.mkdir()
+            return leave_token(folder)
+        except OSError as error:
+            where = error.filename or folder
+            raise DirectoryError.of(error, path=where, rank=0, phase="making a folder for hooks") from error
+
+    token = session.agree("folder for hooks", {"key": key}, timeout_s=timeout_s, decide=make)
+    await_shared(session, folder, token, timeout_s)
+    return folder
+
+
+def enter(begun: Path, staged: Path) -> None:
+    """The folder of the hooks becomes the staging directory. On rank 0.
+
+    Raises:
+        OSError: as the operating system says.
+    """
+    os.rename(begun, staged)
+    begun.parent.rmdir()
+
+
+def adopt(staged: Path, written: Collection[str]) -> list[FileEntry]:
+    """Hash and make durable what is in ``staged`` besides what was ``written``. On rank 0, in the background.
+
+    Raises:
+        OSError: as the operating system says, also for what is neither a file nor a directory.
+    """
+    entries = []
+    for name in _files_below(staged):
+        file = staged / name
+        if name in written or file.is_symlink():  # what a link leads to is not ours
+            continue
+        size = _sync(file)
+        entries.append(FileEntry(path=name, size_bytes=size, xxh3_128=digest_of(file, size), rank=0))
+    _sync_folders(staged)
+    return entries
+
+
+def carry(old: Path, staged: Path, wanted: Callable[[str], bool]) -> None:
+    """Give files in ``old`` that no save of ours wrote a name in ``staged`` as well. On rank 0, in the background.
+
+    Args:
+        old: the directory that will be replaced, if there is one.
+        staged: what will replace it.
+        wanted: which of them, by their relative path.
+
+    Raises:
+        OSError: as the operating system says.
+    """
+    if not old.is_dir() or old.is_symlink():
+        return
+    try:
+        ours = {entry.path for entry in read_manifest(old).files}
+    except SafeCheckpointError:
+        ours = set()  # it cannot be told: all of it goes along but for what is written anew
+    for name in _files_below(old):
+        target = staged / name
+        if name in ours or name == MANIFEST_NAME or os.path.lexists(target) or not wanted(name):
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(old / name, target, follow_symlinks=False)
+        except OSError:  # no hard links here
+            shutil.copy2(old / name, target, follow_symlinks=False)
+            if not target.is_symlink():
+                _sync(target)
+    _sync_folders(staged)
+
+
+def _files_below(folder: Path) -> Iterator[str]:
+    for top, below, names in os.walk(folder, onerror=_raise):
+        below[:] = sorted(name for name in below if name != HIDDEN)
+        for name in sorted(names):
+            yield Path(top, name).relative_to(folder).as_posix()
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _sync(file: Path) -> int:
+    fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+        return os.fstat(fd).st_size
+    finally:
+        os.close(fd)
+
+
+def _sync_folders(top: Path) -> None:
+    for folder, _, _ in os.walk(top):
+        sync_directory(folder)

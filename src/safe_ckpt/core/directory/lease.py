@@ -1,0 +1,175 @@
+"""What a lock file says about its holder, and what can be told from it: dead, alive, or not to be told from here.
+
+The file names the holder completely: host, kernel, PID namespace, pid and the start of that process. The same host name
+alone proves nothing: a restarted pod has the name of the one before it. Imports neither torch nor a framework.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import stat
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from filelock import FileLock, Timeout
+
+from safe_ckpt.core.coordination.processes import kernel_id, pid_namespace, process_start
+
+LOCK_NAME = "lock"
+KERNEL_NAME = "lock.alive"
+_MOST_BYTES = 4096  # a lock file is some hundred bytes
+_BEATS = 10**9
+
+Fate = Literal["alive", "dead", "unknown"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """Who holds a directory, as its lock file has it.
+
+    Attributes:
+        token: unique to this taking of the lock.
+        host: the host's name.
+        pid: the process, as its own PID namespace counts.
+        started_at: when the lock was taken, ISO 8601.
+        lease_s: the holder changes the file at least every sixth of this.
+        kernel: tells boots of machines apart; "" where that cannot be told.
+        namespace: the PID namespace; 0 where that cannot be told.
+        process_start: when the process began, in clock ticks since the kernel did.
+        device: the file system as that kernel numbers it; 0 where the holder has no lock of the kernel beside this one.
+        beat: counts up as long as the holder lives.
+    """
+
+    token: str
+    host: str
+    pid: int
+    started_at: str
+    lease_s: float
+    kernel: str
+    namespace: int
+    process_start: int
+    device: int = 0
+    beat: int = 0
+
+    def to_bytes(self) -> bytes:
+        """As the lock file has it: one line, as long for one beat as for another, so that it is replaced in one write."""
+        return (json.dumps({**asdict(self), "beat": f"{self.beat % _BEATS:09d}"}) + "\n").encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Lease | None:
+        """From a lock file; None where it is empty, torn or not one of ours."""
+        try:
+            fields: dict[str, Any] = json.loads(data)
+            found = cls(**{**fields, "beat": int(fields["beat"]), "lease_s": float(fields["lease_s"])})
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
+            return None
+        texts = (found.token, found.host, found.started_at, found.kernel)
+        numbers = (found.pid, found.namespace, found.process_start, found.device)
+        right = all(isinstance(text, str) for text in texts) and all(isinstance(number, int) for number in numbers)
+        return found if right and 0 < found.lease_s < float("inf") else None
+
+    def next(self) -> Lease:
+        """The next sign of life."""
+        return replace(self, beat=self.beat + 1)
+
+
+def own_lease(*, token: str, started_at: str, lease_s: float) -> Lease:
+    """What this process writes into a lock file."""
+    return Lease(
+        token=token,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        started_at=started_at,
+        lease_s=lease_s,
+        kernel=kernel_id(),
+        namespace=pid_namespace(),
+        process_start=_own_start(),
+    )
+
+
+def read_lock(directory: Path, name: str = LOCK_NAME) -> bytes | None:
+    """The first bytes of the lock file in ``directory``; None where there is none. What is no file counts as an empty one.
+
+    Raises:
+        OSError: it is there and cannot be read.
+    """
+    path = directory / name
+    try:
+        # A pipe or a link in its place must neither keep us waiting nor lead elsewhere.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:
+        if path.is_symlink():
+            return b""
+        raise
+    try:
+        return os.read(fd, _MOST_BYTES) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+    finally:
+        os.close(fd)
+
+
+def fate_of(lease: Lease, directory: Path) -> Fate:
+    """Whether the holder still lives, where this process can know.
+
+    It can where both run on one kernel: in one PID namespace by the process itself, else by a lock of the kernel, which ends
+    with the process, if both see the file system as one and the same.
+    """
+    if not lease.kernel or lease.kernel != kernel_id():
+        return "unknown"
+    # A namespace of our number is ours, or it is gone and the kernel has given its number to ours.
+    if lease.namespace and lease.namespace == pid_namespace():
+        return _fate_of_process(lease.pid, lease.process_start)
+    with contextlib.suppress(OSError):
+        if lease.device == directory.stat().st_dev and (directory / KERNEL_NAME).exists():
+            # Held by the process, or by children that it forked: that proves nothing.
+            return "dead" if _can_be_locked(directory) else "unknown"
+    return "unknown"
+
+
+def kernel_lock(directory: Path) -> FileLock:
+    """The kernel's lock beside the lock file; it ends with its holder's process, and says nothing to other machines."""
+    return FileLock(directory / KERNEL_NAME, timeout=0, thread_local=False, fallback_to_soft=False)
+
+
+def _can_be_locked(directory: Path) -> bool:
+    lock = kernel_lock(directory)
+    try:
+        lock.acquire()
+    except (Timeout, OSError):
+        return False
+    lock.release()
+    return True
+
+
+def _fate_of_process(pid: int, start: int) -> Fate:
+    """What became of process ``pid`` of this namespace, which began at ``start`` (0: whenever)."""
+    try:
+        began = process_start(pid)
+    except (
+        OSError
+    ):  # others' processes may be hidden (hidepid): then nobody can tell but whether there is one of this pid
+        began = None
+        if _is_hidden(pid):
+            return "unknown"
+    return "alive" if began is not None and (not start or began == start) else "dead"
+
+
+def _is_hidden(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _own_start() -> int:
+    with contextlib.suppress(OSError):
+        return process_start(os.getpid()) or 0
+    return 0

@@ -1,0 +1,421 @@
+"""One live job per directory: a lease that a dead holder cannot keep.
+
+The lock is a file that the holder changes all the time. Whoever wants the directory takes it over at once from a process
+that is known to be gone, and from one that cannot be asked (another host, another container) after the file stood still
+for the holder's own ``lease_s``. It needs nothing of the file system but exclusive creation and rename: a lock is taken away
+by renaming it aside and looking at what came along. Readers (``list``, ``verify``, evaluation jobs) take no lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from safe_ckpt.core.directory.lease import KERNEL_NAME, LOCK_NAME, Lease, fate_of, kernel_lock, own_lease, read_lock
+from safe_ckpt.errors import DirectoryError, DirectoryInUseError
+
+logger = logging.getLogger(__name__)
+
+_SEEN_NAME = "lock.seen"
+_HALF_WRITTEN_S = 2.0  # a creator writes its name at once; one that was killed in between never does
+_BEATS_PER_LEASE = 6
+_ATTEMPTS = 100
+_PAUSE_S = 0.05
+_SLOW_S = 1.0
+_MOMENT_S = 1.5
+_PHASE = "taking the job lock"
+_TAKEN_AWAY = "another job took the directory over, because this one showed no sign of life for {:g} s (lease_s)"
+_held: dict[str, JobLock] = {}
+
+
+class JobLock:
+    """Exclusive right to write below a directory. Only rank 0 takes it.
+
+    Args:
+        directory: the hidden folder in which the lock lives; must exist.
+        subject: the directory that is protected, for messages.
+        lease_s: how long the file may stand still before others may take it over.
+        owner: what holds it within this process and how to free it, for messages.
+    """
+
+    def __init__(self, directory: Path, *, subject: Path, lease_s: float, owner: str = "") -> None:
+        self._directory = directory
+        self._path = directory / LOCK_NAME
+        self._subject = subject
+        self._lease_s = lease_s
+        self._owner = owner
+        self._lease: Lease | None = None
+        self._kernel: FileLock | None = None
+        self._pid = 0
+        self._key = ""
+        self._keeper: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def acquire(self, patience_s: float | None = None) -> None:
+        """Take the lock.
+
+        Waits only for a holder that cannot be asked whether it lives, until its own lease is over.
+
+        Args:
+            patience_s: wait no longer than this; None for as long as the holder's lease says. What was waited counts for
+                the next attempt, in this process or another.
+
+        Raises:
+            DirectoryInUseError: another job holds it; names host, pid and start.
+            DirectoryError: the file system refuses.
+        """
+        try:
+            self._refuse_within_process()
+            self._take(None if patience_s is None else time.monotonic() + patience_s)
+        except DirectoryError:
+            raise
+        except OSError as error:
+            raise DirectoryError.of(error, path=self._directory, rank=0, phase=_PHASE) from error
+        _held[self._key] = self
+        self._sweep()
+        self._stop = threading.Event()
+        self._keeper = threading.Thread(
+            target=self._keep, args=(self._lease, self._stop), name="safe_ckpt-lease", daemon=True
+        )
+        try:
+            self._keeper.start()
+        except BaseException:
+            self.release()
+            raise
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this process took it and has not given it back."""
+        return self._lease is not None and self._pid == os.getpid()
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether the lock file is there and this job's, as far as one look tells."""
+        try:
+            found = self._read()
+        except OSError:
+            return False
+        return found is not None and self._lease is not None and found.token == self._lease.token
+
+    def confirm(self) -> None:
+        """Check that the lock is still ours. Called right before every rename that commits.
+
+        Raises:
+            DirectoryInUseError: another job has taken it over; names it.
+            DirectoryError: that cannot be looked at now.
+        """
+        try:
+            found = self._read()
+            deadline = time.monotonic() + _MOMENT_S
+            while (found is None or not found.token) and time.monotonic() < deadline and self._lease is not None:
+                # Somebody looks at it aside and gives it back, or a cache does not know it for a moment.
+                time.sleep(_PAUSE_S)
+                _look_again(self._directory)
+                found = self._read()
+        except OSError as error:
+            raise DirectoryError.of(error, path=self._path, rank=0, phase="confirming the job lock") from error
+        if found is None or self._lease is None or found.token != self._lease.token:
+            gone = "its lock is gone: it was taken away (safe-ckpt unlock --break-lock), or the directory was"
+            raise self.in_use(_TAKEN_AWAY.format(self._lease_s) if found is not None else gone, found)
+
+    def release(self) -> None:
+        """Give the lock back. What the disk refuses is logged: the lease of a process that ends is taken over anyway."""
+        lease, self._lease = self._lease, None
+        self._stop.set()
+        if lease is None or self._pid != os.getpid():
+            return
+        if _held.get(self._key) is self:
+            del _held[self._key]
+        # A collector may call this from anywhere, from that thread too.
+        if self._keeper is not None and self._keeper is not threading.current_thread() and self._keeper.is_alive():
+            self._keeper.join(_MOMENT_S)  # a disk that does not answer holds it up
+        try:
+            self._drop_kernel_lock()
+            take_away(self._directory, lambda data: _token(data) == lease.token)
+        except OSError as error:
+            logger.warning("the lock of %s could not be removed: %s", self._subject, error)
+
+    def in_use(self, message: str, lease: Lease | None) -> DirectoryInUseError:
+        """The error that names the holder."""
+        return DirectoryInUseError(
+            path=str(self._subject),
+            message=message,
+            host=lease.host if lease else "?",
+            pid=lease.pid if lease else 0,
+            started_at=lease.started_at if lease else "?",
+        )
+
+    def _refuse_within_process(self) -> None:
+        self._key = os.path.realpath(self._directory)
+        if self._key in _held:
+            gc.collect()  # an object that nobody holds any more, but for itself, ends now
+        holder = _held.get(self._key)
+        if holder is None or holder._pid != os.getpid():
+            return
+        who = holder._owner or "use one Checkpointer per directory and process"
+        raise self.in_use(f"this process has it open already: {who}", holder._lease)
+
+    def _take(self, deadline: float | None) -> None:
+        lease: Lease | None = None
+        for _ in range(_ATTEMPTS):
+            if self._create():
+                return
+            data = read_lock(self._directory)
+            if data is None:
+                time.sleep(_PAUSE_S)  # given back in this moment, or a cache that does not know yet
+                continue
+            lease = Lease.from_bytes(data)
+            fate = "unknown" if lease is None else self._fate(lease)
+            if fate == "alive" and lease is not None:
+                raise self.in_use("it is alive: stop it, or choose another directory", lease)
+            if fate == "dead" or self._stands_still(data, lease, deadline):
+                take_away(self._directory, data.__eq__)
+        raise self.in_use("other jobs take it all the time, or the file system contradicts itself", lease)
+
+    def _fate(self, lease: Lease) -> str:
+        fate = fate_of(lease, self._directory)
+        if fate == "alive" and lease.pid == os.getpid():
+            for holder in _held.values():
+                if holder._lease is not None and holder._lease.token == lease.token:
+                    return fate  # this process has it under another path
+            return "dead"  # ours, from a time when the disk refused to delete it
+        return fate
+
+    def _create(self) -> bool:
+        """Make the lock file if there is none. Returns whether it was made, and is this job's."""
+        if os.path.lexists(self._path):
+            return False
+        self._directory.stat()  # nobody is to make it on the way
+        # Only one that says whose it is appears under its name: an empty one would be taken for that of a killed creator.
+        fresh = self._directory / f"{LOCK_NAME}.{uuid.uuid4().hex}"
+        try:
+            lease = self._own_lease()
+            fresh.write_bytes(lease.to_bytes())
+            if _put(fresh, lease.to_bytes(), self._path) and _token(read_lock(self._directory) or b"") == lease.token:
+                self._lease, self._pid = lease, os.getpid()
+                (self._directory / _SEEN_NAME).unlink(missing_ok=True)
+        finally:
+            fresh.unlink(missing_ok=True)
+            if self._lease is None:
+                self._drop_kernel_lock()
+        return self._lease is not None
+
+    def _stands_still(self, data: bytes, lease: Lease | None, deadline: float | None) -> bool:
+        """Watch the lock file. Returns whether it stood still for as long as it takes; False where it is another one now.
+
+        Raises:
+            DirectoryInUseError: its holder is alive, or there is no time left to wait.
+        """
+        lease_s = lease.lease_s if lease is not None else _HALF_WRITTEN_S
+        waited_s = self._waited_s(data) if lease is not None else 0.0
+        # What was waited before is counted on clocks of several machines: a holder that lives shows itself meanwhile.
+        needed_s = max(lease_s - waited_s, 2 * lease_s / _BEATS_PER_LEASE)
+        host = lease.host if lease is not None else "unknown"
+        logger.info("%s is held by host %s: waiting up to %.0f s for a sign of life", self._subject, host, needed_s)
+        pause_s, still_s, before = min(1.0, needed_s / 20), 0.0, time.monotonic()
+        while still_s < needed_s:
+            if deadline is not None and time.monotonic() >= deadline:
+                so_far = f"it shows no sign of life; its lease ends in {needed_s - still_s:.0f} s: start again then"
+                raise self.in_use(so_far, lease)
+            time.sleep(pause_s)
+            _look_again(self._directory)
+            found = read_lock(self._directory)
+            took_s, before = time.monotonic() - before, time.monotonic()
+            still_s += min(took_s, pause_s + _SLOW_S)
+            if took_s > pause_s + _SLOW_S:
+                # The storage stood still, for the holder perhaps too: it gets the time of two beats to show itself.
+                still_s = min(still_s, needed_s - 2 * lease_s / _BEATS_PER_LEASE)
+            if found == data and lease is not None and fate_of(lease, self._directory) == "dead":
+                return True
+            if found == data:
+                continue
+            if lease is not None and found is not None and _token(found) == lease.token:
+                raise self.in_use("it gave a sign of life: stop it, or choose another directory", lease)
+            return False
+        logger.info("%s taken over: no sign of life of host %s for %.0f s", self._subject, host, lease_s)
+        return True
+
+    def _waited_s(self, data: bytes) -> float:
+        """How long ago this very state of the lock was first seen by somebody who waited; noted down if by nobody yet."""
+        path, digest = self._directory / _SEEN_NAME, hashlib.sha256(data).hexdigest()
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+            seen = json.loads(path.read_text(encoding="utf-8"))
+            if seen["lock"] == digest:
+                return max(0.0, time.time() - float(seen["at"]))
+        with contextlib.suppress(OSError):
+            fresh = path.with_name(f"{_SEEN_NAME}.{uuid.uuid4().hex}")
+            fresh.write_text(json.dumps({"lock": digest, "at": time.time()}), encoding="utf-8")
+            os.replace(fresh, path)
+        return 0.0
+
+    def _keep(self, lease: Lease, stop: threading.Event) -> None:
+        """Show signs of life. An outage of the storage ends nothing: when it is over the file is ours, or it is not."""
+        warned = False
+        while not stop.wait(lease.lease_s / _BEATS_PER_LEASE):
+            lease = lease.next()
+            try:
+                found = self._renew(lease)
+            except Exception as error:  # the next try may succeed, whatever it was
+                if not warned:
+                    logger.warning("the lock of %s cannot be renewed: %s", self._subject, error)
+                warned = True
+                continue
+            warned = False
+            if found is not None and found.token not in ("", lease.token) and not stop.is_set():
+                where = f"process {found.pid} on host {found.host}"
+                logger.error("%s was taken over by %s: nothing more is committed there", self._subject, where)
+                return
+
+    def _renew(self, lease: Lease) -> Lease | None:
+        """One sign of life. Returns whose the lock is; None when the file, or the whole directory, is away just now."""
+        found = self._read()
+        if found is None or found.token != lease.token:
+            return found
+        fd = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            # What is open now is looked at: it may be another one since, and one renamed aside harms nobody.
+            if _token(os.read(fd, 4096)) == lease.token:
+                os.pwrite(fd, lease.to_bytes(), 0)
+        finally:
+            os.close(fd)
+        return found
+
+    def _sweep(self) -> None:
+        """Remove what others left who were killed while they made a lock or took one away."""
+        with contextlib.suppress(OSError):
+            for path in self._directory.glob(f"{LOCK_NAME}.*"):
+                ours = (
+                    self._lease is not None
+                    and _token(read_lock(self._directory, path.name) or b"") == self._lease.token
+                )
+                if path.name not in (KERNEL_NAME, _SEEN_NAME) and not ours:  # ours is just being looked at by somebody
+                    path.unlink(missing_ok=True)
+
+    def _read(self) -> Lease | None:
+        data = read_lock(self._directory)
+        return None if data is None else Lease.from_bytes(data) or _NOBODY
+
+    def _own_lease(self) -> Lease:
+        started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        lease = own_lease(token=uuid.uuid4().hex, started_at=started_at, lease_s=self._lease_s)
+        lock = kernel_lock(self._directory)
+        # Where the file system has none, other containers of this machine wait for the lease.
+        with contextlib.suppress(OSError, Timeout, NotImplementedError):
+            lock.acquire(timeout=_PAUSE_S)  # somebody may be trying it just now
+            self._kernel = lock
+            return dataclasses.replace(lease, device=self._directory.stat().st_dev)
+        return lease
+
+    def _drop_kernel_lock(self) -> None:
+        lock, self._kernel = self._kernel, None
+        if lock is not None:
+            with contextlib.suppress(OSError):
+                (self._directory / KERNEL_NAME).unlink(missing_ok=True)
+                lock.release()
+
+
+_NOBODY = Lease(
+    token="", host="?", pid=0, started_at="?", lease_s=1.0, kernel="", namespace=0, process_start=0, device=0
+)
+
+
+def take_away(directory: Path, is_it: Callable[[bytes], bool]) -> bool:
+    """Remove the lock file of ``directory`` if it is the one that was judged. Returns whether it is gone.
+
+    It is renamed aside first, which only one of several can do, and then looked at: one that somebody else made meanwhile
+    gets its name back. That one's holder looks at the file before each commit, so at no time do two commit.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    path = directory / LOCK_NAME
+    data = read_lock(directory)
+    if data is None or not is_it(data):
+        return data is None
+    aside = directory / f"{LOCK_NAME}.{uuid.uuid4().hex}"
+    try:
+        os.rename(path, aside)
+    except FileNotFoundError:
+        return True
+    if not aside.is_file() or aside.is_symlink():
+        return True  # a directory or a pipe was no lock of anybody's, but somebody may want it
+    if not is_it(read_lock(directory, aside.name) or b""):
+        with contextlib.suppress(FileExistsError):
+            _give_back(aside, path)
+        aside.unlink(missing_ok=True)
+        return False
+    # A host whose caches still lead to the old file must not find its own name in it.
+    with contextlib.suppress(OSError):  # of another user, or on a full disk
+        aside.write_bytes(b"taken over\n")
+    aside.unlink(missing_ok=True)  # the next holder may have swept it
+    return True
+
+
+def _put(fresh: Path, data: bytes, path: Path) -> bool:
+    """Give a complete lock file its name, if that is free. Returns whether it was done."""
+    try:
+        os.link(fresh, path)
+    except (FileExistsError, FileNotFoundError):  # or somebody who has the lock by now has swept it
+        return False
+    except OSError:  # no hard links here: then it is empty for a moment
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except FileExistsError:
+            return False
+        try:
+            os.write(fd, data)
+        finally:
+            os.close(fd)
+    return True
+
+
+def _give_back(aside: Path, path: Path) -> None:
+    try:
+        os.link(aside, path)
+    except FileExistsError:
+        raise
+    except OSError:  # no hard links here
+        if not os.path.lexists(path):
+            os.rename(aside, path)
+
+
+def _look_again(directory: Path) -> None:
+    # Listing makes network file systems look at what they have cached.
+    with contextlib.suppress(OSError):
+        os.listdir(directory)
+
+
+def _token(data: bytes) -> str:
+    lease = Lease.from_bytes(data)
+    return lease.token if lease is not None else ""
+
+
+@contextlib.contextmanager
+def not_held(directory: Path, subject: Path, patience_s: float) -> Iterator[None]:
+    """No live job holds the lock in ``directory``, nor takes it meanwhile where there is one; a dead job's is taken over.
+
+    Raises:
+        DirectoryInUseError: naming host, pid and start.
+    """
+    if not os.path.lexists(directory / LOCK_NAME):
+        yield
+        return
+    lock = JobLock(directory, subject=subject, lease_s=60.0, owner="set_up_directory")
+    lock.acquire(patience_s)
+    try:
+        yield
+    finally:
+        lock.release()

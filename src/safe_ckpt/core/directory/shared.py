@@ -1,0 +1,213 @@
+"""Setting up a directory that several ranks will use: rank 0 acts, all others wait until they see what it did."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+from safe_ckpt.config import Timeouts
+from safe_ckpt.core.coordination.coordinator import Session, open_session
+from safe_ckpt.core.directory.catalog import looks_like_checkpoint
+from safe_ckpt.core.directory.lock import not_held
+from safe_ckpt.core.directory.workspace import HIDDEN
+from safe_ckpt.core.storage import durable, presence
+from safe_ckpt.core.storage.durable import sync_directory
+from safe_ckpt.errors import (
+    ConfigError,
+    DirectoryError,
+    DirectoryNotSharedError,
+    NoValidCheckpointError,
+    SafeCheckpointError,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["resume", "fresh", "overwrite"]
+_VISIBLE_S = 60.0
+
+
+def set_up_directory(
+    path: str | os.PathLike[str],
+    *,
+    mode: Mode,
+    group: ProcessGroup | None = None,
+    timeout_s: float = 600.0,
+) -> Path:
+    """Prepare ``path`` for a run. Every rank calls this; when it returns, every rank sees the directory.
+
+    Only rank 0 creates or deletes. Whatever goes wrong there is raised on every rank.
+
+    Args:
+        path: the directory, on a file system that all ranks share.
+        mode: ``"resume"``: it must hold a checkpoint; nothing is changed. ``"fresh"``: it must be missing or empty.
+            ``"overwrite"``: what is in it is deleted (moved away first, so that nobody meets a half-deleted directory).
+        group: the ranks that take part; None means WORLD, or this process alone when there is no process group.
+        timeout_s: how long to wait for the other ranks and for rank 0.
+
+    Returns:
+        The path.
+
+    Raises:
+        ConfigError: the mode is none of the three.
+        DesyncError: the ranks ask for different paths or modes.
+        DirectoryError: the operating system refused; names path and rank.
+        DirectoryInUseError: a live job holds the directory.
+        DirectoryNotSharedError: some ranks do not see what rank 0 created.
+        NoValidCheckpointError: ``"resume"`` and there is no checkpoint.
+        RendezvousTimeout: some ranks did not come; names them.
+    """
+    if mode not in get_args(Mode):
+        raise ConfigError(key="mode", message=f'expected "resume", "fresh" or "overwrite", got {mode!r}')
+    target = Path(path)
+    timeouts = Timeouts(barrier_s=timeout_s, shutdown_s=min(timeout_s, 120.0))
+    session = open_session(group, timeouts)
+    try:
+        acts = {"resume": _check_resumable, "fresh": _create_fresh, "overwrite": _overwrite}
+        act = acts[mode]
+        view = {"path": os.fspath(path), "mode": mode}
+        token = session.agree(
+            "set_up_directory", view, timeout_s=timeout_s, decide=lambda _: _guarded(act, target, timeout_s)
+        )
+        await_shared(session, target, token, timeout_s)
+    finally:
+        session.release(keep=True)
+    return target
+
+
+def leave_token(path: Path) -> str:
+    """Rank 0: leave something below ``path`` that the others can look for. Returns its relative path."""
+    durable.make_directory(path / HIDDEN)
+    token = f"{HIDDEN}/seen-{uuid.uuid4().hex}"
+    (path / token).touch()
+    return token
+
+
+def await_shared(session: Session, path: Path, token: str, timeout_s: float) -> None:
+    """Every rank: wait until this rank sees ``token`` below ``path``, agree that all do, and let rank 0 remove it.
+
+    Raises:
+        DirectoryNotSharedError: some do not, on every rank.
+    """
+    # Less than the others wait for this rank: they are to learn what it did not see, not that it is late.
+    seen = session.rank == 0 or await_visible(path / token, min(timeout_s / 2, _VISIBLE_S))
+
+    def judge(answers: object) -> None:
+        blind = tuple(rank for rank, sees in dict(answers).items() if not sees)  # type: ignore[call-overload]
+        if token.startswith(HIDDEN):
+            (path / token).unlink(missing_ok=True)
+            _remove_if_empty(path / HIDDEN)
+        if blind:
+            message = "the ranks must share the directory: use a file system that all hosts mount"
+            raise DirectoryNotSharedError(path=str(path), message=message, ranks=blind)
+
+    session.agree("directory seen", {"path": os.fspath(path)}, timeout_s=timeout_s, answer=seen, decide=judge)
+
+
+def _guarded(act: Callable[[Path, float], str], path: Path, patience_s: float) -> str:
+    try:
+        return act(path, patience_s)
+    except SafeCheckpointError:
+        raise
+    except OSError as error:
+        where = error.filename or path
+        raise DirectoryError.of(error, path=where, rank=0, phase="setting up the directory") from error
+
+
+def _check_resumable(path: Path, _: float) -> str:
+    if not presence.is_directory(path):
+        # What is only not to be seen in this moment is an error of the disk, raised here.
+        reason = "does not exist" if presence.is_gone(path) else "is not a directory"
+        raise NoValidCheckpointError(path=str(path), message=f"cannot resume: it {reason}")
+    for child in sorted(path.iterdir()):
+        if child.name != HIDDEN and looks_like_checkpoint(child):
+            return child.name
+    raise NoValidCheckpointError(path=str(path), message="cannot resume: it holds no complete checkpoint")
+
+
+def _create_fresh(path: Path, _: float) -> str:
+    if path.is_dir() and any(child.name != HIDDEN for child in path.iterdir()):
+        message = 'is not empty: use mode="resume" to go on, or mode="overwrite" to delete what is in it'
+        raise DirectoryError(path=str(path), message=message, code=errno.ENOTEMPTY)
+    durable.make_directory(path)
+    return leave_token(path)
+
+
+def _overwrite(path: Path, patience_s: float) -> str:
+    real = Path(os.path.realpath(path))
+    _refuse_dangerous(real)
+    if os.path.lexists(real) and not real.is_dir():
+        raise DirectoryError(path=str(path), message="is a file, not a directory", code=errno.ENOTDIR)
+    for left in real.parent.glob(f".{real.name}.safe_ckpt-trash-*"):
+        shutil.rmtree(left)
+    trash = None
+    if real.is_dir():
+        with not_held(real / HIDDEN, path, patience_s):
+            trash = _move_away(real)
+    durable.make_directory(real)
+    if trash is not None:
+        real.chmod(trash.stat().st_mode & 0o7777)
+        shutil.rmtree(trash)
+    return leave_token(real)
+
+
+def _move_away(path: Path) -> Path | None:
+    trash = path.parent / f".{path.name}.safe_ckpt-trash-{uuid.uuid4().hex}"
+    try:
+        path.rename(trash)
+    except OSError as error:
+        if error.errno not in (errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        # A mount point, or a parent that we may not write to: empty it in place.
+        for child in path.iterdir():
+            durable.remove_tree(child)
+        return None
+    sync_directory(str(path.parent))
+    return trash
+
+
+def _refuse_dangerous(path: Path) -> None:
+    here = Path.cwd()
+    if path in (Path("/"), Path.home(), here) or path in here.parents:
+        message = "refusing to delete the root, home or working directory, or one above it"
+        raise DirectoryError(path=str(path), message=message, code=errno.EPERM)
+
+
+def await_visible(path: Path, timeout_s: float) -> bool:
+    """Wait until this rank sees ``path``. Returns False when it does not within ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.001
+    while not _is_visible(path):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 2, 0.5)
+        # Network file systems cache what a directory holds; listing the parent makes them look again.
+        for folder in (path.parent.parent, path.parent):
+            try:
+                os.listdir(folder)
+            except OSError:
+                break
+    return True
+
+
+def _is_visible(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a file system that is away for a moment; whoever waited in vain looks at why
+        return False
+
+
+def _remove_if_empty(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.rmdir()

@@ -1,0 +1,350 @@
+"""A directory that a job holds: its hidden folder, its lock, what to clean up at the start, and how things leave it.
+
+``.safe_ckpt/`` lies in it, or beside it where a framework lists what is in it; always on the same file system. It holds
+``staging`` (saves under way), ``trash`` (on the way out; a half-deleted checkpoint can never be picked), ``quarantine``
+(damaged, kept for people to look at), ``kept`` (copies that an attempt made before it failed, for the next one), the lock and
+``events.jsonl``. Used on rank 0 only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import time
+import uuid
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from safe_ckpt.core.directory.lock import JobLock
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.storage import durable
+from safe_ckpt.core.storage.file_copy import records_in
+from safe_ckpt.errors import CorruptCheckpointError, DirectoryError, UnsupportedFormatError
+
+logger = logging.getLogger(__name__)
+
+HIDDEN = ".safe_ckpt"
+EVENTS = "events.jsonl"
+_MOVING = ".moving-"
+_ATTEMPTS = 10
+
+
+class Root:
+    """One directory of checkpoints, held by this job from ``open`` to ``close``.
+
+    Args:
+        path: the directory; created when missing.
+        lease_s: see ``CheckpointConfig``.
+        hidden: the hidden folder, if it is not to lie in ``path``.
+        owner: what holds it within this process and how to free it, for messages.
+        swept: where what is deleted goes instead; None to delete it.
+    """
+
+    def __init__(
+        self, path: Path, *, lease_s: float, hidden: Path | None = None, owner: str = "", swept: Path | None = None
+    ) -> None:
+        self.path = path
+        self.hidden = hidden or path / HIDDEN
+        self.staging = self.hidden / "staging"
+        self.trash = self.hidden / "trash"
+        self.quarantine = self.hidden / "quarantine"
+        self.kept = self.hidden / "kept"
+        self._lock = JobLock(self.hidden, subject=path, lease_s=lease_s, owner=owner)
+        self._swept = swept
+        self._sequence = 0
+        self._missing: list[Path] = []
+
+    def open(self, patience_s: float | None = None) -> None:
+        """Create the directory, take the lock, repair and sweep what an earlier job left.
+
+        Args:
+            patience_s: how long to wait for a holder that cannot be asked; None for as long as its lease says.
+
+        Raises:
+            DirectoryError: it cannot be created or written to, or a folder in it is a link that leads elsewhere.
+            DirectoryInUseError: a live job holds it.
+        """
+        try:
+            self._refuse_links()
+            self._missing = self._missing or _missing((self.path, self.hidden))
+        except DirectoryError:
+            raise
+        except OSError as error:
+            raise self._named(error, "creating the checkpoint directory") from error
+        for attempts in range(_ATTEMPTS, 0, -1):
+            try:
+                self._make_and_lock(patience_s)
+                break
+            except DirectoryError as error:
+                # A job that ended in this moment took its empty folders away; ``mkdir`` says EEXIST of one that is just gone.
+                if error.errno not in (errno.ENOENT, errno.EEXIST) or attempts == 1:
+                    raise
+        try:
+            self.staging.mkdir(exist_ok=True)  # here, because no job that ends now takes it away any more
+            self._repair()
+            self._sweep()
+        except BaseException as error:
+            self._lock.release()
+            if not isinstance(error, OSError) or isinstance(error, DirectoryError):
+                raise
+            raise self._named(error, "cleaning up after an earlier job") from error
+
+    def close(self) -> None:
+        """Give the directory back, and take away what was made here and is empty."""
+        if not self._lock.is_held:
+            return
+        if self._lock.is_seen:  # else the folders are another job's by now
+            _remove_empty([self.staging, self.trash, self.quarantine, self.kept])
+        self._lock.release()
+        # Whoever comes in this moment makes anew what is gone.
+        _remove_empty([self.hidden, *self._missing])
+
+    @property
+    def last_sequence(self) -> int:
+        """The last place in the order of commits that was given out."""
+        return self._sequence
+
+    def start_after(self, sequence: int) -> None:
+        """Everything saved from now on is newer than ``sequence``."""
+        self._sequence = max(self._sequence, sequence)
+
+    def next_sequence(self) -> int:
+        """The next place in the order of commits. Given out under the lock; a failed save leaves a gap."""
+        self._sequence = sequence_after(self._sequence)
+        return self._sequence
+
+    def confirm(self) -> None:
+        """Raise ``DirectoryInUseError`` if another job has taken the directory over.
+
+        A job can be stopped right behind this. What it does then fails: the job that took over has renamed its staging and
+        its trash away before it does anything else.
+        """
+        self._lock.confirm()
+
+    def stage(self, op_id: str) -> Path:
+        """Create and return the staging directory of one save."""
+        folder = self.staging / op_id
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def aside(self, op_id: str, path: Path) -> Path:
+        """Where what stands at ``path`` goes when the save ``op_id`` replaces it by another directory.
+
+        Called before ``confirm``: made later, it would let a job that was taken over move the other one's files. For a path
+        elsewhere, to which ``open`` would not bring it back, that is beside it.
+        """
+        if path.parent != self.path:
+            return path.with_name(f".{path.name}.{op_id}.old")
+        folder = self.trash / op_id
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / path.name
+
+    def drop_staging(self, op_id: str, *, keep_copies: bool = False) -> None:
+        """Remove the staging directory of a save that is over, and what it replaced. Never raises.
+
+        What was moved aside stays when nothing stands in its place: the next start brings it back.
+
+        Args:
+            op_id: of the save.
+            keep_copies: it failed, and what it copied is kept for the next attempt.
+        """
+        aside = self.trash / op_id
+        try:
+            unreplaced = [name for name in os.listdir(aside) if not os.path.lexists(self.path / name)]
+        except FileNotFoundError:
+            unreplaced = []
+        except OSError as error:
+            logger.warning("%s cannot be looked at and stays: %s", aside, error)
+            return
+        if unreplaced:
+            logger.error("%s was moved aside and not replaced: the next start brings it back", aside)
+            return
+        if keep_copies:
+            self._keep_copies(self.staging / op_id)
+        for folder in (self.staging / op_id, aside):
+            self._delete(folder)
+
+    def _sweep_away(self, path: Path) -> None:
+        """Delete what a job left that may still live: in one step out of its reach, so that it can never commit a half."""
+        target = self.trash / f"{uuid.uuid4().hex}-{path.name}"
+        self.trash.mkdir(exist_ok=True)
+        self.confirm()  # this job itself may have been stopped since it took the lock
+        try:
+            os.rename(path, target)
+        except FileNotFoundError:
+            return  # committed in the last moment, or it tidied up itself
+        self._delete(target)
+
+    def drop_kept(self, but: Collection[str] = ()) -> None:
+        """Delete what earlier attempts copied, but for the folders of these names. Never raises."""
+        for folder in _listed(self.kept):
+            if folder.name not in but:
+                self._delete(folder)
+
+    def discard(self, paths: Iterable[Path]) -> list[Path]:
+        """Delete checkpoints, directories by way of the trash. Returns those that are gone; a failure is logged."""
+        gone = []
+        for path in paths:
+            try:
+                self._discard(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                logger.warning("%s could not be removed and stays: %s", path, error)
+                continue
+            gone.append(path)
+        return gone
+
+    def _discard(self, path: Path) -> None:
+        whole = path.is_symlink() or not path.is_dir()
+        bin_ = self.trash / uuid.uuid4().hex
+        try:
+            bin_.mkdir(parents=True)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not whole:
+                raise
+            self.confirm()
+            path.unlink()  # on a full disk nothing can be made, and something must go
+            return
+        try:
+            self.confirm()  # behind the making, as in ``aside``
+            os.rename(path, bin_ / path.name)
+        except OSError as error:
+            if error.errno != errno.EXDEV or not whole:
+                raise
+            path.unlink()  # in one step, wherever it lies
+        finally:
+            self._delete(bin_)
+
+    def set_aside(self, path: Path) -> Path:
+        """Move a damaged checkpoint into quarantine. Returns where it is now."""
+        # By way of a folder that whoever takes over moves away, as in ``aside``.
+        moving = self.quarantine / f"{_MOVING}{uuid.uuid4().hex}"
+        durable.make_directory(moving)
+        try:
+            self.confirm()
+            os.rename(path, moving / path.name)
+        except BaseException:
+            moving.rmdir()
+            raise
+        return self._into_quarantine(moving)
+
+    def _into_quarantine(self, moving: Path) -> Path:
+        target = moving
+        for path in list(moving.iterdir()):
+            target = self.quarantine / path.name
+            if os.path.lexists(target):
+                target = self.quarantine / f"{path.name}.{uuid.uuid4().hex[:8]}"
+            os.rename(path, target)
+        moving.rmdir()
+        return target
+
+    def quarantined(self) -> list[Path]:
+        """What lies in quarantine."""
+        return sorted(path for path in _listed(self.quarantine) if not path.name.startswith(_MOVING))
+
+    def _make_and_lock(self, patience_s: float | None) -> None:
+        try:
+            for folder in (self.path, self.hidden):
+                durable.make_directory(folder)
+        except OSError as error:
+            raise self._named(error, "creating the checkpoint directory") from error
+        self._lock.acquire(patience_s)
+
+    def _named(self, error: OSError, phase: str) -> DirectoryError:
+        return DirectoryError.of(error, path=error.filename or self.path, rank=0, phase=phase)
+
+    def _refuse_links(self) -> None:
+        above = [folder for folder in self.hidden.parents if self.path in folder.parents]
+        for folder in (*above, self.hidden, self.staging, self.trash, self.quarantine, self.kept):
+            if folder.is_symlink():
+                message = "is a link, and what is behind it would be deleted: put the folder itself there"
+                raise DirectoryError(path=str(folder), message=message)
+
+    def _repair(self) -> None:
+        # A crash while a directory was being replaced without an exchange: the old one is in the trash and the final
+        # name is free. A complete new one goes forward, else the old one comes back; only then is anything swept.
+        for folder in _listed(self.trash):
+            interrupted = folder.is_dir() and (self.staging / folder.name).is_dir()
+            for old in list(folder.iterdir()) if interrupted else []:
+                if os.path.lexists(self.path / old.name):
+                    continue
+                new = self.staging / folder.name / old.name
+                chosen = new if _is_complete(new) else old
+                self.confirm()
+                logger.warning("%s: finished an interrupted replacement with %s", self.path / old.name, chosen)
+                durable.publish_directory(chosen, self.path / old.name, self.trash / folder.name / "unused")
+
+    def _keep_copies(self, left: Path) -> None:
+        """What was copied by a save that did not succeed may be large: the next attempt takes it over."""
+        if not left.is_dir() or not any(record.stat().st_size for record in records_in(left)):
+            return
+        try:
+            self.kept.mkdir(exist_ok=True)
+            os.rename(left, self.kept / left.name)
+        except OSError as error:
+            logger.warning("%s could not be kept for the next attempt: %s", left, error)
+
+    def _sweep(self) -> None:
+        for moving in self.quarantine.glob(f"{_MOVING}*"):
+            self.confirm()
+            away = self.quarantine / f"{_MOVING}{uuid.uuid4().hex}"  # out of reach of the job that made it
+            os.rename(moving, away)
+            self._into_quarantine(away)
+        self._delete(self.hidden / HIDDEN)  # what a job that was killed on its way in left for the others to look for
+        for folder in (self.staging, self.trash):
+            for left in _listed(folder):
+                if folder == self.staging:
+                    self._keep_copies(left)
+                    if not left.exists():
+                        continue
+                logger.info("removing what an earlier job left: %s", left)
+                self._sweep_away(left)
+
+    def _delete(self, path: Path) -> None:
+        try:
+            if self._swept is None:
+                durable.remove_tree(path)
+            elif os.path.lexists(path):
+                os.rename(path, self._swept / uuid.uuid4().hex)
+        except OSError as error:
+            logger.warning("%s could not be deleted and stays in the hidden folder: %s", path, error)
+
+
+def sequence_after(last: int) -> int:
+    """The place in the order of commits behind ``last``.
+
+    Never below the clock: those who save in one folder do not all know of each other, and their numbers are compared.
+    """
+    return max(last + 1, int(time.time() * 1000))
+
+
+def _listed(folder: Path) -> list[Path]:
+    """What lies in one of the folders that are made when they are needed."""
+    try:
+        return list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+def _missing(paths: Iterable[Path]) -> list[Path]:
+    """Which of ``paths`` and the folders above them are not there, the deepest first."""
+    found = {folder for path in paths for folder in (path, *path.parents) if not folder.exists()}
+    return sorted(found, key=lambda folder: len(folder.parts), reverse=True)
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # something lies in it, or it was never made
+            folder.rmdir()
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        verify(path, read_manifest(path))
+    except (FileNotFoundError, CorruptCheckpointError, UnsupportedFormatError):
+        return False
+    return True

@@ -1,0 +1,88 @@
+"""A model's weights as other tools read them: one ``model.safetensors``, or shards of it with an index.
+
+The layout and the names are those of Hugging Face (``model-00001-of-00002.safetensors``, ``model.safetensors.index.json``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+import torch
+
+from safe_ckpt.core.formats.file_plan import SAFETENSORS_DTYPES, Image, Lazy, named_safetensors_image
+from safe_ckpt.errors import ConfigError, StateError
+
+STEM = "model"
+_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B$", re.IGNORECASE)
+_WEIGHTS = re.compile(r"^(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?$")
+
+
+def is_weight_file(name: str) -> bool:
+    """Whether a file of this name holds a model's weights, or says where they are."""
+    return _WEIGHTS.match(name) is not None
+
+
+def parse_size(value: int | str, key: str) -> int:
+    """Bytes from a number or from text such as ``"5GB"`` or ``"512MiB"``.
+
+    Raises:
+        ConfigError: it is neither, or not above 0.
+    """
+    number = 0.0
+    if isinstance(value, str) and (found := _SIZE.match(value.strip())):
+        power = " KMGT".index(found.group(2).upper() or " ")
+        number = float(found.group(1)) * (1024 if found.group(3) else 1000) ** power
+    elif isinstance(value, int) and not isinstance(value, bool):
+        number = value
+    if number < 1:
+        raise ConfigError(key=key, message=f'expected a number of bytes or text such as "5GB", got {value!r}')
+    return int(number)
+
+
+def images(tensors: Mapping[str, Lazy | torch.Tensor], max_shard_bytes: int) -> list[Image]:
+    """The files: as many shards as needed, in the order of ``tensors``, and the index when there is more than one.
+
+    Args:
+        tensors: every tensor once.
+        max_shard_bytes: a shard ends before it would become larger; a single larger tensor gets one for itself.
+    """
+    shards: list[dict[str, Lazy | torch.Tensor]] = [{}]
+    filled = 0
+    for name, lazy in tensors.items():
+        if shards[-1] and filled + _size_of(lazy) > max_shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = lazy
+        filled += _size_of(lazy)
+    if len(shards) == 1:
+        return [named_safetensors_image(f"{STEM}.safetensors", shards[0])]
+    names = [f"{STEM}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    where = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+    index = {"metadata": {"total_size": sum(map(_size_of, tensors.values()))}, "weight_map": where}
+    body = json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
+    files = [named_safetensors_image(file, shard) for file, shard in zip(names, shards, strict=True)]
+    return [*files, Image(path=f"{STEM}.safetensors.index.json", length=len(body), pieces=[(0, body)])]
+
+
+def admit(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Refuse what safetensors cannot hold.
+
+    Raises:
+        StateError: naming it.
+    """
+    if dtype not in SAFETENSORS_DTYPES or tensor.layout is not torch.strided:
+        raise StateError(key=name, message=f"a {dtype} {tensor.layout} tensor does not fit safetensors")
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Without ``torch.compile`` and data parallelism. Accelerate's own ``unwrap_model`` imports 60 MiB of compiler first."""
+    inner = getattr(model, "_orig_mod", model)
+    if isinstance(inner, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+        return unwrapped(inner.module)
+    return inner
+
+
+def _size_of(tensor: Lazy | torch.Tensor) -> int:
+    return tensor.size_bytes if isinstance(tensor, Lazy) else tensor.numel() * tensor.element_size()

@@ -1,0 +1,341 @@
+"""What was written. A checkpoint is committed when it has its final name and a manifest that checks out.
+
+Plain JSON with its own digest: listing, verifying and choosing never need a pickle. A directory has ``manifest.json`` with
+the size and xxh3-128 of every file; a single-file checkpoint has the same facts in a record of its archive, and a digest of
+the whole file in the archive's comment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import re
+import socket
+import stat
+import sys
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import xxhash
+
+from safe_ckpt.core.formats.json_text import MOST_BYTES, parse_json
+from safe_ckpt.core.formats.zip_archive import COMMENT_BYTES, COMMENT_PREFIX
+from safe_ckpt.core.storage import presence
+from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, StateError, UnsupportedFormatError
+
+FORMAT = "safe_ckpt"
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+RECORD_NAME = "archive/.safe_ckpt/manifest.json"
+# What zipfile raises on damaged archives; RuntimeError for a flag that says "encrypted".
+UNREADABLE = (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, RuntimeError, zlib.error)
+_MOST_FILES = 200_000
+_MOST_DIRECTORY_BYTES = 16 << 20
+_DIGEST = re.compile(r"^[0-9a-f]{32}$")
+
+
+@functools.cache
+def versions() -> Mapping[str, str]:
+    """Of Python and the packages that made a checkpoint. Looked up once, which takes milliseconds."""
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for package in ("safe-ckpt", "torch"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "unknown"
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """One file of a checkpoint directory. ``path`` is relative to it, with forward slashes."""
+
+    path: str
+    size_bytes: int
+    xxh3_128: str
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What was written, by whom and in which order.
+
+    Attributes:
+        sequence: commit order within a directory; neither the step nor a clock tells which is newer.
+        items: name given to ``save`` -> how it was stored.
+        notes: what an adapter wants to remember.
+        written_by: host and process of rank 0; empty in manifests of earlier releases.
+        files: every file of a directory checkpoint; empty for a single file.
+    """
+
+    name: str
+    sequence: int
+    step: int
+    op_id: str
+    world_size: int
+    metrics: Mapping[str, float]
+    created_at: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
+    versions: Mapping[str, str] = field(default_factory=versions)
+    items: Mapping[str, Any] = field(default_factory=dict)
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    written_by: Mapping[str, Any] = field(default_factory=lambda: {"host": socket.gethostname(), "pid": os.getpid()})
+    files: tuple[FileEntry, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON-able data, without digest."""
+        facts = {key: value for key, value in vars(self).items() if key != "files"}
+        files = [vars(entry) for entry in self.files]
+        return {"format": FORMAT, "format_version": FORMAT_VERSION, **facts, "files": files}
+
+    def to_bytes(self) -> bytes:
+        """The content of ``manifest.json``, with its digest.
+
+        Raises:
+            StateError: it would be larger than what is read again.
+        """
+        data = self.to_json()
+        text = json.dumps({**data, "digest": _digest(data)}, indent=1).encode() + b"\n"
+        if len(self.files) > _MOST_FILES or len(text) > MOST_BYTES:
+            # Before anything is committed: what no resume would read must not take the place of what it does.
+            message = f"{len(self.files)} files and {len(text)} bytes of manifest are more than the {_MOST_FILES} and "
+            raise StateError(key="checkpoint", message=f"{message}{MOST_BYTES} that are read again")
+        return text
+
+    @classmethod
+    def from_json(cls, data: Any, path: str) -> Manifest:
+        """Check and build.
+
+        Raises:
+            UnsupportedFormatError: not ours, or of a newer version.
+            CorruptCheckpointError: a field is missing, of the wrong type or not allowed.
+        """
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise UnsupportedFormatError(path=path, message="its manifest was not written by safe_ckpt")
+        found = data.get("format_version")
+        if not isinstance(found, int) or found > FORMAT_VERSION:
+            message = (
+                f"format version {found} is newer than {FORMAT_VERSION}, the newest that this release reads: upgrade"
+            )
+            raise UnsupportedFormatError(path=path, message=f"{message} safe-ckpt")
+        try:
+            files = tuple(_entry(row, path) for row in data["files"])
+            keys = ("name", "op_id", "created_at")
+            texts = {key: _typed(data[key], str) for key in keys}
+            numbers = {key: _typed(data[key], int) for key in ("sequence", "step", "world_size")}
+            maps = {key: _typed(data[key], dict) for key in ("metrics", "versions", "items", "notes")}
+            for value in maps["metrics"].values():
+                _number(value)
+            maps["written_by"] = _typed(data.get("written_by", {}), dict)
+        except (KeyError, TypeError) as error:
+            raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=f"damaged manifest: {error}") from error
+        return cls(**texts, **numbers, **maps, files=files)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """One committed checkpoint.
+
+    Attributes:
+        path: the directory or file.
+        name: its name within its directory.
+        step: the step given to ``save``.
+        sequence: commit order; the highest is the newest.
+        metrics: the metrics given to ``save``.
+        created_at: ISO 8601, UTC.
+        world_size: number of ranks that saved it.
+        size_bytes: bytes of all its files.
+        verified: whether it carries our manifest; False for what other tools wrote.
+        op_id: unique to the save.
+    """
+
+    path: Path
+    name: str
+    step: int
+    sequence: int
+    metrics: Mapping[str, float]
+    created_at: str
+    world_size: int
+    size_bytes: int
+    verified: bool = True
+    op_id: str = ""
+
+    @classmethod
+    def of(cls, manifest: Manifest, path: Path, size_bytes: int) -> CheckpointInfo:
+        """From a manifest and where it was found."""
+        return cls(
+            path=path,
+            name=manifest.name,
+            step=manifest.step,
+            sequence=manifest.sequence,
+            metrics=dict(manifest.metrics),
+            created_at=manifest.created_at,
+            world_size=manifest.world_size,
+            size_bytes=size_bytes,
+            op_id=manifest.op_id,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON-able data."""
+        return {**vars(self), "path": str(self.path), "metrics": dict(self.metrics)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CheckpointInfo:
+        """From what ``to_json`` returned."""
+        return cls(**{**data, "path": Path(data["path"])})
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a directory or single-file checkpoint; checks the manifest, not the payload.
+
+    Raises:
+        CorruptCheckpointError: damaged.
+        IncompleteCheckpointError: it, or the checkpoint as a whole, is not there.
+        UnsupportedFormatError: not ours, or of a newer version.
+        OSError: it could not be read; that condemns nothing.
+    """
+    return _read_from_archive(path) if presence.is_file(path) else _read_from_directory(path)
+
+
+@contextlib.contextmanager
+def open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    """Open a single-file checkpoint with ``zipfile``, unless its directory is larger than that of any checkpoint.
+
+    Raises:
+        ValueError: it is, or what else ``UNREADABLE`` names: it is damaged.
+        OSError: it could not be read.
+    """
+    with path.open("rb") as stream:
+        bounded = _Bounded(stream)
+        with zipfile.ZipFile(bounded) as archive:
+            bounded.most_bytes = sys.maxsize
+            yield archive
+
+
+class _Bounded:
+    """A file of which not much is read at a time: ``zipfile`` takes 10 seconds for a directory of a million records."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.most_bytes = _MOST_DIRECTORY_BYTES
+        self.seek, self.tell, self.seekable = stream.seek, stream.tell, stream.seekable
+
+    def read(self, size: int = -1) -> bytes:
+        if size > self.most_bytes:
+            raise ValueError(f"a directory of {size} bytes is refused, at most {self.most_bytes} are read")
+        data = self._stream.read(size)
+        if not 0 <= size <= len(data) and self.tell() < os.fstat(self._stream.fileno()).st_size:
+            raise presence.ShortReadError(str(self._stream.name), self.tell())
+        return data
+
+
+def archive_digest(path: Path) -> str | None:
+    """The whole-file digest that a single-file checkpoint of ours carries; None when it is not ours."""
+    size = path.stat().st_size
+    length = COMMENT_BYTES
+    if size < length:
+        return None
+    with path.open("rb") as stream:
+        stream.seek(size - length)
+        comment = stream.read(length)
+    digest = comment[len(COMMENT_PREFIX) :].decode("ascii", "replace")
+    return digest if comment.startswith(COMMENT_PREFIX) and _DIGEST.match(digest) else None
+
+
+def _read_from_archive(path: Path) -> Manifest:
+    try:
+        with open_archive(path) as archive:
+            info = archive.getinfo(RECORD_NAME)
+            if info.file_size > MOST_BYTES:
+                raise CorruptCheckpointError(path=str(path), file=RECORD_NAME, message="the manifest is too large")
+            data = parse_json(archive.read(info))
+    except KeyError:
+        if archive_digest(path) is not None:
+            raise CorruptCheckpointError(path=str(path), file=RECORD_NAME, message="is missing") from None
+        raise UnsupportedFormatError(
+            path=str(path), message="was not written by safe_ckpt: it has no manifest"
+        ) from None
+    except (OSError, *UNREADABLE) as error:
+        # A damaged offset makes zipfile seek to nowhere. Any other OSError is the disk's, and condemns nothing.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
+        if not _has_trace_of_ours(path):
+            raise UnsupportedFormatError(
+                path=str(path), message="was not written by safe_ckpt: it is no archive"
+            ) from None
+        raise CorruptCheckpointError(path=str(path), message=f"not a readable archive: {error}") from error
+    return Manifest.from_json({**data, "files": []} if isinstance(data, dict) else data, str(path))
+
+
+def _has_trace_of_ours(path: Path) -> bool:
+    # Empty, with the beginning of an archive or with our comment at its end: it may be one of ours that was damaged.
+    with path.open("rb") as stream:
+        return stream.read(4) in (b"", b"PK\3\4") or archive_digest(path) is not None
+
+
+def _read_from_directory(path: Path) -> Manifest:
+    try:
+        data = parse_json(_read_file(path))
+    except (FileNotFoundError, NotADirectoryError):
+        file = MANIFEST_NAME if presence.is_directory(path) else ""
+        raise IncompleteCheckpointError(path=str(path), file=file, message="is missing") from None
+    except ValueError as error:
+        raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message=f"is not JSON: {error}") from error
+    if isinstance(data, dict) and isinstance(rows := data.get("files"), list) and len(rows) > _MOST_FILES:
+        message = f"names {len(rows)} files, more than any checkpoint has"
+        raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message=message)
+    # Before the version is believed: every format has had, and will have, this digest.
+    if isinstance(data, dict) and data.get("format") == FORMAT and data.pop("digest", None) != _digest(data):
+        message = "its bytes are not those that were written"
+        raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message=message)
+    return Manifest.from_json(data, str(path))
+
+
+def _read_file(path: Path) -> bytes:
+    fd = os.open(path / MANIFEST_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would keep us waiting
+    with open(fd, "rb") as stream:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message="is not a regular file")
+        if status.st_size > MOST_BYTES:
+            raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message="the manifest is too large")
+        data = stream.read(MOST_BYTES)
+        if len(data) < status.st_size:
+            raise presence.ShortReadError(str(path / MANIFEST_NAME), len(data))
+        return data
+
+
+def _entry(row: Any, path: str) -> FileEntry:
+    name, size, digest, rank = row["path"], row["size_bytes"], row["xxh3_128"], row["rank"]
+    parts = _typed(name, str).split("/")
+    if name.startswith("/") or ".." in parts or not any(part not in ("", ".") for part in parts) or "\0" in name:
+        message = f"a path in the manifest leads out of the checkpoint: {name!r}"
+        raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=message)
+    if not _DIGEST.match(_typed(digest, str)):
+        raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=f"a damaged digest for {name!r}")
+    if not 0 <= _typed(size, int) < 1 << 62:
+        raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=f"an impossible size for {name!r}")
+    return FileEntry(path=name, size_bytes=size, xxh3_128=digest, rank=_typed(rank, int))
+
+
+def _number(value: Any) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"expected a number, got {value!r:.80}")
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"expected {kind.__name__}, got {value!r}")
+    return value
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,124 @@
+"""Reading every byte of a checkpoint and comparing it with what was written.
+
+An ``OSError`` while reading condemns nothing: it is raised as it is. Only bytes that differ are damage.
+"""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from safe_ckpt.core.formats.manifest import (
+    MANIFEST_NAME,
+    UNREADABLE,
+    FileEntry,
+    Manifest,
+    archive_digest,
+    open_archive,
+    read_manifest,
+)
+from safe_ckpt.core.formats.zip_archive import COMMENT_BYTES
+from safe_ckpt.core.storage import presence
+from safe_ckpt.core.storage.reader import digest_of
+from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
+
+
+def verify(path: Path, manifest: Manifest, only: set[str] | None = None, *, cached: bool = False) -> int:
+    """Read a checkpoint's bytes and compare them with what was written. Returns the number of bytes.
+
+    Args:
+        path: the directory or file.
+        manifest: its manifest.
+        only: of a directory, verify just these files.
+        cached: of a directory, through the page cache: what is verified is read once more in a moment.
+
+    Raises:
+        CorruptCheckpointError: they differ; names the file, or the archive's record.
+        IncompleteCheckpointError: a file is not there; names it.
+        OSError: they could not be read; that condemns nothing.
+    """
+    if presence.is_file(path):
+        return _verify_archive(path)
+    if not presence.is_directory(path):  # a file that vanished: nothing of it was read
+        raise IncompleteCheckpointError(path=str(path), message="is missing")
+    chosen = [entry for entry in manifest.files if only is None or entry.path in only]
+    return sum(verify_entry(path, entry, cached=cached) for entry in chosen)
+
+
+def verify_share(path: Path, rank: int, size: int) -> None:
+    """Verify this rank's share of a directory's files: they are the same for all, and each needs reading once.
+
+    Nothing of a directory without a manifest can be verified: another tool wrote it.
+
+    Raises:
+        CorruptCheckpointError: they differ; names the file.
+        IncompleteCheckpointError: a file is not there; names it.
+        OSError: they could not be read; that condemns nothing.
+    """
+    if not presence.is_there(path / MANIFEST_NAME):
+        return
+    manifest = read_manifest(path)
+    by_size = sorted(manifest.files, key=lambda entry: (-entry.size_bytes, entry.path))
+    # What is verified here is read by others, or by a framework, right afterwards.
+    verify(path, manifest, only={entry.path for entry in by_size[rank::size]}, cached=True)
+
+
+def verify_if_ours(path: Path) -> bool:
+    """Verify a single file if it carries our manifest. Returns whether it did.
+
+    Raises:
+        CorruptCheckpointError: it is ours, and its bytes are not those that were written; or it is no readable archive.
+    """
+    try:
+        manifest = read_manifest(path)
+    except UnsupportedFormatError:
+        return False
+    verify(path, manifest)
+    return True
+
+
+def verify_entry(path: Path, entry: FileEntry, *, cached: bool = False) -> int:
+    """Read one file of a directory checkpoint and compare it. Returns its size.
+
+    Raises:
+        CorruptCheckpointError: it differs.
+        IncompleteCheckpointError: it is not there.
+    """
+    file = path / entry.path
+    try:
+        status = file.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptCheckpointError(path=str(path), file=entry.path, message="not a regular file")
+        if status.st_size != entry.size_bytes:
+            message = f"has {status.st_size} bytes instead of {entry.size_bytes}"
+            raise CorruptCheckpointError(path=str(path), file=entry.path, message=message)
+        digest = digest_of(file, entry.size_bytes, cached=cached)
+    except (FileNotFoundError, NotADirectoryError):
+        raise IncompleteCheckpointError(path=str(path), file=entry.path, message="is missing") from None
+    if digest != entry.xxh3_128:
+        raise CorruptCheckpointError(
+            path=str(path), file=entry.path, message="its bytes are not those that were written"
+        )
+    return entry.size_bytes
+
+
+def _verify_archive(path: Path) -> int:
+    expected = archive_digest(path)
+    if expected is None:
+        raise CorruptCheckpointError(
+            path=str(path), message="it does not end as safe_ckpt ends a file: cut off, or altered"
+        )
+    size = path.stat().st_size
+    if digest_of(path, size - COMMENT_BYTES) == expected:
+        return size
+    raise CorruptCheckpointError(
+        path=str(path), file=_damaged_record(path), message="its bytes are not those that were written"
+    )
+
+
+def _damaged_record(path: Path) -> str:
+    try:
+        with open_archive(path) as archive:
+            return archive.testzip() or ""
+    except (OSError, *UNREADABLE):
+        return ""

@@ -1,0 +1,1 @@
+"""Folders of files of all ranks, consolidated and given back."""

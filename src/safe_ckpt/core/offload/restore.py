@@ -1,0 +1,246 @@
+"""Consolidated tensors, given back: every rank's part goes where the rank wants it, verified on the way, all ranks or none."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safe_ckpt.config import Timeouts, WriterConfig
+from safe_ckpt.core.coordination.coordinator import Session, open_session, raise_first
+from safe_ckpt.core.coordination.processes import process_state
+from safe_ckpt.core.directory.workspace import HIDDEN
+from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
+from safe_ckpt.core.offload.consolidate import ADAPTER, own_part
+from safe_ckpt.core.storage import durable, space
+from safe_ckpt.core.storage.copier import copy_files
+from safe_ckpt.core.storage.direct_io import SinkOptions, Unwatched
+from safe_ckpt.core.storage.durable import sync_directory
+from safe_ckpt.core.storage.file_copy import FileCopy, Stamp
+from safe_ckpt.errors import (
+    CoordinationError,
+    CorruptCheckpointError,
+    DirectoryError,
+    NotEnoughSpaceError,
+    RestoreError,
+    SafeCheckpointError,
+    to_wire,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_STAGED = f"{HIDDEN}-restore-"
+
+
+def restore_offloaded(
+    source: str | os.PathLike[str],
+    targets: Mapping[str, str | os.PathLike[str]],
+    *,
+    group: ProcessGroup | None = None,
+    timeout_s: float = 3600.0,
+) -> None:
+    """Give each rank back what it gave to ``consolidate_offloaded``. Every rank calls this.
+
+    Every file is copied beside its target and compared with the digest that was taken when it was saved. Only when all ranks
+    have all of theirs do the files get their names; what has the same name is replaced, other files in the folders stay. A
+    rank that is killed in that last moment leaves some replaced: call it again. Folders without a file are not made.
+
+    Args:
+        source: what ``consolidate_offloaded`` made.
+        targets: name that this rank gave -> folder that gets the files; created when missing. May be empty.
+        group: the ranks; None means WORLD, or this process alone without a process group.
+        timeout_s: how long a rank waits for the others to have copied theirs.
+
+    Raises:
+        CorruptCheckpointError: a file is not what was saved; nothing was replaced.
+        RestoreError: ``source`` holds no such part for this rank.
+        NotEnoughSpaceError: a target's file system cannot take it.
+        DirectoryError: something could not be read or written.
+        SafeCheckpointError: whatever else went wrong, on every rank.
+    """
+    path = Path(os.path.abspath(source))
+    barrier_s = min(timeout_s, Timeouts().barrier_s)
+    session = open_session(group, Timeouts(lengthy_s=timeout_s, barrier_s=barrier_s), observe=False)
+    try:
+        session.agree("restore offloaded", {"source": path}, timeout_s=barrier_s)
+
+        def find() -> list[Part]:
+            manifest = read_manifest(path)
+            if manifest.notes.get("adapter") != ADAPTER:
+                raise RestoreError(path=str(path), message="consolidate_offloaded did not make it")
+            wanted = {name: Path(os.path.abspath(folder)) for name, folder in targets.items()}
+            return parts_of(path, manifest, manifest.notes["parts"], wanted, session.rank)
+
+        give_back(session, find, timeout_s)
+    finally:
+        session.release(keep=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What goes into one folder: the checkpoint, its entries for this part, their common prefix, and the folder."""
+
+    checkpoint: Path
+    entries: Sequence[FileEntry]
+    prefix: str
+    target: Path
+
+
+def parts_of(
+    checkpoint: Path,
+    manifest: Manifest,
+    notes: Sequence[Mapping[str, Any]],
+    targets: Mapping[str, Path],
+    rank: int,
+    prefix: str = "",
+) -> list[Part]:
+    """Which files of a checkpoint this rank gets back.
+
+    Args:
+        checkpoint: the directory.
+        manifest: its manifest.
+        notes: as ``agree_parts`` made them.
+        targets: name that this rank gave -> folder.
+        rank: this rank.
+        prefix: as given to ``agree_parts``.
+
+    Raises:
+        RestoreError: there is no such part for this rank.
+    """
+    found = []
+    for asked, target in targets.items():
+        name = own_part(notes, asked, rank)
+        if name is None:
+            message = f"rank {rank} stored nothing under that name in it; was it saved with as many ranks?"
+            raise RestoreError(path=str(checkpoint), key=repr(asked), message=message)
+        below = f"{prefix}{name}/"
+        entries = [entry for entry in manifest.files if entry.path.startswith(below)]
+        found.append(Part(checkpoint=checkpoint, entries=entries, prefix=below, target=target))
+    return found
+
+
+def give_back(session: Session, find: Callable[[], list[Part]], timeout_s: float) -> None:
+    """Copy, verify, agree, and only then give the files their names. Every rank calls this.
+
+    Args:
+        session: where the ranks meet.
+        find: what this rank gets; what it raises, all ranks raise.
+        timeout_s: the most that either half may take.
+
+    Raises:
+        SafeCheckpointError: see ``restore_offloaded``.
+    """
+    staged: list[tuple[Path, Path]] = []
+    parts: list[Part] = []
+
+    def copy() -> None:
+        parts.extend(find())
+        for part in parts:
+            durable.make_directory(part.target)
+            _sweep(part.target)
+            _refuse_in_the_way(part)
+            folder = part.target / f"{_STAGED}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
+            folder.mkdir()
+            staged.append((folder, part.target))
+            _copy(part, folder)
+
+    def place() -> None:
+        for folder, target in staged:
+            _place(folder, target)
+
+    try:
+        _all_or_none(session, "offloaded tensors copied", copy, timeout_s)
+        _all_or_none(session, "offloaded tensors in place", place, timeout_s)
+    finally:
+        for folder, _ in staged:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep(target: Path) -> None:
+    """Remove what a restore that was killed left here: of processes of this host that are no more."""
+    own = f"{_STAGED}{socket.gethostname()}-"
+    for left in target.glob(f"{own}*"):
+        pid = left.name.removeprefix(own).split("-")[0]
+        if not process_state(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _refuse_in_the_way(part: Part) -> None:
+    """What cannot be replaced by a file, or hold one, is found before any rank has replaced anything."""
+    for entry in part.entries:
+        file = part.target / entry.path.removeprefix(part.prefix)
+        if file.is_dir():
+            raise DirectoryError(path=str(file), message="is a directory where a file goes", code=errno.EISDIR)
+        for parent in file.parents:
+            if parent == part.target:
+                break
+            if parent.exists() and not parent.is_dir():
+                raise DirectoryError(path=str(parent), message="is a file where a directory goes", code=errno.ENOTDIR)
+
+
+def _all_or_none(session: Session, phase: str, action: Callable[[], None], timeout_s: float) -> None:
+    failure: Exception | None = None
+    try:
+        action()
+    except Exception as error:
+        failure = error
+    wire = to_wire(failure, rank=session.rank, phase=phase) if failure else None
+    try:
+        session.agree(phase, {}, timeout_s=timeout_s, answer=wire, decide=raise_first)
+    except SafeCheckpointError as told:
+        if isinstance(failure, SafeCheckpointError) and not isinstance(told, CoordinationError):
+            raise failure from None
+        raise
+
+
+def _copy(part: Part, folder: Path) -> None:
+    needed = sum(entry.size_bytes for entry in part.entries)
+    free = space.free_bytes(folder)
+    if free is not None and needed > free:
+        message = "The files are verified before they replace what is there, so both must fit."
+        raise NotEnoughSpaceError(
+            path=str(folder.parent), message=message, needed_bytes=needed, free_bytes=free, phase="prepare"
+        )
+    copies = []
+    for entry in part.entries:
+        file = part.checkpoint / entry.path
+        target = folder / entry.path.removeprefix(part.prefix)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            stamp = Stamp.of(file.lstat())
+        except FileNotFoundError:
+            raise CorruptCheckpointError(path=str(part.checkpoint), file=entry.path, message="is missing") from None
+        if file.is_symlink() or stamp.size_bytes != entry.size_bytes:
+            message = f"is not a file of {entry.size_bytes} bytes"
+            raise CorruptCheckpointError(path=str(part.checkpoint), file=entry.path, message=message)
+        copies.append(FileCopy(source=str(file), path=str(target), stamp=stamp))
+    try:
+        results = copy_files(copies, SinkOptions.of(WriterConfig()), Unwatched())
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        message = "The disk filled up while this was restored; nothing was replaced."
+        free = space.free_bytes(folder) or 0
+        raise NotEnoughSpaceError(
+            path=str(folder.parent), message=message, needed_bytes=needed, free_bytes=free, code=error.errno
+        ) from error
+    for entry, result in zip(part.entries, results, strict=True):
+        if result.xxh3_128 != entry.xxh3_128:
+            message = "its bytes are not those that were written"
+            raise CorruptCheckpointError(path=str(part.checkpoint), file=entry.path, message=message)
+
+
+def _place(folder: Path, target: Path) -> None:
+    for top, _, names in os.walk(folder):
+        into = target / Path(top).relative_to(folder)
+        durable.make_directory(into)
+        for name in sorted(names):
+            os.replace(Path(top, name), into / name)
+        sync_directory(str(into))

@@ -1,0 +1,405 @@
+"""The background phases of a save: prepare, write, commit, retain. They issue no collectives.
+
+Rank 0 leads: it makes the staging directory, collects what every writing rank reports, commits and publishes the verdict.
+The others write, report and wait for the verdict.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core.coordination.store import KeyTimeout
+from safe_ckpt.core.coordination.two_phase import Board
+from safe_ckpt.core.directory import extra_files
+from safe_ckpt.core.directory.patience import Patience
+from safe_ckpt.core.directory.shared import await_visible
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
+from safe_ckpt.core.saving.request import Operation
+from safe_ckpt.core.saving.streamed_files import Parts
+from safe_ckpt.core.storage import durable as commit
+from safe_ckpt.core.storage import space
+from safe_ckpt.core.storage.durable import FileResult, sync_directory
+from safe_ckpt.core.storage.file_copy import FileCopy, first_changed, record_name
+from safe_ckpt.core.writer.client import WriteJob
+from safe_ckpt.core.writer.supervisor import Writer
+from safe_ckpt.errors import (
+    CommitOutcomeUnknown,
+    DirectoryError,
+    DirectoryInUseError,
+    DirectoryNotSharedError,
+    NotEnoughSpaceError,
+    PeerLostError,
+    SafeCheckpointError,
+    SaveError,
+    SourceChangedError,
+    from_wire,
+    to_wire,
+)
+
+_LOOK_S = 1.0
+_VISIBLE_S = 60.0
+
+
+class Phases:
+    """Runs one save on one rank, on the background thread.
+
+    Args:
+        op: the save.
+        board: where the ranks tell each other how it goes.
+        writer: writes this rank's files.
+        config: settings.
+        rank: this rank.
+        give_up: raises when the save is to be abandoned.
+
+    Attributes:
+        write_s: how long this rank's writing took; 0 while it has not come to its end.
+        written_at: when that was, on the monotonic clock.
+        written_bytes: how much it was.
+    """
+
+    def __init__(
+        self,
+        op: Operation,
+        board: Board,
+        writer: Writer,
+        config: CheckpointConfig,
+        rank: int,
+        give_up: Callable[[], None],
+    ) -> None:
+        self._op = op
+        self._board = board
+        self._writer = writer
+        self._config = config
+        self._rank = rank
+        self._give_up = give_up
+        self._deadline = time.monotonic() + config.timeouts.lengthy_s
+        self._next_look = 0.0
+        self.write_s = 0.0
+        self.written_at = 0.0
+        self.written_bytes = 0
+
+    def run(self) -> CheckpointInfo:
+        """Run it to its end.
+
+        Raises:
+            SafeCheckpointError: it failed; the same error on every rank.
+        """
+        return self._lead() if self._rank == 0 else self._follow()
+
+    def _lead(self) -> CheckpointInfo:
+        op = self._op
+        try:
+            if op.error is not None:
+                raise op.error
+            self._prepare()
+            self._board.prepared()
+            if 0 in op.writers:
+                self._board.report(self._write())
+            reports = self._board.reports(self._left_s()) if op.writers else {}
+            for rank in sorted(reports):
+                if "error" in reports[rank]:
+                    raise from_wire(reports[rank]["error"])
+            info = self._commit(reports)
+        except BaseException as error:
+            ours = self._named(self._taken_over(error) or error, "commit")
+            # The cause first: nobody should wait for the tidying up.
+            self._board.conclude({"error": to_wire(ours, rank=0, phase="save")})
+            if not isinstance(ours, CommitOutcomeUnknown):
+                op.request.root.drop_staging(op.op_id, keep_copies=op.request.keep_copies)
+                if op.request.begun is not None:
+                    op.request.root.drop_staging(op.request.begun.parent.name)
+            raise ours from error
+        self._board.conclude({"ok": info.to_json()})
+        return info
+
+    def _follow(self) -> CheckpointInfo:
+        op, reporting = self._op, False
+        if self._rank in op.writers:
+            try:
+                if op.error is not None:
+                    raise op.error
+                self._board.await_prepared(self._left_s())
+                if self._board.failed_elsewhere() is None:
+                    self._await_folder()
+                    report = self._write()
+                    reporting = True
+                    self._board.report(report)
+            except PeerLostError as error:
+                self._board.leave()
+                if not reporting:
+                    raise
+                # Rank 0 may have heard it all the same, and committed.
+                raise CommitOutcomeUnknown(name=op.name, cause=str(error), phase="commit") from error
+            except Exception as error:
+                self._report_failure(self._named(error, "write"))
+        return self._read_verdict()
+
+    def _report_failure(self, error: SafeCheckpointError) -> None:
+        try:
+            self._board.report({"error": to_wire(error, rank=self._rank, phase="write")})
+        except PeerLostError:
+            self._board.leave()
+            raise error from None
+
+    def _read_verdict(self) -> CheckpointInfo:
+        try:
+            # Rank 0 has the same deadline and then says so: a little patience turns a guess into an answer.
+            verdict = self._board.verdict(self._left_s() + self._config.timeouts.peer_stall_s)
+        except (KeyTimeout, PeerLostError) as error:
+            cause = str(error) if isinstance(error, PeerLostError) else "rank 0 gave no verdict in time"
+            raise CommitOutcomeUnknown(name=self._op.name, cause=cause, phase="commit") from error
+        if "error" in verdict:
+            raise from_wire(verdict["error"])
+        return CheckpointInfo.from_json(verdict["ok"])
+
+    def _prepare(self) -> None:
+        op = self._op
+        root = op.request.root.path
+        free = space.free_bytes(root)
+        if free is not None and op.needed_bytes > free:
+            raise NotEnoughSpaceError(
+                path=str(root),
+                message="Earlier checkpoints are deleted only after the new one is committed, so both must fit.",
+                needed_bytes=op.needed_bytes,
+                free_bytes=free,
+                phase="prepare",
+            )
+        op.request.root.stage(op.op_id)
+        if op.request.kind == "directory":
+            if op.request.begun is not None:
+                extra_files.enter(op.request.begun, op.staged)
+            else:
+                op.staged.mkdir()
+            for name in op.request.folders:
+                (op.staged / name).mkdir(exist_ok=True)  # a hook may have made it
+            sync_directory(str(op.staged.parent))
+
+    def _await_folder(self) -> None:
+        if not all(await_visible(folder, min(_VISIBLE_S, self._left_s())) for folder in self._op.folders):
+            message = "the ranks must share the directory: use a file system that all hosts mount"
+            raise DirectoryNotSharedError(
+                path=str(self._op.request.root.path), message=message, rank=self._rank, ranks=(self._rank,)
+            )
+
+    def _write(self) -> dict[str, Any]:
+        op = self._op
+        begun, directories = time.monotonic(), [str(folder) for folder in op.folders]
+        results = self._copy_files()
+        if op.request.parts is not None:
+            results += self._write_parts(op.request.parts, directories)
+        elif op.streamed:
+            most = self._config.max_host_bytes
+            results += self._writer.stream(op.tasks, op.request.images, directories, most, self._look_around)
+            op.handle.mark_snapshot_taken()
+        elif op.arena is not None:
+            job = WriteJob(name=op.name, rank=self._rank, arena=op.arena, files=op.tasks, directories=directories)
+            results += self._writer.write(job, self._look_around)
+            self._hear_of_copy(op)
+        else:
+            raise SaveError(name=op.name, cause="there is no snapshot", rank=self._rank, phase="write")
+        self.written_at = time.monotonic()
+        self.write_s = self.written_at - begun
+        self.written_bytes = sum(result.size_bytes for result in results)
+        return {"files": [self._entry(result) for result in results], "items": dict(op.request.items)}
+
+    def _write_parts(self, parts: Parts, directories: list[str]) -> list[FileResult]:
+        results: dict[str, FileResult] = {}  # of one that comes twice the second counts
+        for arena, tasks in parts.take(self._look_around):
+            job = WriteJob(name=self._op.name, rank=self._rank, arena=arena, files=tasks)
+            results.update({result.path: result for result in self._writer.write(job, self._look_around)})
+        for directory in directories:
+            sync_directory(directory)
+        return list(results.values())
+
+    def _copy_files(self) -> list[FileResult]:
+        """Copy what lies in files. They must be read before the caller goes on; this tells it."""
+        op = self._op
+        if not op.request.copies:
+            return []
+        copies = [dataclasses.replace(copy, path=str(op.folder / copy.path)) for copy in op.request.copies]
+        record = str(op.staged.parent / record_name(self._rank)) if op.request.keep_copies else ""
+        job = WriteJob(name=op.name, rank=self._rank, copies=copies, record=record)
+        try:
+            results = self._writer.write(job, self._look_around)
+        except OSError:
+            self._refuse_changed(copies)  # one that was cut off or replaced is an error of the disk at first sight
+            raise
+        self._refuse_changed(copies)
+        op.read.set()
+        return results
+
+    def _refuse_changed(self, copies: Sequence[FileCopy]) -> None:
+        if (changed := first_changed(copies)) is not None:
+            cause = f"{changed}: it changed while it was being copied: nothing may write to it until the call returns"
+            raise SourceChangedError(name=self._op.name, cause=cause, source=changed, rank=self._rank)
+
+    def _hear_of_copy(self, op: Operation) -> None:
+        """The bytes are written; whether they are what they should be is known when the copy is over."""
+        limit_s = self._config.timeouts.barrier_s
+        if op.copy is not None and not op.copy.wait(limit_s):
+            cause = f"the copy did not end within {limit_s:.0f} s (timeouts.barrier_s)"
+            raise SaveError(name=op.name, cause=cause, rank=self._rank, phase="snapshot")
+        if op.copy is not None and op.copy.error is not None:
+            raise op.copy.error
+
+    def _entry(self, result: FileResult) -> dict[str, Any]:
+        path = Path(result.path).relative_to(self._op.folder).as_posix()
+        return {"path": path, "size_bytes": result.size_bytes, "xxh3_128": result.xxh3_128, "rank": self._rank}
+
+    def _look_around(self) -> None:
+        self._give_up()
+        error = self._op.error
+        if error is None and self._op.copy is not None:
+            error = self._op.copy.error
+        if error is not None:
+            raise error
+        now = time.monotonic()
+        if now > self._deadline:
+            cause = f"not done after {self._config.timeouts.lengthy_s:.0f} s (timeouts.lengthy_s)"
+            raise SaveError(name=self._op.name, cause=cause, rank=self._rank, phase="write")
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_S
+        if (failure := self._board.failed_elsewhere()) is not None:
+            raise failure
+
+    def _commit(self, reports: Mapping[int, Any]) -> CheckpointInfo:
+        request = self._op.request
+        self._board.refuse_left()
+        entries = tuple(FileEntry(**row) for rank in sorted(reports) for row in reports[rank]["files"])
+        self._check_staged(entries)
+        if request.parts is not None and not entries:
+            raise SaveError(name=self._op.name, cause="no rank handed over a file", rank=0, phase="commit")
+        if request.kind == "file":
+            return self._commit_file(entries)
+        if request.begun is not None:
+            entries = (*entries, *extra_files.adopt(self._op.staged, {entry.path for entry in entries}))
+        if request.carry is not None:
+            extra_files.carry(request.path, self._op.staged, request.carry)
+        manifest = dataclasses.replace(self._op.manifest, files=entries, items=_merge_items(reports))
+        commit.write_durably(self._op.staged / MANIFEST_NAME, manifest.to_bytes())
+        self._publish()
+        self._link()
+        self._point()
+        return CheckpointInfo.of(manifest, request.path, sum(entry.size_bytes for entry in entries))
+
+    def _commit_file(self, entries: tuple[FileEntry, ...]) -> CheckpointInfo:
+        """Without a file written, only names are given to, or taken from, what is there already."""
+        request = self._op.request
+        if entries:
+            self._publish()
+        self._link()
+        return CheckpointInfo.of(self._op.manifest, request.path, sum(entry.size_bytes for entry in entries))
+
+    def _publish(self) -> None:
+        """Give it its name, if the directory is still this job's."""
+        final = self._op.request.path
+        commit.make_directory(final.parent)
+        aside = self._aside(final)
+        self._op.request.root.confirm()
+        commit.publish(self._op.staged, final, aside)
+
+    def _link(self) -> None:
+        request = self._op.request
+        for number, link in enumerate(request.links):
+            staged = self._op.staged.parent / f"link{number}-{link.path.name}"
+            aside = self._aside(link.path)
+            request.root.confirm()
+            commit.publish_link(request.path, staged, link, aside)
+
+    def _point(self) -> None:
+        for pointer in self._op.request.pointers:
+            staged = self._op.staged.parent / f"pointer-{pointer.path.name}"
+            try:
+                commit.write_durably(staged, pointer.data)
+                if pointer.mode is not None:
+                    staged.chmod(pointer.mode)
+                commit.publish_file(staged, pointer.path)
+            except OSError as error:
+                raise commit.HalfCommittedError(error.errno, f"{pointer.path}: {error.strerror}") from error
+
+    def _aside(self, path: Path) -> Callable[[], Path]:
+        request = self._op.request
+        if request.kind != "directory" and not os.path.lexists(path):
+            return lambda: request.root.aside(self._op.op_id, path)  # a file is replaced in one step
+        made = request.root.aside(self._op.op_id, path)
+
+        def durable() -> Path:
+            if made.parent.parent == request.root.trash and os.path.lexists(path):
+                for folder in (request.root.trash, request.root.hidden):  # both are made when they are needed
+                    sync_directory(str(folder))
+            return made
+
+        return durable
+
+    def _check_staged(self, entries: tuple[FileEntry, ...]) -> None:
+        # Written must equal planned, as rank 0 sees it: another rank's file may have vanished, or lie on another disk. What
+        # is only not seen yet, or with an old size, is waited for: caches of network file systems lag behind.
+        patience = Patience(self._config.timeouts)
+        for entry in entries:
+            found = patience.until_sized(self._op.folder / entry.path, entry.size_bytes, self._look_around)
+            if found != entry.size_bytes:
+                cause = f"{entry.path}, written by rank {entry.rank} with {entry.size_bytes} bytes, "
+                cause += "is not there" if found < 0 else f"has {found} bytes here"
+                self._op.request.root.confirm()  # a job that took over has swept it away
+                raise SaveError(name=self._op.name, cause=cause, rank=entry.rank, phase="commit")
+
+    def _taken_over(self, error: BaseException) -> DirectoryInUseError | None:
+        """Why a file was suddenly not there, or could not be moved: the job that took over has swept it away."""
+        if not isinstance(error, OSError) or isinstance(error, DirectoryInUseError | commit.HalfCommittedError):
+            return None
+        try:
+            self._op.request.root.confirm()
+        except DirectoryInUseError as taken:
+            return taken
+        except OSError:
+            return None
+        return None
+
+    def _left_s(self) -> float:
+        return max(0.001, self._deadline - time.monotonic())
+
+    def _named(self, error: BaseException, phase: str) -> SafeCheckpointError:
+        if isinstance(error, SafeCheckpointError):
+            return error
+        name = self._op.name
+        if isinstance(error, commit.HalfCommittedError):
+            cause = f"it has its name, but the disk did not confirm that: {error}"
+            return CommitOutcomeUnknown(name=name, cause=cause, rank=self._rank, phase="commit", code=error.errno or 0)
+        if isinstance(error, OSError):
+            path = str(error.filename or self._op.request.root.path)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return NotEnoughSpaceError(
+                    path=path,
+                    message=f"Saving {name}: {error.strerror}.",
+                    rank=self._rank,
+                    code=error.errno,
+                    needed_bytes=self._op.known_bytes,
+                    free_bytes=_free_bytes(self._op.request.root.path),
+                    phase=phase,
+                )
+            return DirectoryError.of(error, path=path, rank=self._rank, phase=f"saving {name}: {phase}")
+        return SaveError(name=name, cause=f"{type(error).__name__}: {error}", rank=self._rank, phase=phase)
+
+
+def _merge_items(reports: Mapping[int, Any]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for rank in sorted(reports):
+        for name, item in reports[rank]["items"].items():
+            entry = merged.setdefault(name, {"per_rank": item["per_rank"], "form": item["form"], "files": {}})
+            entry["files"][str(rank)] = item["file"]
+    return merged
+
+
+def _free_bytes(path: Path) -> int:
+    try:
+        return space.free_bytes(path) or 0
+    except OSError:
+        return 0

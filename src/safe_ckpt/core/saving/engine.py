@@ -1,0 +1,512 @@
+"""Moves snapshots to committed checkpoints: agrees with the other ranks, takes the copy, and runs the rest in the background.
+
+What adapters and ``Checkpointer`` share. It knows neither what is saved nor under which name. Its public methods are called
+on the thread that drives training, on every rank, in the same order.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import multiprocessing.util
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safe_ckpt import events
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core.coordination.coordinator import Session, open_session, raise_first
+from safe_ckpt.core.coordination.preemption import Preemption
+from safe_ckpt.core.coordination.process_groups import group_timeout_s
+from safe_ckpt.core.directory import shared
+from safe_ckpt.core.directory.workspace import EVENTS, Root
+from safe_ckpt.core.formats.manifest import Manifest, versions
+from safe_ckpt.core.saving import admission, save_events
+from safe_ckpt.core.saving.request import Operation, Request, SaveHandle
+from safe_ckpt.core.saving.save_queue import Pipeline
+from safe_ckpt.core.saving.stager import Taker
+from safe_ckpt.errors import (
+    ClosedError,
+    CommitOutcomeUnknown,
+    ConfigError,
+    CoordinationError,
+    DirectoryError,
+    ForkedError,
+    SafeCheckpointError,
+    SaveError,
+    SaveSkippedError,
+    StateError,
+    from_wire,
+    to_wire,
+)
+from safe_ckpt.hooks import asked_for
+from safe_ckpt.hooks.event_log import JsonlHook
+from safe_ckpt.hooks.logging_hook import LoggingHook
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+from safe_ckpt.hooks.emitter import Emitter
+
+logger = logging.getLogger(__name__)
+_BLIP_S = 30.0
+_BLIPS = (errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH)
+
+
+class Engine:
+    """One pipeline from snapshots to committed checkpoints, on every rank of a group.
+
+    Args:
+        config: settings; must be equal on all ranks.
+        group: the ranks; None means WORLD, or this process alone without a process group.
+        hooks: called with what happens.
+        owner: what this belongs to and how that is ended, for messages.
+
+    Attributes:
+        group: as given.
+        owner: as given.
+
+    Raises:
+        RendezvousTimeout: some ranks did not come.
+        DesyncError: the ranks were given different settings.
+        ConfigError: a hook that ``telemetry`` asks for cannot work; on every rank.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        *,
+        group: ProcessGroup | None = None,
+        hooks: Iterable[events.Hook] = (),
+        owner: str = "",
+    ) -> None:
+        self.config = config
+        self.owner = owner
+        self.group = group
+        self.emit = Emitter([LoggingHook(), *hooks])
+        self._closed = True  # as long as it is not open
+        self.session: Session = open_session(group, config.timeouts, network=config.network)
+        self.rank = self.session.rank
+        self._pid = os.getpid()
+        self._roots: list[Root] = []
+        self._recorders: dict[Root, events.Hook] = {}
+        self._records: dict[Path, events.Hook] = {}
+        self._taker = Taker(config, self.rank)
+        self._pipeline = Pipeline(self.session, config, self.emit, self._taker.give_back)
+        self._handles: list[SaveHandle] = []
+        self._closed = False
+        self._preemption: Preemption | None = None
+        try:
+            problem = self._add_hooks() if self.rank == 0 else None
+            self.agree("open", {"settings": config.deviations()}, answer=problem, decide=raise_first)
+        except BaseException:
+            self._closed = True
+            self._end()
+            raise
+        if self.rank == 0 and self._pipeline.writer.needs_process(1):
+            self._pipeline.writer.start()
+        self._warn_of_a_short_group_timeout(group)
+        # Also where atexit does not run: processes that multiprocessing forked end without it.
+        weak = weakref.ref(self)
+        self._at_exit = multiprocessing.util.Finalize(None, _close_at_exit, (weak,), exitpriority=100)
+
+    def _add_hooks(self) -> dict[str, Any] | None:
+        """What ``telemetry`` asks for. Returns why that cannot be had, for all ranks to raise."""
+        try:
+            for hook in asked_for(self.config.telemetry):
+                self.emit.add(hook)
+        except ConfigError as error:
+            return to_wire(error, rank=self.rank, phase="opening")
+        except Exception as error:  # whatever an exporter of somebody else's raises: the other ranks must learn of it
+            problem = ConfigError(key="telemetry", message=f"a hook cannot be set up: {type(error).__name__}: {error}")
+            return to_wire(problem, rank=self.rank, phase="opening")
+        return None
+
+    def _warn_of_a_short_group_timeout(self, group: ProcessGroup | None) -> None:
+        limit_s = group_timeout_s(group)
+        if self.rank == 0 and limit_s is not None and limit_s <= self.config.timeouts.barrier_s:
+            logger.warning(
+                "timeouts.barrier_s (%.0f s) is not below the process group's own timeout (%.0f s): a rank that is late "
+                "by as much is ended by that one first, without a named error",
+                self.config.timeouts.barrier_s,
+                limit_s,
+            )
+
+    def agree(self, kind: str, view: Mapping[str, object], **options: Any) -> Any:
+        """One agreed step under ``barrier_s``. See ``Session.agree``."""
+        return self.session.agree(kind, view, timeout_s=self.config.timeouts.barrier_s, **options)
+
+    def together(self) -> AbstractContextManager[None]:
+        """All agreements within are one call: a rank that fails on the way begins the next call with the others."""
+        return self.session.together()
+
+    def hold(self, path: Path, *, hidden: Path | None = None, recorded: bool | Path = True) -> Root:
+        """Take a directory: create it, lock it, clean up after an earlier job. Every rank calls this.
+
+        Args:
+            path: the directory.
+            hidden: where the hidden folder lies; None for in it.
+            recorded: whether events go to a file there, as ``record_events`` has it; or the folder in which.
+
+        Raises:
+            DirectoryError: on every rank, naming path and rank.
+            DirectoryInUseError: a live job holds it.
+            DirectoryNotSharedError: some ranks do not see it.
+        """
+        root = Root(path, lease_s=self.config.lease_s, hidden=hidden, owner=self.owner)
+        seen_from = root.hidden  # held by then: what a killed job left of this is swept
+
+        def take(_: object) -> str:
+            _open_through_blips(root, self.config)
+            try:
+                return shared.leave_token(seen_from) if self.session.size > 1 else ""
+            except OSError:
+                root.close()
+                raise
+
+        # A holder that cannot be asked is given its lease to show a sign of life.
+        patience_s = self.config.timeouts.barrier_s + 2 * self.config.lease_s
+        with self.together():
+            token = self.session.agree("hold", {"directory": path}, timeout_s=patience_s, decide=take)
+            self._roots.append(root)
+            try:
+                if token:  # there are others, who must see it
+                    shared.await_shared(self.session, seen_from, token, self.config.timeouts.barrier_s)
+            except BaseException:
+                self.let_go(root)
+                raise
+        if self.rank == 0 and self.config.record_events and recorded:
+            self._record(root, recorded if isinstance(recorded, Path) else root.hidden)
+        return root
+
+    def _record(self, root: Root, folder: Path) -> None:
+        if folder not in self._records:
+            self._records[folder] = JsonlHook(
+                folder / EVENTS,
+                record_bytes=self.config.telemetry.record_bytes,
+                record_files=self.config.telemetry.record_files,
+                world_size=self.session.size,
+            )
+        hook = self._records[folder]
+        if hook not in self._recorders.values():
+            self.emit.add(hook)
+        self._recorders[root] = hook
+
+    def take_stock(
+        self,
+        root: Root,
+        view: Mapping[str, object],
+        look: Callable[[], None],
+        *,
+        kind: str = "list",
+        timeout_s: float | None = None,
+    ) -> None:
+        """Have rank 0 look at what lies in a directory that was just taken. Every rank calls this.
+
+        Args:
+            root: the directory; given back if this fails. Held and not known, its order of commits would begin anew.
+            view: what must be equal on all ranks.
+            look: what rank 0 does.
+            kind: the name of the step.
+            timeout_s: how long it may take; None for ``barrier_s``.
+
+        Raises:
+            SafeCheckpointError: what ``look`` raised, or the ranks did not meet; on every rank.
+        """
+        limit_s = self.config.timeouts.barrier_s if timeout_s is None else timeout_s
+        try:
+            self.session.agree(kind, view, timeout_s=limit_s, decide=lambda _: look())
+        except BaseException:
+            self.let_go(root)
+            raise
+
+    def let_go(self, root: Root) -> None:
+        """Give a directory back before the end. Nothing that is in flight may belong to it; on any rank."""
+        if root in self._roots:
+            self._roots.remove(root)
+            hook = self._recorders.pop(root, None)
+            if hook is not None and hook not in self._recorders.values():
+                self.emit.remove(hook)
+            if self.rank == 0:
+                root.close()
+
+    def save(self, request: Request) -> SaveHandle:
+        """Save. Returns when the copy is taken; every rank calls this.
+
+        Raises:
+            StateError: this or another rank has something that cannot be saved; nothing was started.
+            DesyncError: the ranks asked for different saves.
+            RendezvousTimeout: some ranks did not come.
+            SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started.
+        """
+        started = time.monotonic()
+        granted = self._agree_save(request)
+        agreed_s = time.monotonic() - started
+        if granted.manifest is None:
+            if request.begun is not None and self.rank == 0:
+                request.root.drop_staging(request.begun.parent.name)
+            return _skipped(request.path.name)
+        manifest = Manifest.from_json(dict(granted.manifest), str(request.path))
+        # Its own deadline once its turn comes, plus what follows the verdict: deleting what retention lets go.
+        turns = 1 + self.in_flight
+        limit_s = turns * (self.config.timeouts.lengthy_s + self.config.timeouts.barrier_s)
+        handle = SaveHandle(request.path.name, limit_s, manifest.op_id)
+        op = Operation(
+            request=request,
+            manifest=manifest,
+            writers=tuple(granted.writers),
+            needed_bytes=granted.needed_bytes,
+            handle=handle,
+            started=started,
+            agreed_s=agreed_s,
+            call=self.session.call,
+        )
+        op.error = SaveError(name=op.name, cause="interrupted", rank=self.rank, phase="snapshot")
+        try:
+            self._start(op)
+            # Writing begins behind the copying.
+            self._taker.copy(op)
+        except BaseException:
+            if op.copy is not None:
+                op.copy.abandon()
+            raise
+        return handle
+
+    def prepare(self, size_bytes: int) -> None:
+        """Allocate host memory for snapshots of this size, and start the writer, in the background. On any rank, any time.
+
+        Args:
+            size_bytes: what this rank will save, roughly; never shrinks what is there.
+        """
+        if not self._closed and os.getpid() == self._pid and self._pipeline.writer.needs_process(size_bytes):
+            # Without this engine: one that nobody holds any more is closed, and stops it.
+            self._taker.prepare(size_bytes, functools.partial(_get_ready, self._pipeline))
+
+    def watch_signals(self, unwrap: Callable[[Any], Any] = lambda handler: handler) -> None:
+        """From now on watch for ``save_on_signals``, if there are any. Every rank calls this, on the main thread.
+
+        Args:
+            unwrap: turns the handler that is there before into the one that is run besides.
+
+        Raises:
+            ConfigError: this, on some rank, is not the main thread.
+        """
+        config, problem = self.config, None
+        if not config.save_on_signals or self._preemption is not None:
+            return
+        try:
+            self._preemption = Preemption(
+                self.session,
+                config.save_on_signals,
+                grace_s=config.signal_grace_s,
+                barrier_s=config.timeouts.barrier_s,
+                unwrap=unwrap,
+            )
+        except ConfigError as error:
+            problem = to_wire(error, rank=self.rank, phase="opening")
+        self.agree("signals", {}, answer=problem, decide=raise_first)
+
+    def stop_requested(self) -> bool:
+        """Whether a signal on any rank asks all to save and stop. Every rank asks once per step and gets the same answer.
+
+        Raises:
+            RendezvousTimeout: rank 0 has not asked as often as this rank.
+            PeerLostError: rank 0 died or stopped.
+        """
+        self.session.refuse_fork("stop_requested")
+        if self._preemption is None:
+            return False
+        was = self._preemption.stop
+        wanted = self._preemption.requested()
+        stop = self._preemption.stop
+        if stop is not None and was is None:
+            self._pipeline.stop_by = stop.until
+            left_s = stop.until - time.monotonic()
+            self.emit(
+                events.StopRequested(
+                    rank=self.rank,
+                    signal=stop.signal,
+                    by_rank=stop.rank,
+                    left_s=left_s,
+                    forecast_s=self._pipeline.last_save_s * (1 + self.in_flight),
+                )
+            )
+        return wanted
+
+    def wait(self) -> None:
+        """Wait until everything in flight is over.
+
+        Raises:
+            SafeCheckpointError: the error of a save that nobody was told of yet, the same on every rank.
+        """
+        self.settle()
+        self.raise_unreported()
+
+    def settle(self) -> None:
+        """Wait until everything in flight is over, whatever came of it."""
+        for handle in list(self._handles):
+            handle.settle()
+
+    def raise_unreported(self) -> None:
+        """Raise the first error of a finished save that nobody was told of yet."""
+        self._handles = [handle for handle in self._handles if not handle.done() or handle.unreported is not None]
+        for handle in self._handles:
+            error = handle.unreported
+            if error is not None:
+                handle.mark_reported()
+                raise error
+
+    @property
+    def in_flight(self) -> int:
+        """How many saves are not over."""
+        return sum(not handle.done() for handle in self._handles)
+
+    def close(self, *, quiet: bool = False, within_s: float | None = None) -> None:
+        """Finish what is in flight, end the writer process, free the memory, give the directories back.
+
+        Waits as long as bytes progress, and ``shutdown_s`` for what makes no progress. Needs no other rank to call it.
+
+        Args:
+            quiet: log errors instead of raising, for when another exception is on its way or the interpreter ends.
+            within_s: wait this long at most, progress or not.
+
+        Raises:
+            ForkedError: this process was forked from the one that opened this.
+            SafeCheckpointError: the error of a save that nobody was told of yet.
+        """
+        if self._closed:
+            return
+        if os.getpid() != self._pid:
+            if quiet:  # the end of a forked child: what is in flight is its parent's
+                return
+            raise ForkedError(what="close", pid=self._pid)
+        self._closed = True
+        self._at_exit.cancel()
+        try:
+            self._pipeline.close(within_s=within_s)
+        finally:
+            self._end()
+        try:
+            self.raise_unreported()
+        except SafeCheckpointError as error:
+            if not quiet:
+                raise
+            logger.error("%s", error)  # noqa: TRY400 - the traceback that matters is the one on its way
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
+
+    def _agree_save(self, request: Request) -> admission.Grant:
+        self.session.refuse_fork("save")
+        if self._closed:
+            raise ClosedError(message="save: this was closed; open a new one")
+        if isinstance(request.error, StateError):
+            request.error.rank = self.rank
+        unreported, begun = self._unreported(), time.monotonic()
+        busy = self.config.on_busy == "skip" and not request.patient and self.in_flight >= self.config.max_in_flight
+        try:
+            decision = self.agree(
+                "save",
+                {"step": request.step, "path": request.path, **request.view},
+                answer=admission.answer(request, unreported, self.rank),
+                decide=lambda answers: admission.decide(request, answers, busy=busy),
+            )
+        except SafeCheckpointError as problem:
+            error: SafeCheckpointError = problem
+            if self.session.unsure:  # rank 0 has this rank's answer, and may have gone on to commit
+                cause, name = str(error), request.path.name
+                error = CommitOutcomeUnknown(name=name, cause=cause, rank=self.rank, phase="commit")
+            self.emit(save_events.refused(request, error, self.rank, time.monotonic() - begun))
+            if request.error is None or isinstance(error, CoordinationError | CommitOutcomeUnknown):
+                raise error from (None if error is problem else problem)
+            decision = {}
+        if request.error is not None:
+            raise request.error  # the original, with its traceback
+        granted = admission.Grant(**decision)
+        if granted.earlier is not None:
+            for handle in self._handles:
+                if handle.op_id == granted.earlier["op_id"]:
+                    handle.mark_reported()
+            raise from_wire(granted.earlier["error"])
+        return granted
+
+    def _unreported(self) -> SaveHandle | None:
+        return next((handle for handle in self._handles if handle.unreported is not None), None)
+
+    def _await_room(self) -> None:
+        for handle in list(self._handles):
+            if self.in_flight < self.config.max_in_flight:
+                break
+            handle.settle()
+        # With several in flight some ranks may know already of a failure and others not: it is told at the next agreement.
+
+    def _start(self, op: Operation) -> None:
+        told = False
+        try:
+            self._await_room()
+            if self.config.max_in_flight == 1 and self._unreported() is not None:
+                # Nothing is in flight any more, so every rank knows of it and raises here.
+                told = True
+                self.raise_unreported()
+            if self.rank == 0 and self._pipeline.writer.needs_process(sum(i.total_bytes for i in op.request.images)):
+                self._pipeline.writer.start()  # while the copy is taken
+            self._taker.lay_out(op)
+        finally:
+            # Also when this was interrupted: the other ranks wait for what becomes of it here.
+            if not told:
+                self._handles.append(op.handle)
+                self._pipeline.put(op)
+
+    def _end(self) -> None:
+        if self._preemption is not None:
+            self._preemption.close()
+        self._taker.close()
+        self.emit.close()
+        if self.rank == 0:
+            for root in self._roots:
+                try:
+                    root.close()
+                except Exception:  # the others are given back all the same
+                    logger.exception("%s could not be given back", root.path)
+        self.session.release()
+
+
+def _open_through_blips(root: Root, config: CheckpointConfig) -> None:
+    """A network file system that was just mounted, or whose server changes, is not there for a moment."""
+    deadline = time.monotonic() + min(_BLIP_S, config.timeouts.barrier_s / 2)
+    while True:
+        try:
+            root.open(config.timeouts.barrier_s + config.lease_s)
+            return
+        except DirectoryError as error:
+            if error.errno not in _BLIPS or time.monotonic() >= deadline:
+                raise
+            logger.info("%s: waiting for it", error)
+        time.sleep(0.5)
+
+
+def _get_ready(pipeline: Pipeline) -> None:
+    pipeline.start()
+    versions()
+
+
+def _skipped(name: str) -> SaveHandle:
+    handle = SaveHandle(name, 0.0)
+    handle.finish(None, SaveSkippedError(name=name, cause="another save is in flight and on_busy is 'skip'"))
+    handle.mark_reported()
+    return handle
+
+
+def _close_at_exit(weak: weakref.ref[Engine]) -> None:
+    engine = weak()
+    if engine is not None:
+        # After an uncaught exception nobody should wait long for the prompt.
+        failed = getattr(sys, "last_value", None) is not None
+        engine.close(quiet=True, within_s=engine.config.timeouts.shutdown_s if failed else None)

@@ -1,0 +1,194 @@
+"""A model's weights as other tools read them, also when every rank has only a part: gathered, written and committed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from safe_ckpt.core.coordination.coordinator import raise_first
+from safe_ckpt.core.directory.catalog import WEIGHTS
+from safe_ckpt.core.directory.workspace import Root
+from safe_ckpt.core.formats import hugging_face
+from safe_ckpt.core.formats.file_plan import Image, Lazy
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.saving.held_directories import NamedRoots, refuse
+from safe_ckpt.core.saving.request import Operation, Request, SaveHandle
+from safe_ckpt.core.sharding import dtensor, gather
+from safe_ckpt.core.sharding.tensor_queue import Handover
+from safe_ckpt.errors import ConfigError, SaveError, to_wire
+
+
+class Exporter:
+    """Writes weights alone. One per pipeline; every method is called on every rank, on the thread that trains.
+
+    Args:
+        engine: where the ranks meet.
+        roots: where directories are held.
+    """
+
+    def __init__(self, engine: Engine, roots: NamedRoots) -> None:
+        self._engine = engine
+        self._roots = roots
+
+    def export(
+        self,
+        model: Mapping[str, Any] | torch.nn.Module,
+        directory: str | os.PathLike[str],
+        *,
+        format: str,  # noqa: A002 - the name that users know from other exporters
+        max_shard_size: int | str,
+        dtype: torch.dtype | None,
+    ) -> SaveHandle:
+        """See ``Checkpointer.export``."""
+        path = Path(os.path.abspath(directory))
+        error: Exception | None = None
+        tensors: dict[str, torch.Tensor] = {}
+        most_bytes = 0
+        try:
+            if format != "safetensors":
+                raise ConfigError(key="export: format", message=f'expected "safetensors", got {format!r}')
+            most_bytes = hugging_face.parse_size(max_shard_size, "export: max_shard_size")
+            tensors = _tensors_of(model, dtype)
+        except Exception as problem:  # whatever a state_dict() raises: the other ranks must learn of it
+            error = problem
+        shared = dtype is not None or any(dtensor.is_sharded(tensor) for tensor in tensors.values())
+        kept = self._agree(path, tensors, error, shared=shared, view={"max_shard_size": max_shard_size, "dtype": dtype})
+        if error is not None:
+            raise error
+        root = self._roots.hold(path)
+        chosen = {name: tensors[name] for name in kept["names"]}
+        stream = _Stream(self._engine, path.name, chosen, dtype)
+        planned: list[Image] = []
+        try:
+            if self._engine.rank == 0:
+                planned = stream.images(most_bytes) if kept["gathered"] else hugging_face.images(chosen, most_bytes)
+        except Exception as problem:  # the other ranks must learn of it
+            error = problem
+        request = request_of(root, path, planned, error)
+        if kept["gathered"]:
+            request = dataclasses.replace(request, streamed=True, feed=stream.feed)
+        return self._engine.save(request)
+
+    def _agree(
+        self,
+        path: Path,
+        tensors: Mapping[str, torch.Tensor],
+        error: Exception | None,
+        *,
+        shared: bool,
+        view: Mapping[str, Any],
+    ) -> Any:
+        def decide(answers: Mapping[int, Any]) -> dict[str, Any]:
+            raise_first({rank: answer["error"] for rank, answer in answers.items()})
+            refuse(path, WEIGHTS)
+            return {"names": _once(tensors), "gathered": any(answer["shared"] for answer in answers.values())}
+
+        wire = to_wire(error, rank=self._engine.rank, phase="planning the export") if error else None
+        try:
+            return self._engine.agree(
+                "export", {"path": path, **view}, answer={"error": wire, "shared": shared}, decide=decide
+            )
+        except Exception:
+            if error is not None:
+                raise error from None
+            raise
+
+
+def request_of(root: Root, path: Path, images: Sequence[Image], error: Exception | None) -> Request:
+    """What to save so that ``path`` becomes a directory of weights alone; other files in it go along."""
+    return Request(
+        root=root,
+        path=path,
+        kind="directory",
+        step=0,
+        images=images,
+        error=error,
+        notes={"adapter": WEIGHTS},
+        carry=lambda name: not hugging_face.is_weight_file(name),
+        patient=True,
+    )
+
+
+class _Stream:
+    """Gathers on the caller's thread what the background writes."""
+
+    def __init__(
+        self, engine: Engine, name: str, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None
+    ) -> None:
+        self._engine = engine
+        self._tensors = tensors
+        self._dtype = dtype
+        self._timeout_s = engine.config.timeouts.lengthy_s
+        self._handover = Handover(name, gather.STAGING_BYTES, self._timeout_s)
+
+    def images(self, most_bytes: int) -> list[Image]:
+        """The files."""
+        return hugging_face.images(
+            {name: self._lazy(name, tensor) for name, tensor in self._tensors.items()}, most_bytes
+        )
+
+    def _lazy(self, name: str, tensor: torch.Tensor) -> Lazy:
+        dtype = _final(tensor, self._dtype)
+        size = tensor.numel() * dtype.itemsize
+        return Lazy(
+            dtype=dtype,
+            shape=tuple(tensor.shape),
+            fetch=functools.partial(self._handover.take, name),
+            release=functools.partial(self._handover.release, size),
+        )
+
+    def feed(self, op: Operation) -> None:
+        """Gather everything. What goes wrong is told by the save's handle, on every rank."""
+
+        def check() -> None:
+            if op.handle.done():
+                raise op.handle.unreported or SaveError(name=op.name, cause="it is over", phase="gather")
+
+        stream = gather.iterate(self._tensors, self._timeout_s, self._engine.group, self._dtype, gather.STAGING_BYTES)
+        try:
+            for name, tensor in stream:
+                if tensor is not None and tensor.numel():
+                    try:
+                        self._handover.give(name, tensor, check)
+                    except Exception as error:
+                        stream.throw(error)  # the others learn the cause
+                del tensor
+        except Exception as error:
+            self._handover.fail(error)
+        except BaseException:
+            self._handover.fail(SaveError(name=op.name, cause="interrupted", phase="gather"))
+            raise
+        finally:
+            stream.close()  # also when this was interrupted: the others are told, and the timeouts put back
+
+
+def _tensors_of(model: Mapping[str, Any] | torch.nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    found = gather.named_tensors(hugging_face.unwrapped(model) if isinstance(model, torch.nn.Module) else model)
+    for name, tensor in found.items():
+        hugging_face.admit(name, tensor, _final(tensor, dtype))
+    return found
+
+
+def _final(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _once(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names, of tensors that are one and the same memory the first. Rank 0 decides: its parts are not empty."""
+    seen: set[object] = set()
+    kept = []
+    for name, tensor in tensors.items():
+        local = dtensor.local_of(tensor)
+        view = (local.storage_offset(), local.dtype, tuple(tensor.shape), local.stride())
+        identity = (str(local.device), local.untyped_storage().data_ptr(), view)
+        if local.numel() and identity in seen:
+            continue
+        seen.add(identity)
+        kept.append(name)
+    return kept

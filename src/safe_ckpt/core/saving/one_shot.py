@@ -1,0 +1,70 @@
+"""One file, written at once in this process: for saves outside a running pipeline. Atomic and durable like all others."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safe_ckpt.core.directory import commit_order
+from safe_ckpt.core.formats import file_plan
+from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
+from safe_ckpt.core.staging import snapshot
+from safe_ckpt.core.staging.buffer import Arena
+from safe_ckpt.core.storage import durable
+from safe_ckpt.core.storage.direct_io import SinkOptions, Unwatched
+from safe_ckpt.core.writer.file_writer import write_file
+from safe_ckpt.errors import DirectoryError
+
+
+def save_archive(
+    obj: Any,
+    path: Path,
+    *,
+    sequence: int,
+    step: int = 0,
+    rank: int = 0,
+    notes: Mapping[str, Any] | None = None,
+) -> CheckpointInfo:
+    """Save ``obj`` as a torch archive with our manifest. Blocks until it is durable.
+
+    Args:
+        obj: what to save.
+        path: the file.
+        sequence: its place in the order of commits.
+        step: the training step.
+        rank: named in errors.
+        notes: what the manifest says besides.
+
+    Raises:
+        StateError: something in it cannot be pickled.
+        DirectoryError: the file system refused.
+    """
+    image = file_plan.torch_image(path.name, obj, strict=False, key="checkpoint")
+    manifest = Manifest(
+        name=path.name,
+        sequence=sequence,
+        step=step,
+        op_id=uuid.uuid4().hex,
+        world_size=1,
+        metrics={},
+        notes=dict(notes or {}),
+    )
+    arena = Arena()
+    near = path.with_name(f".{path.name}.{manifest.op_id}.tmp")
+    try:
+        durable.make_directory(path.parent)
+        (task,) = snapshot.take([file_plan.single(image, near.name)], arena, str(path.parent), manifest.to_json())
+        options = SinkOptions(direct=True, chunk_bytes=8 << 20, flush_every_bytes=64 << 20)
+        result = write_file(task, memoryview(arena.memory), options, Unwatched())
+        durable.publish_file(near, path)
+    except OSError as error:
+        where = error.filename or path
+        raise DirectoryError.of(error, path=where, rank=rank, phase=f"saving {path.name}") from error
+    finally:
+        near.unlink(missing_ok=True)
+        arena.close()
+    info = CheckpointInfo.of(manifest, path, result.size_bytes)
+    commit_order.note(info)
+    return info

@@ -1,0 +1,373 @@
+"""Resuming: which checkpoint, agreed by all ranks, and nothing applied before all of them have verified what they need.
+
+What a moment must not do: only bytes that differ, and differ again when they are read once more, condemn a checkpoint. What
+cannot be read is an error on all ranks. What is not there is waited for, and then passed over, not condemned.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safe_ckpt import events
+from safe_ckpt.config import Timeouts
+from safe_ckpt.core.coordination.coordinator import raise_first
+from safe_ckpt.core.directory.catalog import Candidate, newest_first
+from safe_ckpt.core.directory.patience import Patience
+from safe_ckpt.core.directory.shared import await_visible
+from safe_ckpt.core.directory.workspace import Root
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, read_manifest
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.storage import presence
+from safe_ckpt.core.storage.presence import ShortReadError
+from safe_ckpt.core.storage.reader import drop_cache
+from safe_ckpt.errors import (
+    CoordinationError,
+    CorruptCheckpointError,
+    DirectoryNotSharedError,
+    IncompleteCheckpointError,
+    NoValidCheckpointError,
+    SafeCheckpointError,
+    from_wire,
+    to_wire,
+)
+
+logger = logging.getLogger(__name__)
+_VISIBLE_S = 60.0
+_PAUSE_S = 0.1
+
+Load = Callable[[Path], Any]
+"""Reads one candidate on this rank, verifying what it reads; raises ``CorruptCheckpointError``, of which
+``IncompleteCheckpointError`` only says that a file was not there, or ``OSError``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The checkpoint to resume from, verified on every rank.
+
+    Attributes:
+        info: which one.
+        loaded: what ``load`` returned for it on this rank.
+    """
+
+    info: CheckpointInfo
+    loaded: Any
+
+
+def choose(
+    engine: Engine,
+    root: Root,
+    list_candidates: Callable[[], Sequence[Candidate]],
+    load: Load,
+    view: Mapping[str, object] | None = None,
+) -> Chosen | None:
+    """Find the newest checkpoint that every rank can read and verify. Every rank calls this.
+
+    A damaged one is passed over on all ranks and, once an older one has been found good, moved into quarantine. One of which
+    a file stays missing is passed over as well, and stays where it is.
+
+    Args:
+        engine: where the ranks meet.
+        root: the directory that is held.
+        list_candidates: lists what there is; called on rank 0.
+        load: reads a candidate; called on every rank.
+        view: what else must be equal on all ranks.
+
+    Returns:
+        The choice, or None when there never was a checkpoint.
+
+    Raises:
+        NoValidCheckpointError: there are or were checkpoints and none is usable.
+        SafeCheckpointError: a checkpoint could not be read, on every rank. That condemns nothing.
+    """
+    with engine.together():
+        return _choose(engine, root, list_candidates, load, view)
+
+
+def _choose(
+    engine: Engine,
+    root: Root,
+    list_candidates: Callable[[], Sequence[Candidate]],
+    load: Load,
+    view: Mapping[str, object] | None,
+) -> Chosen | None:
+    begun = time.monotonic()
+    plan = engine.agree(
+        "resume",
+        {"directory": root.path, **(view or {})},
+        decide=lambda _: _survey(root, listed(list_candidates, engine.config.timeouts)),
+    )
+    rejected: dict[str, str] = dict(plan["rejected"])
+    damaged: dict[str, str] = {name: rejected[name] for name in plan["damaged"]}
+    for name in plan["missing"]:
+        logger.warning("%s is passed over: %s", root.path / name, rejected[name])
+    for name in plan["order"]:
+        path = root.path / name
+        info = CheckpointInfo.from_json(plan["infos"][name])
+        loaded, verdict = _try(engine, path, load, ours=info.verified)
+        if verdict is None:
+            engine.agree("resume from", {"name": name}, decide=lambda _: _set_aside(engine, root, damaged))
+            seconds = time.monotonic() - begun
+            engine.emit(
+                events.Resumed(
+                    rank=engine.rank, path=str(path), step=info.step, seconds=seconds, rejected=len(rejected)
+                )
+            )
+            return Chosen(info=info, loaded=loaded)
+        rejected[name] = verdict["why"]
+        if verdict["damaged"]:
+            damaged[name] = verdict["why"]
+        logger.warning("%s %s: %s", path, "cannot be used" if verdict["damaged"] else "is passed over", verdict["why"])
+    if rejected or plan["quarantined"]:
+        seen = {**rejected, **dict.fromkeys(plan["quarantined"], "in quarantine")}
+        message = "there are checkpoints, but none is usable. Repair one, or delete them all to start afresh"
+        raise NoValidCheckpointError(path=str(root.path), message=message, rejected=seen)
+    return None
+
+
+def check(engine: Engine, path: Path, load: Load) -> None:
+    """Let every rank verify one checkpoint of which only the path is known. Every rank calls this.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, on every rank.
+        IncompleteCheckpointError: a file of it is not there, on every rank.
+        SafeCheckpointError: it could not be read, on every rank.
+    """
+    _, verdict = _try(engine, path, load, ours=False)
+    if verdict is not None:
+        kind = CorruptCheckpointError if verdict["damaged"] else IncompleteCheckpointError
+        raise kind(path=str(path), message=verdict["why"])
+
+
+def apply(engine: Engine, action: Callable[[], None]) -> None:
+    """Do ``action`` on every rank and raise on all if it fails on one. Every rank calls this.
+
+    Raises:
+        SafeCheckpointError: what ``action`` raised on the lowest rank on which it did. A rank on which it failed raises its
+            own exception instead, whatever that is, with its traceback.
+    """
+    failure: Exception | None = None
+    try:
+        action()
+    except Exception as error:
+        failure = error
+    wire = to_wire(failure, rank=engine.rank, phase="restore") if failure else None
+    try:
+        engine.agree("restored", {}, answer=wire, decide=raise_first)
+    except SafeCheckpointError as told:
+        if failure is not None and not isinstance(told, CoordinationError):
+            raise failure from None
+        raise
+
+
+def listed(list_candidates: Callable[[], Sequence[Candidate]], timeouts: Timeouts) -> Sequence[Candidate]:
+    """The candidates, listed again for a bounded time as long as something of ours seems to be missing. On rank 0.
+
+    Raises:
+        OSError: something cannot be looked at, or its directory names what cannot be opened.
+    """
+    patience = Patience(timeouts)
+    while True:
+        over = not patience.left_s
+        candidates = list_candidates()
+        missed = _missed(candidates)
+        if not missed:
+            return candidates
+        if over or not patience.until_there(missed[0]):
+            break
+    for candidate in candidates:
+        if candidate.foreign and candidate.missing in missed:
+            message = "%s has no manifest, unlike those before it: if it is not another tool's, %s is missing"
+            logger.warning(message, candidate.path, candidate.missing)
+        elif candidate.missing in missed:
+            presence.is_gone(candidate.missing)  # raises where that cannot be told
+    return candidates
+
+
+def _missed(candidates: Sequence[Candidate]) -> list[Path]:
+    """What should perhaps be there: also the manifest of what looks like another tool's and has a higher number than ours."""
+    ours = [c.step if c.step >= 0 else c.manifest.step for c in candidates if c.manifest is not None]
+    return [
+        c.missing
+        for c in candidates
+        if c.missing is not None and (not c.foreign or (ours and not c.problem and c.step > max(ours)))
+    ]
+
+
+def _survey(root: Root, candidates: Sequence[Candidate]) -> dict[str, Any]:
+    ordered = newest_first(candidates)
+    infos = {_name(root, c): _info(c).to_json() for c in ordered}
+    rejected = {_name(root, c): c.problem for c in candidates if c.problem}
+    return {
+        "order": list(infos),
+        "infos": infos,
+        "rejected": rejected,
+        "damaged": [_name(root, c) for c in candidates if c.damaged],
+        "missing": [_name(root, c) for c in candidates if c.missing and not c.foreign],
+        "quarantined": [path.name for path in root.quarantined()],
+    }
+
+
+def _name(root: Root, candidate: Candidate) -> str:
+    return candidate.path.relative_to(root.path).as_posix()
+
+
+def _info(candidate: Candidate) -> CheckpointInfo:
+    if candidate.info is not None:
+        return candidate.info
+    return CheckpointInfo(
+        path=candidate.path,
+        name=candidate.path.name,
+        step=-1,
+        sequence=0,
+        metrics={},
+        created_at="",
+        world_size=0,
+        size_bytes=candidate.path.stat().st_size,
+        verified=False,
+    )
+
+
+def _try(engine: Engine, path: Path, load: Load, *, ours: bool) -> tuple[Any, dict[str, Any] | None]:
+    """Read one candidate on all ranks. Returns what this rank read, and why all pass it over, None when all can use it."""
+    loaded: Any = None
+    answer: dict[str, Any] = {}
+    patience = Patience(engine.config.timeouts)
+    seen = engine.agree("candidate files", {"path": path}, decide=lambda _: _files(path, patience, ours=ours))
+    if seen["missing"]:
+        why = f"rank 0: {path} ({', '.join(seen['missing'])}): is missing"
+        return None, {"why": why, "damaged": False}
+    try:
+        if engine.rank != 0:
+            _await_files(engine, path, seen)
+        loaded = _read(path, load, Patience(engine.config.timeouts))
+    except IncompleteCheckpointError as error:
+        answer = {"missing": str(error)}
+    except CorruptCheckpointError as error:
+        answer = {"bad": str(error)}
+    except Exception as error:  # whatever it is, the other ranks wait for this answer
+        answer = {"error": to_wire(error, rank=engine.rank, phase=f"reading {path}")}
+    timeout_s = engine.config.timeouts.lengthy_s
+    verdict = engine.session.agree(
+        "resume candidate", {"path": path}, timeout_s=timeout_s, answer=answer, decide=_judge
+    )
+    return loaded, verdict
+
+
+def _files(path: Path, patience: Patience, *, ours: bool) -> dict[str, Any]:
+    """Rank 0: which save this is and its files, as far as its manifest can be read, and those that stay missing."""
+    while True:
+        over = not patience.left_s
+        try:
+            manifest = read_manifest(path)
+            break
+        except IncompleteCheckpointError as error:
+            # Without a manifest it is another tool's, unless it had one, or its directory names one.
+            if not ours and MANIFEST_NAME not in _names_in(path):
+                return {"op_id": "", "files": [], "missing": []}
+            if over or not patience.until_there(path / error.file):
+                return {"op_id": "", "files": [], "missing": [error.file or path.name]}
+        except SafeCheckpointError:  # every rank will find it so
+            return {"op_id": "", "files": [], "missing": []}
+    names = [MANIFEST_NAME, *(entry.path for entry in manifest.files)] if presence.is_directory(path) else []
+    missing = [name for name in names if not patience.until_there(path / name)]
+    return {"op_id": manifest.op_id, "files": names, "missing": missing}
+
+
+def _names_in(path: Path) -> list[str]:
+    try:
+        return os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _await_files(engine: Engine, path: Path, seen: Mapping[str, Any]) -> None:
+    # What rank 0 sees and this rank does not, or what still looks as it did before it was replaced, is late, not lost:
+    # caches of network file systems lag behind.
+    rank = engine.rank
+    deadline = time.monotonic() + min(_VISIBLE_S, engine.config.timeouts.barrier_s / 2)
+    for file in [path, *(path / name for name in seen["files"])]:
+        if not await_visible(file, max(0.0, deadline - time.monotonic())):
+            raise _not_shared(rank, file)
+    while seen["op_id"] and _op_id(path) != seen["op_id"]:
+        if time.monotonic() >= deadline:
+            raise _not_shared(rank, path)
+        time.sleep(0.05)
+
+
+def _op_id(path: Path) -> str:
+    try:
+        return read_manifest(path).op_id
+    except (SafeCheckpointError, FileNotFoundError):
+        return ""
+
+
+def _not_shared(rank: int, path: Path) -> DirectoryNotSharedError:
+    message = "the ranks must share the directory: use a file system that all hosts mount"
+    return DirectoryNotSharedError(path=str(path), message=message, rank=rank, ranks=(rank,))
+
+
+def _judge(answers: Mapping[int, Any]) -> dict[str, Any] | None:
+    for rank in sorted(answers):
+        if "error" in answers[rank]:
+            raise from_wire(answers[rank]["error"])
+    for kind in ("bad", "missing"):
+        for rank in sorted(answers):
+            if kind in answers[rank]:
+                return {"why": f"rank {rank}: {answers[rank][kind]}", "damaged": kind == "bad"}
+    return None
+
+
+def _read(path: Path, load: Load, patience: Patience) -> Any:
+    """Load, and again when a file was missing and came back, or once when bytes differed.
+
+    A mismatch that a second reading from the disk does not show was the memory's or the network's.
+    """
+    differed = False
+    while True:
+        over = not patience.left_s
+        try:
+            return load(path)
+        except IncompleteCheckpointError as error:
+            if over or not patience.until_there(path / error.file):
+                raise
+        except CorruptCheckpointError as error:
+            if differed:
+                raise
+            differed = True
+            logger.warning("%s: reading it once more", error)
+            drop_cache(path)
+        except ShortReadError as error:
+            if over:
+                raise
+            logger.info("%s: waiting for it to be seen as it is", error)
+            drop_cache(path)
+            time.sleep(_PAUSE_S)
+        except FileNotFoundError as error:
+            _await_missing(path, error, patience, over=over)
+
+
+def _await_missing(path: Path, error: FileNotFoundError, patience: Patience, *, over: bool) -> None:
+    file = Path(error.filename or "?")
+    if isinstance(error, SafeCheckpointError) or path not in (file, *file.parents):
+        raise error
+    if over or not patience.until_there(file):
+        raise IncompleteCheckpointError(path=str(path), file=file.name, message="is missing") from error
+
+
+def _set_aside(engine: Engine, root: Root, rejected: Mapping[str, str]) -> None:
+    for name, reason in rejected.items():
+        path = root.path / name
+        try:
+            target = root.set_aside(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            logger.warning("%s could not be moved into quarantine: %s", path, error)
+            continue
+        engine.emit(events.Quarantined(rank=engine.rank, path=str(path), moved_to=str(target), reason=reason))

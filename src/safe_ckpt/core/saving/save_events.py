@@ -1,0 +1,113 @@
+"""What a save's events say. Values in, events out; the pipeline and the engine emit them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from safe_ckpt import events
+from safe_ckpt.core.directory.catalog import WEIGHTS
+from safe_ckpt.core.formats.manifest import CheckpointInfo
+from safe_ckpt.core.saving.commit_protocol import Phases
+from safe_ckpt.core.saving.request import Operation, Request
+from safe_ckpt.errors import CommitOutcomeUnknown, PeerLostError, RendezvousTimeout, SafeCheckpointError
+
+
+def agreed(op: Operation, rank: int) -> events.Agreed:
+    """The ranks agreed on ``op``."""
+    at = _since_epoch(op.started + op.agreed_s)
+    return events.Agreed(rank=rank, at=at, name=op.name, step=op.request.step, seconds=op.agreed_s)
+
+
+def refused(request: Request, error: SafeCheckpointError, rank: int, seconds: float) -> events.Failed:
+    """The ranks could not agree; ``seconds`` since the call of ``save``."""
+    return _failed(request, error, rank, seconds)
+
+
+def over(
+    op: Operation, phases: Phases, info: CheckpointInfo | None, failure: SafeCheckpointError | None, rank: int
+) -> Iterator[events.Event]:
+    """Everything there is to say of ``op`` now that its outcome is known."""
+    now, step = time.monotonic(), op.request.step
+    size = sum(task.length for task in op.tasks)
+    copied = op.copy is not None and op.copy.error is None
+    if copied or (op.streamed and phases.write_s):
+        stall_s = op.stall_s or now - op.started
+        at = _since_epoch(op.started + stall_s)
+        yield events.Snapshotted(
+            rank=rank, at=at, name=op.name, step=step, size_bytes=size, stall_s=stall_s, mode=_mode(op)
+        )
+    if phases.written_bytes:
+        yield events.Written(
+            rank=rank,
+            at=_since_epoch(phases.written_at),
+            name=op.name,
+            step=step,
+            size_bytes=phases.written_bytes,
+            seconds=phases.write_s,
+        )
+    if failure is not None:
+        yield _failed(op.request, failure, rank, now - op.started)
+    elif info is not None:
+        notes = op.request.notes
+        yield events.Committed(
+            rank=rank,
+            name=op.name,
+            step=step,
+            path=str(info.path),
+            sequence=info.sequence,
+            size_bytes=info.size_bytes,
+            seconds=now - op.started,
+            weights_only=notes.get("adapter") == WEIGHTS or bool(notes.get("weights_only")),
+        )
+
+
+def occupied_bytes(path: Path) -> int:
+    """How much deleting ``path`` gives back: not what has another name besides. 0 where that cannot be told; never raises."""
+    try:
+        if path.is_symlink() or not path.is_dir():
+            return _own_bytes(os.lstat(path))
+        return sum(_own_bytes(entry.lstat()) for entry in path.rglob("*"))
+    except OSError:
+        return 0
+
+
+def _mode(op: Operation) -> Literal["eager", "overlapped", "streamed"]:
+    if op.streamed:
+        return "streamed"
+    return "eager" if op.request.deferral is None else "overlapped"
+
+
+def _own_bytes(stat: os.stat_result) -> int:
+    return stat.st_size if stat.st_nlink == 1 else 0  # a directory has several
+
+
+def _failed(request: Request, error: SafeCheckpointError, rank: int, seconds: float) -> events.Failed:
+    return events.Failed(
+        rank=rank,
+        name=request.path.name,
+        step=request.step,
+        error=str(error),
+        phase=str(getattr(error, "phase", "")),
+        seconds=seconds,
+        missing=_missing(error),
+        outcome_unknown=isinstance(error, CommitOutcomeUnknown),
+    )
+
+
+def _missing(error: BaseException) -> tuple[int, ...]:
+    """The ranks that did not come or were lost, also where that is only what the error comes from."""
+    for found in (error, error.__cause__):
+        if isinstance(found, RendezvousTimeout):
+            return tuple(found.missing)
+        if isinstance(found, PeerLostError):
+            return tuple(found.ranks)
+    return ()
+
+
+def _since_epoch(moment: float) -> float:
+    """A moment of the monotonic clock in seconds since the epoch."""
+    return time.time() - (time.monotonic() - moment)

@@ -1,0 +1,249 @@
+"""The background of saving: one thread per process that runs saves to their end, one after the other.
+
+It writes, commits, retains and reports; it issues no collectives. The order in which saves are put in is the order in which
+they are committed, the same on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from safe_ckpt import events
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core.coordination.coordinator import Session
+from safe_ckpt.core.coordination.two_phase import Board
+from safe_ckpt.core.directory.ledger import Decision
+from safe_ckpt.core.directory.workspace import Root
+from safe_ckpt.core.formats.manifest import CheckpointInfo
+from safe_ckpt.core.saving import save_events
+from safe_ckpt.core.saving.commit_protocol import Phases
+from safe_ckpt.core.saving.request import Operation
+from safe_ckpt.core.staging.buffer import Arena
+from safe_ckpt.core.staging.worker_thread import Background, Refused
+from safe_ckpt.core.writer.supervisor import Writer
+from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, SafeCheckpointError, SaveError
+from safe_ckpt.hooks.emitter import Emitter
+
+logger = logging.getLogger(__name__)
+_LAST_WORDS_S = 5.0
+_NAMES_TOLD = 10
+
+
+class Pipeline:
+    """Runs saves in the background.
+
+    Args:
+        session: where the ranks meet.
+        config: settings.
+        emit: told what happens.
+        give_back: takes the arena of a save that is over.
+
+    Attributes:
+        stop_by: when the job must be over, on the monotonic clock; a save that is not done by then is given up.
+        last_save_s: how long the last committed save took, from the call to its commit; 0 when there was none.
+    """
+
+    def __init__(
+        self, session: Session, config: CheckpointConfig, emit: Emitter, give_back: Callable[[Arena], None]
+    ) -> None:
+        self._session = session
+        self._channel = session.channel("phases")
+        self._config = config
+        self._emit = emit
+        self._give_back = give_back
+        self._writer = Writer(config.writer, config.timeouts, self._respawned)
+        session.movers.append(self._writer.progress)
+        self._background = Background("safe_ckpt-save", self._work)
+        self._boards: list[Board] = []
+        self._open: list[Operation] = []
+        self._beginning = threading.Lock()
+        self._failures = 0
+        self.stop_by: float | None = None
+        self.last_save_s = 0.0
+        self._giving_up = threading.Event()
+
+    @property
+    def writer(self) -> Writer:
+        """What writes this rank's files."""
+        return self._writer
+
+    def start(self) -> None:
+        """Start the thread and the writer process ahead of the first save. On any thread."""
+        self._background.start()
+        self._writer.start()
+
+    def put(self, op: Operation) -> None:
+        """Hand over a save whose snapshot is laid out. Whatever happens here, it comes to an end."""
+        self._open.append(op)
+        try:
+            self._hand_over(op)
+        except BaseException:
+            self._hand_over(op)  # interrupted, before it was in the queue or after: the second one is passed over
+            raise
+
+    def _hand_over(self, op: Operation) -> None:
+        try:
+            self._background.put(op)
+        except Refused as error:
+            # No more threads to be had, or closed by another thread: the other ranks are told from here.
+            if op.copy is not None:
+                op.copy.abandon()
+            if op.error is None:
+                op.error = SaveError(name=op.name, cause=str(error), rank=self._session.rank, phase="snapshot")
+            self._work(op)
+
+    def close(self, *, within_s: float | None = None) -> None:
+        """Finish what was put in, then end the writer process.
+
+        Waits as long as bytes progress on any rank, and ``shutdown_s`` for what makes no progress; that save then fails.
+
+        Args:
+            within_s: wait this long at most, progress or not: the program is on its way out.
+        """
+        try:
+            self._background.end()
+            if not self._background.is_current:  # a collector may call this from anywhere
+                self._drain(within_s)
+        finally:
+            self._session.movers.remove(self._writer.progress)
+            self._writer.close()
+            self._channel.close()
+
+    def _drain(self, within_s: float | None) -> None:
+        thread = self._background
+        limit_s = self._config.timeouts.shutdown_s if within_s is None else within_s
+        seen, since = self._session.progress(), time.monotonic()
+        try:
+            while thread.is_alive and time.monotonic() - since <= limit_s:
+                thread.join(0.1)
+                if (now := self._session.progress()) != seen and within_s is None:
+                    seen, since = now, time.monotonic()
+            if thread.is_alive:
+                lag = "made no progress for" if within_s is None else "was not done within"
+                logger.error("a save %s %.0f s at shutdown and is given up", lag, limit_s)
+        finally:
+            # Also on a second Ctrl-C: what is still under way ends now.
+            if thread.is_alive:
+                self._giving_up.set()
+                thread.join(_LAST_WORDS_S)
+            if thread.is_alive:
+                self._abandon()
+
+    def _abandon(self) -> None:
+        """The thread sits in something that does not end: whoever waits for its saves is told so."""
+        cause = "this rank shut down while the disk did not answer"
+        for number, op in enumerate(list(self._open)):
+            kind = SaveError if number else CommitOutcomeUnknown  # the first one may be anywhere
+            error = kind(name=op.name, cause=cause, rank=self._session.rank, phase="shutdown")
+            self._emit(save_events.refused(op.request, error, self._session.rank, time.monotonic() - op.started))
+            op.handle.finish(None, error)
+
+    def _work(self, op: Operation) -> None:
+        with self._beginning:
+            if op.begun:
+                return
+            op.begun = True
+        try:
+            self._process(op)
+        except BaseException as error:  # a bug of ours must not leave the caller waiting
+            logger.exception("the background thread failed")
+            op.handle.finish(None, SaveError(name=op.name, cause=repr(error), rank=self._session.rank))
+            self._open.remove(op)
+            if not isinstance(error, Exception) and not self._background.is_current:
+                raise  # Ctrl-C is the caller's
+
+    def _process(self, op: Operation) -> None:
+        self._boards = [board for board in self._boards if not self._forget(board)]
+        give_up = functools.partial(self._check_giving_up, op.name)
+        board = Board(self._session, self._channel, op.op_id, op.writers, give_up, op.call)
+        phases = Phases(op, board, self._writer, self._config, self._session.rank, give_up)
+        self._emit(save_events.agreed(op, self._session.rank))
+        info, failure = None, None
+        try:
+            info = phases.run()
+        except SafeCheckpointError as error:
+            failure = error
+        finally:
+            if self._session.rank == 0:
+                self._boards.append(board)
+            self._free(op)
+        if info is not None:
+            self.last_save_s = time.monotonic() - op.started
+        # Here and not on the caller's thread: hooks write to files.
+        self._emit.tell(save_events.over(op, phases, info, failure, self._session.rank))
+        if info is not None and self._session.rank == 0:
+            self._retain(op, info)
+        self._conclude(op, info, failure)
+
+    def _free(self, op: Operation) -> None:
+        if op.request.parts is not None:
+            op.request.parts.release()
+        if op.copy is not None:
+            op.copy.fail(
+                SaveError(name=op.name, cause="the save was over before the copy was", rank=self._session.rank)
+            )
+            if not op.copy.wait(self._config.timeouts.shutdown_s):
+                logger.error("the memory of %s stays taken: a copy into it does not end", op.name)
+                return
+        if op.arena is not None:
+            self._give_back(op.arena)
+
+    def _retain(self, op: Operation, info: CheckpointInfo) -> None:
+        request, begun = op.request, time.monotonic()
+        try:
+            decision = request.retain(info) if request.retain is not None else None
+            if decision is not None:
+                self._carry_out(decision, request.root, begun)
+        except Exception:  # the save is committed; tidying up must not turn it into a failure
+            logger.warning("could not remove old checkpoints after %s", info.path, exc_info=True)
+        request.root.drop_staging(op.op_id)
+
+    def _carry_out(self, decision: Decision, root: Root, begun: float) -> None:
+        rank = self._session.rank
+        if decision.doomed:
+            root.confirm()
+        sizes = {path: save_events.occupied_bytes(path) for path in decision.doomed}
+        gone = root.discard(decision.doomed)
+        for path in gone:
+            self._emit(events.Removed(rank=rank, path=str(path)))
+        self._emit(
+            events.Retained(
+                rank=rank,
+                kept=tuple(decision.kept[-_NAMES_TOLD:]),
+                kept_count=len(decision.kept),
+                removed=tuple(str(path) for path in gone),
+                freed_bytes=sum(sizes[path] for path in gone),
+                seconds=time.monotonic() - begun,
+            )
+        )
+
+    def _conclude(self, op: Operation, info: CheckpointInfo | None, failure: SafeCheckpointError | None) -> None:
+        self._failures = 0 if failure is None else self._failures + 1
+        tolerated = self._config.on_failure == "warn" and self._failures < self._config.max_consecutive_failures
+        if failure is not None and tolerated:
+            logger.warning("%s (failure %d in a row; training goes on)", failure, self._failures)
+            op.handle.mark_reported()
+        op.handle.finish(info, failure)
+        self._open.remove(op)
+
+    def _forget(self, board: Board) -> bool:
+        try:
+            return board.forget()
+        except CoordinationError:
+            return True
+
+    def _respawned(self, pid: int, ended: str) -> None:
+        name = self._open[0].name if self._open else ""  # what is written is the oldest
+        self._emit(events.Respawned(rank=self._session.rank, pid=pid, ended=ended, name=name))
+
+    def _check_giving_up(self, name: str) -> None:
+        if self._giving_up.is_set():
+            cause = "this rank shut down before it was done"
+            raise SaveError(name=name, cause=cause, rank=self._session.rank, phase="shutdown")
+        if self.stop_by is not None and time.monotonic() > self.stop_by:
+            cause = f"the {self._config.signal_grace_s:.0f} s after the signal (signal_grace_s) are over"
+            raise SaveError(name=name, cause=cause, rank=self._session.rank, phase="shutdown")

@@ -1,0 +1,190 @@
+"""Takes snapshots: owns the memory they lie in, makes it ready ahead, and sees to it that each copy comes to its end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core.cuda import Cuda
+from safe_ckpt.core.saving.request import Operation
+from safe_ckpt.core.staging import optimizer_gate, snapshot
+from safe_ckpt.core.staging.buffer import Arena
+from safe_ckpt.core.staging.copy import Copy
+from safe_ckpt.core.staging.worker_thread import Background, Refused
+from safe_ckpt.errors import NotEnoughSpaceError, RendezvousTimeout, SaveError
+
+logger = logging.getLogger(__name__)
+_LOOK_S = 0.05
+_END_S = 1.0
+
+
+class Taker:
+    """The snapshots of one rank. Called on the thread that drives training, but for ``give_back``.
+
+    Args:
+        config: settings.
+        rank: this rank, for messages.
+        cuda: the devices; None for those of this machine.
+    """
+
+    def __init__(self, config: CheckpointConfig, rank: int, cuda: Cuda | None = None) -> None:
+        self._config = config
+        self._cuda = cuda or Cuda()
+        self._rank = rank
+        self._free = [Arena() for _ in range(config.max_in_flight)]
+        self._preparing: threading.Thread | None = None
+        self._aside = Background("safe_ckpt-copy", _finish)
+        self._last: weakref.ref[Copy] | None = None  # the one that was put in last
+        self._giving_back = threading.Lock()
+        self._closed = False
+
+    def prepare(self, size_bytes: int, begin: Callable[[], None]) -> None:
+        """Allocate memory for snapshots of this size, in the background.
+
+        Args:
+            size_bytes: of one snapshot.
+            begin: called there first, to get ready whatever else a save needs.
+        """
+        limit = self._config.max_host_bytes
+        if size_bytes <= 0 or (limit is not None and size_bytes > limit):
+            return
+        if self._preparing is not None and self._preparing.is_alive():
+            return
+        arenas, device = (
+            list(self._free),
+            self._cuda.device(),
+        )  # a new thread stands on device 0, which may be another rank's
+
+        def work() -> None:
+            try:
+                self._aside.start()
+                begin()
+                for arena in arenas:
+                    arena.reserve(size_bytes)
+                    if device is not None:
+                        arena.pin(device, self._cuda)
+            except (NotEnoughSpaceError, OSError, ValueError, RuntimeError) as error:
+                logger.info("the first save could not be made ready for: %s", error)
+
+        self._preparing = threading.Thread(target=work, name="safe_ckpt-prepare", daemon=True)
+        self._preparing.start()
+
+    def lay_out(self, op: Operation) -> None:
+        """Plan the copy of ``op``. What goes wrong is in ``op.error``: every rank learns of it through the save's verdict."""
+        request = op.request
+        limit = self._config.max_host_bytes
+        if request.parts is not None:
+            request.parts.bind(str(op.folder), op.manifest.to_json())
+            op.error = None
+            return
+        if request.streamed or (limit is not None and snapshot.arena_bytes(request.images) > limit):
+            op.tasks = snapshot.list_tasks(request.images, str(op.folder), op.manifest.to_json())
+            op.streamed, op.error = True, None
+            try:
+                # It is read on another thread, whose streams know nothing of this one's.
+                self._cuda.settle(tensor for image in request.images for _, tensor in image.tensors)
+            except Exception as error:  # as the docstring says
+                op.error = error
+            return
+        op.arena = self._take_arena()
+        try:
+            found = snapshot.lay_out(
+                request.images,
+                op.arena,
+                str(op.folder),
+                op.manifest.to_json(),
+                name=op.name,
+                deferral=request.deferral,
+            )
+            op.tasks, op.copy, op.error = found.tasks, found.copy, None
+        except Exception as error:  # as the docstring says
+            op.error = error
+
+    def copy(self, op: Operation) -> None:
+        """Copy what cannot wait; the rest on a thread, behind the gate. Without an arena wait until all is written."""
+        copy = op.copy
+        if copy is not None and op.request.deferral is not None:
+            optimizer_gate.close(copy, self._config.timeouts.barrier_s)
+        if op.streamed and op.request.feed is not None:
+            op.request.feed(op)
+        elif op.streamed:
+            self._await_stream(op)
+        elif copy is not None and copy.run():
+            try:
+                self._free_aside().put(op)
+                self._last = weakref.ref(copy)
+            except Refused:  # no more threads to be had: then at once
+                _finish(op)
+        elif not op.request.copies:
+            op.handle.mark_snapshot_taken()
+        if op.request.copies:
+            self._await_copies(op)
+        op.stall_s = time.monotonic() - op.started
+
+    def give_back(self, arena: Arena) -> None:
+        """The save that used it is over. Called on the background thread."""
+        with self._giving_back:
+            if not self._closed:
+                self._free.append(arena)
+                return
+        arena.close()  # of a save that was given up at the end
+
+    def close(self) -> None:
+        """Free the memory, and let the thread that copies end."""
+        self._aside.end()
+        if not self._aside.is_current:  # a collector may call this from anywhere
+            self._aside.join(_END_S)
+        with self._giving_back:
+            self._closed = True
+        for arena in self._free:
+            arena.close()
+
+    def _take_arena(self) -> Arena:
+        if self._preparing is not None:
+            # It makes ready what is needed here; an arena must not grow under a copy.
+            self._preparing.join(self._config.timeouts.barrier_s)
+            if self._preparing.is_alive():
+                return Arena()
+        return self._free.pop() if self._free else Arena()
+
+    def _free_aside(self) -> Background[Operation]:
+        last = self._last() if self._last is not None else None
+        if last is not None and last.error is not None and not last.wait(0):
+            # It was given up and does not end (a device, a mount that hangs): those after it need not wait for it.
+            self._aside.end()
+            self._aside = Background("safe_ckpt-copy", _finish)
+        return self._aside
+
+    def _await_copies(self, op: Operation) -> None:
+        limit = time.monotonic() + self._config.timeouts.lengthy_s
+        try:
+            # Over the save, too: it may have failed before anything was read.
+            while not op.read.wait(_LOOK_S) and not op.handle.done():
+                if time.monotonic() > limit:
+                    raise RendezvousTimeout(
+                        phase=f"copying files of {op.name}", seconds=self._config.timeouts.lengthy_s
+                    )
+        except BaseException:
+            op.error = SaveError(name=op.name, cause="interrupted", rank=self._rank, phase="snapshot")
+            raise
+        op.handle.mark_snapshot_taken()
+
+    def _await_stream(self, op: Operation) -> None:
+        try:
+            op.handle.wait_snapshot()
+        except BaseException:
+            # The caller goes on, and what is not written yet may change.
+            op.error = SaveError(name=op.name, cause="interrupted", rank=self._rank, phase="snapshot")
+            raise
+
+
+def _finish(op: Operation) -> None:
+    if op.copy is not None:
+        op.copy.run_deferred()
+        if not op.copy.wait(0):
+            return  # another thread is at it, and will say so
+    op.handle.mark_snapshot_taken()

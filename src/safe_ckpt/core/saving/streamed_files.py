@@ -1,0 +1,117 @@
+"""Files of one save that come one by one: each is copied at once, on the caller's thread, and written in the background."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.formats.write_task import FileTask
+from safe_ckpt.core.staging import snapshot
+from safe_ckpt.core.staging.buffer import Arena
+from safe_ckpt.errors import SafeCheckpointError
+
+_LOOK_S = 0.1
+
+
+class Parts:
+    """The files of one save on one rank, on their way to the background. They end with ``seal`` or ``fail``.
+
+    Args:
+        pool: memory of earlier saves, to be used again; this gives back to it.
+    """
+
+    def __init__(self, pool: list[Arena]) -> None:
+        self._pool = pool
+        self._waiting: deque[tuple[Arena, list[FileTask]]] = deque()
+        self._turn = threading.Condition()
+        self._place: tuple[str, Mapping[str, Any]] = ("", {})
+        self._ended = False
+        self._error: SafeCheckpointError | None = None
+        self._size_bytes = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """How much was handed over until now."""
+        return self._size_bytes
+
+    def bind(self, folder: str, manifest: Mapping[str, Any]) -> None:
+        """Where the files go. For the engine, before the first one comes."""
+        self._place = (folder, manifest)
+
+    def add(self, image: Image) -> None:
+        """Copy one file. When this returns the caller may change whatever it likes.
+
+        Raises:
+            NotEnoughSpaceError: the machine has not that much memory left.
+        """
+        with self._turn:
+            self._size_bytes += image.length
+            arena = self._arena_for(snapshot.arena_bytes([image]))
+        try:
+            tasks = snapshot.take([image], arena, *self._place)
+        except BaseException:
+            arena.close()
+            raise
+        with self._turn:
+            if self._ended:  # the save failed meanwhile, and its handle says so
+                self._pool.append(arena)
+            else:
+                self._waiting.append((arena, tasks))
+            self._turn.notify_all()
+
+    def _arena_for(self, size_bytes: int) -> Arena:
+        """The smallest that is large enough, else the largest, which grows: so each stays about as large as one file."""
+        self._pool.sort(key=lambda arena: arena.size)
+        fitting = next((arena for arena in self._pool if arena.size >= size_bytes), None)
+        if fitting is None:
+            return self._pool.pop() if self._pool else Arena()
+        self._pool.remove(fitting)
+        return fitting
+
+    def seal(self) -> None:
+        """No more will come: the save is complete."""
+        with self._turn:
+            self._ended = True
+            self._turn.notify_all()
+
+    def fail(self, error: SafeCheckpointError) -> None:
+        """No more will come, and what came is not to be committed. After ``seal`` it is too late."""
+        with self._turn:
+            if not self._ended:
+                self._ended, self._error = True, error
+            self._turn.notify_all()
+
+    def take(self, check: Callable[[], None]) -> Iterator[tuple[Arena, list[FileTask]]]:
+        """What is to be written, as it comes. On the background thread; the memory is taken back with the next one.
+
+        Args:
+            check: called while waiting; raises to give up.
+
+        Raises:
+            SafeCheckpointError: that of ``fail``.
+        """
+        while True:
+            with self._turn:
+                while not self._waiting and not self._ended:
+                    self._turn.wait(_LOOK_S)
+                    check()
+                if self._error is not None:
+                    raise self._error
+                if not self._waiting:
+                    return
+                arena, tasks = self._waiting.popleft()
+            try:
+                yield arena, tasks
+            finally:
+                with self._turn:
+                    self._pool.append(arena)
+
+    def release(self) -> None:
+        """The save is over: take back what was not written. On the background thread."""
+        with self._turn:
+            self._pool.extend(arena for arena, _ in self._waiting)
+            self._waiting.clear()
+            self._ended = True

@@ -1,0 +1,355 @@
+"""Sharded items: planned by ``torch.distributed.checkpoint`` (DCP), agreed through the store, laid out for our writer.
+
+DCP's planner decides what is written by whom: replicated tensors once, spread over the ranks. Every rank sends its local plan
+only when it has changed since the last save; rank 0 answers with which entries each rank writes, and knows by then where they
+will lie, so the ``.metadata`` is complete before a byte is written. What was planned and what was written are compared at the
+commit like every other file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from safe_ckpt.core.coordination.coordinator import Shares, raise_first
+from safe_ckpt.core.formats import dcp
+from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.formats.torch_archive import pickle_state
+from safe_ckpt.core.sharding import dtensor, plan_data
+from safe_ckpt.errors import CoordinationError, DesyncError, SafeCheckpointError, SaveError, StateError, to_wire
+
+if TYPE_CHECKING:
+    from safe_ckpt.core.coordination.coordinator import Session
+
+METADATA = ".metadata"
+_VERSION = "1.0.0"  # of DCP's format
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Local:
+    """One item as this rank could write it.
+
+    Attributes:
+        planner: finds the objects.
+        plan: what this rank has.
+        objects: the bytes of what is no tensor, by its place in the plan.
+    """
+
+    planner: DefaultSavePlanner
+    plan: SavePlan
+    objects: Mapping[int, bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What was agreed on.
+
+    Attributes:
+        items: what this rank has, by folder.
+        metadata: on rank 0, what goes into ``.metadata``.
+    """
+
+    items: Mapping[str, _Local]
+    metadata: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Global:
+    """What rank 0 made of all local plans.
+
+    Attributes:
+        token: unique to it; a rank whose plan is still the same names it instead of sending the plan again.
+        plans: every rank's.
+        kept: which entries of its plan every rank writes.
+        metadata: what goes into ``.metadata``, but for where things lie.
+    """
+
+    token: str
+    plans: Mapping[int, SavePlan]
+    kept: Mapping[int, Sequence[int]]
+    metadata: Metadata
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Agreed:
+    """What this rank remembers of the last agreement on one item."""
+
+    token: str
+    plan: SavePlan
+    kept: Sequence[int]
+
+
+class ShardPlanner:
+    """Plans sharded items, remembering what was agreed. One per pipeline; every rank has one and asks it alike.
+
+    Args:
+        session: where the ranks meet.
+        barrier_s: how long one waits for another there.
+        strict: refuse objects that ``torch.load(weights_only=True)`` would refuse.
+    """
+
+    def __init__(self, session: Session, *, barrier_s: float, strict: bool = True) -> None:
+        self._session = session
+        self._barrier_s = barrier_s
+        self._strict = strict
+        self._agreed: dict[str, _Agreed] = {}
+        self._global: dict[str, _Global] = {}  # on rank 0
+        self._written: dict[str, tuple[Any, bytes]] = {}  # on rank 0: the last metadata, and what it was made of
+
+    def images(self, states: Mapping[str, Any], problem: Exception | None = None) -> list[Image]:
+        """The files of this rank. Every rank calls this, on the thread that trains; see ``agree`` and ``lay_out``."""
+        return self.lay_out(self.agree(states, problem))
+
+    def agree(
+        self,
+        states: Mapping[str, Any],
+        problem: Exception | None = None,
+        *,
+        kind: str = "shards",
+        view: Mapping[str, object] | None = None,
+    ) -> Parts:
+        """Agree on who writes what. Every rank calls this, on the thread that trains.
+
+        Args:
+            states: folder (``""`` for the checkpoint's own) to the state dict that goes there.
+            problem: why this rank has none to plan; every rank raises it.
+            kind: of the agreement, with ``view``. Those of the save that follows let a rank that knows of no shards, because
+                it failed before, meet the others here: all raise its error.
+            view: what must be equal on all ranks.
+
+        Raises:
+            StateError: something cannot be saved; names it. On every rank.
+            DesyncError: the ranks have different items.
+        """
+        local: dict[str, _Local] = {}
+        said: dict[str, Any] = {}
+        if problem is None:
+            try:
+                local = {folder: self._plan(folder, state) for folder, state in states.items()}
+                said = {folder: self._say(folder, item) for folder, item in local.items()}
+            except Exception as error:  # the others wait for this rank's answer
+                problem = error
+        wire = to_wire(problem, rank=self._session.rank, phase="planning shards") if problem else None
+        answer = {"error": wire, "items": said}
+        made: dict[str, tuple[_Global, bytes]] = {}
+        try:
+            share = self._session.agree(
+                kind,
+                view or {},
+                timeout_s=self._barrier_s,
+                answer=answer,
+                decide=lambda given: self._decide(given, made),
+            )
+        except SafeCheckpointError as error:
+            self._agreed.clear()
+            if problem is not None and not isinstance(error, CoordinationError):
+                raise problem from None
+            raise
+        self._session.keep_together()
+        for folder, item in local.items():
+            kept = share[folder]["kept"]
+            if kept is None:
+                kept = self._agreed[folder].kept
+            else:
+                kept = plan_data.kept_from_json(kept, item.plan, rank=self._session.rank)
+            self._agreed[folder] = _Agreed(token=share[folder]["token"], plan=item.plan, kept=kept)
+        for folder, (whole, _) in made.items():
+            self._global[folder] = whole
+        return Parts(items=local, metadata={folder: data for folder, (_, data) in made.items()})
+
+    def lay_out(self, parts: Parts) -> list[Image]:
+        """The files of this rank. What goes wrong here is this rank's own to tell.
+
+        Raises:
+            StateError: a tensor is not what was planned; names it.
+        """
+        found: list[Image] = []
+        for folder, item in parts.items.items():
+            found += _lay_out(folder, item, self._agreed[folder].kept, self._session.rank)
+        for folder, data in parts.metadata.items():
+            found.append(Image(path=_under(folder, METADATA), length=len(data), pieces=[(0, data)]))
+        return found
+
+    def _plan(self, folder: str, state: Any) -> _Local:
+        if self._strict:
+            _refuse_other_keys(folder, state)
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(dict(state), is_coordinator=self._session.rank == 0)
+        for fqn, value in planner.state_dict.items():
+            _admit(f"{folder}: {fqn}", value)
+        plan = planner.create_local_plan()
+        objects = {
+            number: self._bytes_of(f"{folder}: {item.index.fqn}", planner.lookup_object(item.index))
+            for number, item in enumerate(plan.items)
+            if item.type == WriteItemType.BYTE_IO
+        }
+        return _Local(planner=planner, plan=plan, objects=objects)
+
+    def _bytes_of(self, key: str, value: object) -> bytes:
+        pickle_state(value, strict=self._strict, key=key)  # says what cannot be saved, and where it is
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        return buffer.getvalue()
+
+    def _say(self, folder: str, item: _Local) -> dict[str, Any]:
+        known = self._agreed.get(folder)
+        same = known is not None and known.plan == item.plan
+        return {
+            "token": known.token if known is not None and same else None,
+            "plan": None if same else plan_data.plan_to_json(item.plan),
+            "lengths": {str(number): len(data) for number, data in item.objects.items()},
+        }
+
+    def _decide(self, answers: Mapping[int, Any], made: dict[str, tuple[_Global, bytes]]) -> Shares:
+        raise_first({rank: answer["error"] for rank, answer in answers.items()})
+        names = {str(rank): ", ".join(answer.get("items", ["none"])) for rank, answer in answers.items()}
+        if len(set(names.values())) > 1:
+            raise DesyncError(what="sharded items", values=names)
+        shares: dict[int, dict[str, Any]] = {rank: {} for rank in answers}
+        for folder in answers[0]["items"]:
+            told = {rank: answer["items"][folder] for rank, answer in answers.items()}
+            whole = self._whole(folder, told)
+            made[folder] = whole, self._metadata(folder, whole, told)
+            for rank in answers:
+                kept = None if told[rank]["token"] == whole.token else list(whole.kept[rank])
+                shares[rank][folder] = {"token": whole.token, "kept": kept}
+        return Shares(shares)
+
+    def _metadata(self, folder: str, whole: _Global, told: Mapping[int, Any]) -> bytes:
+        facts = whole.token, {rank: one["lengths"] for rank, one in told.items()}
+        if folder not in self._written or self._written[folder][0] != facts:
+            self._written[folder] = facts, _metadata_of(folder, whole, told)
+        return self._written[folder][1]
+
+    def _whole(self, folder: str, told: Mapping[int, Any]) -> _Global:
+        known = self._global.get(folder)
+        if known is not None and all(one["token"] == known.token for one in told.values()):
+            return known
+        plans: dict[int, SavePlan] = {}
+        shared: dict[int, SavePlan] = {}
+        for rank, one in told.items():
+            if one["plan"] is not None:
+                plans[rank] = plan_data.plan_from_json(one["plan"], rank=rank)
+            elif known is not None and one["token"] == known.token:
+                plans[rank] = known.plans[rank]
+            else:
+                raise SaveError(name=folder, cause="its plan is not known here any more; save again", rank=rank)
+        ranks = sorted(plans)
+        # What is no DTensor is rank 0's to say, like everything that is not wrapped in PerRank.
+        for rank in ranks[1:]:
+            only = [item for item in plans[rank].items if item.type == WriteItemType.SHARD]
+            shared[rank] = dataclasses.replace(plans[rank], items=only)
+        final, metadata = DefaultSavePlanner().create_global_plan([shared.get(rank, plans[rank]) for rank in ranks])
+        kept = {rank: _kept(plans[rank], final[number]) for number, rank in enumerate(ranks)}
+        return _Global(token=uuid.uuid4().hex, plans=plans, kept=kept, metadata=metadata)
+
+
+def _kept(plan: SavePlan, final: SavePlan) -> list[int]:
+    chosen = {item.index for item in final.items}
+    return [number for number, item in enumerate(plan.items) if item.index in chosen]
+
+
+def _entries(
+    plan: SavePlan, kept: Sequence[int], lengths: Mapping[int, int]
+) -> Iterator[tuple[WriteItem, int, int, int]]:
+    """Where the entries of one rank's file lie: number in the plan, offset, length. The same on that rank and on rank 0."""
+    at = 0
+    for number in kept:
+        item = plan.items[number]
+        if item.type == WriteItemType.BYTE_IO:
+            at, length = dcp.behind(at), lengths[number]
+        else:
+            around = dcp.envelope(*_kind(item))
+            at, length = dcp.behind(at, around.alignment), around.length
+        yield item, number, at, length
+        at += length
+
+
+def _kind(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...]]:
+    if item.tensor_data is None:
+        raise StateError(key=item.index.fqn, message="its planned entry says nothing of a tensor")
+    return item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
+
+
+def _metadata_of(folder: str, whole: _Global, told: Mapping[int, Any]) -> bytes:
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for rank, plan in whole.plans.items():
+        lengths = plan_data.lengths_from_json(told[rank]["lengths"], plan, rank=rank)
+        for item, _, at, length in _entries(plan, whole.kept[rank], lengths):
+            places[item.index] = _StorageInfo(_file_of(rank), at, length)
+    planned = sum(
+        len(known.chunks) if isinstance(known, TensorStorageMetadata) else 1
+        for known in whole.metadata.state_dict_metadata.values()
+    )
+    if planned != len(places):
+        raise SaveError(name=folder, cause=f"{planned} entries are planned and {len(places)} would be written")
+    facts: dict[str, Any] = {"storage_data": places, "storage_meta": StorageMeta(save_id=whole.token)}
+    if hasattr(whole.metadata, "version"):  # since torch 2.9
+        facts["version"] = _VERSION
+    return pickle.dumps(dataclasses.replace(whole.metadata, **facts))
+
+
+def _lay_out(folder: str, item: _Local, kept: Sequence[int], rank: int) -> list[Image]:
+    pieces: list[tuple[int, bytes]] = []
+    tensors: list[tuple[int, torch.Tensor]] = []
+    end = 0
+    lengths = {number: len(data) for number, data in item.objects.items()}
+    for entry, number, at, length in _entries(item.plan, kept, lengths):
+        end = at + length
+        if number in item.objects:
+            pieces.append((at, item.objects[number]))
+            continue
+        around = dcp.envelope(*_kind(entry))
+        tensor = item.planner.lookup_object(entry.index).detach().resolve_conj().resolve_neg()
+        if (tensor.dtype, tuple(tensor.shape)) != _kind(entry):
+            message = f"planned as {_kind(entry)}, it is {tuple(tensor.shape)} {tensor.dtype}"
+            raise StateError(key=f"{folder}: {entry.index.fqn}", message=message)
+        pieces += [(at, around.head), (end - len(around.tail), around.tail)]
+        if tensor.numel():
+            tensors.append((at + len(around.head), tensor))
+    if not end:
+        return []
+    return [Image(path=_under(folder, _file_of(rank)), length=end, pieces=pieces, tensors=tensors)]
+
+
+def _admit(key: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        return
+    if dtensor.is_partial(value):
+        raise StateError(key=key, message="a DTensor whose parts are still to be reduced: redistribute it first")
+    if value.is_meta:
+        raise StateError(key=key, message="a tensor on the meta device: it has no data. Materialise it first")
+    odd = value.layout is not torch.strided or value.is_quantized or value.is_nested
+    if odd and not dtensor.is_sharded(value):
+        raise StateError(key=key, message="a sparse, quantized or nested tensor beside sharded ones")
+
+
+def _refuse_other_keys(where: str, value: object) -> None:
+    # DCP joins the keys of nested mappings to names: others than text would come back as text.
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise StateError(key=f"{where}[{key!r}]", message="beside sharded tensors the keys must be text")
+            _refuse_other_keys(f"{where}[{key!r}]", inner)
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            _refuse_other_keys(f"{where}[{number}]", inner)
+
+
+def _file_of(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def _under(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name

@@ -1,0 +1,138 @@
+"""Which rank sends which part of which tensor in which round of a gather. Values in, values out.
+
+A box is a part of a chunk that is contiguous in it: chunks are cut along their first dimension that is longer than one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from safe_ckpt.core.sharding.dtensor import Span
+from safe_ckpt.errors import StateError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """One part that travels.
+
+    Attributes:
+        tensor: its place in the order of tensors.
+        rank: who sends it.
+        begin: where it begins in the sender's chunk.
+        sizes: its shape.
+        at: where it begins in the whole tensor.
+        size_bytes: as it travels.
+    """
+
+    tensor: int
+    rank: int
+    begin: tuple[int, ...]
+    sizes: tuple[int, ...]
+    at: tuple[int, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """The plan of a gather.
+
+    Attributes:
+        rounds: what travels together, in order.
+        ends: for every tensor how many rounds must be over before it is complete.
+        own: for every tensor the chunk that the writing rank has itself, None where it has none.
+    """
+
+    rounds: Sequence[Sequence[Box]]
+    ends: Sequence[int]
+    own: Sequence[Span | None] = field(default_factory=list)
+
+    def share(self, rank: int) -> list[list[tuple[int, tuple[int, ...], tuple[int, ...]]]]:
+        """What ``rank`` sends, round by round: tensor, beginning, sizes."""
+        return [[(box.tensor, box.begin, box.sizes) for box in boxes if box.rank == rank] for boxes in self.rounds]
+
+
+def plan(
+    names: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    item_bytes: Sequence[int],
+    chunks: Mapping[int, Sequence[Span | None]],
+    most_bytes: int,
+    late: Sequence[bool] = (),
+) -> Rounds:
+    """Plan the gather of whole tensors to rank 0.
+
+    Args:
+        names: of the tensors, in their order.
+        shapes: of the whole tensors.
+        item_bytes: bytes of one element of each as it travels.
+        chunks: for every rank and tensor what it has; a part that several ranks have is sent by the lowest of them.
+        most_bytes: of one round, as long as a single row of a chunk is not longer.
+        late: for every tensor whether it must not travel before it is its turn; none when empty.
+
+    Raises:
+        StateError: the chunks do not make up a whole tensor.
+    """
+    rounds: list[list[Box]] = []
+    ends: list[int] = []
+    own: list[Span | None] = []
+    filled = 0
+    for index, name in enumerate(names):
+        owners = _owners(name, index, shapes[index], chunks)
+        own.append(next((span for rank, span in owners if rank == 0), None))
+        if late and late[index]:
+            filled = most_bytes
+        for rank, (offsets, sizes) in owners:
+            if rank == 0:
+                continue
+            for begin, part in _cut(sizes, item_bytes[index], most_bytes):
+                size = math.prod(part) * item_bytes[index]
+                if not rounds or filled + padded(size) > most_bytes:
+                    rounds.append([])
+                    filled = 0
+                at = tuple(offset + inner for offset, inner in zip(offsets, begin, strict=True))
+                rounds[-1].append(Box(tensor=index, rank=rank, begin=begin, sizes=part, at=at, size_bytes=size))
+                filled += padded(size)
+        ends.append(len(rounds))
+    return Rounds(rounds=rounds, ends=ends, own=own)
+
+
+def padded(size_bytes: int) -> int:
+    """The room that a box takes in the buffer, so that the next one is aligned for every type."""
+    return -(-size_bytes // 16) * 16
+
+
+def _owners(
+    name: str, index: int, shape: Sequence[int], chunks: Mapping[int, Sequence[Span | None]]
+) -> list[tuple[int, Span]]:
+    found: dict[tuple[int, ...], tuple[int, Span]] = {}
+    for rank in sorted(chunks):
+        span = chunks[rank][index]
+        if span is not None and 0 not in span[1]:
+            offsets, sizes = tuple(span[0]), tuple(span[1])  # lists, where they came as JSON
+            found.setdefault(offsets, (rank, (offsets, sizes)))
+    whole = math.prod(shape)
+    covered = sum(math.prod(span[1]) for _, span in found.values())
+    if covered != whole:
+        raise StateError(key=name, message=f"the ranks together have {covered} of its {whole} elements")
+    return sorted(found.values(), key=lambda owner: owner[1][0])
+
+
+def _cut(sizes: Sequence[int], item_bytes: int, most_bytes: int) -> list[Span]:
+    """Cut a chunk into boxes of at most ``most_bytes``, in the order of its memory."""
+    whole = tuple(sizes)
+    if math.prod(whole) * item_bytes <= most_bytes:
+        return [((0,) * len(whole), whole)]
+    along = next((dim for dim, size in enumerate(whole) if size > 1), None)
+    if along is None:
+        return [((0,) * len(whole), whole)]
+    row = math.prod(whole[along + 1 :]) * item_bytes
+    step = max(1, most_bytes // max(row, 1))
+    found: list[Span] = []
+    for start in range(0, whole[along], step):
+        part = (*whole[:along], min(step, whole[along] - start), *whole[along + 1 :])
+        begin = tuple(start if dim == along else 0 for dim in range(len(whole)))
+        inner = _cut(part, item_bytes, most_bytes) if step == 1 and row > most_bytes else [((0,) * len(whole), part)]
+        found += [(tuple(a + b for a, b in zip(begin, more, strict=True)), size) for more, size in inner]
+    return found

@@ -1,0 +1,143 @@
+"""The collectives of a gather, awaited by polling: an uneven all-to-all towards rank 0, and torch's own reductions."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from safe_ckpt.core.coordination import process_groups
+from safe_ckpt.core.cuda import Cuda
+from safe_ckpt.errors import PeerLostError, RendezvousTimeout
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+logger = logging.getLogger(__name__)
+_FIRST_NAP_S = 0.0001
+_LONGEST_NAP_S = 0.005
+_given_up: list[weakref.ref[Any]] = []
+
+
+def to_rank_0(
+    incoming: torch.Tensor,
+    outgoing: torch.Tensor,
+    splits: Sequence[int],
+    group: ProcessGroup | None,
+    *,
+    look: Callable[[], None],
+    timeout_s: float,
+) -> None:
+    """Send ``outgoing`` of every rank to ``incoming`` on rank 0. Every rank of the group calls this, on the calling thread.
+
+    Args:
+        incoming: bytes; on rank 0 room for everything, one rank after the other, elsewhere empty.
+        outgoing: this rank's bytes; empty on rank 0.
+        splits: on rank 0 how much comes from each rank, elsewhere zeros.
+        group: the ranks.
+        look: called again and again; raises when a rank is lost, for then the operation never ends.
+        timeout_s: how long it may take.
+
+    Raises:
+        RendezvousTimeout: it took longer. As after an error from ``look``, the group cannot be used any more then.
+    """
+    sent = [outgoing.numel(), *[0] * (len(splits) - 1)]
+    work: Any = dist.all_to_all_single(incoming, outgoing, list(splits), sent, group=group, async_op=True)
+    deadline = time.monotonic() + timeout_s
+    nap_s = _FIRST_NAP_S
+    try:
+        while not work.is_completed():
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+            look()
+            if time.monotonic() > deadline:
+                raise RendezvousTimeout(phase="gather: a round", seconds=timeout_s)
+    except BaseException:
+        _abort(group)
+        raise
+    work.wait()
+
+
+def watched(
+    action: Callable[[], torch.Tensor], groups: Sequence[ProcessGroup], *, look: Callable[[], None], timeout_s: float
+) -> torch.Tensor:
+    """Run a collective of torch's own, which cannot be polled, on a thread while this one looks around. It issues no other.
+
+    Args:
+        action: the collective.
+        groups: those that it uses; given up when it does not end.
+        look: as for ``to_rank_0``.
+        timeout_s: how long it may take.
+
+    Raises:
+        RendezvousTimeout: it took longer.
+    """
+    result: Future[torch.Tensor] = Future()
+    here = Cuda().here()  # the thread is to work where the caller does, behind what it has queued
+
+    def run() -> None:
+        try:
+            with here:
+                result.set_result(action())
+        except BaseException as error:  # it belongs to the caller that waits
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="safe_ckpt-collective", daemon=True).start()
+    deadline = time.monotonic() + timeout_s
+    try:
+        while not wait([result], timeout=_LONGEST_NAP_S).done:
+            look()
+            if time.monotonic() > deadline:
+                raise RendezvousTimeout(phase="gather: a reduction", seconds=timeout_s)
+    except BaseException:
+        for group in groups:
+            _abort(group)
+        raise
+    return result.result()
+
+
+def refuse_if_given_up(group: ProcessGroup | None) -> None:
+    """Raise at once where a collective was given up before: another one would never end.
+
+    Raises:
+        PeerLostError: it was.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    if any(known() is _group_of(group) for known in _given_up):
+        reason = (
+            "an earlier gather was given up within a collective, and the process group with it: start the job again"
+        )
+        raise PeerLostError(phase="gather", ranks=(), reason=reason)
+
+
+def _group_of(group: ProcessGroup | None) -> Any:
+    return group if group is not None else dist.distributed_c10d._get_default_group()
+
+
+def _abort(group: ProcessGroup | None) -> None:
+    _given_up.append(weakref.ref(_group_of(group)))
+    # An operation that is left behind would keep destroy_process_group and the interpreter's exit waiting for the lost rank.
+    logger.warning("a collective was given up: its process group cannot be used any more")
+    for backend, _ in process_groups.backend_timeouts(group):
+        with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):  # gloo cannot before torch 2.9
+            backend.abort()
+
+
+def wire_device(tensors: Sequence[torch.Tensor], group: ProcessGroup | None) -> torch.device:
+    """The device over which parts travel: that of the tensors where the group has a backend for it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return torch.device("cpu")
+    pg: Any = group if group is not None else dist.group.WORLD
+    types = {str(kind) for kind in getattr(pg, "_device_types", [torch.device("cpu")])}
+    if "cuda" in types and ("cpu" not in types or any(tensor.device.type == "cuda" for tensor in tensors)):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

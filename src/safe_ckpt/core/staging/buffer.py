@@ -1,0 +1,216 @@
+"""Shared memory that holds one snapshot. It is laid out as the files will be, so writing it needs no second copy.
+
+An anonymous memory file (``memfd``): it has no name, so nothing is left behind by a killed job, and direct I/O works from it.
+Its pages are allocated before they are written to: where memory is short that is an error, not a SIGBUS, nor a visit of
+the out-of-memory killer. Its first page says how far it is filled, so that writing can begin before copying ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import itertools
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from safe_ckpt.core.cuda import Cuda
+from safe_ckpt.core.staging import host_memory
+from safe_ckpt.core.staging.progress import write_mark
+from safe_ckpt.errors import NotEnoughSpaceError
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_ids = itertools.count(1)
+GRANULE = 2 << 20
+_SMALL_GRANULE = 64 << 10
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; the mmap module does not name it
+_POPULATE_STEP = 8 << 20
+_ZEROS = bytes(1 << 20)
+_SHMEM_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+
+
+class Arena:
+    """One growing block of shared memory, used by one save at a time.
+
+    Attributes:
+        id: tells arenas of this process apart.
+        size: bytes that are mapped now.
+    """
+
+    def __init__(self) -> None:
+        self.id = next(_ids)
+        self.size = 0
+        self._fd = _anonymous_file()
+        self._map: mmap.mmap | None = None
+        self._bytes: torch.Tensor | None = None
+        self._growing = threading.RLock()  # pre-faulting ahead of a save happens on another thread than the save
+        self._unpin: Callable[[], None] | None = None
+        self._unpinnable = False
+        self._closing = False
+
+    def reserve(self, size: int) -> None:
+        """Make room for ``size`` bytes, all of it allocated and mapped; what was in it may be lost. Never shrinks.
+
+        Raises:
+            NotEnoughSpaceError: this machine has not that much memory left.
+        """
+        with self._growing:
+            if size <= self.size:
+                return
+            granule = GRANULE if size > GRANULE // 2 else _SMALL_GRANULE
+            size = -(-size // granule) * granule
+            free = host_memory.available_bytes()
+            if free is not None and size - self.size > free:
+                raise _does_not_fit(size - self.size, free)
+            self._release_pinned()
+            try:
+                fresh = self._allocate(size)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                    raise
+                raise _does_not_fit(size - self.size, free or 0) from error
+            # The old mapping may still be looked at by tensors; it goes when they do.
+            self._map = fresh
+            self._bytes = torch.frombuffer(fresh, dtype=torch.uint8)
+            self.size = size
+
+    @property
+    def memory(self) -> mmap.mmap:
+        """The mapped memory."""
+        if self._map is None:
+            self.reserve(1)
+        if self._map is None:
+            raise ValueError("the arena was closed")
+        return self._map
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """The mapped memory as a tensor of shape ``(size,)`` and type ``uint8``."""
+        if self._bytes is None:
+            self.reserve(1)
+        if self._bytes is None:
+            raise ValueError("the arena was closed")
+        return self._bytes
+
+    def mark(self, end: int) -> None:
+        """Say that everything before ``end`` is in place and will not change."""
+        # The lock is for its memory barrier: the bytes must be seen by the writer process before the mark is.
+        with self._growing:
+            write_mark(self.memory, end)
+
+    def pin(self, device: torch.device, cuda: Cuda) -> bool:
+        """Register the memory with CUDA, so that copies from a device run beside the computing. Returns whether it is.
+
+        With CUDA this was read, not run: no machine with it was at hand.
+
+        Args:
+            device: on which the calling thread is to stand meanwhile; the memory is pinned for all.
+            cuda: the devices.
+        """
+        with self._growing:
+            if self._unpin is None and self._bytes is not None and not self._unpinnable:
+                self._unpin = cuda.register(self._bytes.data_ptr(), self.size, device)
+                self._unpinnable = self._unpin is None
+            return self._unpin is not None
+
+    def fileno(self) -> int:
+        """The file descriptor, for the writer process."""
+        return self._fd
+
+    def close(self) -> None:
+        """Free the memory once nobody looks at it any more."""
+        self._closing = True
+        with self._growing:
+            self._release_pinned()
+            self._map = self._bytes = None
+            self.size = 0
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+    def _allocate(self, size: int) -> mmap.mmap:
+        os.ftruncate(self._fd, size)
+        fresh = mmap.mmap(self._fd, size)
+        with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages for shared memory
+            fresh.madvise(mmap.MADV_HUGEPAGE)
+        try:
+            self._populate(torch.frombuffer(fresh, dtype=torch.uint8).data_ptr(), size)
+        except BaseException:
+            os.ftruncate(self._fd, self.size)  # what it got so far goes back: training goes on
+            raise
+        return fresh
+
+    def _populate(self, address: int, size: int) -> None:
+        # Through the file first: faults hold the lock of the process's address space while the machine looks for memory,
+        # and whatever training allocates meanwhile waits for it (on a virtual machine, seconds per GiB). Where huge pages
+        # are given on advice, only faults get them.
+        by_faults = _huge_on_advice()
+        if not by_faults:
+            self._fill(size)
+        for at in range(0, size, _POPULATE_STEP):
+            self._refuse_if_closing()
+            if not _map(address + at, min(_POPULATE_STEP, size - at)):
+                # An older kernel: the first copy maps what is allocated now.
+                if by_faults:
+                    self._fill(size)
+                return
+
+    def _fill(self, size: int) -> None:
+        for at in range(self.size, size, len(_ZEROS)):
+            self._refuse_if_closing()
+            _write_zeros(self._fd, at, min(len(_ZEROS), size - at))
+
+    def _refuse_if_closing(self) -> None:
+        if self._closing:
+            raise OSError(errno.ECANCELED, "the arena was closed")
+
+    def _release_pinned(self) -> None:
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
+
+
+def _huge_on_advice() -> bool:
+    try:
+        return "[advise]" in _SHMEM_PAGES.read_text(encoding="utf-8")
+    except OSError:
+        return False
+
+
+def _write_zeros(fd: int, at: int, length: int) -> None:
+    """Have a part of the file allocated. Without the interpreter lock."""
+    done = 0
+    while done < length:
+        done += os.pwrite(fd, _ZEROS[: length - done], at + done)
+
+
+def _map(start: int, length: int) -> bool:
+    """Map pages, which allocates what is not; the first copy would pay for it otherwise. Returns whether the kernel can."""
+    if not _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _POPULATE_WRITE):
+        return True
+    if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    return False
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("safe_ckpt", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:  # unlinked at once: nothing to clean up either
+        return os.dup(file.fileno())
+
+
+def _does_not_fit(needed: int, free: int) -> NotEnoughSpaceError:
+    return NotEnoughSpaceError(
+        path="host memory",
+        message="The snapshot does not fit: save less at a time, set max_host_bytes, or give the job more memory.",
+        needed_bytes=needed,
+        free_bytes=free,
+        phase="snapshot",
+    )

@@ -1,0 +1,133 @@
+"""Copies from devices into an arena: beside the computing, on a stream of their own, into pinned memory.
+
+With CUDA this was read, not run: no machine with it was at hand. The order of things was tried with devices that remember.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from safe_ckpt.core.cuda import Cuda
+from safe_ckpt.core.staging.buffer import Arena
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Move:
+    """One tensor and where its bytes go.
+
+    Attributes:
+        offset: in the arena.
+        tensor: any shape, type, strides and device; its elements are written in the order of its shape.
+        deferred: it stays as it is until the gate opens, so it may be copied later.
+    """
+
+    offset: int
+    tensor: torch.Tensor
+    deferred: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def into(self, memory: torch.Tensor, *, non_blocking: bool = False) -> None:
+        """Copy the tensor to where it goes in ``memory``, in the order of its shape, whatever its strides."""
+        target = memory[self.offset : self.offset + self.size]
+        if self.tensor.dtype is not torch.uint8:
+            target = target.view(self.tensor.dtype)
+        target.view(self.tensor.shape).copy_(self.tensor, non_blocking=non_blocking)
+
+
+class DeviceCopies:
+    """The part of one snapshot that comes from devices.
+
+    Args:
+        arena: filled.
+        cuda: the devices.
+    """
+
+    def __init__(self, arena: Arena, cuda: Cuda | None = None) -> None:
+        self._arena = arena
+        self._cuda = cuda or Cuda()
+        self._streams: dict[torch.device, Any] = {}
+        self._begun: dict[torch.device, Any] = {}  # where the trainer was when the snapshot was asked for
+        self._done: dict[Move, Any] = {}
+        self._loose: dict[torch.device, Any] = {}
+
+    def takes(self, move: Move) -> bool:
+        """Whether a tensor is copied here: it is not in host memory."""
+        return self._cuda.has(move.tensor) or not move.tensor.is_cpu
+
+    def begin(self, moves: Sequence[Move]) -> None:
+        """Start the deferred copies, each device's on a side stream behind what the trainer, who calls this, has queued."""
+        chosen = [move for move in moves if self._cuda.has(move.tensor)]
+        for device in {move.tensor.device for move in chosen}:
+            # Another thread's stream knows nothing of the trainer's, which may not be the device's default one.
+            self._begun[device] = self._cuda.mark(self._cuda.current(device))
+        if not chosen or not self._arena.pin(chosen[0].tensor.device, self._cuda):
+            return  # into pageable memory a copy would block: they are made one by one when their turn comes
+        for move in chosen:
+            side = self._side_of(move.tensor.device)
+            with self._cuda.on(side):
+                self._cuda.copy(move, self._arena.bytes, non_blocking=True)
+            self._done[move] = self._cuda.mark(side)
+
+    def copy(self, move: Move) -> None:
+        """Copy one tensor, or wait for its copy if it was started. On any thread."""
+        event = self._done.get(move)
+        if event is not None:
+            event.synchronize()
+        elif not self._cuda.has(move.tensor):
+            move.into(self._arena.bytes)  # some other device, which torch waits for
+        else:
+            self._copy_now(move)
+
+    def settle(self) -> None:
+        """Wait until all that was started by ``copy`` is in place."""
+        for stream in self._loose.values():
+            stream.synchronize()
+        self._loose.clear()
+
+    def forget(self) -> None:
+        """No more is copied: wait for whatever is under way, also what nobody waits for, and let go of the tensors.
+
+        A copy that was abandoned goes on by itself. Into an arena that is used again it would bring bytes of this snapshot,
+        before they are hashed, so that nobody could ever tell.
+        """
+        try:
+            for stream in [*self._streams.values(), *self._loose.values()]:
+                stream.synchronize()
+        finally:
+            self._done.clear()
+            self._loose.clear()
+            self._streams.clear()
+            self._begun.clear()
+
+    def order(self, moves: Sequence[Move]) -> bool:
+        """Let what is queued from now on wait for the copies, on the devices. Returns whether that covers all of ``moves``."""
+        if not moves or any(move not in self._done for move in moves):
+            return False
+        for device, side in list(self._streams.items()):
+            self._cuda.current(device).wait_stream(side)
+        return True
+
+    def _side_of(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            side = self._streams[device] = self._cuda.stream(device)
+            side.wait_event(self._begun[device])
+        return self._streams[device]
+
+    def _copy_now(self, move: Move) -> None:
+        device = move.tensor.device
+        with self._cuda.at(device):
+            stream = self._cuda.current(device)
+            if device in self._begun:
+                stream.wait_event(self._begun[device])
+            pinned = self._arena.pin(device, self._cuda)
+            if pinned:
+                self._loose[device] = stream  # before the copy: one that fails halfway may have been queued
+            self._cuda.copy(move, self._arena.bytes, non_blocking=pinned)

@@ -1,0 +1,110 @@
+"""The plan of a snapshot: where in the arena each file lies, what is copied there, and what the writer makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.formats.manifest import RECORD_NAME
+from safe_ckpt.core.formats.write_task import FileTask
+from safe_ckpt.core.staging.buffer import Arena
+from safe_ckpt.core.staging.copy import Copy
+from safe_ckpt.core.staging.device_copies import Move
+from safe_ckpt.core.staging.overlap import Deferral
+from safe_ckpt.core.staging.progress import FIRST_BYTE
+from safe_ckpt.core.storage.direct_io import PAGE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A snapshot to be taken.
+
+    Attributes:
+        tasks: what to write once it is, file by file.
+        copy: fills the arena.
+    """
+
+    tasks: Sequence[FileTask]
+    copy: Copy
+
+
+def arena_bytes(images: Sequence[Image]) -> int:
+    """How much of an arena the images take."""
+    return FIRST_BYTE + sum(_rounded(image.length) for image in images)
+
+
+def lay_out(
+    images: Sequence[Image],
+    arena: Arena,
+    folder: str,
+    manifest: Mapping[str, Any],
+    *,
+    name: str = "",
+    deferral: Deferral | None = None,
+) -> Snapshot:
+    """Make room for everything and fill in all but the tensors.
+
+    Args:
+        images: the planned files.
+        arena: where to; holds nothing else.
+        folder: the staging directory that the files will be written to.
+        manifest: goes into files that carry their manifest inside.
+        name: of the checkpoint, for messages.
+        deferral: which tensors may be copied later; None for none.
+
+    Raises:
+        NotEnoughSpaceError: the machine has not that much memory left.
+    """
+    arena.reserve(arena_bytes(images))
+    memory = arena.memory
+    moves: list[Move] = []
+    tasks = list_tasks(images, folder, manifest)
+    for image, task in zip(images, tasks, strict=True):
+        base = task.offset
+        for offset, data in image.pieces:
+            memory[base + offset : base + offset + len(data)] = data
+        for offset, tensor in image.tensors:
+            deferred = deferral is not None and deferral.covers(tensor)
+            moves.append(Move(offset=base + offset, tensor=tensor, deferred=deferred))
+    end = max((task.offset + task.length for task in tasks), default=FIRST_BYTE)
+    witness = deferral.witness() if deferral is not None and any(move.deferred for move in moves) else None
+    return Snapshot(tasks=tasks, copy=Copy(name, arena, moves, end, witness))
+
+
+def list_tasks(images: Sequence[Image], folder: str, manifest: Mapping[str, Any]) -> list[FileTask]:
+    """What is to be written, with the places in an arena that would hold it all."""
+    tasks: list[FileTask] = []
+    base = FIRST_BYTE
+    for image in images:
+        single = image.records is not None and image.manifest is not None
+        tasks.append(
+            FileTask(
+                path=f"{folder}/{image.path}",
+                offset=base,
+                length=image.length,
+                records=image.records,
+                manifest_name=RECORD_NAME,
+                manifest={**manifest, **(image.manifest or {})} if single else {"format": "safe_ckpt-part"},
+            )
+        )
+        base += _rounded(image.length)
+    return tasks
+
+
+def take(images: Sequence[Image], arena: Arena, folder: str, manifest: Mapping[str, Any]) -> list[FileTask]:
+    """Copy everything into the arena at once. When this returns the caller may change whatever it likes.
+
+    Raises:
+        NotEnoughSpaceError: the machine has not that much memory left.
+    """
+    snapshot = lay_out(images, arena, folder, manifest)
+    snapshot.copy.run()
+    if snapshot.copy.error is not None:
+        raise snapshot.copy.error
+    return list(snapshot.tasks)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // PAGE) * PAGE

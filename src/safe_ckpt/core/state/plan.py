@@ -1,0 +1,283 @@
+"""What a state consists of: names to objects, and objects to files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from safe_ckpt.core.formats import file_plan, parsing
+from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest
+from safe_ckpt.core.sharding import dtensor
+from safe_ckpt.core.staging import overlap
+from safe_ckpt.core.storage.reader import read_whole
+from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, RestoreError, StateError
+
+_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}$")
+_SMALL_PARTS = 4 << 20
+_OF_A_RANK = re.compile(r"\.rank\d{5,}$")
+SHARDED = "sharded"
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Modules, optimizers, schedulers, loaders: anything with these two methods."""
+
+    def state_dict(self) -> Any:
+        """The state to save."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take the state back."""
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """Marks an item of the state of which every rank saves its own, such as a random generator's state.
+
+    Attributes:
+        value: what this rank saves: a Stateful, a state dict, a tensor or JSON-able data.
+    """
+
+    value: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One name of a state, planned on one rank."""
+
+    name: str
+    image: Image
+    per_rank: bool
+    form: str
+
+    def to_json(self) -> dict[str, Any]:
+        """How it is described in the manifest."""
+        return {"file": self.image.path, "per_rank": self.per_rank, "form": self.form}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What this rank writes of a state.
+
+    Attributes:
+        items: names that become one file.
+        sharded: names of which every rank has a part, with the state dicts that they become; the same on all ranks.
+    """
+
+    items: Sequence[Item] = ()
+    sharded: Mapping[str, Any] = field(default_factory=dict)
+
+    def described(self, rank: int) -> dict[str, dict[str, Any]]:
+        """What the manifest says of them."""
+        found = {item.name: item.to_json() for item in self.items}
+        if rank == 0:
+            found.update({name: {"file": name, "per_rank": False, "form": SHARDED} for name in self.sharded})
+        return found
+
+
+def plan(state: Mapping[str, Any], *, rank: int) -> Plan:
+    """Plan the files of this rank: what is shared on rank 0, what is per rank on every rank, what is sharded by all.
+
+    ``state_dict()`` is called on every rank, because for sharded objects it is a collective.
+
+    Raises:
+        StateError: something cannot be saved; names it.
+    """
+    if not isinstance(state, Mapping):
+        raise StateError(key="state", message=f"expected a mapping of names to objects, got {type(state).__name__}")
+    check_names(state)
+    items: list[Item] = []
+    sharded: dict[str, Any] = {}
+    for name in optimizers_last(state):
+        value = state[name]
+        inner, form = _resolve(name, value, state)
+        if not isinstance(value, PerRank) and dtensor.has_sharded(inner):
+            sharded[name] = inner
+        elif rank == 0 or isinstance(value, PerRank):
+            items.append(_plan_item(name, inner, form, rank if isinstance(value, PerRank) else None))
+    return Plan(items=items, sharded=sharded)
+
+
+def optimizers_last(state: Mapping[str, Any]) -> list[str]:
+    """The names, those of optimizers behind the others.
+
+    After a forward without backward FSDP2 has put other parameters into its modules; asking for their state undoes it.
+    """
+    return sorted(state, key=lambda name: isinstance(state[name], torch.optim.Optimizer))
+
+
+def modules_of(state: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
+    """The modules of a state by name."""
+    return {name: value for name, value in state.items() if isinstance(value, torch.nn.Module)}
+
+
+def check_step(step: object) -> None:
+    """Refuse what is no training step.
+
+    Raises:
+        StateError: naming it.
+    """
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise StateError(key="step", message=f"expected a whole number from 0 up, got {step!r}")
+
+
+def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as numbers.
+
+    Raises:
+        StateError: one is none; names it.
+    """
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError) as error:
+            raise StateError(key=f"metrics[{name!r}]", message=f"expected a number, got {value!r}") from error
+    return numbers
+
+
+def expected_bytes(state: Mapping[str, Any], *, rank: int) -> int:
+    """About how much this rank will save of ``state``, optimizers counted as they will be after their first step."""
+    try:
+        values = [v for v in state.values() if rank == 0 or isinstance(v, PerRank) or dtensor.has_sharded(v)]
+        total = sum(_expected_bytes(value.value if isinstance(value, PerRank) else value) for value in values)
+    except Exception:  # an estimate; parameters may have no size yet, and ``save`` says what is wrong
+        return 0
+    # Headers, and payloads begin at page boundaries.
+    return total + min(total // 64, 48 << 20) + min(total, _SMALL_PARTS)
+
+
+def _expected_bytes(value: Any) -> int:
+    if isinstance(value, torch.optim.Optimizer):
+        return overlap.expected_state_bytes(value)
+    if isinstance(value, torch.nn.Module):
+        tensors = {id(tensor): tensor for tensor in (*value.parameters(), *value.buffers())}
+        return sum(_expected_bytes(tensor) for tensor in tensors.values())
+    if isinstance(value, torch.Tensor):
+        return dtensor.local_of(value).numel() * value.element_size()
+    if isinstance(value, Mapping):
+        return sum(_expected_bytes(inner) for inner in value.values())
+    if isinstance(value, list | tuple):
+        return sum(_expected_bytes(inner) for inner in value)
+    return 0
+
+
+def check_names(state: Mapping[str, Any]) -> None:
+    """Refuse names that cannot become file names, or that could stand for another item's file.
+
+    Raises:
+        StateError: naming the name.
+    """
+    for name in state:
+        fits = isinstance(name, str) and _NAME.match(name) and not _OF_A_RANK.search(name)
+        if not fits or name == Path(MANIFEST_NAME).stem:
+            message = (
+                "a name becomes a file name: use letters, digits and _ . + = - "
+                "(but neither 'manifest' nor an end like '.rank00000')"
+            )
+            raise StateError(key=f"state[{name!r}]", message=message)
+    folded = [name.casefold() for name in state]
+    if len(set(folded)) != len(folded):
+        raise StateError(key="state", message="two names differ only in case: some file systems cannot tell them apart")
+
+
+def _resolve(name: str, value: Any, state: Mapping[str, Any]) -> tuple[Any, str]:
+    """What is saved of a value, and whether it is a single tensor."""
+    inner = value.value if isinstance(value, PerRank) else value
+    if isinstance(inner, torch.optim.Optimizer) and dtensor.has_sharded(inner):
+        from safe_ckpt.core.sharding import dcp_load  # DCP takes a while to import
+
+        return dcp_load.optimizer_state(dcp_load.owner_of(inner, modules_of(state)), inner), "value"
+    if isinstance(inner, torch.nn.Module):
+        dtensor.refuse_partitioned(inner)
+    if isinstance(inner, Stateful):
+        return inner.state_dict(), "value"
+    if type(inner) in (torch.Tensor, torch.nn.Parameter) or dtensor.is_sharded(inner):
+        return {name: inner}, "tensor"
+    return inner, "value"
+
+
+def _plan_item(name: str, inner: Any, form: str, rank: int | None) -> Item:
+    stem = name if rank is None else f"{name}.rank{rank:05d}"
+    key = f"state[{name!r}]"
+    try:
+        image = _image(stem, inner, key)
+    except (RecursionError, ValueError) as error:  # a cycle; a number of more digits than Python prints
+        raise StateError(key=key, message=f"{type(error).__name__}: {error}") from error
+    return Item(name=name, image=image, per_rank=rank is not None, form=form)
+
+
+def _image(stem: str, inner: Any, key: str) -> Image:
+    if file_plan.fits_safetensors(inner):
+        return file_plan.safetensors_image(f"{stem}.safetensors", inner)
+    if file_plan.is_exact_json(inner):
+        return file_plan.json_image(f"{stem}.json", inner)
+    return file_plan.torch_image(f"{stem}.pt", inner, strict=True, key=key)
+
+
+def files_for(manifest: Manifest, state: Mapping[str, Any], *, rank: int, path: Path) -> dict[str, str]:
+    """Which file of the checkpoint this rank needs for each name of ``state``.
+
+    Raises:
+        RestoreError: the checkpoint has no such item, or none for this rank.
+    """
+    needed = {}
+    for name, value in state.items():
+        item = manifest.items.get(name)
+        if item is None:
+            message = f"the checkpoint has no such item; it has: {', '.join(manifest.items) or 'nothing'}"
+            raise RestoreError(path=str(path), key=f"state[{name!r}]", message=message)
+        if bool(item["per_rank"]) != isinstance(value, PerRank):
+            saved = "PerRank" if item["per_rank"] else "not PerRank"
+            raise RestoreError(path=str(path), key=f"state[{name!r}]", message=f"it was saved {saved}")
+        files = item["files"]
+        file = files.get(str(rank) if item["per_rank"] else "0")
+        if file is None:
+            message = (
+                f"it was saved by {manifest.world_size} ranks, each its own, and this is rank {rank}: "
+                "leave it out of the state, or resume with as many ranks"
+            )
+            raise RestoreError(path=str(path), key=f"state[{name!r}]", message=message)
+        needed[name] = str(file)
+    return needed
+
+
+def files_in(folders: Iterable[str], manifest: Manifest) -> list[str]:
+    """The files of sharded items, the largest first."""
+    chosen = set(folders)
+    found = [entry for entry in manifest.files if entry.path.rpartition("/")[0] in chosen]
+    return [entry.path for entry in sorted(found, key=lambda entry: (-entry.size_bytes, entry.path))]
+
+
+def load_file(folder: Path, entry: FileEntry, item: Mapping[str, Any], name: str) -> Any:
+    """Read one file, check it against the manifest while it is in memory, and return what it holds.
+
+    Raises:
+        CorruptCheckpointError: its bytes are not those that were written.
+        IncompleteCheckpointError: it is not there.
+        OSError: it could not be read; that condemns nothing.
+    """
+    file = folder / entry.path
+    try:
+        found = file.stat().st_size
+        memory, digest = read_whole(file, entry.size_bytes)
+    except IsADirectoryError:
+        raise CorruptCheckpointError(path=str(folder), file=entry.path, message="is a directory") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise IncompleteCheckpointError(path=str(folder), file=entry.path, message="is missing") from None
+    if found != entry.size_bytes or digest != entry.xxh3_128:
+        message = f"its {found} bytes are not the {entry.size_bytes} that were written"
+        raise CorruptCheckpointError(path=str(folder), file=entry.path, message=message)
+    if file.suffix == ".json":
+        return parsing.parse_json(memory, entry.size_bytes)
+    parse = parsing.parse_safetensors if file.suffix == ".safetensors" else parsing.parse_archive
+    loaded = parse(memory, entry.size_bytes)
+    return loaded[name] if item["form"] == "tensor" else loaded
+
+
+__all__ = ["Item", "PerRank", "Plan", "Stateful", "files_for", "files_in", "load_file", "plan"]

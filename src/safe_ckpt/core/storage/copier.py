@@ -1,0 +1,252 @@
+"""Copying files: cloned where the file system can, else read and written in large pieces, and hashed either way.
+
+Used by the writer process, and by the parent when it has to copy itself. Standard library and xxhash only. Several files are
+under way at a time, so that reading one goes on while another is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import xxhash
+
+from safe_ckpt.core.storage.direct_io import (
+    PAGE,
+    Progress,
+    SinkOptions,
+    create_file,
+    once_more_after_eio,
+    write_all,
+    write_rest,
+)
+from safe_ckpt.core.storage.durable import FileResult
+from safe_ckpt.core.storage.file_copy import FileCopy, Recorder
+
+_AT_A_TIME = 4
+_CHUNK = 4 << 20
+_OPEN = 256
+_FICLONE = 0x40049409  # linux/fs.h
+
+
+def copy_files(
+    copies: Sequence[FileCopy], options: SinkOptions, progress: Progress, record: str = ""
+) -> list[FileResult]:
+    """Copy files and make their bytes durable; the directory entries are the caller's to fsync.
+
+    Args:
+        copies: what and where to. The directories exist.
+        options: how to write.
+        progress: told of every step, from several threads.
+        record: a file that gets a line for every copy that is complete, so that a later attempt need not make it again; ""
+            for none.
+
+    Returns:
+        What is on disk now, in the order of ``copies``.
+
+    Raises:
+        OSError: as the operating system says, with the path. The others end before this is raised.
+    """
+    with contextlib.closing(Recorder(record)) as note:
+        results: list[FileResult] = []
+        for start in range(0, len(copies), _OPEN):
+            batch = copies[start : start + _OPEN]
+            results += once_more_after_eio(lambda: _copy_batch(batch, options, progress, note))  # noqa: B023
+        return results
+
+
+def _copy_batch(
+    copies: Sequence[FileCopy], options: SinkOptions, progress: Progress, note: Recorder
+) -> list[FileResult]:
+    batch = _Batch(options, progress, ahead=len(copies) < _AT_A_TIME)
+
+    def one(copy: FileCopy) -> FileResult:
+        try:
+            found = batch.take_over(copy) or batch.copy(copy)
+            note.add(copy, found)
+        except BaseException:
+            batch.failed.set()
+            raise
+        return found
+
+    try:
+        with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="safe_ckpt-copy") as pool:
+            under_way = [pool.submit(one, copy) for copy in copies]
+        errors = [error for error in (future.exception() for future in under_way) if error is not None]
+        if errors:
+            raise next((error for error in errors if not _is_echo(error)), errors[0])
+        batch.sync()
+        return [future.result() for future in under_way]
+    finally:
+        batch.close()
+
+
+def _is_echo(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno == errno.ECANCELED
+
+
+class _Batch:
+    """Copies files, a thread each; they are synced together, for each sync alone would wait for the disk.
+
+    Args:
+        options: how to write.
+        progress: told of every step.
+        ahead: whether one piece of a file is read while the one before it is written: where there are so few files that
+            threads would not overlap reading with writing by themselves.
+    """
+
+    def __init__(self, options: SinkOptions, progress: Progress, *, ahead: bool) -> None:
+        self._ahead = ahead
+        self._options = options
+        self._progress = progress
+        self._own = threading.local()
+        self._readers = ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="safe_ckpt-read")
+        self._written: list[tuple[int, FileCopy]] = []
+        self.failed = threading.Event()
+
+    def copy(self, copy: FileCopy) -> FileResult:
+        """Copy one file. It is not durable before ``sync``."""
+        self._progress.entered("write")
+        try:
+            fd, direct = create_file(copy.path, self._options.direct)
+            self._written.append((fd, copy))
+            digest = self._pour(copy, fd, direct=direct)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, error.filename or copy.path) from error
+        return FileResult(path=copy.path, size_bytes=copy.stamp.size_bytes, xxh3_128=digest)
+
+    def take_over(self, copy: FileCopy) -> FileResult | None:
+        """Let an earlier attempt's copy stand for this one, if there is one and it is intact."""
+        if not copy.kept:
+            return None
+        try:
+            fd = os.open(copy.kept, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            intact = os.fstat(fd).st_size == copy.stamp.size_bytes and self._move(copy, fd, -1, direct=False)
+            if intact != copy.kept_xxh3_128:
+                return None
+            os.fsync(fd)
+            os.rename(copy.kept, copy.path)
+        except OSError:  # then it is copied once more
+            return None
+        finally:
+            os.close(fd)
+        return FileResult(path=copy.path, size_bytes=copy.stamp.size_bytes, xxh3_128=copy.kept_xxh3_128)
+
+    def sync(self) -> None:
+        """Make durable what was copied."""
+        for fd, copy in self._written:
+            self._progress.entered("fsync")
+            try:
+                os.fsync(fd)
+                found = os.fstat(fd).st_size
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, copy.path) from error
+            if found != copy.stamp.size_bytes:
+                message = f"{copy.stamp.size_bytes} bytes were to be copied and the copy has {found}"
+                raise OSError(errno.EIO, message, copy.path)
+
+    def close(self) -> None:
+        """End the threads and give the descriptors back."""
+        self._readers.shutdown()
+        for fd, _ in self._written:
+            os.close(fd)
+
+    def _pour(self, copy: FileCopy, fd: int, *, direct: bool) -> str:
+        """Read the source to its end, hash it, and write it unless the file system shares the blocks. Returns the digest."""
+        source = os.open(copy.source, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            cloned, cached = _clone(source, fd), _is_cached(source)
+            os.posix_fadvise(source, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            digest = self._move(copy, source, -1 if cloned else fd, direct=direct)
+            if not cached:  # nobody had it in memory, and nobody needs it there now
+                os.posix_fadvise(source, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(source)
+        return digest
+
+    def _move(self, copy: FileCopy, source: int, fd: int, *, direct: bool) -> str:
+        """Read ``source``, hash it, and write it to ``fd``; -1 for not at all. Returns the digest."""
+        length, at, unflushed = copy.stamp.size_bytes, 0, 0
+        digest = xxhash.xxh3_128()
+        here, there = self._buffers()
+
+        def load(buffer: memoryview, start: int) -> int:
+            count = _fill(source, buffer, min(len(buffer), length - start), start)
+            with buffer[:count] as piece:
+                digest.update(piece)
+            return count
+
+        ahead: Future[int] | None = None
+        try:
+            while at < length:
+                if self.failed.is_set():
+                    raise OSError(errno.ECANCELED, "stopped", copy.path)
+                count = ahead.result() if ahead is not None else load(here, at)
+                if not count:
+                    raise OSError(errno.EIO, f"the file ends after {at} of {length} bytes", copy.source)
+                more = at + count < length
+                ahead = self._readers.submit(load, there, at + count) if more and self._ahead else None
+                if fd >= 0:
+                    direct = self._write(fd, here[:count], at, direct=direct)
+                    unflushed += count
+                if fd >= 0 and not direct and unflushed >= self._options.flush_every_bytes:
+                    os.fdatasync(fd)
+                    unflushed = 0
+                at += count
+                here, there = there, here
+                self._progress.moved(count)
+        finally:
+            if ahead is not None:
+                ahead.exception()  # it reads from a descriptor that the caller is about to close
+        return digest.hexdigest()
+
+    def _write(self, fd: int, data: memoryview, at: int, *, direct: bool) -> bool:
+        body = len(data) // PAGE * PAGE
+        with data[:body] as pages:
+            direct = write_all(fd, pages, at, self._progress, direct=direct)
+        write_rest(fd, bytes(data[body:]), at + body, self._progress, direct=direct)
+        return direct
+
+    def _buffers(self) -> tuple[memoryview, memoryview]:
+        if not hasattr(self._own, "buffers"):
+            # Page-aligned, as direct writing needs it.
+            self._own.buffers = (memoryview(mmap.mmap(-1, _CHUNK)), memoryview(mmap.mmap(-1, _CHUNK)))
+        found: tuple[memoryview, memoryview] = self._own.buffers
+        return found
+
+
+def _fill(source: int, buffer: memoryview, most: int, at: int) -> int:
+    done = 0
+    while done < most:  # a short read in the middle would leave an offset that direct writing does not take
+        with buffer[done:most] as room:
+            count = os.preadv(source, [room], at + done)
+        if not count:
+            break
+        done += count
+    return done
+
+
+def _clone(source: int, target: int) -> bool:
+    """Let the file system share the blocks (btrfs, XFS, and others). Returns whether it did."""
+    try:
+        fcntl.ioctl(target, _FICLONE, source)
+    except OSError:
+        return False
+    return True
+
+
+def _is_cached(source: int) -> bool:
+    """Whether the file's first page is in memory: then all of it probably is."""
+    try:
+        return bool(os.preadv(source, [bytearray(PAGE)], 0, getattr(os, "RWF_NOWAIT", 0)))
+    except OSError:
+        return False

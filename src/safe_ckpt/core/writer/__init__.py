@@ -1,0 +1,1 @@
+"""The writer process: started, fed, watched, replaced."""

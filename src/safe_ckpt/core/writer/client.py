@@ -1,0 +1,263 @@
+"""One running writer process, seen from its parent: a socket for jobs, a shared page for progress, a log for last words."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from safe_ckpt.config import Timeouts
+from safe_ckpt.core.coordination.processes import process_state
+from safe_ckpt.core.formats.write_task import FileTask
+from safe_ckpt.core.staging.buffer import Arena
+from safe_ckpt.core.staging.progress import ControlPage, Standing, new_page
+from safe_ckpt.core.storage.direct_io import write_without_direct
+from safe_ckpt.core.storage.durable import FileResult
+from safe_ckpt.core.storage.file_copy import FileCopy
+from safe_ckpt.core.writer.process import STACK_SIGNAL
+
+logger = logging.getLogger(__name__)
+_HOME = Path(__file__).parents[3]  # where this package lies
+_POLL_S = 0.1
+_REAP_S = 5.0
+_ABSENT_S = 1.0
+_STOPPED = ("T", "t")
+_STOPPED_S = 3.0
+_WAITING = ("D", "R")  # for the disk, or for a processor
+_BOOT = (
+    "import sys; sys.path += {path!r}; "
+    "from safe_ckpt.core.writer.process import main; main({sock}, {page}, {nice}, {parent})"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteJob:
+    """What to write.
+
+    Attributes:
+        name: of the checkpoint, for messages.
+        rank: the same.
+        arena: holds the images of ``files``; None when there are only copies.
+        files: to be written from the arena.
+        copies: files to be copied.
+        record: see ``copier.copy_files``.
+        directories: made durable afterwards.
+    """
+
+    name: str
+    rank: int
+    arena: Arena | None = None
+    files: Sequence[FileTask] = ()
+    copies: Sequence[FileCopy] = ()
+    record: str = ""
+    directories: Sequence[str] = ()
+
+    @property
+    def paths(self) -> list[str]:
+        """What is there afterwards, in the order of the results."""
+        return [*(copy.path for copy in self.copies), *(task.path for task in self.files)]
+
+
+class WriterEnded(Exception):
+    """The process is of no use any more: it ended, or ``stalled``, and is to be replaced."""
+
+    def __init__(self, how: str, pid: int, *, stalled: bool = False) -> None:
+        super().__init__(how)
+        self.pid = pid
+        self.stalled = stalled
+
+
+class Child:
+    """One running writer process."""
+
+    def __init__(self, niceness: int) -> None:
+        if not sys.executable:
+            raise OSError("cannot start the writer process: sys.executable is not set in this interpreter")
+        ours, theirs = socket.socketpair()
+        page_fd = new_page()
+        self._log = os.memfd_create("safe_ckpt-log", os.MFD_CLOEXEC)
+        used = [xxhash, *([sys.modules["isal"]] if "isal" in sys.modules else [])]
+        homes = [_HOME, *(Path(module.__file__).parent.parent for module in used if module.__file__)]
+        roots = list(dict.fromkeys(map(str, homes)))
+        boot = _BOOT.format(path=roots, sock=theirs.fileno(), page=page_fd, nice=niceness, parent=os.getpid())
+        with theirs:
+            try:
+                # Not multiprocessing: its spawn re-imports the user's main and fails where that came from stdin.
+                self._process = subprocess.Popen(
+                    # -I: nothing in the working directory or the environment stands in for the standard library.
+                    [sys.executable, "-I", "-S", "-c", boot],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._log,
+                    pass_fds=(theirs.fileno(), page_fd),
+                )
+            except OSError:
+                ours.close()
+                os.close(page_fd)
+                os.close(self._log)
+                raise
+        self._socket = ours
+        self._socket.settimeout(0)
+        self._page = ControlPage(page_fd)
+        os.close(page_fd)
+        self._owner = os.getpid()
+        self._arenas: set[int] = set()
+        self._jobs = 0
+        self._buffer = b""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def beats(self) -> int:
+        """A number that changes as long as it makes progress."""
+        return self._page.read().beats
+
+    def run(self, job: WriteJob, plan: bytes, timeouts: Timeouts, stop: Callable[[], None]) -> list[FileResult]:
+        """Let it write a job, described by ``plan``.
+
+        Raises:
+            WriterEnded: it ended, or made no progress for too long.
+            OSError: the file system refused.
+        """
+        self._jobs += 1
+        self._send(job, plan)
+        standing, since = self._page.read(), time.monotonic()
+        while True:
+            asked = time.monotonic()
+            readable, _, _ = select.select([self._socket], [], [], _POLL_S)
+            reply = self._receive(job) if readable else None
+            if reply is not None and reply["job"] == self._jobs:
+                return _results(reply, job)
+            if self._process.poll() is not None:
+                raise self._ended(self._how_it_ended(job))
+            now, looked = self._page.read(), time.monotonic()
+            if now.beats != standing.beats:
+                standing, since = now, looked
+            elif looked - asked > _ABSENT_S:  # this process itself stood still, and the writer perhaps with it
+                since += looked - asked
+            state = process_state(self._process.pid)
+            limit_s = _limit_s(timeouts, now.phase, state)
+            if looked - since > limit_s:
+                why = " (it is stopped)" if state in _STOPPED else self._stack()
+                how = f"made no progress for {limit_s:g} s {_where(now, job)}{why}"
+                raise WriterEnded(how, self._process.pid, stalled=True)
+            stop()
+
+    def kill(self) -> None:
+        """End the process now. One that the kernel does not let go of is left behind, without its socket."""
+        self._socket.close()
+        if os.getpid() != self._owner:
+            return  # a process that was forked has a copy of this, and the writer is its parent's
+        self._process.kill()
+        try:
+            self._process.wait(timeout=_REAP_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("writer process %d cannot be killed: it waits for the disk", self._process.pid)
+        os.close(self._log)
+
+    def _send(self, job: WriteJob, plan: bytes) -> None:
+        arena = job.arena
+        place = {"arena": arena.id, "arena_bytes": arena.size} if arena is not None else {}
+        line = json.dumps({"job": self._jobs, **place}).encode() + b"\n"
+        fds = [] if arena is None or arena.id in self._arenas else [arena.fileno()]
+        # The plan may be long, and a socket takes only so much before it blocks: it goes as a file in memory.
+        plan_fd = os.memfd_create("safe_ckpt-plan", os.MFD_CLOEXEC)
+        try:
+            with open(plan_fd, "wb", closefd=False) as file:
+                file.write(plan)
+            sent = socket.send_fds(self._socket, [line], [plan_fd, *fds])
+        except BlockingIOError as error:
+            raise self._ended("does not take jobs") from error
+        except OSError as error:
+            raise self._ended(self._how_it_ended(job)) from error
+        finally:
+            os.close(plan_fd)
+        if sent != len(line):
+            raise self._ended("does not take jobs")
+        if arena is not None:
+            self._arenas.add(arena.id)
+
+    def _receive(self, job: WriteJob) -> dict[str, Any] | None:
+        try:
+            data = self._socket.recv(1 << 20)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        if not data:
+            raise self._ended(self._how_it_ended(job))
+        self._buffer += data
+        line, newline, rest = self._buffer.partition(b"\n")
+        if not newline:
+            return None
+        self._buffer = rest
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def _ended(self, how: str) -> WriterEnded:
+        return WriterEnded(how, self._process.pid)
+
+    def _how_it_ended(self, job: WriteJob) -> str:
+        where = _where(self._page.read(), job)
+        try:
+            code = self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return f"closed its connection {where}"
+        if code >= 0:
+            return f"exited with status {code} {where}{self._said()}"
+        hint = " (the kernel's out-of-memory killer sends this)" if code == -signal.SIGKILL else ""
+        return f"was killed by {signal.Signals(-code).name}{hint} {where}{self._said()}"
+
+    def _stack(self) -> str:
+        # A stopped process, or one deep in the kernel, will not answer; then there is nothing to show.
+        self._process.send_signal(STACK_SIGNAL)
+        time.sleep(0.2)
+        return self._said()
+
+    def _said(self) -> str:
+        size = os.fstat(self._log).st_size
+        text = os.pread(self._log, 4096, max(0, size - 4096)).decode(errors="replace").strip()
+        return f"; it said:\n{text}" if text else ""
+
+
+def _limit_s(timeouts: Timeouts, phase: str, state: str) -> float:
+    """How long the process may move no byte, by what the kernel says of it."""
+    if state in _STOPPED:  # a moment of it, for a debugger or a freezer, harms nothing
+        return min(_STOPPED_S, timeouts.writer_stall_s)
+    if phase == "fsync":
+        return timeouts.fsync_stall_s
+    return max(timeouts.fsync_stall_s, timeouts.writer_stall_s) if state in _WAITING else timeouts.writer_stall_s
+
+
+def _results(reply: dict[str, Any], job: WriteJob) -> list[FileResult]:
+    if "error" in reply:
+        error = reply["error"]
+        raise OSError(error["errno"], error["message"], error["path"])
+    for device, path in reply["refused_direct"]:
+        write_without_direct(device, path)
+    found = [FileResult(path=path, size_bytes=size, xxh3_128=digest) for path, size, digest in reply["files"]]
+    if [result.path for result in found] != job.paths:
+        raise OSError(None, "the writer reports other files than it was given")
+    return found
+
+
+def _where(standing: Standing, job: WriteJob) -> str:
+    if standing.phase == "idle":
+        return "while idle"
+    paths = job.paths
+    file = paths[standing.file_index] if standing.file_index < len(paths) else "its last job"
+    return f"in phase {standing.phase} of {file}, after {standing.moved_bytes} bytes"

@@ -1,0 +1,213 @@
+"""From memory to a durable file: large aligned writes, hashed on the way, then fsync.
+
+Used by the writer process, and by the parent when it has to write itself. Standard library, xxhash and isal only. The
+hashing runs one step ahead of the writing, on a thread of its own, because both release the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import xxhash
+
+from safe_ckpt.core.formats import zip_archive
+from safe_ckpt.core.formats.write_task import FileTask, closing_of
+from safe_ckpt.core.formats.zip_archive import Record
+from safe_ckpt.core.storage.checksum import RecordDigest
+from safe_ckpt.core.storage.direct_io import (
+    PAGE,
+    Progress,
+    SinkOptions,
+    create_file,
+    once_more_after_eio,
+    write_all,
+    write_rest,
+)
+from safe_ckpt.core.storage.durable import FileResult
+
+logger = logging.getLogger(__name__)
+_NEXT_LOOK_S = 0.0005
+_HASH_BYTES = 1 << 20  # so that it stays in the cache from one hash to the next
+
+
+Ready = Callable[[], int]
+"""How far the arena is filled: everything before this offset is in place."""
+
+
+def write_file(
+    task: FileTask, arena: memoryview, options: SinkOptions, progress: Progress, ready: Ready | None = None
+) -> FileResult:
+    """Write one file and make its bytes durable; the directory entry is the caller's to fsync.
+
+    Args:
+        task: what and where.
+        arena: the memory that holds its image, or will.
+        options: how.
+        progress: told of every step; while there is nothing to write yet, of none.
+        ready: tells how far the arena is filled; None when all of it is.
+
+    Raises:
+        OSError: as the operating system says, with the path.
+    """
+    return once_more_after_eio(lambda: _write_file(task, arena, options, progress, ready))
+
+
+def _write_file(
+    task: FileTask, arena: memoryview, options: SinkOptions, progress: Progress, ready: Ready | None
+) -> FileResult:
+    progress.entered("write")
+    image = arena[task.offset : task.offset + task.length]
+    hasher = _Hasher(task, image, options.chunk_bytes, progress, ready)
+    try:
+        fd, direct = create_file(task.path, options.direct, replace=options.replace)
+        try:
+            size = _write_image(fd, image, hasher, options, progress, direct=direct)
+            progress.entered("fsync")
+            os.fsync(fd)
+            found = os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, task.path) from error
+    finally:
+        hasher.stop()
+    if found != size:
+        raise OSError(errno.EIO, f"{size} bytes were written but the file has {found}", task.path)
+    return FileResult(path=task.path, size_bytes=size, xxh3_128=hasher.digest)
+
+
+def _write_image(
+    fd: int, image: memoryview, hasher: _Hasher, options: SinkOptions, progress: Progress, *, direct: bool
+) -> int:
+    body = len(image) // PAGE * PAGE
+    unflushed = 0
+    for start in range(0, body, options.chunk_bytes):
+        end = min(start + options.chunk_bytes, body)
+        hasher.wait_for(end)
+        direct = write_all(fd, image[start:end], start, progress, direct=direct)
+        unflushed += end - start
+        if not direct and unflushed >= options.flush_every_bytes:
+            os.fdatasync(fd)
+            unflushed = 0
+    hasher.wait_for(len(image))
+    rest = bytes(image[body:]) + hasher.tail
+    write_rest(fd, rest, body, progress, direct=direct)
+    return body + len(rest)
+
+
+def _started(run: Callable[[], None]) -> threading.Thread | None:
+    """A thread that hashes while this one writes; None where none can begin any more."""
+    thread = threading.Thread(target=run, name="safe_ckpt-hash", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the last save, written in this process while Python 3.12 shuts down: hashed first, then
+        return None
+    return thread
+
+
+class _Hasher:
+    """Hashes an image in file order, fills in the data descriptors, and makes the bytes that follow the image."""
+
+    def __init__(
+        self, task: FileTask, image: memoryview, chunk_bytes: int, progress: Progress, ready: Ready | None
+    ) -> None:
+        self._filled = ready
+        self._task = task
+        self._image = image
+        self._chunk = chunk_bytes
+        self._progress = progress
+        self._whole = xxhash.xxh3_128()
+        self._hashed = 0
+        self._ready = 0
+        self._failure: BaseException | None = None
+        self._stopped = False
+        self._turn = threading.Condition()
+        self.tail = b""
+        self.digest = ""
+        self._thread: threading.Thread | None = None
+        if len(image) > 2 * chunk_bytes:
+            self._thread = _started(self._run)
+        if self._thread is None:
+            self._run()
+
+    def wait_for(self, end: int) -> None:
+        """Wait until everything before ``end`` has been hashed and will not change."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._ready >= end or self._failure is not None)
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """Stop early; used when the writing failed."""
+        self._stopped = True
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            records = self._task.records
+            if records is None:
+                self._absorb(0, len(self._image), [self._whole.update])
+                self._finish(b"")
+            else:
+                self._finish(self._hash_records(records))
+        except BaseException as error:  # it belongs to the thread that writes
+            with self._turn:
+                self._failure = error
+                self._turn.notify_all()
+
+    def _hash_records(self, records: Sequence[Record]) -> bytes:
+        crcs: dict[str, int] = {}
+        hashes: dict[str, str] = {}
+        for record in records:
+            digest = RecordDigest()
+            self._absorb(record.header_offset, record.data_offset, [self._whole.update])
+            end = record.data_offset + record.size
+            self._absorb(record.data_offset, end, [self._whole.update, digest.update])
+            self._image[end : record.end] = zip_archive.descriptor(digest.crc, record.size)
+            self._absorb(end, record.end, [self._whole.update])
+            crcs[record.name], hashes[record.name] = digest.crc, digest.hexdigest()
+        return closing_of(self._task, len(self._image), crcs, hashes)
+
+    def _absorb(self, start: int, end: int, sinks: Sequence[Callable[[memoryview], None]]) -> None:
+        for at in range(start, end, _HASH_BYTES):
+            if self._stopped:
+                raise OSError(errno.ECANCELED, "stopped")
+            self._await_bytes(min(at + _HASH_BYTES, end))
+            piece = self._image[at : min(at + _HASH_BYTES, end)]
+            for sink in sinks:
+                sink(piece)
+            self._hashed = at + len(piece)
+            if self._hashed - self._ready >= self._chunk:  # thousands of small records must not cost a wake-up each
+                self._progress.moved(self._hashed - self._ready)
+                with self._turn:
+                    self._ready = self._hashed
+                    self._turn.notify_all()
+
+    def _await_bytes(self, end: int) -> None:
+        seen = -1
+        while self._filled is not None and (now := self._filled()) < self._task.offset + end:
+            if self._stopped:
+                raise OSError(errno.ECANCELED, "stopped")
+            if now != seen:  # a copy that goes on is progress, one that hangs is not
+                seen = now
+                self._progress.moved(0)
+            self._progress.waiting()
+            time.sleep(_NEXT_LOOK_S)
+
+    def _finish(self, tail: bytes) -> None:
+        self._whole.update(tail)
+        comment = b""
+        if self._task.records is not None:
+            comment = zip_archive.COMMENT_PREFIX + self._whole.hexdigest().encode()
+            self._whole.update(comment)
+        self.digest = self._whole.hexdigest()
+        with self._turn:
+            self.tail = tail + comment
+            self._ready = len(self._image)
+            self._turn.notify_all()

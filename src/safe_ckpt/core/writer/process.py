@@ -1,0 +1,123 @@
+"""The writer process: moves, hashes and fsyncs bytes from shared memory. Imports neither torch nor any framework.
+
+It gets jobs over a socket: a line of JSON, and with it descriptors of the plan and of the arena. It ends when the socket
+does, so it never outlives its parent, and it ignores the signals that a terminal or a scheduler sends to the whole group: its
+parent decides when it is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import faulthandler
+import functools
+import json
+import mmap
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from safe_ckpt.core.formats.write_task import FileTask
+from safe_ckpt.core.staging.progress import ControlPage, read_mark
+from safe_ckpt.core.storage.copier import copy_files
+from safe_ckpt.core.storage.direct_io import SinkOptions, refused_direct
+from safe_ckpt.core.storage.durable import sync_directory
+from safe_ckpt.core.storage.file_copy import FileCopy
+from safe_ckpt.core.writer.file_writer import write_file
+
+STACK_SIGNAL = signal.SIGUSR2
+_WATCH_S = 1.0
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def main(socket_fd: int, control_fd: int, niceness: int, parent: int) -> None:
+    """Serve jobs until the parent closes the socket, or is no more."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(STACK_SIGNAL, all_threads=True)
+    with contextlib.suppress(OSError):  # a sandbox may forbid it; it is a courtesy
+        os.nice(niceness)
+    connection = socket.socket(fileno=socket_fd)
+    page = ControlPage(control_fd)
+    jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    arenas: dict[int, int] = {}
+    threading.Thread(target=_receive, args=(connection, jobs, arenas), daemon=True).start()
+    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    maps: dict[int, mmap.mmap] = {}
+    while True:
+        job = jobs.get()
+        reply = _serve(job, arenas, maps, page)
+        page.entered("idle")
+        connection.sendall(json.dumps({"job": job["job"], **reply}).encode() + b"\n")
+
+
+def _watch(parent: int) -> None:
+    # A process that the parent forked, such as a loader's worker, may hold the other end of the socket open.
+    while os.getppid() == parent:
+        time.sleep(_WATCH_S)
+    os._exit(0)
+
+
+def _receive(connection: socket.socket, jobs: queue.SimpleQueue[dict[str, Any]], arenas: dict[int, int]) -> None:
+    buffer = b""
+    while True:
+        try:
+            data, fds, _, _ = socket.recv_fds(connection, 65536, 4)
+        except OSError:
+            data, fds = b"", []
+        if not data:
+            os._exit(0)  # the parent is gone: whatever is half written lies in staging and is swept at the next start
+        buffer += data
+        while b"\n" in buffer:
+            line, _, buffer = buffer.partition(b"\n")
+            job = json.loads(line)
+            plan_fd, *others = fds
+            fds = []
+            with open(plan_fd, "rb") as file:
+                file.seek(0)
+                job["plan"] = json.load(file)
+            if others:
+                arenas[job["arena"]] = others[0]
+            jobs.put(job)
+
+
+def _serve(
+    job: dict[str, Any], arenas: dict[int, int], maps: dict[int, mmap.mmap], page: ControlPage
+) -> dict[str, Any]:
+    try:
+        plan = job["plan"]
+        options = SinkOptions(**plan["options"])
+        page.begin(0)
+        copies = [FileCopy.from_json(entry) for entry in plan["copies"]]
+        found = copy_files(copies, options, page, plan["record"])
+        memory = memoryview(_mapped(job, arenas, maps)) if plan["files"] else memoryview(b"")
+        ready = functools.partial(read_mark, memory)
+        for index, entry in enumerate(plan["files"], len(copies)):
+            page.begin(index)
+            found.append(write_file(FileTask.from_json(entry), memory, options, page, ready))
+        results = [[result.path, result.size_bytes, result.xxh3_128] for result in found]
+        for directory in plan["directories"]:
+            sync_directory(directory)
+        # Nobody reads a log of this process: its parent says what was found.
+        return {"files": results, "refused_direct": list(refused_direct().items())}
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise  # like every other error that is not the file system's: end, and let the parent try a fresh process
+        return {"error": {"errno": error.errno, "message": error.strerror, "path": error.filename}}
+
+
+def _mapped(job: dict[str, Any], arenas: dict[int, int], maps: dict[int, mmap.mmap]) -> mmap.mmap:
+    arena = job["arena"]
+    if arena not in maps or len(maps[arena]) < job["arena_bytes"]:
+        maps[arena] = mmap.mmap(arenas[arena], job["arena_bytes"])
+    return maps[arena]
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:5]))

@@ -1,0 +1,175 @@
+"""Writing a state that is larger than the host memory it may take: straight from the tensors, through a small buffer.
+
+The caller waits meanwhile, so nothing changes under it, and no writer process is needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import xxhash
+
+from safe_ckpt.core.formats import zip_archive
+from safe_ckpt.core.formats.file_plan import Image, Lazy
+from safe_ckpt.core.formats.write_task import FileTask, closing_of
+from safe_ckpt.core.storage.checksum import RecordDigest
+from safe_ckpt.core.storage.direct_io import (
+    PAGE,
+    Progress,
+    SinkOptions,
+    create_file,
+    once_more_after_eio,
+    write_all,
+    write_rest,
+)
+from safe_ckpt.core.storage.durable import FileResult
+from safe_ckpt.errors import SafeCheckpointError
+
+_PIECE = 1 << 20  # hashed at a time
+
+
+def stream_file(
+    image: Image, task: FileTask, buffer_bytes: int, options: SinkOptions, progress: Progress
+) -> FileResult:
+    """Write one file without a copy of it in memory, and make its bytes durable.
+
+    Args:
+        image: what to write; its tensors must not change meanwhile.
+        task: where, and what goes into the manifest of an archive.
+        buffer_bytes: how much memory to use, a multiple of 4096.
+        options: how to write.
+        progress: told of every step.
+
+    Raises:
+        OSError: as the operating system says, with the path.
+    """
+    return once_more_after_eio(lambda: _stream_file(image, task, buffer_bytes, options, progress))
+
+
+def _stream_file(
+    image: Image, task: FileTask, buffer_bytes: int, options: SinkOptions, progress: Progress
+) -> FileResult:
+    progress.entered("write")
+    content = _Content(image, task)
+    try:
+        fd, direct = create_file(task.path, options.direct)
+        try:
+            size = _pour(fd, content, buffer_bytes, progress, direct=direct)
+            progress.entered("fsync")
+            os.fsync(fd)
+            found = os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+    except SafeCheckpointError:
+        raise  # of what is streamed, not of the disk, although some of them are OSErrors
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, task.path) from error
+    if found != size:
+        raise OSError(errno.EIO, f"{size} bytes were written but the file has {found}", task.path)
+    return FileResult(path=task.path, size_bytes=size, xxh3_128=content.whole.hexdigest())
+
+
+def _pour(fd: int, content: _Content, buffer_bytes: int, progress: Progress, *, direct: bool) -> int:
+    written = filled = 0
+    with mmap.mmap(-1, buffer_bytes) as memory, memoryview(memory) as buffer:
+        for piece in content.pieces():
+            done = 0
+            while done < len(piece):
+                count = min(len(piece) - done, buffer_bytes - filled)
+                buffer[filled : filled + count] = piece[done : done + count]
+                done, filled = done + count, filled + count
+                if filled == buffer_bytes:
+                    direct = write_all(fd, buffer, written, progress, direct=direct)
+                    written, filled = written + filled, 0
+        body = filled // PAGE * PAGE
+        with buffer[:body] as whole_pages:
+            direct = write_all(fd, whole_pages, written, progress, direct=direct)
+        write_rest(fd, bytes(buffer[body:filled]), written + body, progress, direct=direct)
+    return written + filled
+
+
+@dataclass
+class _Content:
+    """The bytes of a file in order, hashed as they are handed out."""
+
+    image: Image
+    task: FileTask
+    whole: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+
+    def pieces(self) -> Iterator[memoryview]:
+        for piece in self._body():
+            self.whole.update(piece)
+            yield piece
+        if self.task.records is not None:
+            comment = zip_archive.COMMENT_PREFIX + self.whole.hexdigest().encode()
+            self.whole.update(comment)
+            yield memoryview(comment)
+
+    def _body(self) -> Iterator[memoryview]:
+        crcs: dict[str, int] = {}
+        hashes: dict[str, str] = {}
+        if self.task.records is None:
+            yield from self._between(0, self.image.length)
+            return
+        for record in self.task.records:
+            digest = RecordDigest()
+            yield from self._between(record.header_offset, record.data_offset)
+            end = record.data_offset + record.size
+            for piece in self._between(record.data_offset, end):
+                digest.update(piece)
+                yield piece
+            yield memoryview(zip_archive.descriptor(digest.crc, record.size))
+            crcs[record.name], hashes[record.name] = digest.crc, digest.hexdigest()
+        yield memoryview(closing_of(self.task, self.image.length, crcs, hashes))
+
+    def _between(self, start: int, end: int) -> Iterator[memoryview]:
+        """The image's bytes from ``start`` to ``end``; zeros where nothing was placed."""
+        at = start
+        while self._next < len(self._parts) and self._parts[self._next][0] < end:
+            offset, size, source = self._parts[self._next]
+            self._next += 1
+            if offset > at:
+                yield memoryview(bytes(offset - at))
+            yield from _slices(source)
+            at = offset + size
+        if at < end:
+            yield memoryview(bytes(end - at))
+
+    def __post_init__(self) -> None:
+        parts: list[tuple[int, int, bytes | torch.Tensor | Lazy]] = [
+            (at, len(data), data) for at, data in self.image.pieces
+        ]
+        parts += [(at, tensor.numel() * tensor.element_size(), tensor) for at, tensor in self.image.tensors]
+        parts += [(at, lazy.size_bytes, lazy) for at, lazy in self.image.lazies]
+        self._parts = sorted(parts, key=lambda part: part[0])
+        self._next = 0
+
+
+def _slices(source: bytes | torch.Tensor | Lazy) -> Iterator[memoryview]:
+    if isinstance(source, bytes):
+        yield memoryview(source)
+        return
+    if isinstance(source, Lazy):
+        yield from _slices(_fetched(source))
+        if source.release is not None:
+            source.release()
+        return
+    # One that is not contiguous is brought into order as a whole: the buffer plus the largest of these is the memory taken.
+    flat = source.detach().contiguous().view(-1).view(torch.uint8)
+    for at in range(0, flat.numel(), _PIECE):
+        piece = flat[at : at + _PIECE].cpu()
+        yield memoryview((ctypes.c_ubyte * piece.numel()).from_address(piece.data_ptr())).cast("B")
+
+
+def _fetched(lazy: Lazy) -> torch.Tensor:
+    tensor = lazy.fetch()
+    if tensor.is_meta or tuple(tensor.shape) != lazy.shape or tensor.dtype != lazy.dtype:
+        found = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        raise ValueError(f"a tensor was announced as {lazy.shape} {lazy.dtype} and is {found}")
+    return tensor

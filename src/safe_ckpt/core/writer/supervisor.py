@@ -1,0 +1,209 @@
+"""The parent's side of the writer process: start it, hand it jobs, watch it, replace it.
+
+Nothing here can block for longer than its deadline: the job lies in shared memory and only a short line crosses a
+non-blocking socket; progress is read from a shared page. A writer that dies or makes no progress is killed and replaced, and
+the same snapshot is written again to new files. After ``max_respawns`` deaths the parent writes by itself; after as many
+stalls the save fails, because whatever stalls the process would stall its parent too. A small job takes less time than to
+start the process: a thread does it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from safe_ckpt.config import Timeouts, WriterConfig
+from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.formats.write_task import FileTask
+from safe_ckpt.core.staging.progress import read_mark
+from safe_ckpt.core.staging.worker_thread import Refused
+from safe_ckpt.core.storage.copier import copy_files
+from safe_ckpt.core.storage.direct_io import PAGE, SinkOptions
+from safe_ckpt.core.storage.durable import FileResult, sync_directory
+from safe_ckpt.core.writer.client import Child, WriteJob, WriterEnded
+from safe_ckpt.core.writer.file_writer import write_file
+from safe_ckpt.core.writer.stream_writer import stream_file
+from safe_ckpt.core.writer.thread import WriterThread
+from safe_ckpt.errors import WriterError
+
+logger = logging.getLogger(__name__)
+_STREAM_BYTES = 64 << 20
+
+
+class Writer:
+    """Writes snapshots through a child process. Used by one thread at a time.
+
+    Args:
+        config: how to write and how often to replace the process.
+        timeouts: how long it may make no progress.
+        respawned: called with pid and reason when the process was replaced.
+    """
+
+    def __init__(self, config: WriterConfig, timeouts: Timeouts, respawned: Callable[[int, str], None]) -> None:
+        self._config = config
+        self._timeouts = timeouts
+        self._respawned = respawned
+        self._child: Child | None = None
+        self._thread = WriterThread()
+        self._starting = threading.Lock()  # it may be started ahead of a save, on another thread
+        self._closed = False
+        self._moves = 0
+        self._options = SinkOptions.of(config)
+
+    def start(self) -> None:
+        """Start the process ahead of the first job. Where that fails, this process writes by itself, and says so."""
+        with self._starting:
+            if self._child is not None or self._closed:
+                return
+            try:
+                self._child = Child(self._config.niceness)
+            except OSError as error:
+                logger.warning("the writer process cannot be started (%s): writing in this process", error)
+
+    @property
+    def pid(self) -> int | None:
+        """The process's pid, None when it is not running."""
+        return self._child.pid if self._child is not None else None
+
+    def progress(self) -> int:
+        """A number that changes as long as bytes move."""
+        child = self._child
+        return self._moves + self._thread.progress() + (child.beats() if child is not None else 0)
+
+    def write(self, job: WriteJob, stop: Callable[[], None]) -> list[FileResult]:
+        """Write all files of ``job`` and make them durable.
+
+        Args:
+            job: what to write; its arena may still be being filled. Results come in the order of ``job.paths``.
+            stop: called ten times a second; raises to give up.
+
+        Raises:
+            OSError: the file system refused.
+            WriterError: the process made no progress, and neither did those that replaced it.
+        """
+        if self._is_small(job) and (results := self._write_aside(job, stop)) is not None:
+            return results
+        plan = self._plan(job)
+        for spare in range(self._config.max_respawns, -1, -1):
+            self.start()
+            child = self._child
+            if child is None:
+                return self._write_here(job, stop)
+            try:
+                return child.run(job, plan, self._timeouts, stop)
+            except WriterEnded as ended:
+                self._drop_child()
+                if ended.stalled and not spare:
+                    how = f"writer process {ended.pid} {ended}"
+                    raise WriterError(
+                        name=job.name, rank=job.rank, phase="write", cause=how, pid=ended.pid, ended=str(ended)
+                    ) from None
+                self._respawned(ended.pid, f"{ended}; the same snapshot is written again")
+            except BaseException:
+                # What it is writing is of no use any more; the next job gets a fresh process.
+                self._drop_child()
+                raise
+        logger.warning("the writer process ended %d times; writing in this process", self._config.max_respawns + 1)
+        return self._write_here(job, stop)
+
+    def stream(
+        self,
+        files: Sequence[FileTask],
+        images: Sequence[Image],
+        directories: Sequence[str],
+        most_bytes: int | None,
+        stop: Callable[[], None],
+    ) -> list[FileResult]:
+        """Write ``files`` straight from their ``images``, in this process, with at most ``most_bytes`` of memory.
+
+        Raises:
+            OSError: the file system refused.
+        """
+        progress = _OwnProgress(self._moving(stop), stop)
+        size = min(most_bytes or _STREAM_BYTES, _STREAM_BYTES) // PAGE * PAGE
+        results = [
+            stream_file(image, task, size, self._options, progress) for image, task in zip(images, files, strict=True)
+        ]
+        for directory in directories:
+            sync_directory(directory)
+        return results
+
+    def close(self) -> None:
+        """End the process, for good. Does not wait for a job."""
+        with self._starting:
+            self._closed = True
+        self._thread.close()
+        self._drop_child()
+
+    def needs_process(self, size_bytes: int) -> bool:
+        """Whether so many bytes, from memory, are written by the process."""
+        return size_bytes > self._config.inline_bytes
+
+    def _is_small(self, job: WriteJob) -> bool:
+        return not job.copies and not self.needs_process(sum(task.length for task in job.files))
+
+    def _write_aside(self, job: WriteJob, stop: Callable[[], None]) -> list[FileResult] | None:
+        """On the thread; None where it does not come back, or there is none to be had."""
+        try:
+            return self._thread.run(job, self._options, self._timeouts, stop)
+        except Refused:
+            return None
+        except WriterEnded as ended:
+            self._respawned(
+                ended.pid, f"the thread that writes {ended}; the same snapshot is written again, by a process"
+            )
+            return None
+
+    def _plan(self, job: WriteJob) -> bytes:
+        plan = {
+            "files": [task.to_json() for task in job.files],
+            "copies": [copy.to_json() for copy in job.copies],
+            "record": job.record,
+            "directories": list(job.directories),
+            "options": dataclasses.asdict(self._options),
+        }
+        return json.dumps(plan).encode()
+
+    def _write_here(self, job: WriteJob, stop: Callable[[], None]) -> list[FileResult]:
+        progress = _OwnProgress(self._moving(stop), stop)
+        results = copy_files(job.copies, self._options, progress, job.record)
+        if job.arena is not None:
+            memory = memoryview(job.arena.memory)
+            ready = functools.partial(read_mark, memory)
+            results += [write_file(task, memory, self._options, progress, ready) for task in job.files]
+        for directory in job.directories:
+            sync_directory(directory)
+        return results
+
+    def _moving(self, stop: Callable[[], None]) -> Callable[[], None]:
+        def move() -> None:
+            self._moves += 1
+            stop()
+
+        return move
+
+    def _drop_child(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+
+
+class _OwnProgress:
+    def __init__(self, move: Callable[[], None], stop: Callable[[], None]) -> None:
+        self._move = move
+        self._stop = stop
+
+    def moved(self, count: int) -> None:
+        del count
+        self._move()
+
+    def entered(self, phase: str) -> None:
+        del phase
+        self._move()
+
+    def waiting(self) -> None:
+        self._stop()

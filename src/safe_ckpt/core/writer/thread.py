@@ -1,0 +1,157 @@
+"""What writes a small snapshot: a thread of this process, for which a process of its own would take longer than the writing.
+
+It is watched like one. It cannot be killed, so one that does not come back from the kernel is left behind, and a process writes
+the same snapshot again. When it does come back it may finish the call that it was in, so it makes no call that could harm
+a file of somebody else's: it creates files where none are, and neither removes nor replaces any. Whatever stands in its way,
+or goes wrong on the disk, it leaves to the process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from safe_ckpt.config import Timeouts
+from safe_ckpt.core.staging.progress import read_mark
+from safe_ckpt.core.staging.worker_thread import Background
+from safe_ckpt.core.storage.direct_io import SinkOptions
+from safe_ckpt.core.storage.durable import FileResult, sync_directory
+from safe_ckpt.core.writer.client import WriteJob, WriterEnded
+from safe_ckpt.core.writer.file_writer import write_file
+
+_POLL_S = 0.1
+_ABSENT_S = 1.0
+# Once more, in a new file, or with other memory: for a process.
+_AGAIN = (errno.EIO, errno.EEXIST, errno.ENOMEM)
+
+
+class WriterThread:
+    """Writes one job after the other. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._background = Background("safe_ckpt-write", _Task.work)
+        self._moves = 0
+
+    def run(
+        self, job: WriteJob, options: SinkOptions, timeouts: Timeouts, stop: Callable[[], None]
+    ) -> list[FileResult]:
+        """Let it write a job that has an arena and no copies.
+
+        Args:
+            job: what to write.
+            options: how.
+            timeouts: how long it may make no progress.
+            stop: called ten times a second; raises to give up.
+
+        Raises:
+            WriterEnded: it made no progress for too long, or met what is to be tried once more.
+            OSError: the file system refused.
+            Refused: the system gives no more threads.
+        """
+        task = _Task(job, dataclasses.replace(options, replace=False, direct=False))
+        self._background.put(task)
+        try:
+            self._watch(task, job.name, timeouts, stop)
+        finally:
+            self._moves += 1
+            if not task.over.is_set():
+                self._leave(task)
+        failure = task.failure
+        if isinstance(failure, MemoryError) or (isinstance(failure, OSError) and failure.errno in _AGAIN):
+            raise WriterEnded(f"met an error: {failure}", os.getpid()) from failure
+        if failure is not None:
+            raise failure
+        return task.results
+
+    def _watch(self, task: _Task, name: str, timeouts: Timeouts, stop: Callable[[], None]) -> None:
+        seen, since = task.beats, time.monotonic()
+        while True:
+            asked = time.monotonic()
+            if task.over.wait(_POLL_S):
+                return
+            looked = time.monotonic()
+            if task.beats != seen:
+                self._moves += 1
+                seen, since = task.beats, looked
+            elif looked - asked > _ABSENT_S:  # this process was stopped, or very busy, and so was the thread
+                since += looked - asked
+            limit_s = timeouts.fsync_stall_s if task.phase == "fsync" else timeouts.writer_stall_s
+            if looked - since > limit_s:
+                how = f"made no progress for {limit_s:g} s in phase {task.phase} of {name}"
+                raise WriterEnded(how, os.getpid(), stalled=True)
+            stop()
+
+    def progress(self) -> int:
+        """A number that changes as long as bytes move."""
+        return self._moves
+
+    def close(self) -> None:
+        """End the thread, when it has done what it does. One that idles is over by then."""
+        self._background.end()
+        if not self._background.is_current:  # a collector may call this from anywhere
+            self._background.join(_POLL_S)
+
+    def _leave(self, task: _Task) -> None:
+        task.abandoned = True
+        self._background.end()
+        self._background = Background("safe_ckpt-write", _Task.work)
+
+
+class _Abandoned(Exception):
+    """Nobody waits for this any more, and its memory may be another save's."""
+
+
+class _Task:
+    """One job on its way; implements ``direct_io.Progress``."""
+
+    def __init__(self, job: WriteJob, options: SinkOptions) -> None:
+        self._job = job
+        self._options = options
+        self.over = threading.Event()
+        self.results: list[FileResult] = []
+        self.failure: BaseException | None = None
+        self.abandoned = False
+        self.phase = "write"
+        self.beats = 0
+
+    def work(self) -> None:
+        """On the thread."""
+        try:
+            if self._job.arena is not None:
+                self._write(memoryview(self._job.arena.memory))
+        except BaseException as error:  # it belongs to whoever waits
+            self.failure = error
+        finally:
+            self.over.set()
+
+    def _write(self, memory: memoryview) -> None:
+        ready = functools.partial(read_mark, memory)
+        for file in self._job.files:
+            self.results.append(write_file(file, memory, self._options, self, ready))
+        for directory in self._job.directories:
+            self.entered("fsync")
+            sync_directory(directory)
+
+    def moved(self, count: int) -> None:
+        """So many bytes were hashed or written."""
+        del count
+        self._beat()
+
+    def entered(self, phase: str) -> None:
+        """A phase began."""
+        self.phase = phase
+        self._beat()
+
+    def waiting(self) -> None:
+        """There is nothing to write yet."""
+        if self.abandoned:
+            raise _Abandoned
+
+    def _beat(self) -> None:
+        self.beats += 1
+        self.waiting()

@@ -1,0 +1,259 @@
+"""Where DeepSpeed's checkpoints lie: directories of tags that are held, what is in them, and which tag to load."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from safe_ckpt.config import Retention
+from safe_ckpt.core.directory import catalog, retention
+from safe_ckpt.core.directory.catalog import Candidate
+from safe_ckpt.core.directory.ledger import Decision, Ledger
+from safe_ckpt.core.directory.workspace import HIDDEN, Root
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.saving.held_directories import NAMES, refuse
+from safe_ckpt.core.storage import presence
+from safe_ckpt.deepspeed.arguments import LATEST, is_tag
+from safe_ckpt.errors import DirectoryError, DirectoryInUseError
+
+logger = logging.getLogger(__name__)
+
+ADAPTER = "deepspeed"
+OFFLOADED = "offloaded_tensors"
+_HELD = 2
+_living: weakref.WeakSet[Places] = weakref.WeakSet()
+
+
+@dataclass(kw_only=True)
+class Place:
+    """A directory of tags that is held.
+
+    Attributes:
+        root: it.
+        ledger: what is in it; counts on rank 0 only.
+        tops: where a ``latest`` may name a tag of it: itself, and for tags such as ``"warmup/step10"`` the one above.
+    """
+
+    root: Root
+    ledger: Ledger
+    tops: tuple[Path, ...] = ()
+
+
+class Places:
+    """The directories of one engine, each taken at its first save; the last two are kept. Every rank calls every method.
+
+    Args:
+        engine: where the ranks meet.
+        policy: what to keep.
+        settle: waits until nothing of the engine is in flight, but for a save that is still open. Told which directory is
+            wanted, it gives that one up. None where no save stays open when a call returns.
+    """
+
+    def __init__(self, engine: Engine, policy: Retention, settle: Callable[[Path | None], None] | None = None) -> None:
+        self._engine = engine
+        self._policy = policy
+        self._settle = settle if settle is not None else lambda _: engine.settle()
+        self._held: dict[Path, Place] = {}
+        _living.add(self)
+
+    def hold(self, top: Path, tag: str) -> Place:
+        """Take the directory in which ``tag`` lies: ``top``, or one below it. Another engine of this process gives it back.
+
+        Raises:
+            DirectoryError: it cannot be used.
+            DirectoryInUseError: a live job holds it.
+        """
+        folder = (top / tag).parent
+        if folder in self._held:
+            place = self._held[folder]
+            if top not in place.tops:
+                place.tops = (*place.tops, top)
+            return place
+        if len(self._held) >= _HELD:
+            for earlier in list(self._held):
+                self._let_go(earlier)
+        for other in list(_living):
+            other._let_go(folder)
+        place = Place(root=self._engine.hold(folder), ledger=Ledger(), tops=(folder, top))
+
+        def take_stock() -> None:
+            found = candidates(folder)
+            place.ledger = Ledger(found)
+            place.root.start_after(catalog.newest_sequence(found))
+
+        self._engine.take_stock(place.root, {"directory": folder}, take_stock)
+        self._held[folder] = place
+        return place
+
+    def repair(self, folder: Path) -> None:
+        """Finish what a job that died was replacing in ``folder``, unless a live job holds it: then that is its own affair."""
+        # Rank 0 says for all: when the interpreter collects an engine that nobody closed is not the same on all of them.
+        if self._engine.agree("repair", {"directory": folder}, decide=lambda _: _is_held(folder)):
+            return
+        try:
+            root = self._engine.hold(folder)
+        except DirectoryInUseError as error:
+            logger.warning("%s", error)
+            return
+        self._engine.let_go(root)
+
+    def close(self) -> None:
+        """The engine was closed, and gave everything back."""
+        self._held.clear()
+        _living.discard(self)
+
+    @staticmethod
+    def settle() -> None:
+        """Wait until nothing is in flight in this process: what another engine saves here is to be seen."""
+        for places in list(_living):
+            places._settle(None)
+
+    @staticmethod
+    def settle_above(path: Path) -> None:
+        """Wait for what is in flight in this process and may become a folder above ``path``: it is to be seen there."""
+        for places in list(_living):
+            if any(folder != path.parent and folder in path.parents for folder in places._held):
+                places._settle(None)
+
+    def _let_go(self, folder: Path) -> None:
+        if folder in self._held:
+            self._settle(folder)
+            self._engine.let_go(self._held.pop(folder).root)
+
+    def retain(self, place: Place, new: CheckpointInfo) -> Decision | None:
+        """``new`` was committed. Says what is to be deleted now, never what ``latest`` names. In the background."""
+        named = {top / tag for top in place.tops if (tag := latest_tag(top)) is not None}
+
+        def choose(known: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+            return [info for info in retention.to_delete(known, self._policy) if info.path not in named]
+
+        return place.ledger.retain(new, choose if retention.has_rules(self._policy) else None)
+
+
+def _is_held(folder: Path) -> bool:
+    return any(folder in places._held for places in list(_living))
+
+
+def candidates(folder: Path) -> list[Candidate]:
+    """The tags in ``folder`` that this package wrote, in no order."""
+    found = catalog.list_directories(folder, lambda _: None) if presence.is_directory(folder) else []
+    return [c for c in found if c.manifest is not None and c.manifest.notes.get("adapter") == ADAPTER]
+
+
+def step_of(tag: str) -> int:
+    """The number that a tag ends with, such as that of ``global_step10``; -1 when there is none."""
+    found = re.search(r"\d+$", tag)
+    return int(found.group()) if found else -1
+
+
+def latest_tag(folder: Path) -> str | None:
+    """What the file ``latest`` names; None when there is none, or it names none."""
+    try:
+        name = (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    if is_tag(name):
+        return name
+    logger.warning("%s names no directory beside it: %r", folder / LATEST, name)
+    return None
+
+
+def refuse_what_stands_there(top: Path, tag: str) -> None:
+    """A tag that is saved again is replaced as a whole, with what lies in it: only a tag, in which no other lies.
+
+    Raises:
+        DirectoryError: something else stands there, or the tag would lie in another one.
+    """
+    path = top / tag
+    for above in path.parents:
+        if above == top:
+            break
+        if presence.is_there(above / MANIFEST_NAME) or not stock_problem(above):
+            raise DirectoryError(path=str(above), message=f"is a tag itself: {tag!r} cannot lie in it", rank=0)
+    _refuse_tags_within(path)
+    if stock_problem(path):
+        refuse(path, ADAPTER, empty=True)
+
+
+def _refuse_tags_within(path: Path) -> None:
+    def fail(error: OSError) -> None:
+        raise DirectoryError.of(error, path=error.filename or path, rank=0, phase="save_checkpoint") from error
+
+    for folder, below, names in os.walk(path, onerror=fail) if presence.is_directory(path) else ():
+        # Weights alone, saved into a tag, leave a folder of names there, and nothing that must stay.
+        kept = HIDDEN in below and any(name != NAMES for name in os.listdir(os.path.join(folder, HIDDEN)))
+        tag = folder != str(path) and any(name == MANIFEST_NAME or name.endswith("_states.pt") for name in names)
+        if kept or tag:
+            message = (
+                f"checkpoints are kept in it, at {folder}, so it is not replaced: give another name, or move it away"
+            )
+            raise DirectoryError(path=str(path), message=message, rank=0)
+        own = {HIDDEN, OFFLOADED} if folder == str(path) else {HIDDEN}
+        below[:] = [name for name in below if name not in own]
+
+
+def is_state(name: str) -> bool:
+    """Whether DeepSpeed itself wrote this file of a tag: it goes when the tag is replaced."""
+    return name.endswith("_states.pt") or name.split("/", 1)[0] == OFFLOADED
+
+
+def stock_problem(path: Path) -> str:
+    """Why ``path`` is no tag that DeepSpeed wrote; "" if it may be one."""
+    has_states = (
+        any(child.name.endswith("_states.pt") for child in path.iterdir()) if presence.is_directory(path) else False
+    )
+    return "" if has_states else "it holds no states of DeepSpeed"
+
+
+def order(folder: Path, tag: str | None) -> list[Path]:
+    """The tags to try, in this order: the one that is asked for, or that ``latest`` names and then those before it.
+
+    Without ``latest`` the newest that was to be named there comes first, also one such as ``"warmup/step10"``. Tags saved with
+    ``save_latest=False`` are only taken when they are asked for.
+    """
+    if tag is not None:
+        return [folder / tag]
+    named = latest_tag(folder)
+    groups = [_to_be_named(folder)] if named is None else [_to_be_named((folder / named).parent)]
+    groups += _groups_below(folder) if named is None else []
+    paths = [found.path for group in sorted(groups, key=_made_at, reverse=True) for found in group]
+    if named is None or not presence.is_directory(folder / named):
+        if named is not None:
+            logger.warning("%s names %s, which is not there: the newest tag is taken", folder / LATEST, named)
+        return paths
+    wanted = folder / named
+    # A tag of another tool has no place in the order: what comes after it is not known.
+    before = paths[paths.index(wanted) + 1 :] if wanted in paths else []
+    return [wanted, *before]
+
+
+def _groups_below(top: Path) -> list[list[Candidate]]:
+    """For each folder in ``top`` the tags in it that a ``latest`` in ``top`` was to name: commits are counted by folder."""
+    groups = []
+    for folder in sorted(top.iterdir()) if presence.is_directory(top) else ():
+        try:
+            if folder.name != HIDDEN and not folder.is_symlink() and presence.is_there(folder / HIDDEN):
+                # Others may be of somebody who saved into that folder itself.
+                own = [found for found in _to_be_named(folder) if _tag_of(found) == f"{folder.name}/{found.path.name}"]
+                groups.append(own)
+        except PermissionError as error:
+            logger.warning("%s is passed over, with all that may be in it: %s", folder, error)
+    return groups
+
+
+def _to_be_named(folder: Path) -> list[Candidate]:
+    return catalog.newest_first(c for c in candidates(folder) if c.manifest and c.manifest.notes.get("latest"))
+
+
+def _tag_of(found: Candidate) -> object:
+    return found.manifest.notes.get("tag") if found.manifest is not None else None
+
+
+def _made_at(group: list[Candidate]) -> str:
+    return group[0].manifest.created_at if group and group[0].manifest is not None else ""

@@ -1,0 +1,282 @@
+"""The ranks compare what they see: through keys in a store, each step under a deadline that names who is missing.
+
+No process group is needed for that; one is made in the end, only to see whether it can be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from safe_ckpt.config import CheckpointConfig, Network, Timeouts
+from safe_ckpt.core.coordination import process_groups
+from safe_ckpt.core.coordination.coordinator import Session
+from safe_ckpt.core.coordination.process_groups import Store
+from safe_ckpt.core.coordination.rendezvous import Found, meet
+from safe_ckpt.core.directory import shared
+from safe_ckpt.doctor import rank_findings, surroundings
+from safe_ckpt.doctor.checks import ON_MACHINE
+from safe_ckpt.doctor.examined import Examined, Options, known_size, nearest_existing
+from safe_ckpt.doctor.finding import Finding, fail, ok
+from safe_ckpt.doctor.runner import StuckError, bounded, run_checks
+from safe_ckpt.doctor.world import World
+from safe_ckpt.errors import ConfigError, PeerLostError, RendezvousTimeout, SafeCheckpointError
+
+if TYPE_CHECKING:
+    # torch exports its stores at run time, but not to type checkers.
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+else:
+    from torch.distributed import PrefixStore, TCPStore
+
+logger = logging.getLogger(__name__)
+_ROUNDS = 8
+_PEER_STALL_S = 30.0
+_MISSING = (
+    "look at what those ranks said last: are they running, may they reach this host, does every node name the same "
+    "MASTER_ADDR and MASTER_PORT"
+)
+Answers = Mapping[int, Any]
+
+
+def lead(world: World, examined: Examined) -> list[Finding]:
+    """What the ranks see of each other and of the directory. Called on rank 0, on the main thread; never raises for a rank."""
+    findings: list[Finding] = []
+    timeout_s = examined.options.timeout_s
+    begun = time.monotonic()
+    try:
+        with _session(world, timeout_s) as (session, store):
+            met_s = time.monotonic() - begun
+            findings.append(ok("ranks", f"all {world.size} met in {met_s:.1f} s", met_s=met_s))
+            _lead(session, store, examined, findings, timeout_s)
+    except SafeCheckpointError as error:
+        findings.append(fail("ranks", str(error), _MISSING))
+    return findings
+
+
+def follow(world: World, path: Path, options: Options) -> None:
+    """The other end of ``lead``, on every other rank.
+
+    Raises:
+        CoordinationError: a rank did not come, or was lost; names it.
+        SafeCheckpointError: rank 0 met another error.
+    """
+    timeout_s = options.timeout_s
+    with _session(world, timeout_s) as (session, store):
+        asked = Path(os.path.abspath(path))
+        size, known_from = _or(lambda: known_size(asked, options), timeout_s / 3, (None, ""))
+        existing = _or(lambda: nearest_existing(asked), timeout_s / 3, asked)
+        examined = Examined(asked=asked, existing=existing, options=options, state_bytes=size, state_from=known_from)
+        shown = session.agree("doctor", {}, timeout_s=timeout_s, answer=_self(path))
+        answer = _look(asked, shown, session.rank, timeout_s)
+        answer["findings"] = [finding.to_json() for finding in run_checks(examined, ON_MACHINE)]
+        session.agree("doctor: seen", {}, timeout_s=2 * timeout_s, answer=answer)
+        interval = _clock(session, timeout_s)
+        answer = {"clock": interval, "group": _try_group(session, store, timeout_s)}
+        session.agree("doctor: end", {}, timeout_s=2 * timeout_s, answer=answer)
+
+
+def _lead(session: Session, store: Store, examined: Examined, findings: list[Finding], timeout_s: float) -> None:
+    told: dict[str, Answers] = {}
+    token = _leave_token(examined)
+
+    def show(answers: Answers) -> dict[str, Any]:
+        told["self"] = answers
+        name = examined.scratch.name if examined.scratch else ""
+        return {"levels_up": examined.levels_up, "scratch": name, "token": token}
+
+    def gather(answers: Answers) -> None:
+        deadline = time.monotonic() + timeout_s / 2
+        told["seen"] = {rank: _complete(answer, rank, examined, deadline) for rank, answer in answers.items()}
+
+    def close(answers: Answers) -> None:
+        told["end"] = answers
+
+    session.agree("doctor", {}, timeout_s=timeout_s, answer=_self(examined.asked), decide=show)
+    findings += [*rank_findings.versions(told["self"]), rank_findings.settings(told["self"])]
+    session.agree("doctor: seen", {}, timeout_s=2 * timeout_s, answer={"seen": bool(token)}, decide=gather)
+    if token:
+        findings += rank_findings.directories(told["self"], told["seen"])
+    findings += rank_findings.machines(told["self"], told["seen"])
+    _clock(session, timeout_s)
+    answer = {"clock": (0.0, 0.0), "group": _try_group(session, store, timeout_s)}
+    session.agree("doctor: end", {}, timeout_s=2 * timeout_s, answer=answer, decide=close)
+    findings += [rank_findings.clocks(told["self"], told["end"]), rank_findings.groups(told["end"])]
+
+
+@contextlib.contextmanager
+def _session(world: World, timeout_s: float) -> Iterator[tuple[Session, Store]]:
+    store = _meeting_store(world, timeout_s)
+    timeouts = Timeouts(
+        barrier_s=timeout_s, peer_stall_s=min(_PEER_STALL_S, timeout_s), shutdown_s=min(timeout_s, 10.0)
+    )
+    name = f"doctor-{world.attempt}"
+    group = process_groups.Group(rank=world.rank, size=world.size, meeting_store=store, name=name)
+    found = meet(group, timeouts, Network())
+    session = Session(group, timeouts, found if isinstance(found, Found) else None)
+    try:
+        yield session, store
+    finally:
+        session.close()
+
+
+def _meeting_store(world: World, timeout_s: float) -> Store:
+    """The store of the launcher, or one on rank 0.
+
+    Raises:
+        PeerLostError: rank 0 cannot host it, or what listens there is no store.
+        RendezvousTimeout: nobody listens there.
+    """
+    hosts = world.rank == 0 and not world.hosted
+    where = f"{world.address}:{world.port}"
+    deadline = time.monotonic() + timeout_s
+    try:
+        if hosts:
+            return bounded(lambda: _host(world, timeout_s), timeout_s)
+        bounded(lambda: _await_listener(world, deadline), timeout_s + 1)
+    except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
+        if hosts:
+            raise PeerLostError(
+                phase="meeting", ranks=(0,), reason=f"cannot listen on {where}: {_first(error)}"
+            ) from error
+        phase = f"meeting at {where} ({_first(error)})"
+        raise RendezvousTimeout(phase=phase, seconds=timeout_s, missing=(0,)) from error
+    try:
+        return bounded(lambda: process_groups.connect_store(world.address, world.port, timeout_s), timeout_s)
+    except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
+        reason = f"no store answers at {where}: {_first(error)}"
+        raise PeerLostError(phase="meeting", ranks=(0,), reason=reason) from error
+
+
+def _host(world: World, timeout_s: float) -> Store:
+    limit = timedelta(seconds=timeout_s)
+    return TCPStore(world.address, world.port, is_master=True, timeout=limit, wait_for_workers=False, use_libuv=True)
+
+
+def _await_listener(world: World, deadline: float) -> None:
+    # torch's own client goes on beyond its timeout and fills the screen while nobody listens.
+    while True:
+        try:
+            left_s = max(0.1, deadline - time.monotonic())
+            socket.create_connection((world.address, world.port), timeout=left_s).close()
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.1)
+        else:
+            return
+
+
+def _first(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _self(path: Path) -> dict[str, Any]:
+    try:
+        settings = CheckpointConfig.from_environment().deviations()
+        problem = ""
+    except ConfigError as error:
+        settings, problem = "", str(error)
+    return {
+        "host": socket.gethostname(),
+        "machine": process_groups.machine_id(),
+        "path": os.path.abspath(path),
+        "versions": surroundings.versions_here(),
+        "settings": settings,
+        "settings_problem": problem,
+    }
+
+
+def _leave_token(examined: Examined) -> str:
+    if examined.scratch is None:
+        return ""
+    scratch = examined.scratch
+    try:
+        return bounded(lambda: shared.leave_token(scratch), examined.options.timeout_s)
+    except OSError as error:
+        logger.debug("no token: %s", error)  # the checks that follow say why
+        return ""
+
+
+def _look(asked: Path, shown: Mapping[str, Any], rank: int, timeout_s: float) -> dict[str, Any]:
+    """What this rank sees of rank 0's private folder, and what it leaves there for rank 0 to see."""
+    if not shown["token"]:
+        return {"seen": False}
+    levels = int(shown["levels_up"])
+    scratch = (asked.parents[levels - 1] if 0 < levels <= len(asked.parents) else asked) / shown["scratch"]
+    begun = time.monotonic()
+    try:
+        seen = bounded(lambda: shared.await_visible(scratch / shown["token"], timeout_s / 3), timeout_s / 2)
+    except StuckError:
+        return {"seen": False, "problem": "its file system does not answer"}
+    answer: dict[str, Any] = {"seen": seen, "after_s": time.monotonic() - begun}
+    if seen:
+        answer.update(_or(lambda: _write(scratch / f"rank-{rank}"), timeout_s / 3, {"problem": "a write does not end"}))
+    return answer
+
+
+def _write(path: Path) -> dict[str, Any]:
+    before = time.time()
+    try:
+        path.touch()
+        stamp = path.stat().st_mtime
+    except OSError as error:
+        return {"problem": f"it cannot write there: {error.strerror}"}
+    return {"wrote": path.name, "stamp_from_s": stamp - time.time(), "stamp_to_s": stamp - before}
+
+
+def _complete(answer: Mapping[str, Any], rank: int, examined: Examined, deadline: float) -> dict[str, Any]:
+    """An answer, and whether rank 0 sees what that rank has written."""
+    full = dict(answer)
+    if rank and full.get("wrote") and examined.scratch is not None:
+        path = examined.scratch / str(full["wrote"])
+        left_s = max(0.1, deadline - time.monotonic())
+        if not _or(lambda: shared.await_visible(path, left_s), left_s + 1, default=False):
+            full["problem"] = "rank 0 does not see what it wrote"
+    return full
+
+
+def _clock(session: Session, timeout_s: float) -> tuple[float, float]:
+    """How far rank 0's clock is ahead of this one: the bounds that all rounds together leave, in seconds.
+
+    Rank 0 reads its clock after this rank has asked and before this rank has the answer; so each round gives an interval.
+    """
+    low, high = float("-inf"), float("inf")
+    for number in range(_ROUNDS):
+        asked_at = time.time()
+        theirs = session.agree(f"doctor: clock {number}", {}, timeout_s=timeout_s, decide=lambda _: time.time())
+        low, high = max(low, theirs - time.time()), min(high, theirs - asked_at)
+    return low, high
+
+
+def _try_group(session: Session, store: Store, timeout_s: float) -> str:
+    """Make a gloo group and drop it. Returns what went wrong, or nothing."""
+    if dist.is_initialized():
+        return ""
+    prefixed = PrefixStore("safe_ckpt/doctor/gloo", store)
+    limit = timedelta(seconds=timeout_s / 2)
+
+    def make() -> None:
+        dist.init_process_group("gloo", store=prefixed, rank=session.rank, world_size=session.size, timeout=limit)
+        dist.destroy_process_group()
+
+    try:
+        bounded(make, timeout_s)
+    except Exception as error:  # whatever gloo says, rank 0 tells it
+        return _first(error)
+    return ""
+
+
+def _or(action: Callable[[], Any], limit_s: float, default: Any) -> Any:
+    try:
+        return bounded(action, limit_s)
+    except OSError:
+        return default

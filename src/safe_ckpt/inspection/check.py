@@ -1,0 +1,196 @@
+"""Are the bytes of a checkpoint those that were written: of ours by its digests, of any other as far as its files can tell."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from safe_ckpt.core.formats.json_text import MOST_BYTES, parse_json
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, archive_digest, read_manifest
+from safe_ckpt.core.formats.zip_archive import COMMENT_BYTES
+from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from safe_ckpt.inspection import dcp_reader
+from safe_ckpt.inspection.file_check import Metadata, check_file
+from safe_ckpt.inspection.files import Found, Window, inside, walk
+from safe_ckpt.inspection.kinds import kind_of
+from safe_ckpt.inspection.safetensors_reader import SUFFIX
+from safe_ckpt.inspection.scanning import Progress, scan
+from safe_ckpt.inspection.verdict import NO_CHECKSUMS, UNEQUAL, Judgement, Verdict, damaged, of_error, valid
+
+Job = Callable[["Progress | None"], Judgement]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A checkpoint that is to be judged.
+
+    Attributes:
+        path: where it is.
+        kind: what wrote it.
+        size_bytes: how much there is to read.
+        jobs: one per file; each reads it and judges.
+        remarks: what is no damage but should be known.
+    """
+
+    path: Path
+    kind: str
+    size_bytes: int
+    jobs: Sequence[Job]
+    remarks: tuple[str, ...] = ()
+
+
+def plan(path: Path, *, follow_symlinks: bool = False) -> Task:
+    """Look at names, sizes and manifests; no payload is read. What is wrong already becomes a job that says so.
+
+    Raises:
+        OSError: it could not be read; that condemns nothing.
+    """
+    try:
+        return _ours(path, follow_symlinks=follow_symlinks) or _others(path, follow_symlinks=follow_symlinks)
+    except (CorruptCheckpointError, UnsupportedFormatError) as error:
+        of_manifest = isinstance(error, UnsupportedFormatError) and (path / MANIFEST_NAME).is_file()
+        told_by = MANIFEST_NAME if of_manifest else ""
+        return Task(path=path, kind="unreadable", size_bytes=0, jobs=[_known(of_error(error, told_by))])
+
+
+def judge(tasks: Iterable[Task], *, progress: Progress | None = None) -> list[Verdict]:
+    """Read everything, several files at a time. One verdict per task.
+
+    Raises:
+        OSError: something could not be read; that condemns nothing.
+    """
+    tasks, stop = list(tasks), threading.Event()
+
+    def told(count: int) -> None:
+        if stop.is_set():
+            raise InterruptedError(errno.EINTR, "interrupted")
+        if progress is not None:
+            progress(count)
+
+    with ThreadPoolExecutor(max(2, min(8, os.cpu_count() or 2)), thread_name_prefix="safe_ckpt-verify") as pool:
+        try:
+            futures = [[pool.submit(job, told) for job in task.jobs] for task in tasks]
+            return [
+                Verdict(path=task.path, kind=task.kind, files=tuple(f.result() for f in found), remarks=task.remarks)
+                for task, found in zip(tasks, futures, strict=True)
+            ]
+        except BaseException:
+            stop.set()  # Ctrl-C: whoever reads now ends with the piece in hand
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _known(judgement: Judgement) -> Job:
+    return lambda _: judgement
+
+
+def _ours(path: Path, *, follow_symlinks: bool) -> Task | None:
+    if not path.is_dir():
+        if not path.stat().st_size or archive_digest(path) is None:
+            return None
+        with contextlib.suppress(UnsupportedFormatError):  # a file out of a directory has its manifest there
+            read_manifest(path)
+        size = path.stat().st_size
+        return Task(path=path, kind="safe_ckpt file", size_bytes=size, jobs=[lambda told: _archive(path, told)])
+    if not (path / MANIFEST_NAME).exists():
+        return None
+    manifest = read_manifest(path)
+    present = {file.name for file in walk(path, follow_symlinks=follow_symlinks)}
+    extra = sorted(present - {entry.path for entry in manifest.files} - {MANIFEST_NAME})
+    remarks = (f"not part of it, and not looked at: {', '.join(extra[:10])}",) if extra else ()
+    own = valid(MANIFEST_NAME, (path / MANIFEST_NAME).stat().st_size)
+    jobs = [_known(own), *(_entry(path, entry) for entry in manifest.files)]
+    size = sum(entry.size_bytes for entry in manifest.files)
+    return Task(path=path, kind="safe_ckpt directory", size_bytes=size, jobs=jobs, remarks=remarks)
+
+
+def _entry(folder: Path, entry: FileEntry) -> Job:
+    def job(told: Progress | None) -> Judgement:
+        file = folder / entry.path
+        try:
+            with Window(file) as window:
+                size = window.size
+        except FileNotFoundError:
+            if not folder.exists():
+                raise FileNotFoundError(errno.ENOENT, "was deleted meanwhile", str(folder)) from None
+            return damaged(entry.path, "is missing", size=entry.size_bytes)
+        except CorruptCheckpointError as error:
+            return of_error(error, entry.path)
+        if size != entry.size_bytes:
+            return damaged(entry.path, f"has {size} bytes instead of {entry.size_bytes}", size=size)
+        digest, _ = scan(file, size, progress=told, whole=True)
+        return valid(entry.path, size) if digest == entry.xxh3_128 else _located(folder, entry.path, size)
+
+    return job
+
+
+def _archive(path: Path, told: Progress | None) -> Judgement:
+    size, expected = path.stat().st_size, archive_digest(path)
+    digest, _ = scan(path, size - COMMENT_BYTES, progress=told, whole=True)
+    return valid(path.name, size) if digest == expected else _located(path.parent, path.name, size)
+
+
+def _located(folder: Path, name: str, size: int) -> Judgement:
+    """A file whose digest is wrong: where in it the damage is, as far as its own format tells."""
+    place = inside(folder, name)
+    metadata = _metadata(place.parent) if place.suffix == ".distcp" else None
+    found = check_file(Found(path=place, name=name, size_bytes=size), metadata, None)
+    reason = UNEQUAL
+    if found.state == "damaged" and found.reason != UNEQUAL:
+        reason = f"{UNEQUAL} ({found.reason})"
+    elif place.suffix == SUFFIX:
+        reason = f"{UNEQUAL}; in which of its tensors cannot be told, for safetensors {NO_CHECKSUMS}"
+    elif found.state == "cannot tell" and found.covered_bytes:
+        reason = f"{UNEQUAL}; in which of its tensors cannot be told, for {found.reason}"
+    return damaged(name, reason, size=size, names=found.names)
+
+
+def _metadata(folder: Path) -> Metadata:
+    try:
+        return dcp_reader.read_directory(folder)
+    except FileNotFoundError:
+        return None
+    except (CorruptCheckpointError, UnsupportedFormatError) as error:
+        return error
+
+
+def _others(path: Path, *, follow_symlinks: bool) -> Task:
+    files = walk(path, follow_symlinks=follow_symlinks)
+    if not files:
+        raise UnsupportedFormatError(path=str(path), message="is empty: there is no checkpoint in it")
+    known = {file.path.parent: _metadata(file.path.parent) for file in files if file.path.name == dcp_reader.METADATA}
+    jobs = [_other(file, known.get(file.path.parent)) for file in files]
+    jobs += [_known(damaged(name, why)) for name, why in _missing(path, files, known)]
+    size = sum(file.size_bytes for file in files)
+    return Task(path=path, kind=kind_of(files), size_bytes=size, jobs=jobs)
+
+
+def _other(file: Found, metadata: Metadata) -> Job:
+    return lambda told: check_file(file, metadata, told)
+
+
+def _missing(path: Path, files: Sequence[Found], known: dict[Path, Metadata]) -> list[tuple[str, str]]:
+    """What an index or ``.metadata`` names and is not there."""
+    found = []
+    for folder, metadata in known.items():
+        if isinstance(metadata, dcp_reader.Directory):
+            absent = [name for name in sorted(metadata.items) if not (folder / name).is_file()]
+            found += [(name, "is missing: .metadata says that tensors are in it") for name in absent]
+    for file in files:
+        if file.name.endswith(".safetensors.index.json") and path.is_dir():
+            try:
+                with Window(file.path) as window:
+                    where = parse_json(window.read(0, min(window.size, MOST_BYTES + 1))).get("weight_map", {})
+                names = sorted({str(name) for name in where.values()})
+                absent = [name for name in names if not inside(file.path.parent, name).is_file()]
+            except (ValueError, AttributeError) as error:
+                found.append((file.name, getattr(error, "message", f"is no index of shards: {error}")))
+                continue
+            found += [(name, f"is missing: {file.name} says that tensors are in it") for name in absent]
+    return found

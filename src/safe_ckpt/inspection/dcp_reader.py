@@ -1,0 +1,238 @@
+"""Directories of ``torch.distributed.checkpoint``: ``.metadata`` says which part of which tensor lies where in ``*.distcp``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from safe_ckpt.errors import CorruptCheckpointError
+from safe_ckpt.inspection.files import Window, inside
+from safe_ckpt.inspection.objects import Global, Opaque
+from safe_ckpt.inspection.pickle_reader import MOST_BYTES, read_pickle
+from safe_ckpt.inspection.tensors import Content, Entry, Piece
+from safe_ckpt.inspection.torch_reader import Archive, content_of, looks_like_archive, open_archive
+
+METADATA = ".metadata"
+_MOST_CHUNKS = 1_000_000
+_MODULE = "torch.distributed.checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """A part of a tensor, or an object, that lies in a file.
+
+    Attributes:
+        name: of the tensor or object.
+        starts: where in the tensor the part begins; None for an object.
+        file: relative to the directory.
+        offset: where it begins there.
+        size: its bytes.
+    """
+
+    name: str
+    starts: tuple[int, ...] | None
+    file: str
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A tensor as ``.metadata`` has it: the whole, and the parts it was divided into (where each begins, its shape)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Directory:
+    """What ``.metadata`` says.
+
+    Attributes:
+        folder: where it lies.
+        tensors: the tensors by name.
+        objects: the names of the objects.
+        items: what each file holds, in order, without overlap.
+        paths: where in the nested state each name was, keys and indices from outside in.
+    """
+
+    folder: Path
+    tensors: dict[str, Shape]
+    objects: tuple[str, ...]
+    items: dict[str, list[Item]]
+    paths: dict[str, tuple[str | int, ...]]
+
+
+def read_directory(folder: Path) -> Directory:
+    """Read ``.metadata``.
+
+    Raises:
+        CorruptCheckpointError: it is not what DCP writes, or contradicts itself.
+        OSError: it could not be read.
+    """
+    with Window(folder / METADATA) as window:
+        if window.size > MOST_BYTES:
+            raise CorruptCheckpointError(path=str(folder), file=METADATA, message="is too large")
+        found = read_pickle(window.read(0, window.size), str(folder / METADATA))
+    try:
+        return _directory(folder, found)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        if isinstance(error, CorruptCheckpointError):
+            raise
+        message = f"is no metadata of DCP ({type(error).__name__}: {str(error)[:100]})"
+        raise CorruptCheckpointError(path=str(folder), file=METADATA, message=message) from error
+
+
+def _directory(folder: Path, found: Any) -> Directory:
+    facts = _fields(found, "metadata.Metadata")
+    tensors, objects, count = {}, [], 0
+    for name, about in facts["state_dict_metadata"].items():
+        if str(about.made_by).endswith("BytesStorageMetadata"):
+            objects.append(_name(name))
+            continue
+        state = _fields(about, "metadata.TensorStorageMetadata")
+        count += len(state["chunks"])
+        if count > _MOST_CHUNKS:
+            raise ValueError(f"more than {_MOST_CHUNKS} parts of tensors")
+        chunks = [_fields(chunk, "metadata.ChunkStorageMetadata") for chunk in state["chunks"]]
+        parts = tuple((_counts(chunk["offsets"]), _counts(chunk["sizes"])) for chunk in chunks)
+        tensors[_name(name)] = _shape(name, _dtype(state["properties"]), _counts(state["size"]), parts)
+    items: dict[str, list[Item]] = {}
+    for index, place in (facts.get("storage_data") or {}).items():
+        where, what = _fields(place, "filesystem._StorageInfo"), _fields(index, "metadata.MetadataIndex")
+        starts = None if what.get("offset") is None else _counts(what["offset"])
+        file = str(where["relative_path"])
+        inside(folder, file)
+        offset, size = _counts((where["offset"], where["length"]))
+        items.setdefault(file, []).append(
+            Item(name=_name(what["fqn"]), starts=starts, file=file, offset=offset, size=size)
+        )
+    known = {*tensors, *objects}
+    if {item.name for row in items.values() for item in row} != known:
+        raise ValueError("it says where a tensor lies that it does not know, or knows one that lies nowhere")
+    for row in items.values():
+        _order(row)
+    paths = _paths(facts.get("planner_data"), known)
+    return Directory(folder=folder, tensors=tensors, objects=tuple(objects), items=items, paths=paths)
+
+
+def _order(row: list[Item]) -> None:
+    row.sort(key=lambda item: (item.offset, item.size))
+    for one, other in pairwise(row):
+        if other.offset < one.offset + one.size:
+            raise ValueError(f"{one.name[:100]!r} and {other.name[:100]!r} overlap in their file")
+
+
+def _paths(data: Any, known: set[str]) -> dict[str, tuple[str | int, ...]]:
+    found: dict[str, tuple[str | int, ...]] = {name: (name,) for name in known}
+    for name, path in data.items() if isinstance(data, dict) else []:
+        fits = name in known and isinstance(path, tuple) and 0 < len(path) <= 64
+        if fits and all(isinstance(key, str) or (isinstance(key, int) and 0 <= key < 1 << 53) for key in path):
+            found[name] = path
+    return found
+
+
+def _fields(value: Any, kind: str) -> dict[str, Any]:
+    if not isinstance(value, Opaque) or str(value.made_by) != f"{_MODULE}.{kind}":
+        raise ValueError(f"expected {kind}")
+    state = value.state
+    if isinstance(state, tuple) and len(state) == 2:  # a dataclass with slots
+        state = state[1] or state[0]
+    if not isinstance(state, dict):
+        raise TypeError(f"{kind} is empty")
+    return state
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str) or len(value) > 4096:
+        raise ValueError("a name is no text")
+    return value
+
+
+def _counts(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, tuple | list) or len(value) > 64:
+        raise ValueError("a shape is no row of numbers")
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in value):
+        raise ValueError("a shape is no row of numbers")
+    return tuple(value)
+
+
+def _dtype(properties: Any) -> str:
+    state: Any = properties.state if isinstance(properties, Opaque) else None
+    first = state[0] if isinstance(state, tuple) and state else None
+    if isinstance(state, dict):
+        first = state.get("dtype")
+    return first.name if isinstance(first, Global) else "unknown"
+
+
+def _shape(
+    name: str, dtype: str, shape: tuple[int, ...], parts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+) -> Shape:
+    for starts, sizes in parts:
+        if len(starts) != len(shape) or len(sizes) != len(shape):
+            raise ValueError(f"the parts of {name[:100]!r} have other dimensions than the whole")
+        if any(begin + size > whole for begin, size, whole in zip(starts, sizes, shape, strict=True)):
+            raise ValueError(f"a part of {name[:100]!r} reaches behind the whole")
+    if math.prod(shape) >= 1 << 62:
+        raise ValueError(f"{name[:100]!r} is larger than any tensor")
+    return Shape(dtype=dtype, shape=shape, chunks=parts)
+
+
+def archives_in(directory: Directory, file: str, window: Window) -> Iterator[tuple[Item, Archive | None]]:
+    """The items of one file in order; with each its archive, None when it is none.
+
+    Raises:
+        CorruptCheckpointError: the file is shorter than it should be, or an archive in it is damaged.
+    """
+    for item in directory.items.get(file, ()):
+        part = window.part(item.offset, item.size)
+        yield item, open_archive(part) if looks_like_archive(part) else None
+
+
+def content_of_directory(directory: Directory) -> Content:
+    """Tensors, with where every part of them lies, and objects.
+
+    Raises:
+        CorruptCheckpointError: a file does not hold what ``.metadata`` says.
+        OSError: a file could not be read.
+    """
+    pieces: dict[str, list[Piece]] = {name: [] for name in directory.tensors}
+    chunks = {name: set(about.chunks) for name, about in directory.tensors.items()}
+    dtypes = {name: about.dtype for name, about in directory.tensors.items()}
+    values = []
+    for file in sorted(directory.items):
+        path = inside(directory.folder, file)
+        with Window(path) as window:
+            for item, archive in archives_in(directory, file, window):
+                found = content_of(archive) if archive is not None else Content()
+                if item.name not in directory.tensors:
+                    values += [replace(v, name=f"{item.name}.{v.name}" if v.name else item.name) for v in found.values]
+                elif len(found.tensors) == 1 and found.tensors[0].pieces:
+                    only = found.tensors[0]
+                    starts = item.starts or tuple(0 for _ in only.shape)
+                    whole = only.pieces[0]
+                    if (starts, whole.shape) not in chunks[item.name] or only.dtype != dtypes[item.name]:
+                        message = f"does not hold that part of {item.name} which .metadata says"
+                        raise CorruptCheckpointError(path=str(directory.folder), file=file, message=message)
+                    pieces[item.name].append(
+                        Piece(file=path, offset=whole.offset, stride=whole.stride, starts=starts, shape=whole.shape)
+                    )
+    entries = [
+        Entry(name=name, dtype=about.dtype, shape=about.shape, pieces=tuple(pieces[name]), note=placement(about))
+        for name, about in directory.tensors.items()
+    ]
+    return Content(tensors=tuple(entries), values=tuple(values))
+
+
+def placement(about: Shape) -> str:
+    """How a tensor is divided: ``in 4 parts along dimension 0``."""
+    if len(about.chunks) < 2:
+        return ""
+    axes = [axis for axis in range(len(about.shape)) if len({starts[axis] for starts, _ in about.chunks}) > 1]
+    where = " and ".join(map(str, axes))
+    return f"in {len(about.chunks)} parts along dimension {where}"

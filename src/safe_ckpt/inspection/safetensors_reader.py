@@ -1,0 +1,111 @@
+"""safetensors files: what their header says, checked against itself and the file. The format carries no checksums."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from safe_ckpt.core.formats.json_text import parse_json
+from safe_ckpt.core.formats.safetensors import ALIASES_KEY, DTYPES, STRIDES_KEY, VERSIONS_KEY
+from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError
+from safe_ckpt.inspection.files import Window
+from safe_ckpt.inspection.tensors import ITEM_BYTES, Content, Entry, Piece, Value
+
+SUFFIX = ".safetensors"
+_MOST_HEADER_BYTES = 64 << 20
+
+
+def read_safetensors(path: Path) -> Content:
+    """The tensors of a file, from its header alone.
+
+    Raises:
+        CorruptCheckpointError: the header contradicts itself, or the file's size.
+        HostileCheckpointError: the header is larger than any tool writes.
+        OSError: it could not be read.
+    """
+    with Window(path) as window:
+        start, header = _header(window)
+        length = window.size - start
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise _damaged(path, "its metadata is not text")
+    spans, entries = [], []
+    for name, row in header.items():
+        dtype, shape, begin, end = _row(name, row, path)
+        spans.append((begin, end))
+        starts = tuple(0 for _ in shape)
+        whole = Piece(file=path, offset=start + begin, stride=contiguous(shape), starts=starts, shape=shape)
+        entries.append(Entry(name=name, dtype=dtype, shape=shape, pieces=(whole,)))
+    at = 0
+    for begin, end in sorted(spans):
+        if begin != at:
+            raise _damaged(path, "its tensors overlap or leave a gap")
+        at = end
+    if at != length:
+        raise _damaged(path, f"it has {length} bytes of tensors instead of {at}")
+    named = {entry.name: entry for entry in entries}
+    aliases = [
+        Entry(
+            name=alias, dtype=named[name].dtype, shape=named[name].shape, pieces=named[name].pieces, note=f"is {name}"
+        )
+        for alias, name in _extra(metadata, ALIASES_KEY, path).items()
+        if isinstance(name, str) and name in named and alias not in named
+    ]
+    ours = (ALIASES_KEY, STRIDES_KEY, VERSIONS_KEY)
+    values = [Value(name=key, text=text[:80], value=text) for key, text in metadata.items() if key not in ours]
+    return Content(tensors=(*entries, *aliases), values=tuple(values))
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor whose last dimension is densest, in elements."""
+    strides = [1] * len(shape)
+    for index in range(len(shape) - 2, -1, -1):
+        strides[index] = strides[index + 1] * max(1, shape[index + 1])
+    return tuple(strides)
+
+
+def _header(window: Window) -> tuple[int, dict[str, Any]]:
+    if window.size < 8:
+        raise _damaged(window.path, "is cut off")
+    length = int.from_bytes(window.read(0, 8), "little")
+    if length > window.size - 8:
+        raise _damaged(window.path, "its header is longer than the file")
+    if length > _MOST_HEADER_BYTES:
+        message = f"its header of {length} bytes is refused: at most {_MOST_HEADER_BYTES} are read"
+        raise HostileCheckpointError(path=str(window.path), message=message)
+    try:
+        header = parse_json(window.read(8, length))
+    except ValueError as error:
+        raise _damaged(window.path, f"its header is no JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise _damaged(window.path, "its header is not what it should be")
+    return 8 + length, header
+
+
+def _row(name: str, row: Any, path: Path) -> tuple[str, tuple[int, ...], int, int]:
+    if isinstance(row, dict) and set(row) == {"dtype", "shape", "data_offsets"}:
+        dtype, shape, offsets = DTYPES.get(str(row["dtype"])), row["shape"], row["data_offsets"]
+        if dtype and _is_counts(shape) and len(shape) <= 64 and _is_counts(offsets) and len(offsets) == 2:
+            begin, end = offsets
+            if end - begin == math.prod(shape) * ITEM_BYTES[dtype]:  # so its size is bounded, too
+                return dtype, tuple(shape), begin, end
+    raise _damaged(path, f"what its header says of {name[:200]!r} cannot be")
+
+
+def _is_counts(value: object) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+
+
+def _extra(metadata: dict[str, str], key: str, path: Path) -> dict[str, Any]:
+    try:
+        found = parse_json(metadata.get(key, "{}").encode())
+    except ValueError as error:
+        raise _damaged(path, f"its entry {key} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise _damaged(path, f"its entry {key} is not what it should be")
+    return found
+
+
+def _damaged(path: Path, why: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(path=str(path), message=why)

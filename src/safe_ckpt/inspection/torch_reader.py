@@ -1,0 +1,187 @@
+"""Files of ``torch.save``: zip archives since torch 1.6, a row of pickles before. Also the archives within DCP's files."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from safe_ckpt.errors import CorruptCheckpointError
+from safe_ckpt.inspection.files import Readable
+from safe_ckpt.inspection.objects import Storage, Tensor
+from safe_ckpt.inspection.pickle_reader import MOST_BYTES, read_pickle, read_pickles
+from safe_ckpt.inspection.scanning import Span
+from safe_ckpt.inspection.tensors import ITEM_BYTES, Content, Entry, Piece, Value, describe, leaves
+from safe_ckpt.inspection.zip_reader import Member, is_archive, read_members
+
+SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".pkl", ".tar")
+_OLD_MAGIC = 0x1950A86A20F9469CFC6C
+
+
+@dataclass(frozen=True, kw_only=True)
+class Archive:
+    """A torch archive: its records, and what its pickle would build."""
+
+    source: Readable
+    members: Sequence[Member]
+    root: Any
+
+    def spans(self) -> list[Span]:
+        """The records' bytes within the file, with their checksums, where they have one."""
+        start, told = self.source.start, [member for member in self.members if not _is_untold(member)]
+        return [Span(start=start + m.data_offset, end=start + m.data_offset + m.size, crc=m.crc) for m in told]
+
+    @property
+    def untold_bytes(self) -> int:
+        """How many of its bytes have no checksum."""
+        return sum(member.size for member in self.members if _is_untold(member))
+
+    def member(self, name: str) -> Member | None:
+        """A record by its name behind the archive's own."""
+        return next((member for member in self.members if member.name.partition("/")[2] == name), None)
+
+
+def _is_untold(member: Member) -> bool:
+    # torch under ``skip_data``, and this package in the files of DCP, where their digest is in the manifest, leave it 0.
+    return member.crc == 0 and member.size > 0
+
+
+def looks_like_archive(source: Readable) -> bool:
+    """Whether it is one, or was before its beginning or its end was damaged."""
+    tail = min(source.size, 256)
+    return is_archive(source) or b"PK\5\6" in source.read(source.size - tail, tail)
+
+
+def open_archive(source: Readable) -> Archive:
+    """Read the structure of an archive.
+
+    Raises:
+        CorruptCheckpointError: it contradicts itself.
+        HostileCheckpointError: no tool writes such a file.
+        OSError: it could not be read.
+    """
+    members = read_members(source)
+    pickles = [member for member in members if member.name.partition("/")[2] == "data.pkl"]
+    if len(pickles) != 1:
+        raise CorruptCheckpointError(path=str(source.path), message="the archive has no data.pkl, or several")
+    if pickles[0].size > MOST_BYTES:
+        raise CorruptCheckpointError(path=str(source.path), message="its pickle is refused: it is too large")
+    root = read_pickle(source.read(pickles[0].data_offset, pickles[0].size), str(source.path))
+    return Archive(source=source, members=members, root=root)
+
+
+def content_of(archive: Archive) -> Content:
+    """Tensors and values of an archive.
+
+    Raises:
+        CorruptCheckpointError: a tensor reaches behind its record, or has none.
+    """
+    locate = Locator(archive)
+    tensors, values = [], []
+    for name, leaf in leaves(archive.root, str(archive.source.path)):
+        if isinstance(leaf, Tensor):
+            tensors.append(locate(name, leaf))
+        elif not isinstance(leaf, Storage):
+            values.append(value_of(name, leaf))
+    return Content(tensors=tuple(tensors), values=tuple(values))
+
+
+def without_places(root: object, path: str) -> Content:
+    """Tensors and values of a file from before the zip format: the tensors' shapes, not where their bytes are."""
+    tensors, values = [], []
+    for name, leaf in leaves(root, path):
+        if isinstance(leaf, Tensor):
+            tensors.append(Entry(name=name, dtype=leaf.dtype, shape=leaf.shape, note="in torch's format before 1.6"))
+        elif not isinstance(leaf, Storage):
+            values.append(value_of(name, leaf))
+    return Content(tensors=tuple(tensors), values=tuple(values))
+
+
+def value_of(name: str, leaf: object) -> Value:
+    """A leaf that is no tensor."""
+    plain = isinstance(leaf, bool | int | float | str | bytes | list | tuple | dict) or leaf is None
+    return Value(name=name, text=describe(leaf), value=leaf, is_plain=plain)
+
+
+class Locator:
+    """Finds the bytes of tensors in an archive."""
+
+    def __init__(self, archive: Archive) -> None:
+        self._source = archive.source
+        self._records = {member.name.partition("/")[2]: member for member in archive.members}
+        order = self._records.get("byteorder")
+        self._little = order is None or self._source.read(order.data_offset, min(order.size, 16)) == b"little"
+
+    def __call__(self, name: str, tensor: Tensor) -> Entry:
+        """A tensor with where its bytes are; without that where they are none, or in another order than this machine's.
+
+        Raises:
+            CorruptCheckpointError: it reaches behind its record, or has none.
+        """
+        entry = Entry(name=name, dtype=tensor.dtype, shape=tensor.shape, note=tensor.note)
+        if tensor.storage is None:
+            return entry
+        record, item = self._records.get(f"data/{tensor.storage.key}"), ITEM_BYTES.get(tensor.dtype)
+        if record is None:
+            raise CorruptCheckpointError(path=str(self._source.path), message=f"the bytes of {name} are missing")
+        if not self._little:
+            return replace(entry, note=f"{tensor.note} big-endian".strip())
+        if item is None:
+            return entry
+        last = tensor.offset + sum(step * (size - 1) for step, size in zip(tensor.stride, tensor.shape, strict=True))
+        if 0 not in tensor.shape and (last + 1) * item > record.size:
+            raise CorruptCheckpointError(path=str(self._source.path), message=f"{name} reaches behind its record")
+        piece = Piece(
+            file=self._source.path,
+            offset=self._source.start + record.data_offset + tensor.offset * item,
+            stride=tensor.stride,
+            starts=tuple(0 for _ in tensor.shape),
+            shape=tensor.shape,
+        )
+        return Entry(name=name, dtype=tensor.dtype, shape=tensor.shape, pieces=(piece,), note=tensor.note)
+
+
+def names_in(archive: Archive, bad: Iterable[Span]) -> list[str]:
+    """What the given spans hold: tensors by name, other records as they are called."""
+    starts = {span.start - archive.source.start for span in bad}
+    records = [member for member in archive.members if member.data_offset in starts and member.size]
+    keys = {member.name.partition("/")[2].removeprefix("data/"): member.name for member in records}
+    names = []
+    with contextlib.suppress(CorruptCheckpointError):
+        for name, leaf in leaves(archive.root, str(archive.source.path)):
+            if isinstance(leaf, Tensor) and leaf.storage is not None and leaf.storage.key in keys:
+                names.append(name)
+    return names or [member.name for member in records]
+
+
+def read_old_file(source: Readable) -> Any | None:
+    """What a file from before the zip format would build; None when it is none. Plain pickles are read too.
+
+    Raises:
+        CorruptCheckpointError: it is shorter or longer than it says.
+        HostileCheckpointError: it is a pickle, and one that no tool writes.
+        OSError: it could not be read.
+    """
+    head = source.read(0, min(source.size, MOST_BYTES))
+    if head[:1] != b"\x80":
+        return None
+    first = read_pickle(head, str(source.path))
+    if first != _OLD_MAGIC:
+        return first
+    (_, _, _, root, keys), at = read_pickles(head, str(source.path), count=5)
+    _check_old_length(source, root, keys, at)
+    return root
+
+
+def _check_old_length(source: Readable, root: object, keys: object, at: int) -> None:
+    """Behind the pickles lie the numbers of each storage, in the order of ``keys``, each behind its count."""
+    found = (leaf.storage for _, leaf in leaves(root, str(source.path)) if isinstance(leaf, Tensor))
+    items = {storage.key: ITEM_BYTES.get(storage.dtype) for storage in found if storage is not None}
+    for key in keys if isinstance(keys, list) else []:
+        item = items.get(key) if isinstance(key, str) else None
+        if item is None:
+            return  # of a tensor in some object, whose type is not known here
+        at += 8 + int.from_bytes(source.read(at, 8), "little") * item
+    if at != source.size:
+        raise CorruptCheckpointError(path=str(source.path), message=f"has {source.size} bytes instead of {at}")

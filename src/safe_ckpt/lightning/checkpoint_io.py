@@ -1,0 +1,137 @@
+"""The CheckpointIO that the callback installs: everything that reaches a strategy's I/O passes here."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from safe_ckpt.core.directory import commit_order
+from safe_ckpt.core.formats.verify import verify_if_ours
+from safe_ckpt.core.saving import one_shot
+from safe_ckpt.core.storage import presence
+from safe_ckpt.lightning.compat import CheckpointIO
+from safe_ckpt.lightning.resume import WEIGHTS_ONLY
+
+logger = logging.getLogger(__name__)
+
+
+class Saver(Protocol):
+    """What the I/O needs of the saver that stands behind it."""
+
+    def land(self) -> None:
+        """Wait until nothing is in flight."""
+
+    def end(self) -> None:
+        """The strategy is torn down."""
+
+    def holds(self, directory: Path) -> bool:
+        """Whether this directory is taken already."""
+
+    def next_sequence(self, path: Path) -> int:
+        """The place of a file in the order of commits."""
+
+
+@dataclass
+class Box:
+    """Catches one checkpoint on its way to the disk; stays empty on ranks that would not write."""
+
+    checkpoint: dict[str, Any] | None = None
+
+
+class SafeCheckpointIO(CheckpointIO):
+    """Saves atomically, loads verified, and keeps saves and removals in one order.
+
+    Within ``catching`` a save is not written but handed to whoever asked for it, who saves it on all ranks together. Outside,
+    as in the launcher of ``ddp_spawn`` after the end of ``fit``, it is written at once, in this process.
+
+    Args:
+        base: the I/O that was installed before; it still does the reading.
+
+    Attributes:
+        saver: what saves while ``fit`` runs; None outside.
+        trusted: a file that was verified a moment ago.
+    """
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+        self.saver: Saver | None = None
+        self._box: Box | None = None
+        self.trusted: Path | None = None
+
+    @contextlib.contextmanager
+    def catching(self) -> Iterator[Box]:
+        """While this is entered, the next save lands in the box."""
+        outer, self._box = self._box, Box()
+        try:
+            yield self._box
+        finally:
+            self._box = outer
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """While this is entered, saves are written at once: for a save from a signal handler within another save."""
+        outer, self._box = self._box, None
+        try:
+            yield
+        finally:
+            self._box = outer
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Called by the strategy, on rank 0 for unsharded ones.
+
+        Raises:
+            TypeError: ``storage_options`` were given.
+            SafeCheckpointError: written here, and it failed.
+        """
+        if storage_options is not None:
+            raise TypeError("storage_options are not supported: safe_ckpt writes to local and mounted file systems")
+        if self._box is not None:
+            self._box.checkpoint = checkpoint
+        else:
+            target = Path(os.path.abspath(path))
+            sequence = (
+                self.saver.next_sequence(target) if self.saver is not None else commit_order.sequence_beside(target)
+            )
+            step = int(checkpoint.get("global_step", 0))
+            notes = {WEIGHTS_ONLY: "loops" not in checkpoint}
+            one_shot.save_archive(checkpoint, target, sequence=sequence, step=step, notes=notes)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load after what is in flight is over; one that carries our manifest is verified first.
+
+        Raises:
+            CorruptCheckpointError: its bytes are not those that were written.
+        """
+        if self.saver is not None:
+            self.saver.land()
+        local = Path(os.fspath(path))
+        if presence.is_file(local) and local != self.trusted and presence.ends_as_archive(local):
+            verify_if_ours(local)
+        self.trusted = None
+        loaded: dict[str, Any] = self.base.load_checkpoint(path, *args, **kwargs)
+        return loaded
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove after what is in flight is over."""
+        if self.saver is not None:
+            self.saver.land()
+        self.base.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """Called by the strategy at the end of every stage, and after an exception."""
+        if self.saver is not None:
+            self.saver.end()
+        self.base.teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Live resources stay in the process that made them.
+        return {"base": self.base}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["base"])  # type: ignore[misc]

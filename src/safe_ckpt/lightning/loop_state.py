@@ -1,0 +1,230 @@
+"""Continuing bit for bit: what Lightning's own checkpoint leaves out, gathered from all ranks and put back.
+
+The generators of every rank, and the states of its stateful loaders, stand in the checkpoint under one key that stock Lightning
+ignores. On a resume they are put back where the save was taken: after ``on_train_start``, before anything else of the loop.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from safe_ckpt.core.state.rng import get_rng_state, set_rng_state
+from safe_ckpt.lightning import dataloader, epochs, stand_ins
+
+logger = logging.getLogger(__name__)
+KEY = "safe_ckpt"
+
+
+def capture(trainer: Any, broken_off: dict[str, Any] | None) -> dict[str, Any]:
+    """What this rank contributes at a save.
+
+    Args:
+        trainer: in ``fit``.
+        broken_off: what the generators were where this epoch was broken off; None where it was not.
+    """
+    loop = trainer.fit_loop
+    ended = epochs.at_end(loop)
+    rng = get_rng_state() if broken_off is None or ended else broken_off
+    loaders = loop._combined_loader
+    states = [] if loaders is None else loaders._state_dicts()
+    if ended:
+        states = [dataloader.at_end(state) for state in states]
+    else:
+        unseen = epochs.unprocessed(vars(loop.epoch_loop.batch_progress.current))
+        states = [dataloader.at_batch(state, unseen=unseen, now=rng) for state in states]
+    return {"rng": rng, "loaders": states, "mid_epoch": not ended}
+
+
+def to_text(contribution: Mapping[str, Any]) -> str:
+    """For the way to rank 0."""
+    buffer = io.BytesIO()
+    torch.save(dict(contribution), buffer)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def assemble(texts: Mapping[int, str]) -> dict[str, Any]:
+    """On rank 0: what goes into the checkpoint."""
+    # Written by the ranks of this job a moment ago: trusted as far as they are.
+    ranks = [torch.load(io.BytesIO(base64.b64decode(texts[rank])), weights_only=False) for rank in sorted(texts)]
+    return {"version": 1, "ranks": ranks}
+
+
+@dataclass
+class Continuation:
+    """What is to be done before the loop goes on.
+
+    Attributes:
+        mine: what this rank contributed at the save; None for a checkpoint of stock Lightning, or of fewer ranks.
+        mid_epoch: whether the epoch of the checkpoint had not ended.
+        finish_epoch: whether it was saved after the last batch of an epoch, before what follows that.
+        broken_off: whether it was saved after an epoch was broken off.
+    """
+
+    mine: dict[str, Any] | None
+    mid_epoch: bool
+    finish_epoch: bool
+    broken_off: bool
+
+
+def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | None:
+    """At ``on_load_checkpoint``: give this rank its own loaders' states, and have the loops know where they were.
+
+    Args:
+        checkpoint: what was loaded; changed in place.
+        rank: this process's.
+        size: the number of ranks.
+
+    Returns:
+        What is left to be done; None where there is no state of the loops.
+    """
+    fit_loop: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {})
+    if "epoch_loop.batch_progress" not in fit_loop:
+        return None
+    saved: Sequence[dict[str, Any]] = checkpoint.get(KEY, {}).get("ranks", [])
+    if saved and len(saved) != size and rank == 0:
+        logger.warning(
+            "the checkpoint was saved by %d ranks and is resumed by %d: the order of the data and the random numbers "
+            "are not those of an uninterrupted run",
+            len(saved),
+            size,
+        )
+    state, batch = fit_loop.get("state_dict", {}), fit_loop["epoch_loop.batch_progress"]
+    mid_epoch = bool(saved[0]["mid_epoch"]) if saved else not epochs.ended(batch)
+    if mid_epoch:
+        batch["is_last_batch"] = False  # an exception came while that batch was trained on: it is to be done again
+    if saved:
+        mine = saved[rank] if rank < len(saved) else None
+    else:
+        mine = _of_stock(state.get("combined_loader", []), batch["current"]) if size == 1 else None
+    if mine is not None and "state_dict" in fit_loop:
+        state["combined_loader"] = mine["loaders"]
+    if not mid_epoch and "combined_loader" in state:
+        state["combined_loader"] = [dataloader.at_end(one) for one in state["combined_loader"]]
+    return Continuation(
+        mine=mine,
+        mid_epoch=mid_epoch,
+        finish_epoch=_let_epoch_end(fit_loop),
+        broken_off=mid_epoch and epochs.go_on_within(fit_loop),
+    )
+
+
+def _of_stock(states: Sequence[Any], batches: Mapping[str, int]) -> dict[str, Any] | None:
+    """What a loader of ours said to stock Lightning: where it was, and what the generators were."""
+    rng = dataloader.generators(states)
+    if rng is None:
+        return None
+    unseen = epochs.unprocessed(batches)
+    return {"rng": rng, "loaders": [dataloader.at_batch(state, unseen=unseen, now=rng) for state in states]}
+
+
+def let_next_epoch_begin(fit_loop: Any) -> None:
+    """At ``on_load_checkpoint``: after a save at the end of an epoch the loop begins the next one.
+
+    With ``max_steps`` Lightning takes such a run for one that was interrupted within the epoch, trains one batch too many and
+    ends the epoch a second time. With ``max_epochs`` it does what is arranged here.
+    """
+
+    def begin_next(reset: Callable[[], None]) -> None:
+        counts = fit_loop.epoch_progress.current
+        # An epoch that was broken off is not counted as processed any more: ``epochs.go_on_within``.
+        if fit_loop.restarting and counts.ready == counts.started == counts.processed:
+            fit_loop._restarting = False
+            fit_loop.epoch_loop.restarting = False
+        reset()
+
+    stand_ins.once(fit_loop, "reset", begin_next)
+
+
+def _let_epoch_end(fit_loop: dict[str, Any]) -> bool:
+    """Change the progress of a save after the last batch of an epoch so that the end of that epoch is not left out.
+
+    Lightning would go straight to the next epoch, without validation and without the hooks at the end of one epoch and the
+    start of the next. Counting that batch as completed, which is what happens next in a run that goes on, brings them back.
+    """
+    progress = fit_loop.get("epoch_loop.batch_progress")
+    if not progress or not progress.get("is_last_batch"):
+        return False
+    due = bool(progress["total"]["completed"] == progress["total"]["processed"] - 1)
+    if due:
+        for count in (progress["total"], progress["current"]):
+            count["completed"] = count["processed"]
+    return due
+
+
+def continue_from(trainer: Any, continuation: Continuation) -> None:
+    """At ``on_train_start``: arrange that the loop goes on as it would have gone on."""
+    fit_loop, mine = trainer.fit_loop, continuation.mine
+    if mine is not None:
+        _put_generators_back(fit_loop, mine["rng"])
+    if not continuation.mid_epoch:
+        _start_epoch_with(fit_loop.epoch_loop, finish=continuation.finish_epoch)
+        return
+    if continuation.broken_off:
+        _train_at_once(fit_loop.epoch_loop)
+    if mine is not None:
+        _warn_if_inexact(trainer, mine)
+
+
+def let_schedulers_step(trainer: Any) -> None:
+    """At ``on_train_epoch_end``: also in the epoch that was resumed, schedulers that follow a metric step, if it is known.
+
+    Lightning leaves them out there, because a checkpoint has no metrics: the learning rate would be another one from then on.
+    """
+    fit_loop, known = trainer.fit_loop, trainer.callback_metrics
+    follow = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    if fit_loop.restarting and follow and all(name in known for name in follow):
+        fit_loop._restarting = False
+
+
+def _put_generators_back(fit_loop: Any, rng: Mapping[str, Any]) -> None:
+    def put_back(on_advance_start: Callable[[], None]) -> None:
+        set_rng_state(rng)
+        on_advance_start()
+
+    stand_ins.once(fit_loop, "on_advance_start", put_back)
+
+
+def _train_at_once(epoch_loop: Any) -> None:
+    """What follows a batch was done before the epoch was broken off: the validation, if it was due, and the schedulers."""
+
+    def begin(on_run_start: Callable[[Any], None], data_fetcher: Any) -> None:
+        on_run_start(data_fetcher)
+        epoch_loop.restarting = False
+
+    stand_ins.once(epoch_loop, "on_run_start", begin)
+
+
+def _start_epoch_with(epoch_loop: Any, *, finish: bool) -> None:
+    def begin(on_run_start: Callable[[Any], None], data_fetcher: Any) -> None:
+        validation_due = epoch_loop.restarting and epoch_loop._should_check_val_fx(data_fetcher)
+        if finish and validation_due:
+            stand_ins.once(epoch_loop, "on_advance_end", validate_too)
+        elif finish:
+            epoch_loop.restarting = False  # else the loop would ask for one more batch
+        elif not validation_due and not epoch_loop.done:
+            # Lightning made this epoch's iterator before the generators were put back, and makes no other on a restart.
+            iter(data_fetcher)
+        on_run_start(data_fetcher)
+
+    def validate_too(on_advance_end: Callable[[Any], None], data_fetcher: Any) -> None:
+        epoch_loop._skip_next_val = False
+        on_advance_end(data_fetcher)
+
+    stand_ins.once(epoch_loop, "on_run_start", begin)
+
+
+def _warn_if_inexact(trainer: Any, mine: Mapping[str, Any]) -> None:
+    loaders = trainer.fit_loop._combined_loader
+    if trainer.global_rank == 0 and (loaders is None or len(mine["loaders"]) < len(loaders.flattened)):
+        logger.warning(
+            "resumed in mid-epoch with a loader that cannot tell where it was: some batches of this epoch will be seen "
+            "again and the run will differ from an uninterrupted one. Use safe_ckpt.lightning.resumable(loader), a "
+            "torchdata StatefulDataLoader, or save at the ends of epochs"
+        )

@@ -1,0 +1,186 @@
+"""Which file a Trainer resumes from, and finishing what a killed run had begun when it committed that file."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import uuid
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from safe_ckpt.core.directory import catalog
+from safe_ckpt.core.directory.catalog import Candidate
+from safe_ckpt.core.directory.workspace import Root
+from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
+from safe_ckpt.core.formats.verify import verify_if_ours, verify_share
+from safe_ckpt.core.saving import resume
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.storage import durable, presence
+from safe_ckpt.core.storage.durable import Link
+from safe_ckpt.errors import ConfigError, CorruptCheckpointError, NoValidCheckpointError, SafeCheckpointError
+from safe_ckpt.lightning import requeueing, stand_ins
+from safe_ckpt.lightning.peek import peek
+from safe_ckpt.lightning.strategies import facts_file, is_sharded_directory
+
+logger = logging.getLogger(__name__)
+
+REMOVES = "removes"
+LINKS = "links"
+WEIGHTS_ONLY = "weights_only"
+
+
+def notes(root: Root, *, links: list[Link], doomed: list[Path], weights_only: bool) -> dict[str, Any]:
+    """What a manifest says of the save besides, so that the next run can finish what a killed one had begun."""
+    return {
+        REMOVES: [os.path.relpath(path, root.path) for path in doomed],
+        LINKS: {os.path.relpath(link.path, root.path): link.target for link in links},
+        WEIGHTS_ONLY: weights_only,
+    }
+
+
+class Resumer(Protocol):
+    """What a saver offers here."""
+
+    auto_directory: Path | None
+
+    def resume_from(self, directory: Path, suffix: str, rival: Path | None) -> Path | None:
+        """Choose, on all ranks."""
+
+
+def arrange(trainer: Any, saver: Resumer, directory: Path, suffix: str) -> None:
+    """Let the ``fit`` that is being set up resume from ``directory`` if it is given no path.
+
+    Raises:
+        ConfigError: another directory is to be resumed from already.
+    """
+    if saver.auto_directory == directory:
+        return
+    if saver.auto_directory is not None:
+        message = f"one directory at a time: {saver.auto_directory} is resumed from, so {directory} cannot be"
+        raise ConfigError(key="resume", message=message)
+    saver.auto_directory = directory
+
+    # Lightning has no public seam here: when setup() runs, ckpt_path is a local variable of the Trainer already.
+    def restore(original: Callable[..., None], checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+        rival = requeueing.resume_path(trainer) if checkpoint_path is not None else None
+        if checkpoint_path is None or (rival is not None and rival == Path(os.path.abspath(checkpoint_path))):
+            chosen = saver.resume_from(directory, suffix, rival)
+            checkpoint_path = str(chosen) if chosen is not None else None
+        original(checkpoint_path, *args, **kwargs)
+
+    stand_ins.once(trainer._checkpoint_connector, "_restore_modules_and_callbacks", restore)
+
+
+def choose(engine: Engine, root: Root, suffix: str) -> Path | None:
+    """The newest valid checkpoint in a held directory, verified on all ranks; None on a fresh run. Every rank calls this.
+
+    Raises:
+        NoValidCheckpointError: there are checkpoints and none is usable.
+    """
+    rank, size = engine.rank, engine.session.size
+
+    def verified(path: Path) -> None:
+        if presence.is_directory(path):
+            verify_share(path, rank, size)
+        else:
+            _verify(path)
+
+    chosen = resume.choose(engine, root, lambda: _resumable(listed(root.path, suffix)), verified)
+    if chosen is None:
+        return None
+    info = chosen.info
+    engine.agree("finish", {"path": info.path}, decide=lambda _: _finish(root, info))
+    if not info.verified:
+        logger.warning("%s was written by another tool and carries no checksums: resuming unverified", info.path)
+    return info.path
+
+
+def choose_beside(engine: Engine, root: Root, suffix: str, rival: Path) -> Path | None:
+    """As ``choose``; None also when ``rival``, from which Lightning would go on, is of a later step, or is all there is."""
+    try:
+        chosen = choose(engine, root, suffix)
+    except NoValidCheckpointError as error:
+        logger.warning("resuming from %s, which Lightning saved: %s", rival, error)
+        return None
+    if chosen is None:
+        return None
+    ours = engine.agree("rival", {"path": rival}, decide=lambda _: _step(chosen) >= _step(rival))
+    return chosen if ours else None
+
+
+def _step(path: Path) -> int:
+    seen = peek(facts_file(path))
+    return seen.step if seen is not None else -1
+
+
+def listed(directory: Path, suffix: str) -> list[Candidate]:
+    """The checkpoints of a directory: files, and the directories that sharding strategies write."""
+    return catalog.list_files(directory, suffix, is_sharded_directory)
+
+
+def _verify(path: Path) -> None:
+    if verify_if_ours(path) or not presence.ends_as_archive(path):  # torch's format before 1.6 has nothing to check
+        return
+    # Of another tool: its CRC-32s are all there is to check, and torch.load never looks at them.
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise CorruptCheckpointError(path=str(path), file=damaged, message="its CRC-32 does not match")
+
+
+def _resumable(candidates: list[Candidate]) -> list[Candidate]:
+    return [_judged(candidate) for candidate in candidates]
+
+
+def _judged(candidate: Candidate) -> Candidate:
+    """Add what only a look inside tells: the step of a foreign file, and whether there is more in it than weights."""
+    if candidate.problem:
+        return candidate
+    if candidate.manifest is not None:
+        weights_only = bool(candidate.manifest.notes.get(WEIGHTS_ONLY))
+        return dataclasses.replace(candidate, problem=_NO_STATE) if weights_only else candidate
+    seen = peek(facts_file(candidate.path))
+    if seen is None:
+        return dataclasses.replace(candidate, problem="is no checkpoint")
+    without_state = not seen.whole if presence.is_directory(candidate.path) else seen.weights_only
+    return dataclasses.replace(candidate, step=seen.step, problem=_NO_STATE if without_state else "")
+
+
+_NO_STATE = "holds weights only, no state of the training"
+
+
+def _finish(root: Root, info: CheckpointInfo) -> None:
+    # Killed between its commit and its links and removals: they are due now, since what replaces them is good.
+    if not info.verified:
+        return
+    said = read_manifest(info.path).notes
+    for name, target in said.get(LINKS, {}).items():
+        _link_again(root, info, root.path / name, target)
+    doomed = [root.path / name for name in said.get(REMOVES, [])]
+    for path in root.discard([path for path in doomed if _is_ours_and_older(path, info)]):
+        logger.info("removed %s, as was due when %s was saved", path, info.name)
+
+
+def _link_again(root: Root, info: CheckpointInfo, path: Path, target: str | None) -> None:
+    if target is None:
+        # A name of a newer file than this one is not taken from it.
+        done = path.exists() and (path.samefile(info.path) or not _is_ours_and_older(path, info))
+    else:
+        done = (path.is_symlink() and os.readlink(path) == target) or not (path.parent / target).exists()
+    if done:
+        return
+    staged = root.stage(f"link-{uuid.uuid4().hex}")
+    link = Link(path=path, target=target)
+    durable.publish_link(info.path, staged / path.name, link, lambda: root.aside(staged.name, path))
+    root.drop_staging(staged.name)
+    logger.info("made %s again, as was due when %s was saved", path, info.name)
+
+
+def _is_ours_and_older(path: Path, than: CheckpointInfo) -> bool:
+    try:
+        return not path.is_symlink() and path.exists() and read_manifest(path).sequence < than.sequence
+    except (OSError, SafeCheckpointError):
+        return False

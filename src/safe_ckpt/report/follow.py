@@ -1,0 +1,141 @@
+"""The history of a run that goes on: what was appended since the last look is read, and no more."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+from safe_ckpt.report import event_log
+from safe_ckpt.report.history import History, Teller
+
+_MOST_APPENDED_BYTES = 8 << 20  # beyond that the last events are read from the end
+_MOST_TAIL_BYTES = 1 << 16
+_FINGERPRINT_BYTES = 256
+
+_State = tuple[tuple[int, int, int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """How far the newest file was read: up to the ``end`` of a line, in bytes, before which there were the bytes ``last``."""
+
+    file: tuple[int, int]
+    end: int
+    last: bytes
+
+
+class Follower:
+    """Follows the events of a directory. One thread calls it.
+
+    Args:
+        directory: as ``reading.find_events`` takes it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._state: _State | None = None
+        self._place: _Place | None = None
+        self._teller = Teller()
+        self._told: History | None = None
+
+    def look(self) -> History | None:
+        """The present history; None while nothing is recorded. The same object as long as nothing changed.
+
+        A line that is not finished yet is left for the next look. Past twice ``reading.MOST_EVENTS`` the last ones are read
+        anew, so that memory stays bounded.
+
+        Raises:
+            OSError: the events are there and cannot be read.
+        """
+        files = event_log.find_events(self.directory)
+        state = _state_of(files)
+        if state == self._state:
+            return self._told
+        if not (self._goes_on(state) and self._hear_more(files[0], state[0][2])):
+            self._start_over(files, state)
+        self._state = state
+        return self._told
+
+    def _goes_on(self, state: _State) -> bool:
+        """Whether the newest file is the one that was read, and no other file came or went."""
+        if self._state is None or self._place is None or not state or state[1:] != self._state[1:]:
+            return False
+        return state[0][:2] == self._place.file and state[0][2] >= self._place.end
+
+    def _hear_more(self, path: Path, size: int) -> bool:
+        place = self._place
+        if place is None or self._told is None or size - place.end > _MOST_APPENDED_BYTES:
+            return False
+        try:
+            with path.open("rb") as stream:
+                if not _fits(stream, place):
+                    return False
+                stream.seek(place.end)
+                appended = stream.read(size - place.end)
+        except FileNotFoundError:  # rotated away in this moment
+            return False
+        whole = appended[: appended.rfind(b"\n") + 1]
+        lines = [line for line in whole.split(b"\n") if line.strip()]
+        events = [event for line in lines if (event := event_log.parse(line)) is not None]
+        heard = self._told.events + len(events)
+        if heard > 2 * event_log.MOST_EVENTS:
+            return False
+        for event in events:
+            self._teller.hear(event)
+        skipped = self._told.skipped + len(lines) - len(events)
+        told = self._teller.history()
+        self._told = replace(told, events=heard, skipped=skipped, earlier=self._told.earlier)
+        last = (place.last + whole)[-_FINGERPRINT_BYTES:]
+        self._place = replace(place, end=place.end + len(whole), last=last)
+        return True
+
+    def _start_over(self, files: tuple[Path, ...], state: _State) -> None:
+        self._place, self._told = None, None
+        if not files or not state:
+            return
+        place = _end_of(files[0], state[0][:2], state[0][2])
+        ends = {place.file: place.end} if place is not None else {}
+        recording = event_log.read_events(files, ends=ends)
+        self._teller = Teller()
+        for event in recording.events:
+            self._teller.hear(event)
+        told = self._teller.history()
+        heard = len(recording.events)
+        self._told = replace(told, events=heard, skipped=recording.skipped, earlier=recording.earlier)
+        self._place = place
+
+
+def _fits(stream: BinaryIO, place: _Place) -> bool:
+    """Whether it is the same file: the number of an inode is used again, and a file may be cut and grow anew."""
+    status = os.fstat(stream.fileno())
+    if (status.st_dev, status.st_ino) != place.file or not place.last.endswith(b"\n"):
+        return False
+    return os.pread(stream.fileno(), len(place.last), place.end - len(place.last)) == place.last
+
+
+def _end_of(path: Path, file: tuple[int, int], size: int) -> _Place | None:
+    """The end of the last whole line within the first ``size`` bytes; None when it is another file by now."""
+    try:
+        with path.open("rb") as stream:
+            status = os.fstat(stream.fileno())
+            if (status.st_dev, status.st_ino) != file:
+                return None
+            start = max(0, size - _MOST_TAIL_BYTES)
+            tail = os.pread(stream.fileno(), size - start, start)
+    except FileNotFoundError:
+        return None
+    whole = tail[: tail.rfind(b"\n") + 1] or (tail if start else b"")
+    return _Place(file=file, end=start + len(whole), last=whole[-_FINGERPRINT_BYTES:])
+
+
+def _state_of(files: tuple[Path, ...]) -> _State:
+    found = []
+    for path in files:
+        try:
+            status = path.stat()
+        except FileNotFoundError:  # rotated away in this moment
+            continue
+        found.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+    return tuple(found)

@@ -1,0 +1,115 @@
+"""Catching what a Trainer is about to write into one folder, so that it is written by us and in the background.
+
+Whatever reaches ``torch.save`` or safetensors for a file in that folder is planned as a file image, also from methods that the
+user overrides; small files that are written in other ways (JSON, tokenizers) land in the folder itself. What FSDP2 gives to
+``torch.distributed.checkpoint`` is kept, for all processes plan it together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from transformers import modeling_utils
+
+from safe_ckpt.core.formats import file_plan
+from safe_ckpt.core.formats.file_plan import Image
+
+
+class Catch:
+    """The files that were caught, by their path within the folder; a later one replaces an earlier.
+
+    Attributes:
+        shards: the state dicts for ``torch.distributed.checkpoint``, by the name of the folder that they go into.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.shards: dict[str, Mapping[str, Any]] = {}
+        self._folder = folder
+        self._thread = threading.get_ident()
+        self._caught: dict[str, Image] = {}
+
+    @property
+    def images(self) -> list[Image]:
+        """In the order in which they were written first."""
+        return list(self._caught.values())
+
+    def name_of(self, target: Any) -> str | None:
+        """The path within the folder; None for what is not for it, or comes from another thread."""
+        if not isinstance(target, str | os.PathLike) or threading.get_ident() != self._thread:
+            return None
+        path = Path(os.path.abspath(target))
+        return path.relative_to(self._folder).as_posix() if path.is_relative_to(self._folder) else None
+
+    def take(self, image: Image) -> None:
+        """One more file."""
+        self._caught[image.path] = image
+
+
+@contextlib.contextmanager
+def catching(folder: Path, *, shards: bool = False) -> Iterator[Catch]:
+    """While this is entered, files that this thread saves into ``folder`` are caught instead of written.
+
+    Args:
+        folder: where they would go.
+        shards: whether what goes to ``torch.distributed.checkpoint`` is caught, too.
+    """
+    catch = Catch(folder)
+    save, save_file = torch.save, safetensors.torch.save_file
+
+    def caught_save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        name = catch.name_of(f)
+        # Transformers removes its empty dummies itself, which it can where they are.
+        if name is None or (isinstance(obj, dict) and not obj):
+            save(obj, f, *args, **kwargs)
+        else:
+            catch.take(file_plan.torch_image(name, obj, strict=False, key=name))
+
+    def caught_save_file(
+        tensors: dict[str, torch.Tensor], filename: Any, metadata: Mapping[str, str] | None = None, **kwargs: Any
+    ) -> None:
+        name = catch.name_of(filename)
+        # What does not fit goes to safetensors itself, which says why it refuses.
+        if name is None or kwargs or not tensors or not file_plan.fits_safetensors(dict(tensors)):
+            save_file(tensors, filename, metadata=dict(metadata) if metadata else None, **kwargs)
+        else:
+            catch.take(file_plan.safetensors_image(name, dict(tensors), metadata))
+
+    patches: list[tuple[Any, str, Any]] = [(torch, "save", caught_save)]
+    patches += [
+        (safetensors.torch, "save_file", caught_save_file),
+        (modeling_utils, "safe_save_file", caught_save_file),
+    ]
+    if shards:
+        patches.append(_for_shards(catch))
+    before = [(home, name, getattr(home, name)) for home, name, _ in patches]
+    for home, name, replacement in patches:
+        setattr(home, name, replacement)
+    try:
+        yield catch
+    finally:
+        for home, name, original in before:
+            setattr(home, name, original)
+
+
+def _for_shards(catch: Catch) -> tuple[Any, str, Any]:
+    import torch.distributed.checkpoint as dcp  # it takes a while
+
+    home: Any = dcp
+    save = home.save
+
+    def caught_shards(state_dict: Mapping[str, Any], *, checkpoint_id: Any = None, **kwargs: Any) -> Any:
+        where = getattr(kwargs.get("storage_writer"), "path", None) if checkpoint_id is None else checkpoint_id
+        name = catch.name_of(where)
+        if name is None:
+            return save(dict(state_dict), checkpoint_id=checkpoint_id, **kwargs)
+        catch.shards[name] = state_dict
+        return None
+
+    return home, "save", caught_shards

@@ -1,0 +1,248 @@
+"""DeepSpeed and FSDP2 under a Trainer: what all processes write together, planned by those parts of ours that know them.
+
+The Trainer's own code, Accelerate's below it and DeepSpeed's say what goes where. What they would write in common is noted
+while they run, and planned when all processes have come to the end.
+
+Neither is offered on CPUs. Both were run here on two gloo processes whose Accelerate was told by hand that it has accelerators;
+on GPUs they were never run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import transformers.trainer as upstream
+
+from safe_ckpt.accelerate import support
+from safe_ckpt.adapters.patch import StandIns
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core.coordination.coordinator import raise_first
+from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.storage.file_copy import FileCopy
+from safe_ckpt.errors import ConfigError, CoordinationError, to_wire
+from safe_ckpt.transformers.contents import Catch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Added:
+    """What one process adds to a request of the core. ``folders`` and ``notes`` are the same on all of them."""
+
+    images: Sequence[Image] = ()
+    copies: Sequence[FileCopy] = ()
+    folders: Sequence[str] = ()
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    error: Exception | None = None
+
+
+def check(trainer: Any, config: CheckpointConfig) -> None:
+    """Refuse what is not covered.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if getattr(trainer, "is_fsdp_xla_enabled", False):
+        message = "FSDP of XLA is not covered: use the Trainer without SafeCheckpointMixin"
+        raise ConfigError(key="TrainingArguments.fsdp_config['xla']", message=message)
+    if trainer.is_fsdp_enabled and not getattr(trainer.accelerator, "is_fsdp2", False):
+        message = "FSDP of version 1 is not covered: use version 2"
+        raise ConfigError(key="TrainingArguments.fsdp_config['version']", message=message)
+    if is_shared(trainer):
+        support.check(trainer.accelerator, config)
+
+
+def is_shared(trainer: Any) -> bool:
+    """Whether several processes have parts of the model or of the optimizer."""
+    return bool(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+
+
+def _gathers(trainer: Any) -> bool:
+    """Whether a state dict of the model is a collective: with ZeRO 0 to 2 each process has all of it, and may ask alone."""
+    if not trainer.is_deepspeed_enabled:
+        return bool(trainer.is_fsdp_enabled)
+    parallel = trainer.accelerator.deepspeed_config.get("tensor_parallel", {}).get("autotp_size", 0)
+    return bool(trainer.model_wrapped.zero_optimization_partition_weights()) or parallel > 1
+
+
+class Sharing:
+    """What the processes write together, for one ``train()`` after another. Every process calls every method.
+
+    Args:
+        core: where they meet.
+    """
+
+    def __init__(self, core: Engine) -> None:
+        self._core = core
+        self._shards: Any = None
+
+    @contextlib.contextmanager
+    def loading(self, trainer: Any) -> Iterator[None]:
+        """While this is entered, DeepSpeed's loading restores what it leaves out with NVMe offload."""
+        if not trainer.is_deepspeed_enabled:
+            yield
+            return
+        from safe_ckpt.deepspeed import directories, nested
+
+        stock: Callable[..., None] = vars(upstream)["deepspeed_load_checkpoint"]
+
+        @functools.wraps(stock)
+        def load(engine: Any, checkpoint: str, *args: Any, **kwargs: Any) -> None:
+            path = Path(checkpoint)
+            # Decided once: what follows is done by all processes, or by none.
+            tag = self._core.agree("latest", {"path": path}, decide=lambda _: directories.latest_tag(path))
+            engines = {tag: engine} if tag else {}
+            with nested.loading(self._core, engines, path):
+                stock(engine, checkpoint, *args, **kwargs)
+            nested.resume_swapped(self._core, engines, path, optimizer_states=True)
+
+        with StandIns(upstream, {"deepspeed_load_checkpoint": load}):
+            yield
+
+    @contextlib.contextmanager
+    def noting(self, trainer: Any, folder: Path) -> Iterator[Noted]:
+        """While this is entered, nothing that the processes write together into ``folder`` is written."""
+        noted = Noted(self._core, folder)
+        with contextlib.ExitStack() as stack:
+            if _gathers(trainer):
+                gathers = {"get_state_dict": noted.after_meeting(trainer.accelerator.get_state_dict)}
+                stack.enter_context(StandIns(trainer.accelerator, gathers))
+            if trainer.is_fsdp_enabled:
+                names = ("save_fsdp_model", "save_fsdp_optimizer")
+                saves = {name: noted.after_meeting(getattr(upstream, name)) for name in names}
+                stack.enter_context(StandIns(upstream, saves))
+            if trainer.is_deepspeed_enabled:
+                engine = trainer.model_wrapped
+                instead = {"save_checkpoint": noted.of(engine)}
+                if _gathers(trainer):  # a PEFT model's is asked for without Accelerate
+                    from safe_ckpt.deepspeed.nested import ZERO3_GATHER
+
+                    instead[ZERO3_GATHER] = noted.after_meeting(getattr(engine, ZERO3_GATHER))
+                stack.enter_context(StandIns(engine, instead))
+            yield noted
+
+    def plan(self, trainer: Any, noted: Noted, caught: Catch, problem: Exception | None) -> Added:
+        """Plan what was noted, unless a process has failed: then that error is in the result, on all of them.
+
+        Args:
+            trainer: whose.
+            noted: from ``noting``.
+            caught: what the Trainer wrote meanwhile.
+            problem: what went wrong on this process.
+
+        Raises:
+            CoordinationError: the processes did not meet.
+        """
+        if not is_shared(trainer):
+            return Added(error=problem)
+        problem = noted.end(problem)
+        if problem is not None:
+            return Added(error=problem)
+        try:
+            return self._plan(trainer, noted, caught)
+        except CoordinationError:
+            raise
+        except Exception as error:  # the same on all processes
+            return Added(error=error)
+
+    def _plan(self, trainer: Any, noted: Noted, caught: Catch) -> Added:
+        if trainer.is_fsdp_enabled:
+            if self._shards is None:
+                from safe_ckpt.core.sharding.dcp_plan import ShardPlanner  # DCP takes a while to import
+
+                self._shards = ShardPlanner(
+                    self._core.session, barrier_s=self._core.config.timeouts.barrier_s, strict=False
+                )
+            return Added(images=self._shards.images(caught.shards), folders=sorted(caught.shards))
+        from safe_ckpt.deepspeed import nested
+
+        images: dict[str, Image] = {}
+        copies: list[FileCopy] = []
+        notes: dict[str, Any] = {}
+        folders: set[str] = set()
+        error: Exception | None = None
+        for tag, options in noted.tags.items():
+            found = nested.collect(self._core, {tag: trainer.model_wrapped}, **options)
+            images.update((image.path, image) for image in found.images)
+            copies += found.copies
+            folders.update(found.folders)
+            for key, value in found.notes.items():
+                notes[key] = {**notes.get(key, {}), **value}
+            error = error or found.error
+        return Added(images=list(images.values()), copies=copies, folders=sorted(folders), notes=notes, error=error)
+
+
+class Noted:
+    """What one save was asked for, and where the processes meet on the way.
+
+    Args:
+        core: where they meet.
+        folder: what the Trainer writes into.
+
+    Attributes:
+        tags: DeepSpeed's name of a checkpoint -> how it is to be saved.
+    """
+
+    def __init__(self, core: Engine, folder: Path) -> None:
+        self.tags: dict[str, dict[str, Any]] = {}
+        self._core = core
+        self._folder = folder
+        self._failed: Exception | None = None
+
+    def after_meeting(self, action: Callable[..., Any]) -> Callable[..., Any]:
+        """``action``, a collective, once it is known that no process has failed before it: else it would never end."""
+
+        @functools.wraps(action)
+        def act(*args: Any, **kwargs: Any) -> Any:
+            self._meet(None)
+            return action(*args, **kwargs)
+
+        return act
+
+    def of(self, engine: Any) -> Callable[..., bool]:
+        """What stands in for ``engine.save_checkpoint``."""
+        save = engine.save_checkpoint
+
+        def save_checkpoint(
+            save_dir: str | os.PathLike[str],
+            tag: object = None,
+            client_state: Mapping[str, Any] | None = None,
+            save_latest: bool = True,
+            exclude_frozen_parameters: bool = False,
+        ) -> bool:
+            options = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen_parameters}
+            if Path(os.path.abspath(save_dir)) != self._folder:
+                return bool(save(save_dir, tag, client_state or {}, **options))
+            name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+            self.tags.pop(name, None)  # ``latest`` names the one that was saved last
+            self.tags[name] = {"client_state": dict(client_state or {}), **options}
+            return True
+
+        return save_checkpoint
+
+    def end(self, problem: Exception | None) -> Exception | None:
+        """Learn what went wrong on any process; None where nothing did.
+
+        Raises:
+            CoordinationError: the processes did not meet.
+        """
+        if self._failed is None:
+            with contextlib.suppress(Exception):
+                self._meet(problem)
+        if isinstance(self._failed, CoordinationError):
+            raise self._failed
+        return problem or self._failed
+
+    def _meet(self, problem: Exception | None) -> None:
+        wire = to_wire(problem, rank=self._core.rank, phase="planning the save") if problem is not None else None
+        try:
+            # One name for all these places: a process that failed is at the last of them, the others at any.
+            self._core.agree("write", {"path": self._folder}, answer=wire, decide=raise_first)
+        except Exception as error:
+            self._failed = error
+            raise
