@@ -1,7 +1,7 @@
 """What it costs many ranks to act as one: agree on a save, report, commit. No files, no tensors, only the control plane.
 
 Every rank is a thread of this process with a store connection of its own, against one real TCPStore; the protocol objects are
-those of a real save (``Session.agree``, ``Board``). All threads share one interpreter lock and these few cores: the times are
+those of a real save (``Coordinator.agree``, ``Board``). All threads share one interpreter lock and these few cores: the times are
 upper bounds, and what counts is their shape and the number of store operations per rank. Connecting takes longer than it all.
 
     python benchmarks/control_plane.py [ranks ...]
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from safe_ckpt.core.coordination.coordinator import Session, Shares
+from safe_ckpt.core.coordination.coordinator import Coordinator, Shares
 from safe_ckpt.core.coordination.store import Channel, LocalChannel
 from safe_ckpt.core.coordination.two_phase import Board
 
@@ -42,7 +42,7 @@ class CountedStore:
         return call
 
 
-class ThreadSession(Session):
+class ThreadSession(Coordinator):
     """A session whose rank is a thread: its calls run on that thread, and nobody beats."""
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
@@ -58,28 +58,33 @@ class ThreadSession(Session):
         return self._calls
 
 
-def save(session: Session, rounds: int, shares: bool) -> list[float]:
+def save(coordinator: Coordinator, rounds: int, shares: bool) -> list[float]:
     """One rank's part in ``rounds`` saves: seconds of each."""
     found = []
     for number in range(rounds):
         begun = time.monotonic()
         answer = {"bytes": 1 << 30, "writes": True, "error": None, "same": {}, "earlier": None}
         if shares:
-            session.agree(
+            coordinator.agree(
                 "shards",
                 {},
                 timeout_s=60,
                 answer=answer,
                 decide=lambda a: Shares({rank: {"kept": [rank]} for rank in a}),
             )
-        agreed = session.agree(
+        agreed = coordinator.agree(
             "save", {"step": number}, timeout_s=60, answer=answer, decide=lambda a: {"writers": len(a)}
         )
         board = Board(
-            session, session.channel("phases"), f"op{number}", range(agreed["writers"]), lambda: None, session.call
+            coordinator,
+            coordinator.channel("phases"),
+            f"op{number}",
+            range(agreed["writers"]),
+            lambda: None,
+            coordinator.call,
         )
-        entry = {"path": f"model/__{session.rank}_0.distcp", "size_bytes": 1 << 30, "xxh3_128": "0" * 32}
-        if session.rank == 0:
+        entry = {"path": f"model/__{coordinator.rank}_0.distcp", "size_bytes": 1 << 30, "xxh3_128": "0" * 32}
+        if coordinator.rank == 0:
             board.prepared()
             board.report({"files": [entry], "items": {}})
             reports = board.reports(60)
@@ -89,7 +94,7 @@ def save(session: Session, rounds: int, shares: bool) -> list[float]:
             board.report({"files": [entry], "items": {}})
             board.verdict(60)
         found.append(time.monotonic() - begun)
-        if session.rank == 0:
+        if coordinator.rank == 0:
             while not board.forget():
                 time.sleep(0.001)
     return found

@@ -155,7 +155,7 @@ class Checkpointer:
         from safe_ckpt.core.sharding.dcp_plan import ShardPlanner  # DCP takes a while to import
 
         if self._shards is None:
-            self._shards = ShardPlanner(self._engine.session, barrier_s=self._engine.config.timeouts.barrier_s)
+            self._shards = ShardPlanner(self._engine.coordinator, barrier_s=self._engine.config.timeouts.barrier_s)
         parts = self._shards.agree(states, kind="save", view=view)
         try:
             return self._shards.lay_out(parts), None
@@ -290,7 +290,7 @@ class Checkpointer:
 
     def _load(self, path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
         manifest = read_manifest(path)
-        rank, size = self._engine.rank, self._engine.session.size
+        rank, size = self._engine.rank, self._engine.coordinator.size
         needed = plan.files_for(manifest, state, rank=rank, path=path)
         entries = {entry.path: entry for entry in manifest.files}
         folders = {name: file for name, file in needed.items() if manifest.items[name]["form"] == plan.SHARDED}

@@ -291,13 +291,13 @@ def trial(storage, folder, scenario, fault, at):
 
     def arm():
         if fault in ERRORS:
-            storage.fail(at, folder, ERRORS[fault], session=os.getpid())
+            storage.fail(at, folder, ERRORS[fault], coordinator=os.getpid())
         elif fault in {f"{name} from here on" for name in ERRORS}:
-            storage.fail(at, folder, ERRORS[fault.split()[0]], session=os.getpid(), always=True)
+            storage.fail(at, folder, ERRORS[fault.split()[0]], coordinator=os.getpid(), always=True)
         elif fault == "count":
-            storage.watch(folder, session=os.getpid())
+            storage.watch(folder, coordinator=os.getpid())
         else:
-            getattr(storage, fault)(at, folder, session=os.getpid())
+            getattr(storage, fault)(at, folder, coordinator=os.getpid())
 
     def act():
         arm()
@@ -403,7 +403,7 @@ def record(storage, folder, scenario):
     shutil.copytree(folder, folder.parent / "before", symlinks=True)
 
     def act():
-        storage.watch(folder, log=folder.parent / "log", session=os.getpid())
+        storage.watch(folder, log=folder.parent / "log", coordinator=os.getpid())
         scenario.act(folder, (folder / MARKER).mkdir)
 
     if fork(act) != 0:

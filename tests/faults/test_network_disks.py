@@ -62,7 +62,7 @@ def test_entries_that_show_late_on_one_rank(tmp_path, matrix):
     while not (tmp_path / "session").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.1)
-    storage.hide(exp, 1.0, session=int((tmp_path / "session").read_text()))
+    storage.hide(exp, 1.0, coordinator=int((tmp_path / "session").read_text()))
     (tmp_path / "armed").touch()
     said = [process.communicate(timeout=120)[1] for process in started]
     assert [process.returncode for process in started] == [0, 0], said

@@ -14,7 +14,7 @@ from kit.hosts import Hosts, needs_hosts
 from kit.ranks import spawn_over
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.core.coordination import network
-from safe_ckpt.core.coordination.coordinator import open_session
+from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.errors import PeerLostError, SafeCheckpointError
 from safe_ckpt.testing import spawn_ranks, values
 
@@ -144,9 +144,9 @@ def _meet_in_the_second_host(rank):
     begun, found = time.monotonic(), None
     for ranks, one in (((2, 3), group), ((1, 2), odd)):
         if rank in ranks:
-            session = open_session(one, TIMES)
-            found = session.agree("x", {}, timeout_s=10, answer=rank, decide=lambda given: sorted(given.values()))
-            session.release()
+            coordinator = open_coordinator(one, TIMES)
+            found = coordinator.agree("x", {}, timeout_s=10, answer=rank, decide=lambda given: sorted(given.values()))
+            coordinator.release()
     dist.barrier()
     return found, time.monotonic() - begun
 
@@ -164,14 +164,14 @@ def test_a_group_whose_first_rank_is_not_the_masters(tmp_path):
 def _listen_on_one(rank):
     os.environ["SAFE_CKPT__NETWORK__INTERFACE"] = "eth0"
     os.environ["SAFE_CKPT__NETWORK__PORT"] = "28000"
-    session = open_session(None, TIMES)
+    coordinator = open_coordinator(None, TIMES)
     ports = set()
     if rank == 0:
         with open("/proc/net/tcp", encoding="utf-8") as table:
             rows = [line.split() for line in table.readlines()[1:]]
         ports = {row[1] for row in rows if row[3] == "0A" and int(row[1].split(":")[1], 16) in range(28000, 28016)}
-    session.agree("x", {}, timeout_s=10)
-    session.release()
+    coordinator.agree("x", {}, timeout_s=10)
+    coordinator.release()
     return ports
 
 

@@ -317,9 +317,9 @@ class Host:
         _network(hub.pid, pair, f"link set {self._port} master sw", f"link set {self._port} up")
         _network(self.pid, f"addr add {self.address}/24 dev {INTERFACE}", f"link set {INTERFACE} up")
 
-    def _kill_session(self, session):
+    def _kill_session(self, coordinator):
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(session, signal.SIGKILL)
+            os.killpg(coordinator, signal.SIGKILL)
 
 
 def _kept_in_tmp(work):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from accelerate_runs import make
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, set_up_directory
 from safe_ckpt.accelerate import register
-from safe_ckpt.core.coordination.coordinator import _open, open_session
+from safe_ckpt.core.coordination.coordinator import _open, open_coordinator
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.errors import ClosedError, DirectoryInUseError
 from safe_ckpt.testing import spawn_ranks, values
@@ -59,19 +59,19 @@ def test_what_is_held_says_what_frees_it(tmp_path):
 
 def _one_has_it_no_more(rank):
     """Some ranks have the session, others released it: they find each other in a new one."""
-    first = open_session(None, TIMES)
-    kept = open_session(None, TIMES)
+    first = open_coordinator(None, TIMES)
+    kept = open_coordinator(None, TIMES)
     assert kept is first
     first.release()
     if rank == 1:
         kept.release()  # the last user here, not there
-    second = open_session(None, TIMES)
+    second = open_coordinator(None, TIMES)
     found = second.agree("x", {}, timeout_s=10, answer=rank, decide=sum)
     same = second is kept
-    third = open_session(None, TIMES)
+    third = open_coordinator(None, TIMES)
     assert third is second
-    for session in (second, third, *([] if rank == 1 else [kept])):
-        session.release()
+    for coordinator in (second, third, *([] if rank == 1 else [kept])):
+        coordinator.release()
     return found, same, len(_open)
 
 

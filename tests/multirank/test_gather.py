@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, iter_full_tensors, lengthy_timeouts
 from safe_ckpt.core.coordination import process_groups
-from safe_ckpt.core.coordination.coordinator import open_session
+from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.sharding import dtensor, gather, gather_plan, gather_transport
 from safe_ckpt.core.sharding.gather import iterate
 from safe_ckpt.errors import ConfigError, DesyncError, PeerLostError, RendezvousTimeout, SafeCheckpointError, StateError
@@ -325,13 +325,13 @@ def _odd_gathers(rank):
                 raise OSError(errno.ENOSPC, "disk full")
     except (OSError, SafeCheckpointError) as error:
         told = str(error)
-    session = open_session(None, QUICK, observe=False)
+    coordinator = open_coordinator(None, QUICK, observe=False)
     keys = []
     for _ in range(4):
         list(iter_full_tensors(_sharded(), staging_bytes=1 << 16))
-        keys.append(session.channel("count").call(lambda store: store.num_keys(), phase="test"))
-    session.release(keep=True)
-    return told, keys, len(session.reads)
+        keys.append(coordinator.channel("count").call(lambda store: store.num_keys(), phase="test"))
+    coordinator.release(keep=True)
+    return told, keys, len(coordinator.reads)
 
 
 def test_leaving_between_sums_is_told_and_keys_do_not_pile_up():

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from safe_ckpt import Timeouts
-from safe_ckpt.core.coordination.coordinator import open_session
+from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.coordination.processes import process_state
 from safe_ckpt.errors import CoordinationError, DesyncError, PeerLostError, RendezvousTimeout, UnexpectedError
 from safe_ckpt.testing import free_port, spawn_ranks, values
@@ -18,13 +18,13 @@ QUICK = Timeouts(barrier_s=20, peer_stall_s=2, shutdown_s=5)
 
 
 def _sum(rank):
-    session = open_session(None, QUICK)
+    coordinator = open_coordinator(None, QUICK)
     results = []
     for number in range(200):
         view = {"number": number}
-        results.append(session.agree("sum", view, timeout_s=10, answer=rank, decide=lambda a: sum(a.values())))
+        results.append(coordinator.agree("sum", view, timeout_s=10, answer=rank, decide=lambda a: sum(a.values())))
     begun = time.monotonic()
-    session.release()
+    coordinator.release()
     return set(results), time.monotonic() - begun, threading.active_count()
 
 
@@ -37,7 +37,7 @@ def test_every_rank_gets_what_rank_zero_decided():
 
 
 def _fail_on_zero(rank):
-    session = open_session(None, QUICK)
+    coordinator = open_coordinator(None, QUICK)
 
     def decide(answers):
         raise KeyError("loss")
@@ -45,11 +45,11 @@ def _fail_on_zero(rank):
     errors = []
     for _ in range(2):
         try:
-            session.agree("x", {}, timeout_s=10, decide=decide)
+            coordinator.agree("x", {}, timeout_s=10, decide=decide)
         except Exception as error:
             errors.append(error)
-    after = session.agree("x", {}, timeout_s=10, decide=lambda _: "fine")
-    session.release()
+    after = coordinator.agree("x", {}, timeout_s=10, decide=lambda _: "fine")
+    coordinator.release()
     return errors, after
 
 
@@ -62,13 +62,13 @@ def test_an_error_on_rank_zero_is_everybodys():
 
 
 def _differ_then_agree(rank):
-    session = open_session(None, QUICK)
+    coordinator = open_coordinator(None, QUICK)
     try:
-        session.agree("save", {"step": 2 if rank == 1 else 1}, timeout_s=10)
+        coordinator.agree("save", {"step": 2 if rank == 1 else 1}, timeout_s=10)
     except DesyncError as error:
         found = error
-    after = session.agree("save", {"step": 5}, timeout_s=10, decide=lambda _: "fine")
-    session.release()
+    after = coordinator.agree("save", {"step": 5}, timeout_s=10, decide=lambda _: "fine")
+    coordinator.release()
     return found, after
 
 
@@ -94,16 +94,16 @@ def test_a_late_rank_reads_what_the_others_got(late):
 
 
 def _come_late(rank, late):
-    session = open_session(None, QUICK)
+    coordinator = open_coordinator(None, QUICK)
     if rank == late:
         time.sleep(3)
     error = None
     try:
-        session.agree("save", {"step": 1}, timeout_s=1.5)
+        coordinator.agree("save", {"step": 1}, timeout_s=1.5)
     except RendezvousTimeout as problem:
         error = problem
-    after = session.agree("save", {"step": 2}, timeout_s=15, decide=lambda _: "fine")
-    session.release()
+    after = coordinator.agree("save", {"step": 2}, timeout_s=15, decide=lambda _: "fine")
+    coordinator.release()
     return error, after
 
 
@@ -128,25 +128,25 @@ def test_a_lost_rank_is_named_long_before_the_deadline(victim, number):
 
 
 def _lose(rank, victim, number):
-    session = open_session(None, Timeouts(barrier_s=300, peer_stall_s=2, shutdown_s=2))
-    session.agree("warm", {}, timeout_s=20)
+    coordinator = open_coordinator(None, Timeouts(barrier_s=300, peer_stall_s=2, shutdown_s=2))
+    coordinator.agree("warm", {}, timeout_s=20)
     if rank == victim:
         os.kill(os.getpid(), number)
     if number == signal.SIGSTOP:
         time.sleep(0.5)
-    session.agree("save", {}, timeout_s=300)
+    coordinator.agree("save", {}, timeout_s=300)
 
 
 def _retry_after_failed_meeting(rank):
     if rank == 1:
         with pytest.raises(RendezvousTimeout) as caught:
-            open_session(None, Timeouts(barrier_s=1))
+            open_coordinator(None, Timeouts(barrier_s=1))
         assert caught.value.missing == (0,)
     else:
         time.sleep(3)
-    session = open_session(None, QUICK)
-    result = session.agree("x", {}, timeout_s=10, decide=lambda _: 7)
-    session.release()
+    coordinator = open_coordinator(None, QUICK)
+    result = coordinator.agree("x", {}, timeout_s=10, decide=lambda _: 7)
+    coordinator.release()
     return result
 
 
@@ -156,10 +156,10 @@ def test_a_failed_meeting_can_be_repeated():
 
 
 def _outlive_the_group(rank):
-    session = open_session(None, QUICK)
+    coordinator = open_coordinator(None, QUICK)
     dist.destroy_process_group()
-    result = session.agree("x", {}, timeout_s=10, answer=rank, decide=len)
-    session.release()
+    result = coordinator.agree("x", {}, timeout_s=10, answer=rank, decide=len)
+    coordinator.release()
     return result
 
 
@@ -171,9 +171,9 @@ def test_it_outlives_the_process_group():
 def _subgroup(rank):
     evens = dist.new_group([0, 2])
     odds = dist.new_group([1, 3])
-    session = open_session(evens if rank % 2 == 0 else odds, QUICK)
-    result = session.agree("x", {}, timeout_s=10, answer=rank, decide=lambda a: [a[r] for r in sorted(a)])
-    session.release()
+    coordinator = open_coordinator(evens if rank % 2 == 0 else odds, QUICK)
+    result = coordinator.agree("x", {}, timeout_s=10, answer=rank, decide=lambda a: [a[r] for r in sorted(a)])
+    coordinator.release()
     return result
 
 
@@ -184,14 +184,14 @@ def test_subgroups_do_not_meet():
 
 def _again_and_again(rank, port):
     for number in range(5):
-        session = open_session(None, QUICK)
-        assert session.agree("x", {"n": number}, timeout_s=10, decide=lambda _, n=number: n) == number
-        session.release(keep=number % 2 == 0)
+        coordinator = open_coordinator(None, QUICK)
+        assert coordinator.agree("x", {"n": number}, timeout_s=10, decide=lambda _, n=number: n) == number
+        coordinator.release(keep=number % 2 == 0)
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    session = open_session(None, QUICK)
-    assert session.agree("x", {}, timeout_s=10, decide=lambda _: 1) == 1
-    session.release()
+    coordinator = open_coordinator(None, QUICK)
+    assert coordinator.agree("x", {}, timeout_s=10, decide=lambda _: 1) == 1
+    coordinator.release()
 
 
 def test_sessions_can_be_opened_again():
@@ -221,7 +221,7 @@ def _meet_in_a_subgroup(rank, folder):
         time.sleep(0.01)
     begun = time.monotonic()
     try:
-        open_session(group, Timeouts(barrier_s=3, peer_stall_s=1, shutdown_s=1))
+        open_coordinator(group, Timeouts(barrier_s=3, peer_stall_s=1, shutdown_s=1))
     except CoordinationError as error:
         said = str(error)
     seconds = time.monotonic() - begun
@@ -239,8 +239,8 @@ def test_a_default_store_that_stands_still_does_not_hold_a_subgroup(tmp_path):
 
 
 def _change_timeouts(rank):
-    first = open_session(None, Timeouts(peer_stall_s=30, shutdown_s=120))
-    second = open_session(None, Timeouts(peer_stall_s=3, shutdown_s=7))
+    first = open_coordinator(None, Timeouts(peer_stall_s=30, shutdown_s=120))
+    second = open_coordinator(None, Timeouts(peer_stall_s=3, shutdown_s=7))
     assert first is second
     found = second._calls.answer_s, second._heartbeat._stall_s, second._shutdown_s
     second.release()

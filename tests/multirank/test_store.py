@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Network, Timeouts
 from safe_ckpt.core.coordination import network, process_groups
-from safe_ckpt.core.coordination.coordinator import open_session
+from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.coordination.sealed_store import SealedStore
 from safe_ckpt.errors import ConfigError, SafeCheckpointError, TamperedError
 from safe_ckpt.testing import free_port, spawn_ranks, values
@@ -60,11 +60,11 @@ def _attacked(rank, folder):
 
     spread = distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (2,)), [Shard(0)])
     with Checkpointer(folder, CheckpointConfig(timeouts=TIMES)) as ckpt:
-        session = ckpt._engine.session
-        name = f"log/{session.call + 1}.0"
+        coordinator = ckpt._engine.coordinator
+        name = f"log/{coordinator.call + 1}.0"
         if rank == 0:
             # One who reaches the port answers in rank 1's place before it does.
-            port = session._connect._port
+            port = coordinator._connect._port
             client = dist.TCPStore(
                 "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=9)
             )
@@ -91,15 +91,15 @@ def test_a_forged_plan_runs_nothing(tmp_path):
 
 
 def _disturbed(rank):
-    session = open_session(None, TIMES)
+    coordinator = open_coordinator(None, TIMES)
     if rank == 0:
         for garbage in (b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(4096)):
-            with socket.create_connection(("127.0.0.1", session._connect._port), timeout=5) as stranger:
+            with socket.create_connection(("127.0.0.1", coordinator._connect._port), timeout=5) as stranger:
                 stranger.sendall(garbage)
     found = [
-        session.agree("x", {"n": n}, timeout_s=10, answer=rank, decide=lambda a: sum(a.values())) for n in range(20)
+        coordinator.agree("x", {"n": n}, timeout_s=10, answer=rank, decide=lambda a: sum(a.values())) for n in range(20)
     ]
-    session.release()
+    coordinator.release()
     return set(found)
 
 
@@ -125,13 +125,14 @@ def test_an_interface_that_is_not_there_is_every_ranks_error():
 def _several_sessions(rank, port):
     group = dist.new_group([0, 1])
     where = Network(interface="127.0.0.1", port=port)
-    sessions = [open_session(one, TIMES, network=where) for one in (None, group)]
+    coordinators = [open_coordinator(one, TIMES, network=where) for one in (None, group)]
     found = [
-        session.agree("x", {}, timeout_s=10, answer=rank, decide=lambda a: sum(a.values())) for session in sessions
+        coordinator.agree("x", {}, timeout_s=10, answer=rank, decide=lambda a: sum(a.values()))
+        for coordinator in coordinators
     ]
-    ports = sorted(session._connect._port for session in sessions)
-    for session in sessions:
-        session.release()
+    ports = sorted(coordinator._connect._port for coordinator in coordinators)
+    for coordinator in coordinators:
+        coordinator.release()
     return found, ports
 
 

@@ -207,7 +207,7 @@ class Places:
         begun = None
         if agreed["hooks"]:
             timeout_s = self._engine.config.timeouts.barrier_s
-            begun = extra_files.open_folder(self._engine.session, place.root, agreed["key"], timeout_s)
+            begun = extra_files.open_folder(self._engine.coordinator, place.root, agreed["key"], timeout_s)
         number = agreed["number"]
         step = number if own is None else _step_of(path.name, number)
         return Target(place=place, path=path, number=number, step=step, begun=begun, key=agreed["key"])

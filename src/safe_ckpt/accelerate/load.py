@@ -82,7 +82,7 @@ def _expect(path: Path) -> None:
 
 
 def _verify_share(engine: Engine, path: Path) -> None:
-    verify_share(path, engine.rank, engine.session.size)
+    verify_share(path, engine.rank, engine.coordinator.size)
 
 
 def _loader_states(path: Path, rank: int) -> list[Any]:

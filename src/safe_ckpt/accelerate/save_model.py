@@ -220,7 +220,7 @@ def _replace_each(engine: Engine, path: Path, planned: Sequence[Image], error: E
     names = [image.path for image in planned]
     try:
         _replace(engine, root, ready, planned, error)
-        engine.session.agree(
+        engine.coordinator.agree(
             "weights replaced",
             {"path": path},
             timeout_s=engine.config.timeouts.lengthy_s,

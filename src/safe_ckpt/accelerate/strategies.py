@@ -33,7 +33,7 @@ def planner(engine: Engine, accelerator: Any) -> ShardPlanner | None:
         return None
     from safe_ckpt.core.sharding.dcp_plan import ShardPlanner  # DCP takes a while to import
 
-    return ShardPlanner(engine.session, barrier_s=engine.config.timeouts.barrier_s, strict=False)
+    return ShardPlanner(engine.coordinator, barrier_s=engine.config.timeouts.barrier_s, strict=False)
 
 
 def folders(accelerator: Any) -> list[str]:

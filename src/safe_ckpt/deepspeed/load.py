@@ -145,7 +145,7 @@ def _first_good(core: Engine, engine: Any, folder: Path, order: list[str], *, as
         path = folder / name
         nvme.refuse_unfit(core, {path: engine})
         try:
-            resume.check(core, path, lambda found: verify_share(found, core.rank, core.session.size))
+            resume.check(core, path, lambda found: verify_share(found, core.rank, core.coordinator.size))
         except CorruptCheckpointError as error:
             if asked:
                 raise

@@ -73,7 +73,7 @@ def _refuse_unfit(core: Engine, engine: Any, tag: Path, checkpoint: Path) -> Non
     own = part(engine)
     if not own:
         return
-    (asked, folder), size = next(iter(own.items())), core.session.size
+    (asked, folder), size = next(iter(own.items())), core.coordinator.size
     try:
         saved_by, sizes = _swap_files(checkpoint, tag, asked, core.rank)
     except (SafeCheckpointError, FileNotFoundError):
@@ -138,7 +138,7 @@ def put_back(core: Engine, engine: Any, checkpoint: Path, below: str = "") -> No
         manifest = read_manifest(checkpoint)
         return parts_of(checkpoint, manifest, manifest.notes[NOTE][below], own, core.rank, f"{below}{FOLDER}/")
 
-    give_back(core.session, find, core.config.timeouts.lengthy_s)
+    give_back(core.coordinator, find, core.config.timeouts.lengthy_s)
     engine.optimizer.reset_swap_buffers()
 
 

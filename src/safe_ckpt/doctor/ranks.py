@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from safe_ckpt.config import CheckpointConfig, Network, Timeouts
 from safe_ckpt.core.coordination import process_groups
-from safe_ckpt.core.coordination.coordinator import Session
+from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.coordination.process_groups import Store
 from safe_ckpt.core.coordination.rendezvous import Found, meet
 from safe_ckpt.core.directory import shared
@@ -53,10 +53,10 @@ def lead(world: World, examined: Examined) -> list[Finding]:
     timeout_s = examined.options.timeout_s
     begun = time.monotonic()
     try:
-        with _session(world, timeout_s) as (session, store):
+        with _coordinator(world, timeout_s) as (coordinator, store):
             met_s = time.monotonic() - begun
             findings.append(ok("ranks", f"all {world.size} met in {met_s:.1f} s", met_s=met_s))
-            _lead(session, store, examined, findings, timeout_s)
+            _lead(coordinator, store, examined, findings, timeout_s)
     except SafeCheckpointError as error:
         findings.append(fail("ranks", str(error), _MISSING))
     return findings
@@ -70,21 +70,23 @@ def follow(world: World, path: Path, options: Options) -> None:
         SafeCheckpointError: rank 0 met another error.
     """
     timeout_s = options.timeout_s
-    with _session(world, timeout_s) as (session, store):
+    with _coordinator(world, timeout_s) as (coordinator, store):
         asked = Path(os.path.abspath(path))
         size, known_from = _or(lambda: known_size(asked, options), timeout_s / 3, (None, ""))
         existing = _or(lambda: nearest_existing(asked), timeout_s / 3, asked)
         examined = Examined(asked=asked, existing=existing, options=options, state_bytes=size, state_from=known_from)
-        shown = session.agree("doctor", {}, timeout_s=timeout_s, answer=_self(path))
-        answer = _look(asked, shown, session.rank, timeout_s)
+        shown = coordinator.agree("doctor", {}, timeout_s=timeout_s, answer=_self(path))
+        answer = _look(asked, shown, coordinator.rank, timeout_s)
         answer["findings"] = [finding.to_json() for finding in run_checks(examined, ON_MACHINE)]
-        session.agree("doctor: seen", {}, timeout_s=2 * timeout_s, answer=answer)
-        interval = _clock(session, timeout_s)
-        answer = {"clock": interval, "group": _try_group(session, store, timeout_s)}
-        session.agree("doctor: end", {}, timeout_s=2 * timeout_s, answer=answer)
+        coordinator.agree("doctor: seen", {}, timeout_s=2 * timeout_s, answer=answer)
+        interval = _clock(coordinator, timeout_s)
+        answer = {"clock": interval, "group": _try_group(coordinator, store, timeout_s)}
+        coordinator.agree("doctor: end", {}, timeout_s=2 * timeout_s, answer=answer)
 
 
-def _lead(session: Session, store: Store, examined: Examined, findings: list[Finding], timeout_s: float) -> None:
+def _lead(
+    coordinator: Coordinator, store: Store, examined: Examined, findings: list[Finding], timeout_s: float
+) -> None:
     told: dict[str, Answers] = {}
     token = _leave_token(examined)
 
@@ -100,20 +102,20 @@ def _lead(session: Session, store: Store, examined: Examined, findings: list[Fin
     def close(answers: Answers) -> None:
         told["end"] = answers
 
-    session.agree("doctor", {}, timeout_s=timeout_s, answer=_self(examined.asked), decide=show)
+    coordinator.agree("doctor", {}, timeout_s=timeout_s, answer=_self(examined.asked), decide=show)
     findings += [*rank_findings.versions(told["self"]), rank_findings.settings(told["self"])]
-    session.agree("doctor: seen", {}, timeout_s=2 * timeout_s, answer={"seen": bool(token)}, decide=gather)
+    coordinator.agree("doctor: seen", {}, timeout_s=2 * timeout_s, answer={"seen": bool(token)}, decide=gather)
     if token:
         findings += rank_findings.directories(told["self"], told["seen"])
     findings += rank_findings.machines(told["self"], told["seen"])
-    _clock(session, timeout_s)
-    answer = {"clock": (0.0, 0.0), "group": _try_group(session, store, timeout_s)}
-    session.agree("doctor: end", {}, timeout_s=2 * timeout_s, answer=answer, decide=close)
+    _clock(coordinator, timeout_s)
+    answer = {"clock": (0.0, 0.0), "group": _try_group(coordinator, store, timeout_s)}
+    coordinator.agree("doctor: end", {}, timeout_s=2 * timeout_s, answer=answer, decide=close)
     findings += [rank_findings.clocks(told["self"], told["end"]), rank_findings.groups(told["end"])]
 
 
 @contextlib.contextmanager
-def _session(world: World, timeout_s: float) -> Iterator[tuple[Session, Store]]:
+def _coordinator(world: World, timeout_s: float) -> Iterator[tuple[Coordinator, Store]]:
     store = _meeting_store(world, timeout_s)
     timeouts = Timeouts(
         barrier_s=timeout_s, peer_stall_s=min(_PEER_STALL_S, timeout_s), shutdown_s=min(timeout_s, 10.0)
@@ -121,11 +123,11 @@ def _session(world: World, timeout_s: float) -> Iterator[tuple[Session, Store]]:
     name = f"doctor-{world.attempt}"
     group = process_groups.Group(rank=world.rank, size=world.size, meeting_store=store, name=name)
     found = meet(group, timeouts, Network())
-    session = Session(group, timeouts, found if isinstance(found, Found) else None)
+    coordinator = Coordinator(group, timeouts, found if isinstance(found, Found) else None)
     try:
-        yield session, store
+        yield coordinator, store
     finally:
-        session.close()
+        coordinator.close()
 
 
 def _meeting_store(world: World, timeout_s: float) -> Store:
@@ -244,7 +246,7 @@ def _complete(answer: Mapping[str, Any], rank: int, examined: Examined, deadline
     return full
 
 
-def _clock(session: Session, timeout_s: float) -> tuple[float, float]:
+def _clock(coordinator: Coordinator, timeout_s: float) -> tuple[float, float]:
     """How far rank 0's clock is ahead of this one: the bounds that all rounds together leave, in seconds.
 
     Rank 0 reads its clock after this rank has asked and before this rank has the answer; so each round gives an interval.
@@ -252,12 +254,12 @@ def _clock(session: Session, timeout_s: float) -> tuple[float, float]:
     low, high = float("-inf"), float("inf")
     for number in range(_ROUNDS):
         asked_at = time.time()
-        theirs = session.agree(f"doctor: clock {number}", {}, timeout_s=timeout_s, decide=lambda _: time.time())
+        theirs = coordinator.agree(f"doctor: clock {number}", {}, timeout_s=timeout_s, decide=lambda _: time.time())
         low, high = max(low, theirs - time.time()), min(high, theirs - asked_at)
     return low, high
 
 
-def _try_group(session: Session, store: Store, timeout_s: float) -> str:
+def _try_group(coordinator: Coordinator, store: Store, timeout_s: float) -> str:
     """Make a gloo group and drop it. Returns what went wrong, or nothing."""
     if dist.is_initialized():
         return ""
@@ -265,7 +267,9 @@ def _try_group(session: Session, store: Store, timeout_s: float) -> str:
     limit = timedelta(seconds=timeout_s / 2)
 
     def make() -> None:
-        dist.init_process_group("gloo", store=prefixed, rank=session.rank, world_size=session.size, timeout=limit)
+        dist.init_process_group(
+            "gloo", store=prefixed, rank=coordinator.rank, world_size=coordinator.size, timeout=limit
+        )
         dist.destroy_process_group()
 
     try:

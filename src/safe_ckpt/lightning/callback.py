@@ -175,7 +175,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         """Take this rank's part of the checkpoint."""
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         if self._saver is not None and self._saver.continuation is None:
-            size = self._saver.engine.session.size
+            size = self._saver.engine.coordinator.size
             self._saver.continuation = loop_state.prepare(checkpoint, self._saver.rank, size)
             if self._saver.continuation is not None:
                 loop_state.let_next_epoch_begin(trainer.fit_loop)

@@ -80,7 +80,7 @@ def choose(engine: Engine, root: Root, suffix: str) -> Path | None:
     Raises:
         NoValidCheckpointError: there are checkpoints and none is usable.
     """
-    rank, size = engine.rank, engine.session.size
+    rank, size = engine.rank, engine.coordinator.size
 
     def verified(path: Path) -> None:
         if presence.is_directory(path):

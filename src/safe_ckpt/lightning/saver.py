@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.coordinator import open_session, raise_first
+from safe_ckpt.core.coordination.coordinator import open_coordinator, raise_first
 from safe_ckpt.core.directory import catalog, commit_order
 from safe_ckpt.core.directory.ledger import Decision
 from safe_ckpt.core.directory.workspace import Root
@@ -285,7 +285,7 @@ class TrainerSaver:
             return None
         from safe_ckpt.core.sharding.dcp_plan import ShardPlanner  # DCP takes a while to import
 
-        return ShardPlanner(self.engine.session, barrier_s=self.engine.config.timeouts.barrier_s, strict=False)
+        return ShardPlanner(self.engine.coordinator, barrier_s=self.engine.config.timeouts.barrier_s, strict=False)
 
     def _save_with_another(self, path: Path, weights_only: bool | None) -> None:
         """After ``fit``, where every rank writes: with a pipeline of its own."""
@@ -299,11 +299,11 @@ class TrainerSaver:
 
     def _save_without_pipeline(self, path: Path, weights_only: bool | None) -> None:
         """After ``fit``: rank 0 writes in this process, the others wait for what becomes of it."""
-        session = open_session(None, self.config.timeouts)
+        coordinator = open_coordinator(None, self.config.timeouts)
         error: Exception | None = None
         try:
             checkpoint, error = contents.dump(self._trainer, self._io, path, weights_only)
-            answer = to_wire(error, rank=session.rank, phase=f"saving {path.name}") if error else None
+            answer = to_wire(error, rank=coordinator.rank, phase=f"saving {path.name}") if error else None
 
             def write(answers: Mapping[int, Any]) -> None:
                 raise_first(answers)
@@ -316,13 +316,15 @@ class TrainerSaver:
                         notes={resuming.WEIGHTS_ONLY: bool(weights_only)},
                     )
 
-            session.agree("save", {"path": path}, timeout_s=self.config.timeouts.lengthy_s, answer=answer, decide=write)
+            coordinator.agree(
+                "save", {"path": path}, timeout_s=self.config.timeouts.lengthy_s, answer=answer, decide=write
+            )
         except SafeCheckpointError as problem:
             if error is not None and not isinstance(problem, CoordinationError):
                 raise error from None
             raise
         finally:
-            session.release(keep=True)
+            coordinator.release(keep=True)
 
     @contextlib.contextmanager
     def _within(self) -> Iterator[None]:
@@ -402,14 +404,14 @@ class TrainerSaver:
         """
         timeout_s = self.config.timeouts.peer_stall_s
         if not self._closed:
-            self.engine.session.agree("exception", {}, timeout_s=timeout_s)
+            self.engine.coordinator.agree("exception", {}, timeout_s=timeout_s)
             return
         timeouts = dataclasses.replace(self.config.timeouts, barrier_s=timeout_s)
-        session = open_session(None, timeouts, network=self.config.network)
+        coordinator = open_coordinator(None, timeouts, network=self.config.network)
         try:
-            session.agree("exception", {}, timeout_s=timeout_s)
+            coordinator.agree("exception", {}, timeout_s=timeout_s)
         finally:
-            session.release(keep=True)
+            coordinator.release(keep=True)
 
     def follow(self, before: TrainerSaver) -> None:
         """Save for the same ``fit`` as one that has ended."""

@@ -146,7 +146,7 @@ def guard(trainer: Any, engine: Engine, before: Callable[[], None], end: Callabl
     def load(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         before()
         path = Path(checkpoint_path)
-        rank, size = engine.rank, engine.session.size
+        rank, size = engine.rank, engine.coordinator.size
 
         def look(_: object) -> tuple[bool, bool]:
             folder = presence.is_directory(path)

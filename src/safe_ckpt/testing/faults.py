@@ -59,25 +59,25 @@ class FaultyStorage:
         """How many operations there were since something was armed."""
         return int(struct.unpack_from("<q", self._page)[0])
 
-    def watch(self, below: Path, *, log: Path | None = None, session: int = 0) -> None:
+    def watch(self, below: Path, *, log: Path | None = None, coordinator: int = 0) -> None:
         """Count, let nothing go wrong, and record every operation with its bytes in ``log`` if it is given."""
-        self._arm(_PASS, 0, below, session=session, log=log)
+        self._arm(_PASS, 0, below, coordinator=coordinator, log=log)
 
-    def kill_job(self, at: int, below: Path, *, session: int = 0) -> None:
+    def kill_job(self, at: int, below: Path, *, coordinator: int = 0) -> None:
         """SIGKILL the process group of whoever makes the operation, before it is done."""
-        self._arm(_KILL_JOB, at, below, session=session)
+        self._arm(_KILL_JOB, at, below, coordinator=coordinator)
 
-    def tear(self, at: int, below: Path, *, session: int = 0) -> None:
+    def tear(self, at: int, below: Path, *, coordinator: int = 0) -> None:
         """As ``kill_job``, but half of a write is done."""
-        self._arm(_TEAR, at, below, session=session)
+        self._arm(_TEAR, at, below, coordinator=coordinator)
 
-    def kill_process(self, at: int, below: Path, *, session: int = 0, match: str = "") -> None:
+    def kill_process(self, at: int, below: Path, *, coordinator: int = 0, match: str = "") -> None:
         """SIGKILL the process that makes the operation, and no other."""
-        self._arm(_KILL_SELF, at, below, session=session, match=match)
+        self._arm(_KILL_SELF, at, below, coordinator=coordinator, match=match)
 
-    def stop_process(self, at: int, below: Path, *, session: int = 0, match: str = "") -> None:
+    def stop_process(self, at: int, below: Path, *, coordinator: int = 0, match: str = "") -> None:
         """SIGSTOP the process that makes the operation."""
-        self._arm(_STOP, at, below, session=session, match=match)
+        self._arm(_STOP, at, below, coordinator=coordinator, match=match)
 
     def fail(
         self,
@@ -86,22 +86,22 @@ class FaultyStorage:
         error: int = errors.EIO,
         *,
         always: bool = False,
-        session: int = 0,
+        coordinator: int = 0,
         kinds: tuple[str, ...] = tuple(KINDS),
     ) -> None:
         """Let the operation, or with ``always`` every one from there on, fail with this ``errno``.
 
         ``kinds`` are those of ``KINDS``, or ``"direct"`` for writes of files that were opened with O_DIRECT.
         """
-        self._arm(_FAIL_ALWAYS if always else _FAIL, at, below, session=session, error=error, kinds=kinds)
+        self._arm(_FAIL_ALWAYS if always else _FAIL, at, below, coordinator=coordinator, error=error, kinds=kinds)
 
-    def delay(self, at: int, below: Path, seconds: float, *, session: int = 0) -> None:
+    def delay(self, at: int, below: Path, seconds: float, *, coordinator: int = 0) -> None:
         """Let the operation take this much longer."""
-        self._arm(_DELAY, at, below, session=session, delay_s=seconds)
+        self._arm(_DELAY, at, below, coordinator=coordinator, delay_s=seconds)
 
-    def hide(self, below: Path, seconds: float, *, session: int) -> None:
+    def hide(self, below: Path, seconds: float, *, coordinator: int) -> None:
         """Let the processes of a session not see entries of others that are younger, as a network file system's cache does."""
-        self._arm(_PASS, 0, below, hide_s=seconds, hidden_from=session)
+        self._arm(_PASS, 0, below, hide_s=seconds, hidden_from=coordinator)
 
     def off(self) -> None:
         """Let everything pass again."""
@@ -113,7 +113,7 @@ class FaultyStorage:
         at: int,
         below: Path,
         *,
-        session: int = 0,
+        coordinator: int = 0,
         error: int = 0,
         kinds: tuple[str, ...] = tuple(KINDS),
         delay_s: float = 0.0,
@@ -128,7 +128,7 @@ class FaultyStorage:
             at,
             action,
             error,
-            session,
+            coordinator,
             sum({**KINDS, **_DIRECT}[kind] for kind in kinds),
             round(delay_s * 1000),
             round(hide_s * 1000),

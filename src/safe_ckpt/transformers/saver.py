@@ -92,7 +92,7 @@ class TrainerSaver:
     def _save(self, trainer: Any, path: Path) -> Path:
         root, ledger = self._hold(path.parent)
         key = self._engine.agree("save", {"path": path}, decide=lambda _: uuid.uuid4().hex)
-        begun = extra_files.open_folder(self._engine.session, root, key, self._engine.config.timeouts.barrier_s)
+        begun = extra_files.open_folder(self._engine.coordinator, root, key, self._engine.config.timeouts.barrier_s)
         try:
             self._engine.save(self._request(trainer, path, root, begun, ledger))
         except BaseException:
@@ -166,7 +166,7 @@ class TrainerSaver:
         return self._held[folder]
 
     def _verify(self, path: Path) -> None:
-        verify_share(path, self._engine.rank, self._engine.session.size)
+        verify_share(path, self._engine.rank, self._engine.coordinator.size)
 
     def _warn_if_stock(self, path: Path) -> None:
         if self._engine.rank == 0 and not presence.is_there(path / MANIFEST_NAME):

@@ -156,7 +156,7 @@ class Sharing:
                 from safe_ckpt.core.sharding.dcp_plan import ShardPlanner  # DCP takes a while to import
 
                 self._shards = ShardPlanner(
-                    self._core.session, barrier_s=self._core.config.timeouts.barrier_s, strict=False
+                    self._core.coordinator, barrier_s=self._core.config.timeouts.barrier_s, strict=False
                 )
             return Added(images=self._shards.images(caught.shards), folders=sorted(caught.shards))
         from safe_ckpt.deepspeed import nested

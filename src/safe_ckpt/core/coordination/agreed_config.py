@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.config import CheckpointConfig, Timeouts
 from safe_ckpt.core.coordination import process_groups
-from safe_ckpt.core.coordination.coordinator import open_session, raise_first
+from safe_ckpt.core.coordination.coordinator import open_coordinator, raise_first
 from safe_ckpt.errors import ConfigError, DesyncError, to_wire
 from safe_ckpt.settings.environment import origin_of
 
@@ -45,12 +45,14 @@ def config_of_all(config: CheckpointConfig | None, group: ProcessGroup | None = 
         problem = to_wire(error, rank=facts.rank, phase="settings")
     # Its own timeouts where they can be had: they are what is to hold for the first meeting too.
     timeouts = Timeouts() if problem else mine.timeouts
-    session = open_session(group, timeouts, observe=False, network=None if problem else mine.network)
+    coordinator = open_coordinator(group, timeouts, observe=False, network=None if problem else mine.network)
     try:
         answer = {"problem": problem, "settings": mine.deviations()}
-        session.agree("settings of the environment", {}, timeout_s=timeouts.barrier_s, answer=answer, decide=_refuse)
+        coordinator.agree(
+            "settings of the environment", {}, timeout_s=timeouts.barrier_s, answer=answer, decide=_refuse
+        )
     finally:
-        session.release(keep=True)
+        coordinator.release(keep=True)
     return mine
 
 

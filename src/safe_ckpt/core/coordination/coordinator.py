@@ -1,6 +1,6 @@
 """How the ranks act as one: through keys in a store, never through collectives.
 
-A ``Session`` is what the ranks of one process group share while somebody saves. Its operations form one log: rank 0
+A ``Coordinator`` is what the ranks of one process group share while somebody saves. Its operations form one log: rank 0
 appends an entry, every rank keeps a cursor into it, compares its own view with the entry and answers; rank 0 decides and
 publishes the verdict. Because the log has one order, a rank that asks for something else is found out at once, and a rank
 that comes late reads the verdict that the others got.
@@ -61,13 +61,13 @@ class Shares:
     by_rank: Mapping[int, Any]
 
 
-_open: list[Session] = []
+_open: list[Coordinator] = []
 _open_lock = threading.Lock()
 
 
-def open_session(
+def open_coordinator(
     group: ProcessGroup | None, timeouts: Timeouts, *, observe: bool = True, network: Network | None = None
-) -> Session:
+) -> Coordinator:
     """Join the session of this process group, making it where not every rank has it. Every rank calls this.
 
     Release it when done.
@@ -83,9 +83,9 @@ def open_session(
     """
     facts = process_groups.group_of(group)
     with _open_lock:
-        for session in [session for session in _open if session.orphaned]:
-            session.close()
-        serving = [session for session in _open if session.serves(facts)]
+        for coordinator in [coordinator for coordinator in _open if coordinator.orphaned]:
+            coordinator.close()
+        serving = [coordinator for coordinator in _open if coordinator.serves(facts)]
     have = serving[-1] if serving else None
     if facts.size == 1 and have is not None:
         return _used_once_more(have, timeouts, observe=observe)
@@ -98,17 +98,19 @@ def open_session(
             have.start_at(met)  # a rank that was interrupted in here may have made another number of calls
             return _used_once_more(have, timeouts, observe=observe)
         found = met if isinstance(met, Found) else None
-    for session in serving:
-        if session.users == 0:  # some other rank has it no more
-            session.close()
-    session = Session(facts, timeouts, found)
+    for coordinator in serving:
+        if coordinator.users == 0:  # some other rank has it no more
+            coordinator.close()
+    coordinator = Coordinator(facts, timeouts, found)
     with _open_lock:
-        _open.append(session)
+        _open.append(coordinator)
     # After the engines (priority 100), which finish what is in flight, and also where atexit does not run: atexit's own hooks
     # would come first, and rank 0's store would be gone under a running save. Here and not at import: a process that
     # multiprocessing forks forgets what was arranged before.
-    session.at_exit = multiprocessing.util.Finalize(None, _close_at_exit, (weakref.ref(session),), exitpriority=50)
-    return session
+    coordinator.at_exit = multiprocessing.util.Finalize(
+        None, _close_at_exit, (weakref.ref(coordinator),), exitpriority=50
+    )
+    return coordinator
 
 
 def _network_of_environment() -> Network:
@@ -118,17 +120,17 @@ def _network_of_environment() -> Network:
         return Network()
 
 
-def _used_once_more(session: Session, timeouts: Timeouts, *, observe: bool) -> Session:
-    session.users += 1
+def _used_once_more(coordinator: Coordinator, timeouts: Timeouts, *, observe: bool) -> Coordinator:
+    coordinator.users += 1
     if observe:
-        session.observe(timeouts)
-    return session
+        coordinator.observe(timeouts)
+    return coordinator
 
 
-def _close_at_exit(weak: weakref.ref[Session]) -> None:
-    session = weak()
-    if session is not None:
-        session.close()
+def _close_at_exit(weak: weakref.ref[Coordinator]) -> None:
+    coordinator = weak()
+    if coordinator is not None:
+        coordinator.close()
 
 
 def raise_first(answers: Mapping[int, Any]) -> None:
@@ -138,8 +140,8 @@ def raise_first(answers: Mapping[int, Any]) -> None:
             raise from_wire(answers[rank])
 
 
-class Session:
-    """What the ranks of one process group share while somebody saves. Made by ``open_session``.
+class Coordinator:
+    """What the ranks of one process group share while somebody saves. Made by ``open_coordinator``.
 
     Attributes:
         id: the same on all ranks, and of no other session.

@@ -23,7 +23,7 @@ from safe_ckpt.core.coordination.sealed_store import KeyValues
 from safe_ckpt.errors import ConfigError, RendezvousTimeout
 
 if TYPE_CHECKING:
-    from safe_ckpt.core.coordination.coordinator import Session
+    from safe_ckpt.core.coordination.coordinator import Coordinator
     from safe_ckpt.core.coordination.store import Pending
 
 logger = logging.getLogger(__name__)
@@ -63,14 +63,14 @@ class Preemption:
 
     def __init__(
         self,
-        session: Session,
+        coordinator: Coordinator,
         signals: Sequence[str],
         *,
         grace_s: float,
         barrier_s: float,
         unwrap: Callable[[Any], Any],
     ) -> None:
-        self._session = session
+        self._coordinator = coordinator
         self._grace_s = grace_s
         self._barrier_s = barrier_s
         self._got: tuple[str, float] | None = None
@@ -85,7 +85,7 @@ class Preemption:
         self._unwrap = unwrap
         self._previous: dict[int, Any] = {}
         self.stop: Stop | None = None
-        self._channel = session.channel("stop") if session.size > 1 else None
+        self._channel = coordinator.channel("stop") if coordinator.size > 1 else None
         for name in signals:
             self._install(signal.Signals[name])
 
@@ -112,7 +112,7 @@ class Preemption:
                 signal.signal(number, previous if previous is not None else signal.SIG_DFL)
         self._previous.clear()
         if self._channel is not None:
-            if self._session.rank == 0:
+            if self._coordinator.rank == 0:
                 # Whoever waits for the next decision on a thread need not wait for the end of the store.
                 self._channel.begin(lambda store: store.set(self._key(self._number + 2), json.dumps(_NO)), phase=_PHASE)
             self._channel.close()
@@ -167,11 +167,11 @@ class Preemption:
     def _ask(self) -> Pending[dict[str, Any]]:
         if self._channel is None:
             raise ValueError("one rank asks itself")
-        return self._channel.begin(self._lead() if self._session.rank == 0 else self._follow, phase=_PHASE)
+        return self._channel.begin(self._lead() if self._coordinator.rank == 0 else self._follow, phase=_PHASE)
 
     def _lead(self) -> Callable[[KeyValues], dict[str, Any]]:
         """Rank 0: publish the decision that is due at the next check."""
-        number, got, size = self._number + 1, self._got, self._session.size
+        number, got, size = self._number + 1, self._got, self._coordinator.size
         self._pace()
         every = self._every
 
@@ -185,7 +185,7 @@ class Preemption:
             elif store.check(["stop/asked"]):
                 decision.update(json.loads(store.get("stop/asked")))
             store.set(self._key(number), json.dumps(decision))
-            self._session.reads["stop/read"] = ((number - 1) * (size - 1), -1)
+            self._coordinator.reads["stop/read"] = ((number - 1) * (size - 1), -1)
             if number % _TIDY_EVERY == 0:
                 self._tidy(store)
             return decision
@@ -194,7 +194,7 @@ class Preemption:
 
     def _tidy(self, store: KeyValues) -> None:
         """Drop the decisions that every rank has read."""
-        keys = [f"stop/at/{rank}" for rank in range(1, self._session.size)]
+        keys = [f"stop/at/{rank}" for rank in range(1, self._coordinator.size)]
         read = min(int(store.get(key)) if store.check([key]) else 0 for key in keys)
         for old in range(self._tidied, read):
             store.delete_key(self._key(old))
@@ -202,7 +202,7 @@ class Preemption:
 
     def _follow(self, store: KeyValues) -> dict[str, Any]:
         """Another rank: hand in what it got, and fetch the decision that is due at the next check."""
-        rank, number = self._session.rank, self._number + 1
+        rank, number = self._coordinator.rank, self._number + 1
         if self._got is not None and not self._told:
             name, at = self._got
             store.set("stop/asked", json.dumps({"signal": name, "rank": rank, "age_s": time.monotonic() - at}))
@@ -215,8 +215,8 @@ class Preemption:
         return found
 
     def _check_rank_0(self) -> None:
-        if self._session.rank != 0:
-            self._session.check([0])
+        if self._coordinator.rank != 0:
+            self._coordinator.check([0])
 
     def _pace(self) -> None:
         now = time.monotonic()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from safe_ckpt import events
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.coordination import process_groups
-from safe_ckpt.core.coordination.coordinator import open_session
+from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.hooks.emitter import Emitter
 from safe_ckpt.hooks.logging_hook import LoggingHook
@@ -59,11 +59,11 @@ def lengthy_timeouts(
     found = process_groups.process_groups(groups)
     emit = Emitter([LoggingHook(), *hooks])
     for group in process_groups.meeting_groups(found):
-        session = open_session(group, Timeouts(), observe=False)
+        coordinator = open_coordinator(group, Timeouts(), observe=False)
         try:
-            session.agree("lengthy_timeouts", {"seconds": seconds}, timeout_s=Timeouts().barrier_s)
+            coordinator.agree("lengthy_timeouts", {"seconds": seconds}, timeout_s=Timeouts().barrier_s)
         finally:
-            session.release(keep=True)
+            coordinator.release(keep=True)
     try:
         with raised(found, seconds, emit):
             yield

@@ -16,7 +16,7 @@ from safe_ckpt.core.coordination.store import Channel, KeyTimeout
 from safe_ckpt.errors import PeerLostError, RendezvousTimeout, SafeCheckpointError, from_wire
 
 if TYPE_CHECKING:
-    from safe_ckpt.core.coordination.coordinator import Session
+    from safe_ckpt.core.coordination.coordinator import Coordinator
     from safe_ckpt.core.coordination.store import Check
 
 
@@ -33,10 +33,10 @@ class Board:
     """
 
     def __init__(
-        self, session: Session, channel: Channel, op_id: str, writers: Sequence[int], check: Check, call: int
+        self, coordinator: Coordinator, channel: Channel, op_id: str, writers: Sequence[int], check: Check, call: int
     ) -> None:
         self._call = call
-        self._session = session
+        self._coordinator = coordinator
         self._channel = channel
         self._check = check
         self._writers = tuple(writers)
@@ -60,7 +60,7 @@ class Board:
 
     def report(self, value: Mapping[str, Any]) -> None:
         """A writing rank: what it wrote, or ``{"error": ...}``."""
-        rank = self._session.rank
+        rank = self._coordinator.rank
 
         def arrive(store: KeyValues) -> None:
             store.set(f"{self._prefix}/wrote/{rank}", json.dumps(value))
@@ -94,7 +94,7 @@ class Board:
 
     def conclude(self, verdict: Mapping[str, Any]) -> None:
         """Rank 0: publish what came of it. ``prepared`` is set too, so that whoever waits there wakes up."""
-        self._session.reads[f"{self._prefix}/read"] = (self._session.size - 1, self._call)
+        self._coordinator.reads[f"{self._prefix}/read"] = (self._coordinator.size - 1, self._call)
         self._set("verdict", verdict)
         self._set("prepared", {})
         if "error" in verdict:
@@ -113,7 +113,7 @@ class Board:
 
     def leave(self) -> None:
         """Another rank: it gives up, and could not say so."""
-        self._session.leave(self._call)
+        self._coordinator.leave(self._call)
 
     def refuse_left(self) -> None:
         """Rank 0, before it commits: nobody may have been told that this save failed.
@@ -121,11 +121,11 @@ class Board:
         Raises:
             PeerLostError: some ranks gave it up; names them.
         """
-        self._refuse(self._session.have_left(self._call))
+        self._refuse(self._coordinator.have_left(self._call))
 
     def _check_peers(self, needed: Sequence[int]) -> None:
-        self._session.check(needed)
-        self._refuse(tuple(rank for rank in self._session.have_left(self._call) if rank in needed))
+        self._coordinator.check(needed)
+        self._refuse(tuple(rank for rank in self._coordinator.have_left(self._call) if rank in needed))
 
     def _refuse(self, gone: tuple[int, ...]) -> None:
         if gone:
@@ -135,7 +135,7 @@ class Board:
 
     def failed_elsewhere(self) -> SafeCheckpointError | None:
         """What another rank failed with, so that this one can stop working for a save that will not be."""
-        name = "wake" if self._session.rank == 0 else "verdict"
+        name = "wake" if self._coordinator.rank == 0 else "verdict"
         if not self._channel.call(lambda store: store.check([f"{self._prefix}/{name}"]), phase="write"):
             return None
         found = self._reported().values() if name == "wake" else [self._get(name, "write", 1.0)]
@@ -145,12 +145,12 @@ class Board:
         """Rank 0: drop the keys if every rank has read the verdict. Returns whether they are gone."""
         key = f"{self._prefix}/read"
         read = self._channel.call(lambda store: store.add(key, 0), phase="commit")
-        if read + len(self._session.have_left(self._call)) < self._session.size - 1:
+        if read + len(self._coordinator.have_left(self._call)) < self._coordinator.size - 1:
             return False
         names = ["prepared", "verdict", "count", "wake", "read", *(f"wrote/{rank}" for rank in self._writers)]
         keys = [f"{self._prefix}/{name}" for name in names]
         self._channel.call(lambda store: [store.delete_key(key) for key in keys], phase="commit")
-        self._session.reads.pop(key, None)
+        self._coordinator.reads.pop(key, None)
         return True
 
     def _reported(self) -> dict[int, Any]:

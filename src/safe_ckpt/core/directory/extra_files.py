@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from safe_ckpt.core.coordination.coordinator import Session
+from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.directory.shared import await_shared, leave_token
 from safe_ckpt.core.directory.workspace import HIDDEN, Root
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, read_manifest
@@ -21,7 +21,7 @@ from safe_ckpt.core.storage.reader import digest_of
 from safe_ckpt.errors import DirectoryError, SafeCheckpointError
 
 
-def open_folder(session: Session, root: Root, key: str, timeout_s: float) -> Path:
+def open_folder(coordinator: Coordinator, root: Root, key: str, timeout_s: float) -> Path:
     """Make a folder for what hooks write, to be given to a ``Request`` as ``begun``. Every rank calls this.
 
     Args:
@@ -45,8 +45,8 @@ def open_folder(session: Session, root: Root, key: str, timeout_s: float) -> Pat
             where = error.filename or folder
             raise DirectoryError.of(error, path=where, rank=0, phase="making a folder for hooks") from error
 
-    token = session.agree("folder for hooks", {"key": key}, timeout_s=timeout_s, decide=make)
-    await_shared(session, folder, token, timeout_s)
+    token = coordinator.agree("folder for hooks", {"key": key}, timeout_s=timeout_s, decide=make)
+    await_shared(coordinator, folder, token, timeout_s)
     return folder
 
 

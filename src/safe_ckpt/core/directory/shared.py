@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from safe_ckpt.config import Timeouts
-from safe_ckpt.core.coordination.coordinator import Session, open_session
+from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
 from safe_ckpt.core.directory.catalog import looks_like_checkpoint
 from safe_ckpt.core.directory.lock import not_held
 from safe_ckpt.core.directory.workspace import HIDDEN
@@ -71,17 +71,17 @@ def set_up_directory(
         raise ConfigError(key="mode", message=f'expected "resume", "fresh" or "overwrite", got {mode!r}')
     target = Path(path)
     timeouts = Timeouts(barrier_s=timeout_s, shutdown_s=min(timeout_s, 120.0))
-    session = open_session(group, timeouts)
+    coordinator = open_coordinator(group, timeouts)
     try:
         acts = {"resume": _check_resumable, "fresh": _create_fresh, "overwrite": _overwrite}
         act = acts[mode]
         view = {"path": os.fspath(path), "mode": mode}
-        token = session.agree(
+        token = coordinator.agree(
             "set_up_directory", view, timeout_s=timeout_s, decide=lambda _: _guarded(act, target, timeout_s)
         )
-        await_shared(session, target, token, timeout_s)
+        await_shared(coordinator, target, token, timeout_s)
     finally:
-        session.release(keep=True)
+        coordinator.release(keep=True)
     return target
 
 
@@ -93,14 +93,14 @@ def leave_token(path: Path) -> str:
     return token
 
 
-def await_shared(session: Session, path: Path, token: str, timeout_s: float) -> None:
+def await_shared(coordinator: Coordinator, path: Path, token: str, timeout_s: float) -> None:
     """Every rank: wait until this rank sees ``token`` below ``path``, agree that all do, and let rank 0 remove it.
 
     Raises:
         DirectoryNotSharedError: some do not, on every rank.
     """
     # Less than the others wait for this rank: they are to learn what it did not see, not that it is late.
-    seen = session.rank == 0 or await_visible(path / token, min(timeout_s / 2, _VISIBLE_S))
+    seen = coordinator.rank == 0 or await_visible(path / token, min(timeout_s / 2, _VISIBLE_S))
 
     def judge(answers: object) -> None:
         blind = tuple(rank for rank, sees in dict(answers).items() if not sees)  # type: ignore[call-overload]
@@ -111,7 +111,7 @@ def await_shared(session: Session, path: Path, token: str, timeout_s: float) -> 
             message = "the ranks must share the directory: use a file system that all hosts mount"
             raise DirectoryNotSharedError(path=str(path), message=message, ranks=blind)
 
-    session.agree("directory seen", {"path": os.fspath(path)}, timeout_s=timeout_s, answer=seen, decide=judge)
+    coordinator.agree("directory seen", {"path": os.fspath(path)}, timeout_s=timeout_s, answer=seen, decide=judge)
 
 
 def _guarded(act: Callable[[Path, float], str], path: Path, patience_s: float) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.config import Timeouts, WriterConfig
-from safe_ckpt.core.coordination.coordinator import Session, open_session, raise_first
+from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator, raise_first
 from safe_ckpt.core.coordination.processes import process_state
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
@@ -67,20 +67,20 @@ def restore_offloaded(
     """
     path = Path(os.path.abspath(source))
     barrier_s = min(timeout_s, Timeouts().barrier_s)
-    session = open_session(group, Timeouts(lengthy_s=timeout_s, barrier_s=barrier_s), observe=False)
+    coordinator = open_coordinator(group, Timeouts(lengthy_s=timeout_s, barrier_s=barrier_s), observe=False)
     try:
-        session.agree("restore offloaded", {"source": path}, timeout_s=barrier_s)
+        coordinator.agree("restore offloaded", {"source": path}, timeout_s=barrier_s)
 
         def find() -> list[Part]:
             manifest = read_manifest(path)
             if manifest.notes.get("adapter") != ADAPTER:
                 raise RestoreError(path=str(path), message="consolidate_offloaded did not make it")
             wanted = {name: Path(os.path.abspath(folder)) for name, folder in targets.items()}
-            return parts_of(path, manifest, manifest.notes["parts"], wanted, session.rank)
+            return parts_of(path, manifest, manifest.notes["parts"], wanted, coordinator.rank)
 
-        give_back(session, find, timeout_s)
+        give_back(coordinator, find, timeout_s)
     finally:
-        session.release(keep=True)
+        coordinator.release(keep=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ def parts_of(
     return found
 
 
-def give_back(session: Session, find: Callable[[], list[Part]], timeout_s: float) -> None:
+def give_back(coordinator: Coordinator, find: Callable[[], list[Part]], timeout_s: float) -> None:
     """Copy, verify, agree, and only then give the files their names. Every rank calls this.
 
     Args:
@@ -156,8 +156,8 @@ def give_back(session: Session, find: Callable[[], list[Part]], timeout_s: float
             _place(folder, target)
 
     try:
-        _all_or_none(session, "offloaded tensors copied", copy, timeout_s)
-        _all_or_none(session, "offloaded tensors in place", place, timeout_s)
+        _all_or_none(coordinator, "offloaded tensors copied", copy, timeout_s)
+        _all_or_none(coordinator, "offloaded tensors in place", place, timeout_s)
     finally:
         for folder, _ in staged:
             shutil.rmtree(folder, ignore_errors=True)
@@ -185,15 +185,15 @@ def _refuse_in_the_way(part: Part) -> None:
                 raise DirectoryError(path=str(parent), message="is a file where a directory goes", code=errno.ENOTDIR)
 
 
-def _all_or_none(session: Session, phase: str, action: Callable[[], None], timeout_s: float) -> None:
+def _all_or_none(coordinator: Coordinator, phase: str, action: Callable[[], None], timeout_s: float) -> None:
     failure: Exception | None = None
     try:
         action()
     except Exception as error:
         failure = error
-    wire = to_wire(failure, rank=session.rank, phase=phase) if failure else None
+    wire = to_wire(failure, rank=coordinator.rank, phase=phase) if failure else None
     try:
-        session.agree(phase, {}, timeout_s=timeout_s, answer=wire, decide=raise_first)
+        coordinator.agree(phase, {}, timeout_s=timeout_s, answer=wire, decide=raise_first)
     except SafeCheckpointError as told:
         if isinstance(failure, SafeCheckpointError) and not isinstance(told, CoordinationError):
             raise failure from None

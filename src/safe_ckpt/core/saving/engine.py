@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.coordinator import Session, open_session, raise_first
+from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator, raise_first
 from safe_ckpt.core.coordination.preemption import Preemption
 from safe_ckpt.core.coordination.process_groups import group_timeout_s
 from safe_ckpt.core.directory import shared
@@ -91,14 +91,14 @@ class Engine:
         self.group = group
         self.emit = Emitter([LoggingHook(), *hooks])
         self._closed = True  # as long as it is not open
-        self.session: Session = open_session(group, config.timeouts, network=config.network)
-        self.rank = self.session.rank
+        self.coordinator: Coordinator = open_coordinator(group, config.timeouts, network=config.network)
+        self.rank = self.coordinator.rank
         self._pid = os.getpid()
         self._roots: list[Root] = []
         self._recorders: dict[Root, events.Hook] = {}
         self._records: dict[Path, events.Hook] = {}
         self._taker = Taker(config, self.rank)
-        self._pipeline = Pipeline(self.session, config, self.emit, self._taker.give_back)
+        self._pipeline = Pipeline(self.coordinator, config, self.emit, self._taker.give_back)
         self._handles: list[SaveHandle] = []
         self._closed = False
         self._preemption: Preemption | None = None
@@ -139,12 +139,12 @@ class Engine:
             )
 
     def agree(self, kind: str, view: Mapping[str, object], **options: Any) -> Any:
-        """One agreed step under ``barrier_s``. See ``Session.agree``."""
-        return self.session.agree(kind, view, timeout_s=self.config.timeouts.barrier_s, **options)
+        """One agreed step under ``barrier_s``. See ``Coordinator.agree``."""
+        return self.coordinator.agree(kind, view, timeout_s=self.config.timeouts.barrier_s, **options)
 
     def together(self) -> AbstractContextManager[None]:
         """All agreements within are one call: a rank that fails on the way begins the next call with the others."""
-        return self.session.together()
+        return self.coordinator.together()
 
     def hold(self, path: Path, *, hidden: Path | None = None, recorded: bool | Path = True) -> Root:
         """Take a directory: create it, lock it, clean up after an earlier job. Every rank calls this.
@@ -165,7 +165,7 @@ class Engine:
         def take(_: object) -> str:
             _open_through_blips(root, self.config)
             try:
-                return shared.leave_token(seen_from) if self.session.size > 1 else ""
+                return shared.leave_token(seen_from) if self.coordinator.size > 1 else ""
             except OSError:
                 root.close()
                 raise
@@ -173,11 +173,11 @@ class Engine:
         # A holder that cannot be asked is given its lease to show a sign of life.
         patience_s = self.config.timeouts.barrier_s + 2 * self.config.lease_s
         with self.together():
-            token = self.session.agree("hold", {"directory": path}, timeout_s=patience_s, decide=take)
+            token = self.coordinator.agree("hold", {"directory": path}, timeout_s=patience_s, decide=take)
             self._roots.append(root)
             try:
                 if token:  # there are others, who must see it
-                    shared.await_shared(self.session, seen_from, token, self.config.timeouts.barrier_s)
+                    shared.await_shared(self.coordinator, seen_from, token, self.config.timeouts.barrier_s)
             except BaseException:
                 self.let_go(root)
                 raise
@@ -191,7 +191,7 @@ class Engine:
                 folder / EVENTS,
                 record_bytes=self.config.telemetry.record_bytes,
                 record_files=self.config.telemetry.record_files,
-                world_size=self.session.size,
+                world_size=self.coordinator.size,
             )
         hook = self._records[folder]
         if hook not in self._recorders.values():
@@ -221,7 +221,7 @@ class Engine:
         """
         limit_s = self.config.timeouts.barrier_s if timeout_s is None else timeout_s
         try:
-            self.session.agree(kind, view, timeout_s=limit_s, decide=lambda _: look())
+            self.coordinator.agree(kind, view, timeout_s=limit_s, decide=lambda _: look())
         except BaseException:
             self.let_go(root)
             raise
@@ -265,7 +265,7 @@ class Engine:
             handle=handle,
             started=started,
             agreed_s=agreed_s,
-            call=self.session.call,
+            call=self.coordinator.call,
         )
         op.error = SaveError(name=op.name, cause="interrupted", rank=self.rank, phase="snapshot")
         try:
@@ -302,7 +302,7 @@ class Engine:
             return
         try:
             self._preemption = Preemption(
-                self.session,
+                self.coordinator,
                 config.save_on_signals,
                 grace_s=config.signal_grace_s,
                 barrier_s=config.timeouts.barrier_s,
@@ -319,7 +319,7 @@ class Engine:
             RendezvousTimeout: rank 0 has not asked as often as this rank.
             PeerLostError: rank 0 died or stopped.
         """
-        self.session.refuse_fork("stop_requested")
+        self.coordinator.refuse_fork("stop_requested")
         if self._preemption is None:
             return False
         was = self._preemption.stop
@@ -404,7 +404,7 @@ class Engine:
             self.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
 
     def _agree_save(self, request: Request) -> admission.Grant:
-        self.session.refuse_fork("save")
+        self.coordinator.refuse_fork("save")
         if self._closed:
             raise ClosedError(message="save: this was closed; open a new one")
         if isinstance(request.error, StateError):
@@ -420,7 +420,7 @@ class Engine:
             )
         except SafeCheckpointError as problem:
             error: SafeCheckpointError = problem
-            if self.session.unsure:  # rank 0 has this rank's answer, and may have gone on to commit
+            if self.coordinator.unsure:  # rank 0 has this rank's answer, and may have gone on to commit
                 cause, name = str(error), request.path.name
                 error = CommitOutcomeUnknown(name=name, cause=cause, rank=self.rank, phase="commit")
             self.emit(save_events.refused(request, error, self.rank, time.monotonic() - begun))
@@ -475,7 +475,7 @@ class Engine:
                     root.close()
                 except Exception:  # the others are given back all the same
                     logger.exception("%s could not be given back", root.path)
-        self.session.release()
+        self.coordinator.release()
 
 
 def _open_through_blips(root: Root, config: CheckpointConfig) -> None:

@@ -253,7 +253,7 @@ def _try(engine: Engine, path: Path, load: Load, *, ours: bool) -> tuple[Any, di
     except Exception as error:  # whatever it is, the other ranks wait for this answer
         answer = {"error": to_wire(error, rank=engine.rank, phase=f"reading {path}")}
     timeout_s = engine.config.timeouts.lengthy_s
-    verdict = engine.session.agree(
+    verdict = engine.coordinator.agree(
         "resume candidate", {"path": path}, timeout_s=timeout_s, answer=answer, decide=_judge
     )
     return loaded, verdict

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.coordinator import Session
+from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.coordination.two_phase import Board
 from safe_ckpt.core.directory.ledger import Decision
 from safe_ckpt.core.directory.workspace import Root
@@ -48,15 +48,15 @@ class Pipeline:
     """
 
     def __init__(
-        self, session: Session, config: CheckpointConfig, emit: Emitter, give_back: Callable[[Arena], None]
+        self, coordinator: Coordinator, config: CheckpointConfig, emit: Emitter, give_back: Callable[[Arena], None]
     ) -> None:
-        self._session = session
-        self._channel = session.channel("phases")
+        self._coordinator = coordinator
+        self._channel = coordinator.channel("phases")
         self._config = config
         self._emit = emit
         self._give_back = give_back
         self._writer = Writer(config.writer, config.timeouts, self._respawned)
-        session.movers.append(self._writer.progress)
+        coordinator.movers.append(self._writer.progress)
         self._background = Background("safe_ckpt-save", self._work)
         self._boards: list[Board] = []
         self._open: list[Operation] = []
@@ -93,7 +93,7 @@ class Pipeline:
             if op.copy is not None:
                 op.copy.abandon()
             if op.error is None:
-                op.error = SaveError(name=op.name, cause=str(error), rank=self._session.rank, phase="snapshot")
+                op.error = SaveError(name=op.name, cause=str(error), rank=self._coordinator.rank, phase="snapshot")
             self._work(op)
 
     def close(self, *, within_s: float | None = None) -> None:
@@ -109,18 +109,18 @@ class Pipeline:
             if not self._background.is_current:  # a collector may call this from anywhere
                 self._drain(within_s)
         finally:
-            self._session.movers.remove(self._writer.progress)
+            self._coordinator.movers.remove(self._writer.progress)
             self._writer.close()
             self._channel.close()
 
     def _drain(self, within_s: float | None) -> None:
         thread = self._background
         limit_s = self._config.timeouts.shutdown_s if within_s is None else within_s
-        seen, since = self._session.progress(), time.monotonic()
+        seen, since = self._coordinator.progress(), time.monotonic()
         try:
             while thread.is_alive and time.monotonic() - since <= limit_s:
                 thread.join(0.1)
-                if (now := self._session.progress()) != seen and within_s is None:
+                if (now := self._coordinator.progress()) != seen and within_s is None:
                     seen, since = now, time.monotonic()
             if thread.is_alive:
                 lag = "made no progress for" if within_s is None else "was not done within"
@@ -138,8 +138,8 @@ class Pipeline:
         cause = "this rank shut down while the disk did not answer"
         for number, op in enumerate(list(self._open)):
             kind = SaveError if number else CommitOutcomeUnknown  # the first one may be anywhere
-            error = kind(name=op.name, cause=cause, rank=self._session.rank, phase="shutdown")
-            self._emit(save_events.refused(op.request, error, self._session.rank, time.monotonic() - op.started))
+            error = kind(name=op.name, cause=cause, rank=self._coordinator.rank, phase="shutdown")
+            self._emit(save_events.refused(op.request, error, self._coordinator.rank, time.monotonic() - op.started))
             op.handle.finish(None, error)
 
     def _work(self, op: Operation) -> None:
@@ -151,7 +151,7 @@ class Pipeline:
             self._process(op)
         except BaseException as error:  # a bug of ours must not leave the caller waiting
             logger.exception("the background thread failed")
-            op.handle.finish(None, SaveError(name=op.name, cause=repr(error), rank=self._session.rank))
+            op.handle.finish(None, SaveError(name=op.name, cause=repr(error), rank=self._coordinator.rank))
             self._open.remove(op)
             if not isinstance(error, Exception) and not self._background.is_current:
                 raise  # Ctrl-C is the caller's
@@ -159,23 +159,23 @@ class Pipeline:
     def _process(self, op: Operation) -> None:
         self._boards = [board for board in self._boards if not self._forget(board)]
         give_up = functools.partial(self._check_giving_up, op.name)
-        board = Board(self._session, self._channel, op.op_id, op.writers, give_up, op.call)
-        phases = Phases(op, board, self._writer, self._config, self._session.rank, give_up)
-        self._emit(save_events.agreed(op, self._session.rank))
+        board = Board(self._coordinator, self._channel, op.op_id, op.writers, give_up, op.call)
+        phases = Phases(op, board, self._writer, self._config, self._coordinator.rank, give_up)
+        self._emit(save_events.agreed(op, self._coordinator.rank))
         info, failure = None, None
         try:
             info = phases.run()
         except SafeCheckpointError as error:
             failure = error
         finally:
-            if self._session.rank == 0:
+            if self._coordinator.rank == 0:
                 self._boards.append(board)
             self._free(op)
         if info is not None:
             self.last_save_s = time.monotonic() - op.started
         # Here and not on the caller's thread: hooks write to files.
-        self._emit.tell(save_events.over(op, phases, info, failure, self._session.rank))
-        if info is not None and self._session.rank == 0:
+        self._emit.tell(save_events.over(op, phases, info, failure, self._coordinator.rank))
+        if info is not None and self._coordinator.rank == 0:
             self._retain(op, info)
         self._conclude(op, info, failure)
 
@@ -184,7 +184,7 @@ class Pipeline:
             op.request.parts.release()
         if op.copy is not None:
             op.copy.fail(
-                SaveError(name=op.name, cause="the save was over before the copy was", rank=self._session.rank)
+                SaveError(name=op.name, cause="the save was over before the copy was", rank=self._coordinator.rank)
             )
             if not op.copy.wait(self._config.timeouts.shutdown_s):
                 logger.error("the memory of %s stays taken: a copy into it does not end", op.name)
@@ -203,7 +203,7 @@ class Pipeline:
         request.root.drop_staging(op.op_id)
 
     def _carry_out(self, decision: Decision, root: Root, begun: float) -> None:
-        rank = self._session.rank
+        rank = self._coordinator.rank
         if decision.doomed:
             root.confirm()
         sizes = {path: save_events.occupied_bytes(path) for path in decision.doomed}
@@ -238,12 +238,12 @@ class Pipeline:
 
     def _respawned(self, pid: int, ended: str) -> None:
         name = self._open[0].name if self._open else ""  # what is written is the oldest
-        self._emit(events.Respawned(rank=self._session.rank, pid=pid, ended=ended, name=name))
+        self._emit(events.Respawned(rank=self._coordinator.rank, pid=pid, ended=ended, name=name))
 
     def _check_giving_up(self, name: str) -> None:
         if self._giving_up.is_set():
             cause = "this rank shut down before it was done"
-            raise SaveError(name=name, cause=cause, rank=self._session.rank, phase="shutdown")
+            raise SaveError(name=name, cause=cause, rank=self._coordinator.rank, phase="shutdown")
         if self.stop_by is not None and time.monotonic() > self.stop_by:
             cause = f"the {self._config.signal_grace_s:.0f} s after the signal (signal_grace_s) are over"
-            raise SaveError(name=name, cause=cause, rank=self._session.rank, phase="shutdown")
+            raise SaveError(name=name, cause=cause, rank=self._coordinator.rank, phase="shutdown")

@@ -30,7 +30,7 @@ from safe_ckpt.core.sharding import dtensor, plan_data
 from safe_ckpt.errors import CoordinationError, DesyncError, SafeCheckpointError, SaveError, StateError, to_wire
 
 if TYPE_CHECKING:
-    from safe_ckpt.core.coordination.coordinator import Session
+    from safe_ckpt.core.coordination.coordinator import Coordinator
 
 METADATA = ".metadata"
 _VERSION = "1.0.0"  # of DCP's format
@@ -99,8 +99,8 @@ class ShardPlanner:
         strict: refuse objects that ``torch.load(weights_only=True)`` would refuse.
     """
 
-    def __init__(self, session: Session, *, barrier_s: float, strict: bool = True) -> None:
-        self._session = session
+    def __init__(self, coordinator: Coordinator, *, barrier_s: float, strict: bool = True) -> None:
+        self._coordinator = coordinator
         self._barrier_s = barrier_s
         self._strict = strict
         self._agreed: dict[str, _Agreed] = {}
@@ -140,11 +140,11 @@ class ShardPlanner:
                 said = {folder: self._say(folder, item) for folder, item in local.items()}
             except Exception as error:  # the others wait for this rank's answer
                 problem = error
-        wire = to_wire(problem, rank=self._session.rank, phase="planning shards") if problem else None
+        wire = to_wire(problem, rank=self._coordinator.rank, phase="planning shards") if problem else None
         answer = {"error": wire, "items": said}
         made: dict[str, tuple[_Global, bytes]] = {}
         try:
-            share = self._session.agree(
+            share = self._coordinator.agree(
                 kind,
                 view or {},
                 timeout_s=self._barrier_s,
@@ -156,13 +156,13 @@ class ShardPlanner:
             if problem is not None and not isinstance(error, CoordinationError):
                 raise problem from None
             raise
-        self._session.keep_together()
+        self._coordinator.keep_together()
         for folder, item in local.items():
             kept = share[folder]["kept"]
             if kept is None:
                 kept = self._agreed[folder].kept
             else:
-                kept = plan_data.kept_from_json(kept, item.plan, rank=self._session.rank)
+                kept = plan_data.kept_from_json(kept, item.plan, rank=self._coordinator.rank)
             self._agreed[folder] = _Agreed(token=share[folder]["token"], plan=item.plan, kept=kept)
         for folder, (whole, _) in made.items():
             self._global[folder] = whole
@@ -176,7 +176,7 @@ class ShardPlanner:
         """
         found: list[Image] = []
         for folder, item in parts.items.items():
-            found += _lay_out(folder, item, self._agreed[folder].kept, self._session.rank)
+            found += _lay_out(folder, item, self._agreed[folder].kept, self._coordinator.rank)
         for folder, data in parts.metadata.items():
             found.append(Image(path=_under(folder, METADATA), length=len(data), pieces=[(0, data)]))
         return found
@@ -185,7 +185,7 @@ class ShardPlanner:
         if self._strict:
             _refuse_other_keys(folder, state)
         planner = DefaultSavePlanner()
-        planner.set_up_planner(dict(state), is_coordinator=self._session.rank == 0)
+        planner.set_up_planner(dict(state), is_coordinator=self._coordinator.rank == 0)
         for fqn, value in planner.state_dict.items():
             _admit(f"{folder}: {fqn}", value)
         plan = planner.create_local_plan()

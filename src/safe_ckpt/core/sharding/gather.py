@@ -17,7 +17,7 @@ import torch
 
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.coordination import process_groups, timeouts
-from safe_ckpt.core.coordination.coordinator import Session, Shares, open_session, raise_first
+from safe_ckpt.core.coordination.coordinator import Coordinator, Shares, open_coordinator, raise_first
 from safe_ckpt.core.sharding import dtensor, gather_plan, gather_transport
 from safe_ckpt.core.sharding.gather_plan import Box, Rounds
 from safe_ckpt.core.sharding.gather_rounds import Flow
@@ -89,14 +89,14 @@ def iterate(
     staging_bytes: int = STAGING_BYTES,
 ) -> Generator[tuple[str, torch.Tensor | None], None, None]:
     """As ``iter_full_tensors``, for arguments that are known to be good."""
-    session = open_session(group, _TIMEOUTS, observe=False)
+    coordinator = open_coordinator(group, _TIMEOUTS, observe=False)
     try:
-        gather = _Gather(session, group, state, dtype, staging_bytes)
+        gather = _Gather(coordinator, group, state, dtype, staging_bytes)
         meshes = dtensor.meshes_of(gather.tensors.values())
         with timeouts.raised(process_groups.process_groups([group, *meshes]), timeout_s):
             yield from gather.run(timeout_s)
     finally:
-        session.release(keep=True)
+        coordinator.release(keep=True)
 
 
 class _Gather:
@@ -104,13 +104,13 @@ class _Gather:
 
     def __init__(
         self,
-        session: Session,
+        coordinator: Coordinator,
         group: ProcessGroup | None,
         state: Mapping[str, Any] | torch.nn.Module,
         dtype: torch.dtype | None,
         staging_bytes: int,
     ) -> None:
-        self._session = session
+        self._coordinator = coordinator
         self._group = group
         self._dtype = dtype
         self.tensors: dict[str, torch.Tensor] = {}
@@ -124,15 +124,15 @@ class _Gather:
 
     def run(self, timeout_s: float) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Gather. What is yielded is not held here."""
-        late_s = max(_LATE_S, self._session.stall_s + 5)
-        flow = Flow(self._session, self._op_id, timeout_s=timeout_s, late_s=late_s)
+        late_s = max(_LATE_S, self._coordinator.stall_s + 5)
+        flow = Flow(self._coordinator, self._op_id, timeout_s=timeout_s, late_s=late_s)
         where, done = "its beginning", 0
         reductions = sum(map(dtensor.is_partial, self.tensors.values()))
         try:
             for index, where in enumerate(self._names):
                 partial = self._reduce(index, flow, timeout_s)
                 reductions -= partial
-                full = self._begin(index) if self._session.rank == 0 else None
+                full = self._begin(index) if self._coordinator.rank == 0 else None
                 if full is not None:
                     self._take_own(index, full)
                     self._take(index, full)
@@ -172,13 +172,13 @@ class _Gather:
             return Shares({rank: {**common, "sends": self._rounds.share(rank)} for rank in answers})
 
         answer = {
-            "error": to_wire(problem, rank=self._session.rank, phase="gather") if problem else None,
+            "error": to_wire(problem, rank=self._coordinator.rank, phase="gather") if problem else None,
             "spans": spans,
             "count": len(described),
             "digest": hashlib.sha256("\n".join([*described, str(self._dtype)]).encode()).hexdigest()[:16],
         }
         try:
-            share = self._session.agree("gather", {}, timeout_s=_TIMEOUTS.barrier_s, answer=answer, decide=decide)
+            share = self._coordinator.agree("gather", {}, timeout_s=_TIMEOUTS.barrier_s, answer=answer, decide=decide)
         except SafeCheckpointError as error:
             if problem is not None and not isinstance(error, CoordinationError):
                 raise problem from None
@@ -234,8 +234,8 @@ class _Gather:
 
     def _exchange(self, number: int, flow: Flow, timeout_s: float) -> None:
         """One round: every rank sends its boxes to rank 0."""
-        size = self._session.size
-        coming = self._rounds.rounds[number] if self._session.rank == 0 else []
+        size = self._coordinator.size
+        coming = self._rounds.rounds[number] if self._coordinator.rank == 0 else []
         splits = [sum(gather_plan.padded(box.size_bytes) for box in coming if box.rank == rank) for rank in range(size)]
         if self._buffer.numel() < sum(splits):
             self._buffer = torch.empty(sum(splits), dtype=torch.uint8, device=self._device)

@@ -17,7 +17,7 @@ from safe_ckpt.core.coordination.store import KeyTimeout
 from safe_ckpt.errors import PeerLostError, RendezvousTimeout, from_wire, to_wire
 
 if TYPE_CHECKING:
-    from safe_ckpt.core.coordination.coordinator import Session
+    from safe_ckpt.core.coordination.coordinator import Coordinator
 
 _LOOK_S = 0.25
 
@@ -32,9 +32,9 @@ class Flow:
         late_s: how long the others may take, who have nothing to do meanwhile.
     """
 
-    def __init__(self, session: Session, op_id: str, *, timeout_s: float, late_s: float) -> None:
-        self._session = session
-        self._channel = session.channel("gather")
+    def __init__(self, coordinator: Coordinator, op_id: str, *, timeout_s: float, late_s: float) -> None:
+        self._coordinator = coordinator
+        self._channel = coordinator.channel("gather")
         self._prefix = f"gather/{op_id}"
         self._timeout_s = timeout_s
         self._late_s = late_s
@@ -42,15 +42,15 @@ class Flow:
         self._begun = self._done = 0
         self._told = False
         self._looked = time.monotonic()
-        if session.rank == 0 and session.stale:
-            stale, session.stale = session.stale, []
+        if coordinator.rank == 0 and coordinator.stale:
+            stale, coordinator.stale = coordinator.stale, []
             self._drop(stale)
-        self._needed = [0] if session.rank else list(range(1, session.size))
+        self._needed = [0] if coordinator.rank else list(range(1, coordinator.size))
 
     @property
     def alone(self) -> bool:
         """Whether there is no other rank."""
-        return self._session.size == 1
+        return self._coordinator.size == 1
 
     def enter(self, phase: str) -> None:
         """Wait until every rank is here for the next round.
@@ -60,7 +60,7 @@ class Flow:
             RendezvousTimeout: some ranks did not come; names them.
             PeerLostError: a rank died or stopped.
         """
-        number, rank, size = self._next, self._session.rank, self._session.size
+        number, rank, size = self._next, self._coordinator.rank, self._coordinator.size
 
         def arrive(store: KeyValues) -> None:
             store.set(f"{self._prefix}/at/{rank}", str(number + 1))
@@ -98,14 +98,14 @@ class Flow:
 
     def leave(self, error: BaseException, where: str) -> None:
         """Tell the others why there will be no further round with this rank."""
-        rank = self._session.rank
+        rank = self._coordinator.rank
         if isinstance(error, GeneratorExit):
             reason = f"rank {rank} left the gather at {where}: its loop ended early or raised"
             error = PeerLostError(phase="gather", ranks=(rank,), reason=reason)
         if self._told:
             return
         if rank == 0:
-            self._await_readers(self._session.size - 1 - _lost_with(error, rank))
+            self._await_readers(self._coordinator.size - 1 - _lost_with(error, rank))
         wire = to_wire(error, rank=rank, phase=f"gather: {where}")
         # Also in the round that this rank waited for: where it begins all the same, the others look for the next one within.
         keys = [self._go(number) for number in range(self._begun, self._next + 1)]
@@ -120,10 +120,10 @@ class Flow:
     def close(self) -> None:
         """Give the connection back. Rank 0 notes which keys are left; the next gather, to which all come, drops them."""
         self._channel.close()
-        if self._session.rank == 0 and not self.alone:
+        if self._coordinator.rank == 0 and not self.alone:
             rounds = range(max(0, self._next - 2), self._next + 1)
-            self._session.stale += [*map(self._go, rounds), *map(self._count, rounds), self._read]
-            self._session.stale += [f"{self._prefix}/at/{rank}" for rank in range(self._session.size)]
+            self._coordinator.stale += [*map(self._go, rounds), *map(self._count, rounds), self._read]
+            self._coordinator.stale += [f"{self._prefix}/at/{rank}" for rank in range(self._coordinator.size)]
 
     def _drop(self, keys: Sequence[str]) -> None:
         def drop(store: KeyValues) -> None:
@@ -132,7 +132,7 @@ class Flow:
 
         self._channel.call(drop, phase="gather")
         for key in keys:
-            self._session.reads.pop(key, None)
+            self._coordinator.reads.pop(key, None)
 
     def _count(self, number: int) -> str:
         return f"{self._prefix}/count/{number}"
@@ -141,11 +141,11 @@ class Flow:
         return f"{self._prefix}/go/{number}"
 
     def _check_peers(self) -> None:
-        self._session.check(self._needed)
+        self._coordinator.check(self._needed)
 
     def _missing(self, number: int) -> tuple[int, ...]:
         def late(store: KeyValues) -> tuple[int, ...]:
-            keys = {rank: f"{self._prefix}/at/{rank}" for rank in range(self._session.size)}
+            keys = {rank: f"{self._prefix}/at/{rank}" for rank in range(self._coordinator.size)}
             return tuple(r for r, key in keys.items() if not store.check([key]) or int(store.get(key)) <= number)
 
         return self._channel.call(late, phase="gather")
@@ -156,15 +156,15 @@ class Flow:
             return
         self._told = True
         error = from_wire(told["error"])
-        if self._session.rank == 0:
-            self._await_readers(self._session.size - 1 - max(1, _lost_with(error, 0)))
+        if self._coordinator.rank == 0:
+            self._await_readers(self._coordinator.size - 1 - max(1, _lost_with(error, 0)))
         else:
             self._channel.acknowledge(self._read, phase="gather")
         raise error
 
     def _await_readers(self, count: int) -> None:
         # The store goes with rank 0: it stays until the others have read why there is no further round.
-        self._session.reads[self._read] = (count, -1)
+        self._coordinator.reads[self._read] = (count, -1)
 
     @property
     def _read(self) -> str:
