@@ -24,7 +24,7 @@ from safe_ckpt.core.coordination import process_groups, rendezvous
 from safe_ckpt.core.coordination.heartbeat import Heartbeat
 from safe_ckpt.core.coordination.rendezvous import Found
 from safe_ckpt.core.coordination.sealed_store import KeyValues
-from safe_ckpt.core.coordination.step import Step
+from safe_ckpt.core.coordination.step import LogEntry
 from safe_ckpt.core.coordination.store import Channel, KeyTimeout, LocalChannel
 from safe_ckpt.errors import (
     ClosedError,
@@ -236,7 +236,7 @@ class Coordinator:
             self.check(needed)
 
         name = f"log/{number}.{part}"
-        step = Step(self._calls, self.rank, self.size, name, kind, timeout_s, check)
+        step = LogEntry(self._calls, self.rank, self.size, name, kind, timeout_s, check)
         if self.rank == 0:
             return self._lead(step, name, mine, answer, decide)
         return self._follow(step, name, mine, answer)
@@ -367,7 +367,7 @@ class Coordinator:
             self._calls.close()
             self._store = None
 
-    def _lead(self, step: Step, name: str, mine: Mapping[str, str], answer: object, decide: Decide | None) -> Any:
+    def _lead(self, step: LogEntry, name: str, mine: Mapping[str, str], answer: object, decide: Decide | None) -> Any:
         try:
             answers = {0: {"answer": answer}, **step.answers(mine)}
             _refuse_differences(mine, answers)
@@ -395,7 +395,7 @@ class Coordinator:
         self._ended = [name]
         return result
 
-    def _follow(self, step: Step, name: str, mine: Mapping[str, str], answer: object) -> Any:
+    def _follow(self, step: LogEntry, name: str, mine: Mapping[str, str], answer: object) -> Any:
         answered = False
         try:
             entry = step.get("")
@@ -415,7 +415,7 @@ class Coordinator:
             raise from_wire(verdict["error"])
         return share if verdict.get("shared") else verdict["ok"]
 
-    def _await_verdict(self, step: Step) -> Any:
+    def _await_verdict(self, step: LogEntry) -> Any:
         try:
             # Rank 0 waits timeout_s for the slowest and may take as long to decide: it names who is missing, not we.
             return step.get("/verdict", patience=2)

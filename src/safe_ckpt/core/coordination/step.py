@@ -11,7 +11,7 @@ from safe_ckpt.core.coordination.store import Channel, Check, KeyTimeout
 from safe_ckpt.errors import RendezvousTimeout
 
 
-class Step:
+class LogEntry:
     """The keys of one entry of the log. With nobody else there, nothing is written."""
 
     def __init__(
