@@ -1,7 +1,7 @@
 """What it costs many ranks to act as one: agree on a save, report, commit. No files, no tensors, only the control plane.
 
 Every rank is a thread of this process with a store connection of its own, against one real TCPStore; the protocol objects are
-those of a real save (``Coordinator.agree``, ``Board``). All threads share one interpreter lock and these few cores: the times are
+those of a real save (``Coordinator.agree``, ``TwoPhaseCommit``). All threads share one interpreter lock and these few cores: the times are
 upper bounds, and what counts is their shape and the number of store operations per rank. Connecting takes longer than it all.
 
     python benchmarks/control_plane.py [ranks ...]
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from safe_ckpt.core.coordination.coordinator import Coordinator, Shares
 from safe_ckpt.core.coordination.store import Channel, LocalChannel
-from safe_ckpt.core.coordination.two_phase import Board
+from safe_ckpt.core.coordination.two_phase import TwoPhaseCommit
 
 
 class CountedStore:
@@ -75,7 +75,7 @@ def save(coordinator: Coordinator, rounds: int, shares: bool) -> list[float]:
         agreed = coordinator.agree(
             "save", {"step": number}, timeout_s=60, answer=answer, decide=lambda a: {"writers": len(a)}
         )
-        board = Board(
+        board = TwoPhaseCommit(
             coordinator,
             coordinator.channel("phases"),
             f"op{number}",

@@ -11,7 +11,7 @@ from entries import ENTRIES, entered
 from trials import THOROUGH, sampled
 
 from safe_ckpt import CheckpointConfig, Timeouts
-from safe_ckpt.core.coordination.two_phase import Board
+from safe_ckpt.core.coordination.two_phase import TwoPhaseCommit
 from safe_ckpt.core.saving.commit_protocol import Phases
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.staging import snapshot
@@ -30,11 +30,11 @@ PHASES = {
     "snapshot": (snapshot, "lay_out", "before"),
     "prepare": (Phases, "_prepare", "before"),
     "write": (Phases, "_write", "before"),
-    "report": (Board, "report", "before"),
+    "report": (TwoPhaseCommit, "report", "before"),
     "commit": (durable, "publish_directory", "before"),
     "after the rename": (durable, "publish_directory", "after"),
-    "verdict": (Board, "verdict", "before"),
-    "after the verdict": (Board, "conclude", "after"),
+    "verdict": (TwoPhaseCommit, "verdict", "before"),
+    "after the verdict": (TwoPhaseCommit, "conclude", "after"),
 }
 OF_RANK_0 = ["agree", "snapshot", "prepare", "write", "commit", "after the rename", "after the verdict"]
 OF_OTHERS = ["agree", "snapshot", "write", "report", "verdict"]

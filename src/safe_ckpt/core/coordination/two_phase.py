@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from safe_ckpt.core.coordination.store import Check
 
 
-class Board:
+class TwoPhaseCommit:
     """What the ranks tell each other about one save.
 
     Args:

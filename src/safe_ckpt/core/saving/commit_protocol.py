@@ -16,7 +16,7 @@ from typing import Any
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.store import KeyTimeout
-from safe_ckpt.core.coordination.two_phase import Board
+from safe_ckpt.core.coordination.two_phase import TwoPhaseCommit
 from safe_ckpt.core.directory import extra_files
 from safe_ckpt.core.directory.patience import Patience
 from safe_ckpt.core.directory.shared import await_visible
@@ -67,7 +67,7 @@ class Phases:
     def __init__(
         self,
         op: Operation,
-        board: Board,
+        board: TwoPhaseCommit,
         writer: Writer,
         config: CheckpointConfig,
         rank: int,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator
-from safe_ckpt.core.coordination.two_phase import Board
+from safe_ckpt.core.coordination.two_phase import TwoPhaseCommit
 from safe_ckpt.core.directory.ledger import Decision
 from safe_ckpt.core.directory.workspace import Root
 from safe_ckpt.core.formats.manifest import CheckpointInfo
@@ -58,7 +58,7 @@ class Pipeline:
         self._writer = Writer(config.writer, config.timeouts, self._respawned)
         coordinator.movers.append(self._writer.progress)
         self._background = Background("safe_ckpt-save", self._work)
-        self._boards: list[Board] = []
+        self._boards: list[TwoPhaseCommit] = []
         self._open: list[Operation] = []
         self._beginning = threading.Lock()
         self._failures = 0
@@ -159,7 +159,7 @@ class Pipeline:
     def _process(self, op: Operation) -> None:
         self._boards = [board for board in self._boards if not self._forget(board)]
         give_up = functools.partial(self._check_giving_up, op.name)
-        board = Board(self._coordinator, self._channel, op.op_id, op.writers, give_up, op.call)
+        board = TwoPhaseCommit(self._coordinator, self._channel, op.op_id, op.writers, give_up, op.call)
         phases = Phases(op, board, self._writer, self._config, self._coordinator.rank, give_up)
         self._emit(save_events.agreed(op, self._coordinator.rank))
         info, failure = None, None
@@ -230,7 +230,7 @@ class Pipeline:
         op.handle.finish(info, failure)
         self._open.remove(op)
 
-    def _forget(self, board: Board) -> bool:
+    def _forget(self, board: TwoPhaseCommit) -> bool:
         try:
             return board.forget()
         except CoordinationError:
