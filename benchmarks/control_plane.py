@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from safe_ckpt.core.coordination.coordinator import Coordinator, Shares
-from safe_ckpt.core.coordination.store import Channel, LocalChannel
+from safe_ckpt.core.coordination.store import LocalChannel, StoreClient
 from safe_ckpt.core.coordination.two_phase import TwoPhaseCommit
 
 
@@ -54,7 +54,7 @@ class ThreadSession(Coordinator):
         self._name, self._meeting, self._closed, self._heartbeat = "threads", None, False, None
         self._calls = LocalChannel(store)
 
-    def channel(self, name: str) -> Channel:
+    def channel(self, name: str) -> StoreClient:
         return self._calls
 
 

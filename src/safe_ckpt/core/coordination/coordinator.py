@@ -25,7 +25,7 @@ from safe_ckpt.core.coordination.heartbeat import Heartbeat
 from safe_ckpt.core.coordination.rendezvous import Found
 from safe_ckpt.core.coordination.sealed_store import KeyValues
 from safe_ckpt.core.coordination.step import LogEntry
-from safe_ckpt.core.coordination.store import Channel, KeyTimeout, LocalChannel
+from safe_ckpt.core.coordination.store import KeyTimeout, LocalChannel, StoreClient
 from safe_ckpt.errors import (
     ClosedError,
     ConfigError,
@@ -175,17 +175,17 @@ class Coordinator:
         self._closed = False
         self._heartbeat: Heartbeat | None = None
         if found is None:
-            self._calls: Channel = LocalChannel(process_groups.local_store())
+            self._calls: StoreClient = LocalChannel(process_groups.local_store())
             return
         # On rank 0 this is the store itself; it goes with this reference.
         self._store: KeyValues | None = found.store
         answer_s = timeouts.peer_stall_s
         self._connect = found.connect
         self._answer_s = answer_s
-        self._calls = Channel(
+        self._calls = StoreClient(
             found.connect, name="calls", answer_s=answer_s, store=found.store, alive=self._hears_of_rank_0
         )
-        beats = Channel(found.connect, name="heartbeat", answer_s=answer_s)
+        beats = StoreClient(found.connect, name="heartbeat", answer_s=answer_s)
         self._heartbeat = Heartbeat(
             beats,
             rank=group.rank,
@@ -294,11 +294,11 @@ class Coordinator:
         if self._pid != os.getpid():
             raise ForkedError(what=what, pid=self._pid)
 
-    def channel(self, name: str) -> Channel:
+    def channel(self, name: str) -> StoreClient:
         """One more connection, for a thread of its own; whoever asks for it closes it."""
         if self.size == 1:
             return self._calls
-        return Channel(self._connect, name=name, answer_s=self._answer_s, alive=self._hears_of_rank_0)
+        return StoreClient(self._connect, name=name, answer_s=self._answer_s, alive=self._hears_of_rank_0)
 
     def check(self, needed: Sequence[int]) -> None:
         """Raise ``PeerLostError`` if one of the ``needed`` ranks is known to be dead or stopped."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.coordination.processes import process_state
 from safe_ckpt.core.coordination.sealed_store import KeyValues
-from safe_ckpt.core.coordination.store import Channel, KeyTimeout
+from safe_ckpt.core.coordination.store import KeyTimeout, StoreClient
 from safe_ckpt.errors import PeerLostError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: StoreClient,
         *,
         rank: int,
         machines: Mapping[int, Machine],

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from safe_ckpt.core.coordination import network, process_groups
 from safe_ckpt.core.coordination.sealed_store import KeyValues, SealedStore
-from safe_ckpt.core.coordination.store import Channel, KeyTimeout
+from safe_ckpt.core.coordination.store import KeyTimeout, StoreClient
 from safe_ckpt.errors import PeerLostError, RendezvousTimeout, TamperedError, from_wire, to_wire
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def meet(
         raise ValueError("a group of several ranks needs a store to meet in")
     meeting = cast("KeyValues", group.meeting_store)
     # The default store may be hosted by a process outside of this group, and that one may be stopped.
-    channel = Channel(
+    channel = StoreClient(
         lambda: meeting, name="meeting", answer_s=timeouts.peer_stall_s, whose="the process group's own store"
     )
     try:
@@ -103,7 +103,13 @@ class _Host:
     """Rank 0's part: hear who comes, decide whether the old session serves, else host a store and wait for all."""
 
     def __init__(
-        self, group: process_groups.Group, timeouts: Timeouts, where: Network, channel: Channel, have: str, call: int
+        self,
+        group: process_groups.Group,
+        timeouts: Timeouts,
+        where: Network,
+        channel: StoreClient,
+        have: str,
+        call: int,
     ) -> None:
         self._root, self._size = f"safe_ckpt/{group.name}", group.size
         self._timeouts, self._where, self._channel = timeouts, where, channel
@@ -223,7 +229,7 @@ def _call_off(store: KeyValues, size: int, timeout_s: float) -> None:
     raise RendezvousTimeout(phase=f"{_PHASE} ({without})" if without else _PHASE, seconds=timeout_s, missing=missing)
 
 
-def _ask(group: process_groups.Group, timeouts: Timeouts, channel: Channel, have: str) -> Mapping[str, Any]:
+def _ask(group: process_groups.Group, timeouts: Timeouts, channel: StoreClient, have: str) -> Mapping[str, Any]:
     """Another rank: say that it is here, and hear from rank 0 where to go."""
     root, nonce = f"safe_ckpt/{group.name}", uuid.uuid4().hex
     hello, said = f"{root}/hello/{group.rank}", {"nonce": nonce, "have": have, "gone": False}
@@ -256,7 +262,7 @@ def _join(group: process_groups.Group, timeouts: Timeouts, welcome: Mapping[str,
         store.add("joined", 1)
         return store
 
-    channel = Channel(connect, name="meeting", answer_s=timeouts.peer_stall_s)
+    channel = StoreClient(connect, name="meeting", answer_s=timeouts.peer_stall_s)
     try:
         store = channel.call(join, phase=_PHASE, wait_s=timeouts.barrier_s)
         missing = tuple(json.loads(channel.get("met", phase=_PHASE, wait_s=2 * timeouts.barrier_s)))

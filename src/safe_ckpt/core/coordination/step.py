@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from safe_ckpt.core.coordination.sealed_store import KeyValues
-from safe_ckpt.core.coordination.store import Channel, Check, KeyTimeout
+from safe_ckpt.core.coordination.store import Check, KeyTimeout, StoreClient
 from safe_ckpt.errors import RendezvousTimeout
 
 
@@ -15,7 +15,7 @@ class LogEntry:
     """The keys of one entry of the log. With nobody else there, nothing is written."""
 
     def __init__(
-        self, channel: Channel, rank: int, size: int, name: str, kind: str, timeout_s: float, check: Check
+        self, channel: StoreClient, rank: int, size: int, name: str, kind: str, timeout_s: float, check: Check
     ) -> None:
         self._channel = channel
         self._rank = rank

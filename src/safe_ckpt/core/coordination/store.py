@@ -38,7 +38,7 @@ class KeyTimeout(Exception):
     """A key did not appear in time."""
 
 
-class Channel:
+class StoreClient:
     """One store connection with one daemon thread, opened when first used, replaced after it was abandoned.
 
     Args:
@@ -212,7 +212,9 @@ class Connected:
 class Pending(Generic[_T]):
     """An operation that was begun and not yet waited for."""
 
-    def __init__(self, channel: Channel, work: object, connected: Connected, future: Future[_T], phase: str) -> None:
+    def __init__(
+        self, channel: StoreClient, work: object, connected: Connected, future: Future[_T], phase: str
+    ) -> None:
         self._channel = channel
         self._work = work
         self._connected = connected
@@ -237,13 +239,13 @@ class Pending(Generic[_T]):
             self._channel.leave(self._work)
 
     def result(self, *, wait_s: float = 0.0, check: Check | None = None) -> _T:
-        """Wait for it and return what it returned. Raises as ``Channel.call`` does."""
+        """Wait for it and return what it returned. Raises as ``StoreClient.call`` does."""
         if self._future.done() and self._future.exception() is None:
             return self._future.result(timeout=0)
         return self._channel.settle(self._work, self._connected, self._future, self._phase, wait_s, check)
 
 
-class LocalChannel(Channel):
+class LocalChannel(StoreClient):
     """For a world of one rank: the store is in this process, so calls run on the caller's thread."""
 
     def __init__(self, store: KeyValues) -> None:

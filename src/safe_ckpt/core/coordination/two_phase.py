@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.core.coordination.sealed_store import KeyValues
-from safe_ckpt.core.coordination.store import Channel, KeyTimeout
+from safe_ckpt.core.coordination.store import KeyTimeout, StoreClient
 from safe_ckpt.errors import PeerLostError, RendezvousTimeout, SafeCheckpointError, from_wire
 
 if TYPE_CHECKING:
@@ -33,7 +33,13 @@ class TwoPhaseCommit:
     """
 
     def __init__(
-        self, coordinator: Coordinator, channel: Channel, op_id: str, writers: Sequence[int], check: Check, call: int
+        self,
+        coordinator: Coordinator,
+        channel: StoreClient,
+        op_id: str,
+        writers: Sequence[int],
+        check: Check,
+        call: int,
     ) -> None:
         self._call = call
         self._coordinator = coordinator
