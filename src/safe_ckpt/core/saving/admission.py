@@ -14,7 +14,7 @@ from safe_ckpt.errors import DesyncError, from_wire, to_wire
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grant:
+class Admission:
     """What the ranks agreed on.
 
     Attributes:
@@ -53,7 +53,7 @@ def new_bytes(copies: Sequence[FileCopy]) -> int:
 
 
 def decide(request: Request, answers: Mapping[int, Any], *, busy: bool) -> dict[str, Any]:
-    """Rank 0's decision, as ``Grant`` takes it.
+    """Rank 0's decision, as ``Admission`` takes it.
 
     Args:
         request: rank 0's own.

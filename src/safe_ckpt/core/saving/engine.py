@@ -403,7 +403,7 @@ class Engine:
         if not getattr(self, "_closed", True):
             self.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
 
-    def _agree_save(self, request: Request) -> admission.Grant:
+    def _agree_save(self, request: Request) -> admission.Admission:
         self.coordinator.refuse_fork("save")
         if self._closed:
             raise ClosedError(message="save: this was closed; open a new one")
@@ -429,7 +429,7 @@ class Engine:
             decision = {}
         if request.error is not None:
             raise request.error  # the original, with its traceback
-        granted = admission.Grant(**decision)
+        granted = admission.Admission(**decision)
         if granted.earlier is not None:
             for handle in self._handles:
                 if handle.op_id == granted.earlier["op_id"]:
