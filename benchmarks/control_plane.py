@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from safe_ckpt.core.coordination.coordinator import Coordinator, Shares
+from safe_ckpt.core.coordination.coordinator import Coordinator, Scatter
 from safe_ckpt.core.coordination.store import LocalChannel, StoreClient
 from safe_ckpt.core.coordination.two_phase import TwoPhaseCommit
 
@@ -70,7 +70,7 @@ def save(coordinator: Coordinator, rounds: int, shares: bool) -> list[float]:
                 {},
                 timeout_s=60,
                 answer=answer,
-                decide=lambda a: Shares({rank: {"kept": [rank]} for rank in a}),
+                decide=lambda a: Scatter({rank: {"kept": [rank]} for rank in a}),
             )
         agreed = coordinator.agree(
             "save", {"step": number}, timeout_s=60, answer=answer, decide=lambda a: {"writers": len(a)}

@@ -47,11 +47,11 @@ logger = logging.getLogger(__name__)
 _GRACE_S = 3.0
 
 Decide = Callable[[Mapping[int, Any]], Any]
-"""Runs on rank 0 with every rank's answer; what it returns (JSON-able, or ``Shares``) or raises is what every rank gets."""
+"""Runs on rank 0 with every rank's answer; what it returns (JSON-able, or ``Scatter``) or raises is what every rank gets."""
 
 
 @dataclass(frozen=True)
-class Shares:
+class Scatter:
     """A verdict of which every rank gets its own part: what all of them together are told may be too much for each to read.
 
     Attributes:
@@ -214,7 +214,7 @@ class Coordinator:
             decide: runs on rank 0. Without it the result is None.
 
         Returns:
-            What ``decide`` returned, on every rank; of ``Shares`` this rank's own.
+            What ``decide`` returned, on every rank; of ``Scatter`` this rank's own.
 
         Raises:
             DesyncError: the ranks' views differ.
@@ -372,7 +372,7 @@ class Coordinator:
             answers = {0: {"answer": answer}, **step.answers(mine)}
             _refuse_differences(mine, answers)
             result = decide({rank: given["answer"] for rank, given in answers.items()}) if decide else None
-            if isinstance(result, Shares):
+            if isinstance(result, Scatter):
                 shares, result = result.by_rank, result.by_rank.get(0)
                 step.hand_out(shares)
                 step.put("/verdict", {"shared": True})

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from safe_ckpt.core.coordination.coordinator import Shares, raise_first
+from safe_ckpt.core.coordination.coordinator import Scatter, raise_first
 from safe_ckpt.core.formats import dcp
 from safe_ckpt.core.formats.file_plan import Image
 from safe_ckpt.core.formats.torch_archive import pickle_state
@@ -211,7 +211,7 @@ class ShardPlanner:
             "lengths": {str(number): len(data) for number, data in item.objects.items()},
         }
 
-    def _decide(self, answers: Mapping[int, Any], made: dict[str, tuple[_Global, bytes]]) -> Shares:
+    def _decide(self, answers: Mapping[int, Any], made: dict[str, tuple[_Global, bytes]]) -> Scatter:
         raise_first({rank: answer["error"] for rank, answer in answers.items()})
         names = {str(rank): ", ".join(answer.get("items", ["none"])) for rank, answer in answers.items()}
         if len(set(names.values())) > 1:
@@ -224,7 +224,7 @@ class ShardPlanner:
             for rank in answers:
                 kept = None if told[rank]["token"] == whole.token else list(whole.kept[rank])
                 shares[rank][folder] = {"token": whole.token, "kept": kept}
-        return Shares(shares)
+        return Scatter(shares)
 
     def _metadata(self, folder: str, whole: _Global, told: Mapping[int, Any]) -> bytes:
         facts = whole.token, {rank: one["lengths"] for rank, one in told.items()}

@@ -17,7 +17,7 @@ import torch
 
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.coordination import process_groups, timeouts
-from safe_ckpt.core.coordination.coordinator import Coordinator, Shares, open_coordinator, raise_first
+from safe_ckpt.core.coordination.coordinator import Coordinator, Scatter, open_coordinator, raise_first
 from safe_ckpt.core.sharding import dtensor, gather_plan, gather_transport
 from safe_ckpt.core.sharding.gather_plan import Box, Rounds
 from safe_ckpt.core.sharding.gather_rounds import Flow
@@ -164,12 +164,12 @@ class _Gather:
             problem = error
         described = _describe(self.tensors)
 
-        def decide(answers: Mapping[int, Any]) -> Shares:
+        def decide(answers: Mapping[int, Any]) -> Scatter:
             raise_first({rank: answer["error"] for rank, answer in answers.items()})
             _refuse_other_tensors(described, answers)
             self._rounds = self._plan({rank: answer["spans"] for rank, answer in answers.items()}, staging_bytes)
             common = {"op": uuid.uuid4().hex, "ends": list(self._rounds.ends)}
-            return Shares({rank: {**common, "sends": self._rounds.share(rank)} for rank in answers})
+            return Scatter({rank: {**common, "sends": self._rounds.share(rank)} for rank in answers})
 
         answer = {
             "error": to_wire(problem, rank=self._coordinator.rank, phase="gather") if problem else None,
