@@ -21,7 +21,7 @@ from safe_ckpt.core.directory import extra_files
 from safe_ckpt.core.directory.patience import Patience
 from safe_ckpt.core.directory.shared import await_visible
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
-from safe_ckpt.core.saving.request import Operation
+from safe_ckpt.core.saving.request import SaveJob
 from safe_ckpt.core.saving.streamed_files import Parts
 from safe_ckpt.core.storage import durable as commit
 from safe_ckpt.core.storage import space
@@ -66,7 +66,7 @@ class Phases:
 
     def __init__(
         self,
-        op: Operation,
+        op: SaveJob,
         board: TwoPhaseCommit,
         writer: Writer,
         config: CheckpointConfig,
@@ -240,7 +240,7 @@ class Phases:
             cause = f"{changed}: it changed while it was being copied: nothing may write to it until the call returns"
             raise SourceChangedError(name=self._op.name, cause=cause, source=changed, rank=self._rank)
 
-    def _hear_of_copy(self, op: Operation) -> None:
+    def _hear_of_copy(self, op: SaveJob) -> None:
         """The bytes are written; whether they are what they should be is known when the copy is over."""
         limit_s = self._config.timeouts.barrier_s
         if op.copy is not None and not op.copy.wait(limit_s):

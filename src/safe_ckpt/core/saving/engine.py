@@ -28,7 +28,7 @@ from safe_ckpt.core.directory import shared
 from safe_ckpt.core.directory.workspace import EVENTS, Root
 from safe_ckpt.core.formats.manifest import Manifest, versions
 from safe_ckpt.core.saving import admission, save_events
-from safe_ckpt.core.saving.request import Operation, Request, SaveHandle
+from safe_ckpt.core.saving.request import Request, SaveHandle, SaveJob
 from safe_ckpt.core.saving.save_queue import Pipeline
 from safe_ckpt.core.saving.stager import Taker
 from safe_ckpt.errors import (
@@ -257,7 +257,7 @@ class Engine:
         turns = 1 + self.in_flight
         limit_s = turns * (self.config.timeouts.lengthy_s + self.config.timeouts.barrier_s)
         handle = SaveHandle(request.path.name, limit_s, manifest.op_id)
-        op = Operation(
+        op = SaveJob(
             request=request,
             manifest=manifest,
             writers=tuple(granted.writers),
@@ -447,7 +447,7 @@ class Engine:
             handle.settle()
         # With several in flight some ranks may know already of a failure and others not: it is told at the next agreement.
 
-    def _start(self, op: Operation) -> None:
+    def _start(self, op: SaveJob) -> None:
         told = False
         try:
             self._await_room()

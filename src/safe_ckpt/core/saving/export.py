@@ -18,7 +18,7 @@ from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.file_plan import Image, Lazy
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import NamedRoots, refuse
-from safe_ckpt.core.saving.request import Operation, Request, SaveHandle
+from safe_ckpt.core.saving.request import Request, SaveHandle, SaveJob
 from safe_ckpt.core.sharding import dtensor, gather
 from safe_ckpt.core.sharding.tensor_queue import Handover
 from safe_ckpt.errors import ConfigError, SaveError, to_wire
@@ -143,7 +143,7 @@ class _Stream:
             release=functools.partial(self._handover.release, size),
         )
 
-    def feed(self, op: Operation) -> None:
+    def feed(self, op: SaveJob) -> None:
         """Gather everything. What goes wrong is told by the save's handle, on every rank."""
 
         def check() -> None:

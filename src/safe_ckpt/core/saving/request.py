@@ -92,7 +92,7 @@ class Request:
     carry: Callable[[str], bool] | None = None
     patient: bool = False
     streamed: bool = False
-    feed: Callable[[Operation], None] | None = None
+    feed: Callable[[SaveJob], None] | None = None
     folders: Sequence[str] = ()
     copies: Sequence[FileCopy] = ()
     keep_copies: bool = False
@@ -101,7 +101,7 @@ class Request:
 
 
 @dataclass(kw_only=True)
-class Operation:
+class SaveJob:
     """A save under way, on one rank.
 
     Attributes:

@@ -12,11 +12,11 @@ from safe_ckpt import events
 from safe_ckpt.core.directory.catalog import WEIGHTS
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.saving.commit_protocol import Phases
-from safe_ckpt.core.saving.request import Operation, Request
+from safe_ckpt.core.saving.request import Request, SaveJob
 from safe_ckpt.errors import CommitOutcomeUnknown, PeerLostError, RendezvousTimeout, SafeCheckpointError
 
 
-def agreed(op: Operation, rank: int) -> events.Agreed:
+def agreed(op: SaveJob, rank: int) -> events.Agreed:
     """The ranks agreed on ``op``."""
     at = _since_epoch(op.started + op.agreed_s)
     return events.Agreed(rank=rank, at=at, name=op.name, step=op.request.step, seconds=op.agreed_s)
@@ -28,7 +28,7 @@ def refused(request: Request, error: SafeCheckpointError, rank: int, seconds: fl
 
 
 def over(
-    op: Operation, phases: Phases, info: CheckpointInfo | None, failure: SafeCheckpointError | None, rank: int
+    op: SaveJob, phases: Phases, info: CheckpointInfo | None, failure: SafeCheckpointError | None, rank: int
 ) -> Iterator[events.Event]:
     """Everything there is to say of ``op`` now that its outcome is known."""
     now, step = time.monotonic(), op.request.step
@@ -75,7 +75,7 @@ def occupied_bytes(path: Path) -> int:
         return 0
 
 
-def _mode(op: Operation) -> Literal["eager", "overlapped", "streamed"]:
+def _mode(op: SaveJob) -> Literal["eager", "overlapped", "streamed"]:
     if op.streamed:
         return "streamed"
     return "eager" if op.request.deferral is None else "overlapped"

@@ -21,7 +21,7 @@ from safe_ckpt.core.directory.workspace import Root
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.saving import save_events
 from safe_ckpt.core.saving.commit_protocol import Phases
-from safe_ckpt.core.saving.request import Operation
+from safe_ckpt.core.saving.request import SaveJob
 from safe_ckpt.core.staging.buffer import Arena
 from safe_ckpt.core.staging.worker_thread import Background, Refused
 from safe_ckpt.core.writer.supervisor import Writer
@@ -59,7 +59,7 @@ class Pipeline:
         coordinator.movers.append(self._writer.progress)
         self._background = Background("safe_ckpt-save", self._work)
         self._boards: list[TwoPhaseCommit] = []
-        self._open: list[Operation] = []
+        self._open: list[SaveJob] = []
         self._beginning = threading.Lock()
         self._failures = 0
         self.stop_by: float | None = None
@@ -76,7 +76,7 @@ class Pipeline:
         self._background.start()
         self._writer.start()
 
-    def put(self, op: Operation) -> None:
+    def put(self, op: SaveJob) -> None:
         """Hand over a save whose snapshot is laid out. Whatever happens here, it comes to an end."""
         self._open.append(op)
         try:
@@ -85,7 +85,7 @@ class Pipeline:
             self._hand_over(op)  # interrupted, before it was in the queue or after: the second one is passed over
             raise
 
-    def _hand_over(self, op: Operation) -> None:
+    def _hand_over(self, op: SaveJob) -> None:
         try:
             self._background.put(op)
         except Refused as error:
@@ -142,7 +142,7 @@ class Pipeline:
             self._emit(save_events.refused(op.request, error, self._coordinator.rank, time.monotonic() - op.started))
             op.handle.finish(None, error)
 
-    def _work(self, op: Operation) -> None:
+    def _work(self, op: SaveJob) -> None:
         with self._beginning:
             if op.begun:
                 return
@@ -156,7 +156,7 @@ class Pipeline:
             if not isinstance(error, Exception) and not self._background.is_current:
                 raise  # Ctrl-C is the caller's
 
-    def _process(self, op: Operation) -> None:
+    def _process(self, op: SaveJob) -> None:
         self._boards = [board for board in self._boards if not self._forget(board)]
         give_up = functools.partial(self._check_giving_up, op.name)
         board = TwoPhaseCommit(self._coordinator, self._channel, op.op_id, op.writers, give_up, op.call)
@@ -179,7 +179,7 @@ class Pipeline:
             self._retain(op, info)
         self._conclude(op, info, failure)
 
-    def _free(self, op: Operation) -> None:
+    def _free(self, op: SaveJob) -> None:
         if op.request.parts is not None:
             op.request.parts.release()
         if op.copy is not None:
@@ -192,7 +192,7 @@ class Pipeline:
         if op.arena is not None:
             self._give_back(op.arena)
 
-    def _retain(self, op: Operation, info: CheckpointInfo) -> None:
+    def _retain(self, op: SaveJob, info: CheckpointInfo) -> None:
         request, begun = op.request, time.monotonic()
         try:
             decision = request.retain(info) if request.retain is not None else None
@@ -221,7 +221,7 @@ class Pipeline:
             )
         )
 
-    def _conclude(self, op: Operation, info: CheckpointInfo | None, failure: SafeCheckpointError | None) -> None:
+    def _conclude(self, op: SaveJob, info: CheckpointInfo | None, failure: SafeCheckpointError | None) -> None:
         self._failures = 0 if failure is None else self._failures + 1
         tolerated = self._config.on_failure == "warn" and self._failures < self._config.max_consecutive_failures
         if failure is not None and tolerated:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.cuda import Cuda
-from safe_ckpt.core.saving.request import Operation
+from safe_ckpt.core.saving.request import SaveJob
 from safe_ckpt.core.staging import optimizer_gate, snapshot
 from safe_ckpt.core.staging.buffer import Arena
 from safe_ckpt.core.staging.copy import Copy
@@ -73,7 +73,7 @@ class Taker:
         self._preparing = threading.Thread(target=work, name="safe_ckpt-prepare", daemon=True)
         self._preparing.start()
 
-    def lay_out(self, op: Operation) -> None:
+    def lay_out(self, op: SaveJob) -> None:
         """Plan the copy of ``op``. What goes wrong is in ``op.error``: every rank learns of it through the save's verdict."""
         request = op.request
         limit = self._config.max_host_bytes
@@ -104,7 +104,7 @@ class Taker:
         except Exception as error:  # as the docstring says
             op.error = error
 
-    def copy(self, op: Operation) -> None:
+    def copy(self, op: SaveJob) -> None:
         """Copy what cannot wait; the rest on a thread, behind the gate. Without an arena wait until all is written."""
         copy = op.copy
         if copy is not None and op.request.deferral is not None:
@@ -151,7 +151,7 @@ class Taker:
                 return Arena()
         return self._free.pop() if self._free else Arena()
 
-    def _free_aside(self) -> Background[Operation]:
+    def _free_aside(self) -> Background[SaveJob]:
         last = self._last() if self._last is not None else None
         if last is not None and last.error is not None and not last.wait(0):
             # It was given up and does not end (a device, a mount that hangs): those after it need not wait for it.
@@ -159,7 +159,7 @@ class Taker:
             self._aside = Background("safe_ckpt-copy", _finish)
         return self._aside
 
-    def _await_copies(self, op: Operation) -> None:
+    def _await_copies(self, op: SaveJob) -> None:
         limit = time.monotonic() + self._config.timeouts.lengthy_s
         try:
             # Over the save, too: it may have failed before anything was read.
@@ -173,7 +173,7 @@ class Taker:
             raise
         op.handle.mark_snapshot_taken()
 
-    def _await_stream(self, op: Operation) -> None:
+    def _await_stream(self, op: SaveJob) -> None:
         try:
             op.handle.wait_snapshot()
         except BaseException:
@@ -182,7 +182,7 @@ class Taker:
             raise
 
 
-def _finish(op: Operation) -> None:
+def _finish(op: SaveJob) -> None:
     if op.copy is not None:
         op.copy.run_deferred()
         if not op.copy.wait(0):
