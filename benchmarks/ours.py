@@ -9,7 +9,7 @@ from backends import Way
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.request import Request, SaveHandle
+from safe_ckpt.core.saving.request import SaveHandle, SaveRequest
 from safe_ckpt.core.staging.overlap import Deferral
 from safe_ckpt.core.state import plan
 
@@ -66,7 +66,7 @@ class SingleFile(Way):
         images = [file_plan.single(image, self._path.name)]
         overlapped = self._config.snapshot == "overlapped"
         self._handle = self._engine.save(
-            Request(
+            SaveRequest(
                 root=self._root,
                 path=self._path,
                 kind="file",

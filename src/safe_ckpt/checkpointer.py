@@ -23,7 +23,7 @@ from safe_ckpt.core.saving import resume
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.export import Exporter
 from safe_ckpt.core.saving.held_directories import NamedRoots
-from safe_ckpt.core.saving.request import Request, SaveHandle
+from safe_ckpt.core.saving.request import SaveHandle, SaveRequest
 from safe_ckpt.core.staging.overlap import Deferral
 from safe_ckpt.core.state import plan, restore
 from safe_ckpt.errors import NoValidCheckpointError
@@ -122,7 +122,7 @@ class Checkpointer:
         view = {"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"}
         if planned.sharded:
             images, error = self._plan_shards(planned.sharded, {"step": number, "path": path, **view})
-        request = Request(
+        request = SaveRequest(
             root=self._root,
             path=path,
             kind="directory",

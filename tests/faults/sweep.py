@@ -32,7 +32,7 @@ from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.request import Request
+from safe_ckpt.core.saving.request import SaveRequest
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.testing import FaultyStorage
@@ -182,7 +182,7 @@ class Files(Numbered):
             root.start_after(catalog.newest_sequence(catalog.list_files(folder, ".ckpt")))
             image = file_plan.torch_image(self.name(number), state(number), strict=False, key="checkpoint")
             doomed = [path for path in folder.glob("step=*.ckpt") if path.name != self.name(number)]
-            request = Request(
+            request = SaveRequest(
                 root=root,
                 path=folder / self.name(number),
                 kind="file",

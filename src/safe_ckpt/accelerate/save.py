@@ -13,7 +13,7 @@ from safe_ckpt.accelerate.dataloaders import KEY, Loaders
 from safe_ckpt.accelerate.directories import ADAPTER, Places, Target
 from safe_ckpt.core.formats.file_plan import Image
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.request import Request, SaveHandle
+from safe_ckpt.core.saving.request import SaveHandle, SaveRequest
 from safe_ckpt.core.staging.overlap import Deferral
 from safe_ckpt.core.state import plan
 
@@ -91,7 +91,7 @@ def _unsharded(
 
 def _request(
     engine: Engine, places: Places, accelerator: Any, loaders: Loaders, target: Target, options: Options
-) -> Request:
+) -> SaveRequest:
     step = target.step if options.step is None else options.step
     planned: list[Image] = []
     metrics: dict[str, float] = {}
@@ -112,7 +112,7 @@ def _request(
     deferral = None
     if options.overlap and planned:
         deferral = Deferral(accelerator._models, plain_optimizers(accelerator)) or None
-    return Request(
+    return SaveRequest(
         root=target.place.root,
         path=target.path,
         kind="directory",

@@ -23,7 +23,7 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileE
 from safe_ckpt.core.saving import export
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import NamedRoots
-from safe_ckpt.core.saving.request import Request
+from safe_ckpt.core.saving.request import SaveRequest
 from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import ConfigError, DirectoryError
 from safe_ckpt.inspection.files import walk
@@ -128,7 +128,9 @@ def _saved(path: Path, images: list[Image], *, kind: Literal["directory", "file"
     engine = Engine(_CONFIG)
     try:
         root = NamedRoots(engine).hold(path)
-        request: Request = dataclasses.replace(export.request_of(root, path, images, None), kind=kind, streamed=True)
+        request: SaveRequest = dataclasses.replace(
+            export.request_of(root, path, images, None), kind=kind, streamed=True
+        )
         return engine.save(request).result()
     finally:
         engine.close()

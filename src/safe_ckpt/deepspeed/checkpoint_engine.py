@@ -22,7 +22,7 @@ from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.formats.verify import verify_entry
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.request import Pointer, Request, SaveHandle
+from safe_ckpt.core.saving.request import Pointer, SaveHandle, SaveRequest
 from safe_ckpt.core.saving.streamed_files import Parts
 from safe_ckpt.core.staging.buffer import Arena
 from safe_ckpt.deepspeed.arguments import LATEST
@@ -113,7 +113,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         parts = Parts(self._pool)
         latest = [Pointer(path=top / LATEST, data=tag.encode())] if info.save_latest else []
         handle = self._core.save(
-            Request(
+            SaveRequest(
                 root=place.root,
                 path=path,
                 kind="directory",

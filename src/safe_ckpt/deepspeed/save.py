@@ -11,7 +11,7 @@ from safe_ckpt.core.directory.catalog import WEIGHTS
 from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import NamedRoots
-from safe_ckpt.core.saving.request import Pointer, Request, SaveHandle
+from safe_ckpt.core.saving.request import Pointer, SaveHandle, SaveRequest
 from safe_ckpt.core.storage import presence
 from safe_ckpt.deepspeed import arguments, directories, nvme
 from safe_ckpt.deepspeed.capture import Captured, capture, capture_weights
@@ -43,7 +43,7 @@ def save(
     parts = nvme.agree(core, engine)
     captured = capture(engine, tag, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
     return core.save(
-        Request(
+        SaveRequest(
             root=place.root,
             path=path,
             kind="directory",
@@ -94,7 +94,7 @@ def save_weights(
     if captured.result is False:  # as its settings have it, so on every rank
         return None
     return core.save(
-        Request(
+        SaveRequest(
             root=roots.hold(path),
             path=path,
             kind="file",

@@ -22,7 +22,7 @@ from safe_ckpt.core.saving import one_shot, resume
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.export import Exporter
 from safe_ckpt.core.saving.held_directories import NamedRoots
-from safe_ckpt.core.saving.request import Request, SaveHandle
+from safe_ckpt.core.saving.request import SaveHandle, SaveRequest
 from safe_ckpt.core.state import plan
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.errors import (
@@ -437,7 +437,7 @@ class TrainerSaver:
         if flight.owner is not None:
             flight.owner.settled(self._trainer, info)
 
-    def _request(self, intents: Intents, *, weights_only: bool | None, overlap: bool) -> Request:
+    def _request(self, intents: Intents, *, weights_only: bool | None, overlap: bool) -> SaveRequest:
         primary = Path(os.path.abspath((intents.saves or [*intents.links, *intents.removals])[0]))
         root = self._root_of(primary)
         files = contents.Files()
@@ -456,7 +456,7 @@ class TrainerSaver:
         links = [Link(path=Path(os.path.abspath(path))) for path in intents.saves[1:]]
         links += [Link(path=Path(os.path.abspath(path)), target=target) for path, target in intents.links.items()]
         doomed = [Path(os.path.abspath(path)) for path in intents.doomed]
-        return Request(
+        return SaveRequest(
             root=root,
             path=primary,
             kind="directory" if self._makes_directories and intents.saves else "file",

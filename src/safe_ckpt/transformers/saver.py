@@ -24,7 +24,7 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
 from safe_ckpt.core.formats.verify import verify_share
 from safe_ckpt.core.saving import resume
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.request import Request
+from safe_ckpt.core.saving.request import SaveRequest
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.events import Hook
@@ -118,7 +118,7 @@ class TrainerSaver:
         within_s = None if error is None else self._engine.config.timeouts.shutdown_s
         self._engine.close(quiet=error is not None, within_s=within_s)
 
-    def _request(self, trainer: Any, path: Path, root: Root, begun: Path, ledger: Ledger) -> Request:
+    def _request(self, trainer: Any, path: Path, root: Root, begun: Path, ledger: Ledger) -> SaveRequest:
         error: Exception | None = None
         caught = Catch(begun)
         best = trainer.state.best_model_checkpoint
@@ -134,7 +134,7 @@ class TrainerSaver:
         def choose(infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
             return rotation.to_delete(infos, limit, Path(best) if best else None)
 
-        return Request(
+        return SaveRequest(
             root=root,
             path=path,
             kind="directory",

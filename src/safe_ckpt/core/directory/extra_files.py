@@ -22,7 +22,7 @@ from safe_ckpt.errors import DirectoryError, SafeCheckpointError
 
 
 def open_folder(coordinator: Coordinator, root: Root, key: str, timeout_s: float) -> Path:
-    """Make a folder for what hooks write, to be given to a ``Request`` as ``begun``. Every rank calls this.
+    """Make a folder for what hooks write, to be given to a ``SaveRequest`` as ``begun``. Every rank calls this.
 
     Args:
         session: where the ranks meet.

@@ -24,7 +24,7 @@ from safe_ckpt.core.directory.workspace import HIDDEN, Root
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import NamedRoots, refuse
-from safe_ckpt.core.saving.request import Request
+from safe_ckpt.core.saving.request import SaveRequest
 from safe_ckpt.core.storage.file_copy import FileCopy, Stamp, kept_copies
 from safe_ckpt.errors import (
     ConfigError,
@@ -86,7 +86,7 @@ def consolidate_offloaded(
     try:
         root = _held(engine, path)
         plan = agree_parts(engine, sources, ignore, root, destination=path)
-        request = Request(
+        request = SaveRequest(
             root=root,
             path=path,
             kind="directory",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from safe_ckpt.core.formats.manifest import Manifest
-from safe_ckpt.core.saving.request import Request, SaveHandle
+from safe_ckpt.core.saving.request import SaveHandle, SaveRequest
 from safe_ckpt.core.storage.file_copy import FileCopy
 from safe_ckpt.errors import DesyncError, from_wire, to_wire
 
@@ -30,7 +30,7 @@ class Admission:
     earlier: Mapping[str, Any] | None = None
 
 
-def answer(request: Request, unreported: SaveHandle | None, rank: int) -> dict[str, Any]:
+def answer(request: SaveRequest, unreported: SaveHandle | None, rank: int) -> dict[str, Any]:
     """What a rank says: how much it will write, why it cannot, and which earlier failure it knows of."""
     error, earlier = None, None
     if request.error is not None:
@@ -52,7 +52,7 @@ def new_bytes(copies: Sequence[FileCopy]) -> int:
     return sum(copy.stamp.size_bytes for copy in copies if not copy.kept)
 
 
-def decide(request: Request, answers: Mapping[int, Any], *, busy: bool) -> dict[str, Any]:
+def decide(request: SaveRequest, answers: Mapping[int, Any], *, busy: bool) -> dict[str, Any]:
     """Rank 0's decision, as ``Admission`` takes it.
 
     Args:

@@ -28,7 +28,7 @@ from safe_ckpt.core.directory import shared
 from safe_ckpt.core.directory.workspace import EVENTS, Root
 from safe_ckpt.core.formats.manifest import Manifest, versions
 from safe_ckpt.core.saving import admission, save_events
-from safe_ckpt.core.saving.request import Request, SaveHandle, SaveJob
+from safe_ckpt.core.saving.request import SaveHandle, SaveJob, SaveRequest
 from safe_ckpt.core.saving.save_queue import Pipeline
 from safe_ckpt.core.saving.stager import Taker
 from safe_ckpt.errors import (
@@ -236,7 +236,7 @@ class Engine:
             if self.rank == 0:
                 root.close()
 
-    def save(self, request: Request) -> SaveHandle:
+    def save(self, request: SaveRequest) -> SaveHandle:
         """Save. Returns when the copy is taken; every rank calls this.
 
         Raises:
@@ -403,7 +403,7 @@ class Engine:
         if not getattr(self, "_closed", True):
             self.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
 
-    def _agree_save(self, request: Request) -> admission.Admission:
+    def _agree_save(self, request: SaveRequest) -> admission.Admission:
         self.coordinator.refuse_fork("save")
         if self._closed:
             raise ClosedError(message="save: this was closed; open a new one")

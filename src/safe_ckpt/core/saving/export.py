@@ -18,7 +18,7 @@ from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.file_plan import Image, Lazy
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import NamedRoots, refuse
-from safe_ckpt.core.saving.request import Request, SaveHandle, SaveJob
+from safe_ckpt.core.saving.request import SaveHandle, SaveJob, SaveRequest
 from safe_ckpt.core.sharding import dtensor, gather
 from safe_ckpt.core.sharding.tensor_queue import Handover
 from safe_ckpt.errors import ConfigError, SaveError, to_wire
@@ -100,9 +100,9 @@ class Exporter:
             raise
 
 
-def request_of(root: Root, path: Path, images: Sequence[Image], error: Exception | None) -> Request:
+def request_of(root: Root, path: Path, images: Sequence[Image], error: Exception | None) -> SaveRequest:
     """What to save so that ``path`` becomes a directory of weights alone; other files in it go along."""
-    return Request(
+    return SaveRequest(
         root=root,
         path=path,
         kind="directory",

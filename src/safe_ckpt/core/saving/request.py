@@ -43,7 +43,7 @@ class Pointer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class SaveRequest:
     """One save as an adapter asks for it, on one rank.
 
     Attributes:
@@ -120,7 +120,7 @@ class SaveJob:
         begun: whether its background phases have begun.
     """
 
-    request: Request
+    request: SaveRequest
     manifest: Manifest
     writers: tuple[int, ...]
     needed_bytes: int

@@ -12,7 +12,7 @@ from safe_ckpt import events
 from safe_ckpt.core.directory.catalog import WEIGHTS
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.saving.commit_protocol import Phases
-from safe_ckpt.core.saving.request import Request, SaveJob
+from safe_ckpt.core.saving.request import SaveJob, SaveRequest
 from safe_ckpt.errors import CommitOutcomeUnknown, PeerLostError, RendezvousTimeout, SafeCheckpointError
 
 
@@ -22,7 +22,7 @@ def agreed(op: SaveJob, rank: int) -> events.Agreed:
     return events.Agreed(rank=rank, at=at, name=op.name, step=op.request.step, seconds=op.agreed_s)
 
 
-def refused(request: Request, error: SafeCheckpointError, rank: int, seconds: float) -> events.Failed:
+def refused(request: SaveRequest, error: SafeCheckpointError, rank: int, seconds: float) -> events.Failed:
     """The ranks could not agree; ``seconds`` since the call of ``save``."""
     return _failed(request, error, rank, seconds)
 
@@ -85,7 +85,7 @@ def _own_bytes(stat: os.stat_result) -> int:
     return stat.st_size if stat.st_nlink == 1 else 0  # a directory has several
 
 
-def _failed(request: Request, error: SafeCheckpointError, rank: int, seconds: float) -> events.Failed:
+def _failed(request: SaveRequest, error: SafeCheckpointError, rank: int, seconds: float) -> events.Failed:
     return events.Failed(
         rank=rank,
         name=request.path.name,
