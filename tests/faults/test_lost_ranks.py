@@ -12,7 +12,7 @@ from trials import THOROUGH, sampled
 
 from safe_ckpt import CheckpointConfig, Timeouts
 from safe_ckpt.core.coordination.two_phase import TwoPhaseCommit
-from safe_ckpt.core.saving.commit_protocol import Phases
+from safe_ckpt.core.saving.commit_protocol import CommitProtocol
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.storage import durable
@@ -28,8 +28,8 @@ LATE_S = 4.0
 PHASES = {
     "agree": (Engine, "save", "before"),
     "snapshot": (snapshot, "lay_out", "before"),
-    "prepare": (Phases, "_prepare", "before"),
-    "write": (Phases, "_write", "before"),
+    "prepare": (CommitProtocol, "_prepare", "before"),
+    "write": (CommitProtocol, "_write", "before"),
     "report": (TwoPhaseCommit, "report", "before"),
     "commit": (durable, "publish_directory", "before"),
     "after the rename": (durable, "publish_directory", "after"),

@@ -17,7 +17,7 @@ from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.core.directory.catalog import looks_like_checkpoint
 from safe_ckpt.core.directory.patience import Patience
 from safe_ckpt.core.formats.manifest import FileEntry
-from safe_ckpt.core.saving.commit_protocol import Phases
+from safe_ckpt.core.saving.commit_protocol import CommitProtocol
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import NoValidCheckpointError, SafeCheckpointError, SaveError
 from safe_ckpt.testing import spawn_ranks, values
@@ -290,7 +290,7 @@ def test_a_commit_names_what_is_not_there_in_the_end(tmp_path):
     held = SimpleNamespace(root=SimpleNamespace(confirm=lambda: None))
     op = SimpleNamespace(folder=tmp_path, name="c", error=None, copy=None, request=held)
     board = SimpleNamespace(failed_elsewhere=lambda: None)
-    phases = Phases(op, board, None, config, 0, lambda: None)
+    phases = CommitProtocol(op, board, None, config, 0, lambda: None)
     entries = tuple(FileEntry(path=name, size_bytes=3, xxh3_128="0" * 32, rank=1) for name in ("late", "never"))
     timer = threading.Timer(0.2, lambda: (tmp_path / "late").write_bytes(b"123"))
     timer.start()

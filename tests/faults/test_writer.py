@@ -13,7 +13,7 @@ from entries import ENTRIES, entered
 from trials import sampled
 
 from safe_ckpt import CheckpointConfig, Timeouts, WriterConfig
-from safe_ckpt.core.saving.commit_protocol import Phases
+from safe_ckpt.core.saving.commit_protocol import CommitProtocol
 from safe_ckpt.errors import WriterError
 from safe_ckpt.testing import spawn_ranks, values
 from support import run_script, writers_of
@@ -39,15 +39,15 @@ def one_save(entry, step, kind, moment, mine):
     if mine and moment == "idle":
         harm(writer, kind)
     if mine and moment == "between write and commit":
-        report = Phases._write
+        report = CommitProtocol._write
 
         def write(self):
             found = report(self)
             harm(writer, kind)
-            Phases._write = report
+            CommitProtocol._write = report
             return found
 
-        Phases._write = write
+        CommitProtocol._write = write
     begun = time.monotonic()
     handle = entry.save(step)
     call_s = time.monotonic() - begun

@@ -103,7 +103,7 @@ def test_a_thread_that_comes_back_late_harms_no_file(tmp_path, monkeypatch, call
             back.wait(60)
         return real(*args, **kwargs)
 
-    check = commit_protocol.Phases._check_staged
+    check = commit_protocol.CommitProtocol._check_staged
 
     def come_back(self, entries):
         back.set()
@@ -112,7 +112,7 @@ def test_a_thread_that_comes_back_late_harms_no_file(tmp_path, monkeypatch, call
         check(self, entries)
 
     monkeypatch.setattr(file_writer.os, call, hang)
-    monkeypatch.setattr(commit_protocol.Phases, "_check_staged", come_back)
+    monkeypatch.setattr(commit_protocol.CommitProtocol, "_check_staged", come_back)
     times = Timeouts(fsync_stall_s=0.5, writer_stall_s=0.5, lengthy_s=60, barrier_s=20)
     with Checkpointer(tmp_path, CheckpointConfig(timeouts=times)) as ckpt:
         info = ckpt.save(1, {"w": {"t": torch.ones(1000)}}).result(timeout_s=30)

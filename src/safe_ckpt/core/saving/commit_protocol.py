@@ -47,7 +47,7 @@ _LOOK_S = 1.0
 _VISIBLE_S = 60.0
 
 
-class Phases:
+class CommitProtocol:
     """Runs one save on one rank, on the background thread.
 
     Args:

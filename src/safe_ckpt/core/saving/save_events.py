@@ -11,7 +11,7 @@ from typing import Literal
 from safe_ckpt import events
 from safe_ckpt.core.directory.catalog import WEIGHTS
 from safe_ckpt.core.formats.manifest import CheckpointInfo
-from safe_ckpt.core.saving.commit_protocol import Phases
+from safe_ckpt.core.saving.commit_protocol import CommitProtocol
 from safe_ckpt.core.saving.request import SaveJob, SaveRequest
 from safe_ckpt.errors import CommitOutcomeUnknown, PeerLostError, RendezvousTimeout, SafeCheckpointError
 
@@ -28,7 +28,7 @@ def refused(request: SaveRequest, error: SafeCheckpointError, rank: int, seconds
 
 
 def over(
-    op: SaveJob, phases: Phases, info: CheckpointInfo | None, failure: SafeCheckpointError | None, rank: int
+    op: SaveJob, phases: CommitProtocol, info: CheckpointInfo | None, failure: SafeCheckpointError | None, rank: int
 ) -> Iterator[events.Event]:
     """Everything there is to say of ``op`` now that its outcome is known."""
     now, step = time.monotonic(), op.request.step

@@ -20,7 +20,7 @@ from safe_ckpt.core.directory.ledger import Decision
 from safe_ckpt.core.directory.workspace import Root
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.saving import save_events
-from safe_ckpt.core.saving.commit_protocol import Phases
+from safe_ckpt.core.saving.commit_protocol import CommitProtocol
 from safe_ckpt.core.saving.request import SaveJob
 from safe_ckpt.core.staging.buffer import Arena
 from safe_ckpt.core.staging.worker_thread import Background, Refused
@@ -160,7 +160,7 @@ class Pipeline:
         self._boards = [board for board in self._boards if not self._forget(board)]
         give_up = functools.partial(self._check_giving_up, op.name)
         board = TwoPhaseCommit(self._coordinator, self._channel, op.op_id, op.writers, give_up, op.call)
-        phases = Phases(op, board, self._writer, self._config, self._coordinator.rank, give_up)
+        phases = CommitProtocol(op, board, self._writer, self._config, self._coordinator.rank, give_up)
         self._emit(save_events.agreed(op, self._coordinator.rank))
         info, failure = None, None
         try:
