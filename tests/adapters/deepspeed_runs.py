@@ -107,7 +107,7 @@ def save_and_die(rank, folder, stage, offload, tags):
 
 def die_in_a_copy(rank, out, run, handle):
     """Save once more; rank 1 never copies its part, and when rank 0's is there both are killed."""
-    writer = handle._core._pipeline.writer
+    writer = handle._core._save_queue.writer
     writer.start()
     if rank == 1:
         os.kill(writer.pid, signal.SIGSTOP)
@@ -168,7 +168,7 @@ CONFIG = {
 }
 
 
-def pipeline():
+def save_queue():
     """Two stages, one on each of two ranks."""
     deepspeed = _deepspeed()
     deepspeed.init_distributed()

@@ -416,7 +416,7 @@ KILLED = """
     Training(accelerator, width=100_000)
     for step in (30, 40, 50):
         accelerator.save_state(f"{folder}/step_{step}", async_save=False)
-    writer = handle._engine._pipeline.writer
+    writer = handle._engine._save_queue.writer
     os.kill(writer.pid, signal.SIGSTOP)
     accelerator.save_state(f"{folder}/step_60")
     deadline = time.monotonic() + 20

@@ -676,7 +676,7 @@ HEAD = """
         engine.is_decoupled()
 
     def signal_writer(number):
-        os.kill(engine._core._pipeline.writer.pid, number)
+        os.kill(engine._core._save_queue.writer.pid, number)
 
     engine.commit(save(1, 1000))
     {end}

@@ -51,8 +51,8 @@ def divided(rank, folder):
     folder = Path(folder)
     # The pipeline's groups stay those of the process.
     experts = goes_on(runs.experts(), rank, folder / "experts", runs.train, runs.own_weights)
-    pipeline = goes_on(runs.pipeline(), rank, folder / "pipeline", runs.train_pipeline, runs.own_weights)
-    return pipeline, experts
+    save_queue = goes_on(runs.save_queue(), rank, folder / "pipeline", runs.train_pipeline, runs.own_weights)
+    return save_queue, experts
 
 
 def test_pipelines_and_experts_go_on_bit_for_bit(tmp_path):

@@ -114,7 +114,7 @@ def test_ctrl_c_twice_ends_at_once(tmp_path):
     body = BODY.format(
         end="""import os
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.kill(ckpt._engine._pipeline.writer.pid, signal.SIGSTOP)
+    os.kill(ckpt._engine._save_queue.writer.pid, signal.SIGSTOP)
     print("closing", flush=True)
     ckpt.close()"""
     ).replace("shutdown_s=5", "shutdown_s=60, writer_stall_s=60")
@@ -152,7 +152,7 @@ def test_what_the_kernel_does_to_the_writer(tmp_path, inject, expected):
     """Errors, signals and delays at the writer's system calls, from the kernel's side: committed, or a named error."""
     end = """
     import subprocess, time
-    pid = ckpt._engine._pipeline.writer.pid
+    pid = ckpt._engine._save_queue.writer.pid
     handle.result(timeout_s=30)
     tracer = subprocess.Popen(["strace", "-f", "-qq", "-o", "/dev/null", "-e", "trace=fsync,pwrite64", "-e",
                                "inject=" + sys.argv[2], "-p", str(pid)])
@@ -178,7 +178,7 @@ def test_a_stopped_writer_does_not_hold_the_exit(tmp_path):
     """The writer process is stopped and the program ends: it is out within the shutdown time, and says why."""
     end = """
     import os, signal, time
-    pid = ckpt._engine._pipeline.writer.pid
+    pid = ckpt._engine._save_queue.writer.pid
     os.kill(pid, signal.SIGSTOP)
     begun = time.monotonic()
     ckpt.close()
@@ -201,7 +201,7 @@ def test_a_lost_writer_is_replaced_and_the_save_committed(tmp_path, number):
     import os, time, logging
     logging.basicConfig()
     for step in (2, 3, 4):
-        os.kill(ckpt._engine._pipeline.writer.pid, {int(number)})
+        os.kill(ckpt._engine._save_queue.writer.pid, {int(number)})
         handle = ckpt.save(step, {{"w": {{"t": torch.full((20_000_000,), float(step))}}}})
         print(handle.result(timeout_s=50).step, flush=True)
     ckpt.close()
@@ -220,7 +220,7 @@ def test_a_stopped_writer_is_replaced_within_seconds_and_a_pause_harms_nothing(t
     end = """
     import os, signal, subprocess, sys, time
     handle.result(timeout_s=30)
-    writer = ckpt._engine._pipeline.writer
+    writer = ckpt._engine._save_queue.writer
     pid = writer.pid
     def save(step):
         return ckpt.save(step, {"w": {"t": torch.full((20_000_000,), float(step))}})

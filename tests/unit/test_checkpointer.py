@@ -682,7 +682,7 @@ def test_one_that_is_forgotten_ends_by_itself(tmp_path):
     """Out of scope without close(): what was in flight is committed, the writer gone, the directory free."""
     ckpt = Checkpointer(tmp_path, config())
     ckpt.save(1, {"m": {"w": torch.zeros(3_000_000)}})
-    pid = ckpt._engine._pipeline.writer.pid
+    pid = ckpt._engine._save_queue.writer.pid
     del ckpt
     deadline = time.monotonic() + 20
     lock = tmp_path / ".safe_ckpt" / "lock"  # given back last, and perhaps on the background thread

@@ -29,7 +29,7 @@ from safe_ckpt.core.directory.workspace import EVENTS, Root
 from safe_ckpt.core.formats.manifest import Manifest, versions
 from safe_ckpt.core.saving import admission, save_events
 from safe_ckpt.core.saving.request import SaveHandle, SaveJob, SaveRequest
-from safe_ckpt.core.saving.save_queue import Pipeline
+from safe_ckpt.core.saving.save_queue import SaveQueue
 from safe_ckpt.core.saving.stager import Taker
 from safe_ckpt.errors import (
     ClosedError,
@@ -98,7 +98,7 @@ class Engine:
         self._recorders: dict[Root, events.Hook] = {}
         self._records: dict[Path, events.Hook] = {}
         self._taker = Taker(config, self.rank)
-        self._pipeline = Pipeline(self.coordinator, config, self.emit, self._taker.give_back)
+        self._save_queue = SaveQueue(self.coordinator, config, self.emit, self._taker.give_back)
         self._handles: list[SaveHandle] = []
         self._closed = False
         self._preemption: Preemption | None = None
@@ -109,8 +109,8 @@ class Engine:
             self._closed = True
             self._end()
             raise
-        if self.rank == 0 and self._pipeline.writer.needs_process(1):
-            self._pipeline.writer.start()
+        if self.rank == 0 and self._save_queue.writer.needs_process(1):
+            self._save_queue.writer.start()
         self._warn_of_a_short_group_timeout(group)
         # Also where atexit does not run: processes that multiprocessing forked end without it.
         weak = weakref.ref(self)
@@ -284,9 +284,9 @@ class Engine:
         Args:
             size_bytes: what this rank will save, roughly; never shrinks what is there.
         """
-        if not self._closed and os.getpid() == self._pid and self._pipeline.writer.needs_process(size_bytes):
+        if not self._closed and os.getpid() == self._pid and self._save_queue.writer.needs_process(size_bytes):
             # Without this engine: one that nobody holds any more is closed, and stops it.
-            self._taker.prepare(size_bytes, functools.partial(_get_ready, self._pipeline))
+            self._taker.prepare(size_bytes, functools.partial(_get_ready, self._save_queue))
 
     def watch_signals(self, unwrap: Callable[[Any], Any] = lambda handler: handler) -> None:
         """From now on watch for ``save_on_signals``, if there are any. Every rank calls this, on the main thread.
@@ -326,7 +326,7 @@ class Engine:
         wanted = self._preemption.requested()
         stop = self._preemption.stop
         if stop is not None and was is None:
-            self._pipeline.stop_by = stop.until
+            self._save_queue.stop_by = stop.until
             left_s = stop.until - time.monotonic()
             self.emit(
                 events.StopRequested(
@@ -334,7 +334,7 @@ class Engine:
                     signal=stop.signal,
                     by_rank=stop.rank,
                     left_s=left_s,
-                    forecast_s=self._pipeline.last_save_s * (1 + self.in_flight),
+                    forecast_s=self._save_queue.last_save_s * (1 + self.in_flight),
                 )
             )
         return wanted
@@ -389,7 +389,7 @@ class Engine:
         self._closed = True
         self._at_exit.cancel()
         try:
-            self._pipeline.close(within_s=within_s)
+            self._save_queue.close(within_s=within_s)
         finally:
             self._end()
         try:
@@ -455,14 +455,14 @@ class Engine:
                 # Nothing is in flight any more, so every rank knows of it and raises here.
                 told = True
                 self.raise_unreported()
-            if self.rank == 0 and self._pipeline.writer.needs_process(sum(i.total_bytes for i in op.request.images)):
-                self._pipeline.writer.start()  # while the copy is taken
+            if self.rank == 0 and self._save_queue.writer.needs_process(sum(i.total_bytes for i in op.request.images)):
+                self._save_queue.writer.start()  # while the copy is taken
             self._taker.lay_out(op)
         finally:
             # Also when this was interrupted: the other ranks wait for what becomes of it here.
             if not told:
                 self._handles.append(op.handle)
-                self._pipeline.put(op)
+                self._save_queue.put(op)
 
     def _end(self) -> None:
         if self._preemption is not None:
@@ -492,8 +492,8 @@ def _open_through_blips(root: Root, config: CheckpointConfig) -> None:
         time.sleep(0.5)
 
 
-def _get_ready(pipeline: Pipeline) -> None:
-    pipeline.start()
+def _get_ready(save_queue: SaveQueue) -> None:
+    save_queue.start()
     versions()
 
 

@@ -33,7 +33,7 @@ _LAST_WORDS_S = 5.0
 _NAMES_TOLD = 10
 
 
-class Pipeline:
+class SaveQueue:
     """Runs saves in the background.
 
     Args:
