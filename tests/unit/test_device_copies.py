@@ -11,7 +11,7 @@ import torch
 
 from safe_ckpt import CheckpointConfig
 from safe_ckpt.core.cuda import Cuda
-from safe_ckpt.core.saving.stager import Taker
+from safe_ckpt.core.saving.stager import Stager
 from safe_ckpt.core.staging.buffer import GRANULE, Arena
 from safe_ckpt.core.staging.copy import Copy
 from safe_ckpt.core.staging.device_copies import DeviceCopies, Move
@@ -224,11 +224,11 @@ def test_the_gate_orders_the_trainer_behind_started_copies_alone(arena):
 def test_memory_is_pinned_once_and_ahead(arena):
     """``prepare`` pins in the background what it has allocated; a refusal is not asked for again; closing takes it back."""
     cuda = Remembering()
-    taker = Taker(CheckpointConfig(), 0, cuda)
-    taker.prepare(1 << 20, lambda: None)
-    taker._preparing.join()
+    stager = Stager(CheckpointConfig(), 0, cuda)
+    stager.prepare(1 << 20, lambda: None)
+    stager._preparing.join()
     assert [name for _, name in cuda.registered] == ["safe_ckpt-prepare"] * CheckpointConfig().max_in_flight
-    taker.close()
+    stager.close()
     assert cuda.registered.count("taken back") == CheckpointConfig().max_in_flight
     refusing = Remembering(pins=False)
     assert not arena.pin(torch.device("cpu"), refusing)

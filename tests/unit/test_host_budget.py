@@ -99,7 +99,7 @@ def test_memory_is_ready_before_the_first_save(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optimizer": optimizer}
     with Checkpointer(tmp_path, CheckpointConfig()) as ckpt:
-        (arena,) = ckpt._engine._taker._free
+        (arena,) = ckpt._engine._stager._free
         assert ckpt.resume(state) is None
         for thread in threading.enumerate():
             if thread.name == "safe_ckpt-prepare":

@@ -30,7 +30,7 @@ from safe_ckpt.core.formats.manifest import Manifest, versions
 from safe_ckpt.core.saving import admission, save_events
 from safe_ckpt.core.saving.request import SaveHandle, SaveJob, SaveRequest
 from safe_ckpt.core.saving.save_queue import SaveQueue
-from safe_ckpt.core.saving.stager import Taker
+from safe_ckpt.core.saving.stager import Stager
 from safe_ckpt.errors import (
     ClosedError,
     CommitOutcomeUnknown,
@@ -97,8 +97,8 @@ class Engine:
         self._roots: list[Root] = []
         self._recorders: dict[Root, events.Hook] = {}
         self._records: dict[Path, events.Hook] = {}
-        self._taker = Taker(config, self.rank)
-        self._save_queue = SaveQueue(self.coordinator, config, self.emit, self._taker.give_back)
+        self._stager = Stager(config, self.rank)
+        self._save_queue = SaveQueue(self.coordinator, config, self.emit, self._stager.give_back)
         self._handles: list[SaveHandle] = []
         self._closed = False
         self._preemption: Preemption | None = None
@@ -271,7 +271,7 @@ class Engine:
         try:
             self._start(op)
             # Writing begins behind the copying.
-            self._taker.copy(op)
+            self._stager.copy(op)
         except BaseException:
             if op.copy is not None:
                 op.copy.abandon()
@@ -286,7 +286,7 @@ class Engine:
         """
         if not self._closed and os.getpid() == self._pid and self._save_queue.writer.needs_process(size_bytes):
             # Without this engine: one that nobody holds any more is closed, and stops it.
-            self._taker.prepare(size_bytes, functools.partial(_get_ready, self._save_queue))
+            self._stager.prepare(size_bytes, functools.partial(_get_ready, self._save_queue))
 
     def watch_signals(self, unwrap: Callable[[Any], Any] = lambda handler: handler) -> None:
         """From now on watch for ``save_on_signals``, if there are any. Every rank calls this, on the main thread.
@@ -457,7 +457,7 @@ class Engine:
                 self.raise_unreported()
             if self.rank == 0 and self._save_queue.writer.needs_process(sum(i.total_bytes for i in op.request.images)):
                 self._save_queue.writer.start()  # while the copy is taken
-            self._taker.lay_out(op)
+            self._stager.lay_out(op)
         finally:
             # Also when this was interrupted: the other ranks wait for what becomes of it here.
             if not told:
@@ -467,7 +467,7 @@ class Engine:
     def _end(self) -> None:
         if self._preemption is not None:
             self._preemption.close()
-        self._taker.close()
+        self._stager.close()
         self.emit.close()
         if self.rank == 0:
             for root in self._roots:

@@ -22,7 +22,7 @@ _LOOK_S = 0.05
 _END_S = 1.0
 
 
-class Taker:
+class Stager:
     """The snapshots of one rank. Called on the thread that drives training, but for ``give_back``.
 
     Args:
