@@ -12,7 +12,7 @@ import torch
 from safe_ckpt import CheckpointConfig
 from safe_ckpt.core.cuda import Cuda
 from safe_ckpt.core.saving.stager import Stager
-from safe_ckpt.core.staging.buffer import GRANULE, Arena
+from safe_ckpt.core.staging.buffer import GRANULE, SharedBuffer
 from safe_ckpt.core.staging.copy import Copy
 from safe_ckpt.core.staging.device_copies import DeviceCopies, Move
 from safe_ckpt.core.staging.progress import read_mark
@@ -101,7 +101,7 @@ class Remembering(Cuda):
 
 @pytest.fixture
 def arena():
-    made = Arena()
+    made = SharedBuffer()
     made.reserve(GRANULE)
     yield made
     made.close()
@@ -211,7 +211,7 @@ def test_the_gate_orders_the_trainer_behind_started_copies_alone(arena):
     """With pinning the devices see to the order; without it somebody has to wait."""
     for pins in (True, False):
         cuda, moves = Remembering(pins=pins), moves_of()
-        other = Arena()
+        other = SharedBuffer()
         other.reserve(GRANULE)
         copies = DeviceCopies(other, cuda)
         copies.begin(moves)

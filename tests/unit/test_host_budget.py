@@ -9,7 +9,7 @@ import torch
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.staging import snapshot
-from safe_ckpt.core.staging.buffer import GRANULE, Arena
+from safe_ckpt.core.staging.buffer import GRANULE, SharedBuffer
 from safe_ckpt.core.staging.progress import read_mark
 from safe_ckpt.core.storage.direct_io import SinkOptions
 from safe_ckpt.core.storage.reader import digest_of, read_whole
@@ -48,7 +48,7 @@ IMAGES = {
 def test_straight_from_the_tensors_gives_the_same_bytes(tmp_path, kind, buffer_bytes):
     """A file that is streamed through a small buffer is, bit for bit, the one that is written from an arena."""
     image = IMAGES[kind]()
-    arena = Arena()
+    arena = SharedBuffer()
     (task,) = snapshot.take([image], arena, str(tmp_path), {"name": "x"})
     from_arena = write_file(task, memoryview(arena.memory), OPTIONS, Quiet())
     streamed = stream_file(image, task, buffer_bytes, OPTIONS, Quiet())
@@ -126,7 +126,7 @@ def test_memory_that_is_being_made_ready_does_not_stand_in_the_way(tmp_path):
 
 def test_an_arena_tells_how_far_it_is_filled():
     """The mark is zero before the copying and the end after it; a second save of the same arena starts from zero again."""
-    arena = Arena()
+    arena = SharedBuffer()
     image = IMAGES["archive"]()
     for _ in range(2):
         plan = snapshot.lay_out([image], arena, "x", {})
@@ -173,7 +173,7 @@ def test_what_has_no_size_yet_is_no_matter(tmp_path):
 def test_a_preparation_never_grows_an_arena_that_is_in_use(tmp_path, monkeypatch):
     """A save that comes while memory is still being made ready waits for that; it does not share the arena with it."""
     growing, go_on = threading.Event(), threading.Event()
-    reserve = Arena.reserve
+    reserve = SharedBuffer.reserve
 
     def slow(self, size):
         if threading.current_thread().name == "safe_ckpt-prepare":
@@ -181,7 +181,7 @@ def test_a_preparation_never_grows_an_arena_that_is_in_use(tmp_path, monkeypatch
             go_on.wait(30)
         reserve(self, size)
 
-    monkeypatch.setattr(Arena, "reserve", slow)
+    monkeypatch.setattr(SharedBuffer, "reserve", slow)
     with Checkpointer(tmp_path, CheckpointConfig()) as ckpt:
         ckpt.prepare({"w": torch.empty(8 << 20, dtype=torch.uint8)})
         assert growing.wait(30)
@@ -192,7 +192,7 @@ def test_a_preparation_never_grows_an_arena_that_is_in_use(tmp_path, monkeypatch
 
 def test_a_checkpointer_that_nobody_holds_does_not_wait_for_its_memory(tmp_path, monkeypatch):
     """Dropped while memory is made ready for it: its directory can be opened again at once."""
-    growing, go_on, gone_on, reserve = threading.Event(), threading.Event(), threading.Event(), Arena.reserve
+    growing, go_on, gone_on, reserve = threading.Event(), threading.Event(), threading.Event(), SharedBuffer.reserve
 
     def slow(self, size):
         growing.set()
@@ -200,7 +200,7 @@ def test_a_checkpointer_that_nobody_holds_does_not_wait_for_its_memory(tmp_path,
         gone_on.set()
         reserve(self, size)
 
-    monkeypatch.setattr(Arena, "reserve", slow)
+    monkeypatch.setattr(SharedBuffer, "reserve", slow)
     ckpt = Checkpointer(tmp_path, CheckpointConfig())
     ckpt.prepare({"w": torch.empty(8 << 20, dtype=torch.uint8)})
     assert growing.wait(30)

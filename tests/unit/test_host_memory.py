@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from safe_ckpt.core.staging import buffer
-from safe_ckpt.core.staging.buffer import GRANULE, Arena
+from safe_ckpt.core.staging.buffer import GRANULE, SharedBuffer
 from safe_ckpt.core.staging.host_memory import available_bytes
 from safe_ckpt.errors import NotEnoughSpaceError
 
@@ -62,7 +62,7 @@ def test_version_1_groups_limit_too(machine):
 def test_a_snapshot_that_does_not_fit_is_an_error_and_not_a_kill(monkeypatch):
     """Asked for more than is left: a typed error with needed and free, before a page is touched."""
     monkeypatch.setattr(buffer.host_memory, "available_bytes", lambda: 5 << 20)
-    one = Arena()
+    one = SharedBuffer()
     one.reserve(4 << 20)
     with pytest.raises(NotEnoughSpaceError) as caught:
         one.reserve(64 << 20)
@@ -82,7 +82,7 @@ def test_all_of_an_arena_is_allocated_before_it_is_filled(monkeypatch, by_faults
     monkeypatch.setattr(buffer, "_huge_on_advice", lambda: by_faults)
     if not can_map:
         monkeypatch.setattr(buffer, "_map", lambda start, length: False)
-    made = Arena()
+    made = SharedBuffer()
     for size in (GRANULE + 5, 9 * GRANULE):
         made.reserve(size)
         assert made.size == -(-size // GRANULE) * GRANULE
@@ -93,7 +93,7 @@ def test_all_of_an_arena_is_allocated_before_it_is_filled(monkeypatch, by_faults
 
 def test_memory_that_runs_out_half_way_is_given_back(monkeypatch):
     """The kernel gives pages in parts and then none: a named error, the memory that was got is free, the arena still works."""
-    made, writing, left = Arena(), os.pwrite, [5]
+    made, writing, left = SharedBuffer(), os.pwrite, [5]
     made.reserve(GRANULE)
     made.bytes[:7] = 3
 
@@ -119,7 +119,7 @@ def test_memory_that_runs_out_half_way_is_given_back(monkeypatch):
 
 def test_closing_stops_an_allocation(monkeypatch):
     """A job that ends does not wait until memory is made ready for a save that never comes."""
-    made, writing, begun, go = Arena(), os.pwrite, threading.Event(), threading.Event()
+    made, writing, begun, go = SharedBuffer(), os.pwrite, threading.Event(), threading.Event()
     found = []
 
     def pwrite(fd, data, at):

@@ -20,7 +20,7 @@ from safe_ckpt.core.formats import safetensors as safetensors_names
 from safe_ckpt.core.formats.manifest import RECORD_NAME, archive_digest, read_manifest
 from safe_ckpt.core.formats.verify import verify, verify_if_ours
 from safe_ckpt.core.staging import snapshot
-from safe_ckpt.core.staging.buffer import Arena
+from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage.direct_io import SinkOptions
 from safe_ckpt.core.writer.file_writer import write_file
 from safe_ckpt.errors import CorruptCheckpointError, StateError
@@ -35,7 +35,7 @@ def bits(tensor):
 
 
 def write(image, folder, manifest=None):
-    arena = Arena()
+    arena = SharedBuffer()
     tasks = snapshot.take([image], arena, str(folder), manifest or {})
     result = write_file(tasks[0], memoryview(arena.memory), OPTIONS, Quiet())
     return folder / image.path, result

@@ -10,7 +10,7 @@ import torch
 from safe_ckpt.core.formats import parsing, torch_archive
 from safe_ckpt.core.formats.file_plan import safetensors_image, torch_image
 from safe_ckpt.core.staging import snapshot
-from safe_ckpt.core.staging.buffer import Arena
+from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage.direct_io import SinkOptions
 from safe_ckpt.core.storage.reader import read_whole
 from safe_ckpt.core.writer.file_writer import write_file
@@ -118,7 +118,7 @@ def test_safetensors_lie_in_memory_and_are_apart():
 
 def test_an_archive_of_ours_in_memory(tmp_path):
     """What ``torch_image`` plans, ``parse_archive`` reads from the file."""
-    arena = Arena()
+    arena = SharedBuffer()
     image = torch_image("x.pt", zoo(), strict=True, key="x")
     (task,) = snapshot.take([image], arena, str(tmp_path), {})
     options = SinkOptions(direct=True, chunk_bytes=4096, flush_every_bytes=4096)

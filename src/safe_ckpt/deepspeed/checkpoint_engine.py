@@ -24,7 +24,7 @@ from safe_ckpt.core.formats.verify import verify_entry
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.request import Pointer, SaveHandle, SaveRequest
 from safe_ckpt.core.saving.streamed_files import Parts
-from safe_ckpt.core.staging.buffer import Arena
+from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.deepspeed.arguments import LATEST
 from safe_ckpt.deepspeed.directories import ADAPTER, Places, step_of
 from safe_ckpt.deepspeed.save import agree_place
@@ -83,7 +83,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._core = Engine(settings, hooks=hooks, owner="a SafeCheckpointEngine; its cleanup() frees it")
         weak = weakref.ref(self)
         self._places = Places(self._core, self._core.config.retention, lambda wanted: _settle(weak, wanted))
-        self._pool: list[Arena] = []
+        self._pool: list[SharedBuffer] = []
         self._closed = False
         self._open: _Open | None = None
         self._concluded: SaveHandle | None = None

@@ -11,7 +11,7 @@ from safe_ckpt.core.directory import commit_order
 from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
 from safe_ckpt.core.staging import snapshot
-from safe_ckpt.core.staging.buffer import Arena
+from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.direct_io import SinkOptions, Unwatched
 from safe_ckpt.core.writer.file_writer import write_file
@@ -51,7 +51,7 @@ def save_archive(
         metrics={},
         notes=dict(notes or {}),
     )
-    arena = Arena()
+    arena = SharedBuffer()
     near = path.with_name(f".{path.name}.{manifest.op_id}.tmp")
     try:
         durable.make_directory(path.parent)

@@ -16,7 +16,7 @@ from safe_ckpt.core.formats.file_plan import Image
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
 from safe_ckpt.core.formats.write_task import FileTask
 from safe_ckpt.core.saving.streamed_files import Parts
-from safe_ckpt.core.staging.buffer import Arena
+from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.copy import Copy
 from safe_ckpt.core.staging.overlap import Deferral
 from safe_ckpt.core.storage.durable import Link
@@ -125,7 +125,7 @@ class SaveJob:
     writers: tuple[int, ...]
     needed_bytes: int
     handle: SaveHandle
-    arena: Arena | None = None
+    arena: SharedBuffer | None = None
     tasks: Sequence[FileTask] = ()
     copy: Copy | None = None
     read: threading.Event = field(default_factory=threading.Event)

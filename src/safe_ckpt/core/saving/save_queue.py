@@ -22,7 +22,7 @@ from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.saving import save_events
 from safe_ckpt.core.saving.commit_protocol import CommitProtocol
 from safe_ckpt.core.saving.request import SaveJob
-from safe_ckpt.core.staging.buffer import Arena
+from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.worker_thread import Background, Refused
 from safe_ckpt.core.writer.supervisor import Writer
 from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, SafeCheckpointError, SaveError
@@ -48,7 +48,11 @@ class SaveQueue:
     """
 
     def __init__(
-        self, coordinator: Coordinator, config: CheckpointConfig, emit: Emitter, give_back: Callable[[Arena], None]
+        self,
+        coordinator: Coordinator,
+        config: CheckpointConfig,
+        emit: Emitter,
+        give_back: Callable[[SharedBuffer], None],
     ) -> None:
         self._coordinator = coordinator
         self._channel = coordinator.channel("phases")

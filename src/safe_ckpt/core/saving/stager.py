@@ -12,7 +12,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.cuda import Cuda
 from safe_ckpt.core.saving.request import SaveJob
 from safe_ckpt.core.staging import optimizer_gate, snapshot
-from safe_ckpt.core.staging.buffer import Arena
+from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.copy import Copy
 from safe_ckpt.core.staging.worker_thread import Background, Refused
 from safe_ckpt.errors import NotEnoughSpaceError, RendezvousTimeout, SaveError
@@ -35,7 +35,7 @@ class Stager:
         self._config = config
         self._cuda = cuda or Cuda()
         self._rank = rank
-        self._free = [Arena() for _ in range(config.max_in_flight)]
+        self._free = [SharedBuffer() for _ in range(config.max_in_flight)]
         self._preparing: threading.Thread | None = None
         self._aside = Background("safe_ckpt-copy", _finish)
         self._last: weakref.ref[Copy] | None = None  # the one that was put in last
@@ -125,7 +125,7 @@ class Stager:
             self._await_copies(op)
         op.stall_s = time.monotonic() - op.started
 
-    def give_back(self, arena: Arena) -> None:
+    def give_back(self, arena: SharedBuffer) -> None:
         """The save that used it is over. Called on the background thread."""
         with self._giving_back:
             if not self._closed:
@@ -143,13 +143,13 @@ class Stager:
         for arena in self._free:
             arena.close()
 
-    def _take_arena(self) -> Arena:
+    def _take_arena(self) -> SharedBuffer:
         if self._preparing is not None:
             # It makes ready what is needed here; an arena must not grow under a copy.
             self._preparing.join(self._config.timeouts.barrier_s)
             if self._preparing.is_alive():
-                return Arena()
-        return self._free.pop() if self._free else Arena()
+                return SharedBuffer()
+        return self._free.pop() if self._free else SharedBuffer()
 
     def _free_aside(self) -> Background[SaveJob]:
         last = self._last() if self._last is not None else None

@@ -10,7 +10,7 @@ from typing import Any
 from safe_ckpt.core.formats.file_plan import Image
 from safe_ckpt.core.formats.write_task import FileTask
 from safe_ckpt.core.staging import snapshot
-from safe_ckpt.core.staging.buffer import Arena
+from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.errors import SafeCheckpointError
 
 _LOOK_S = 0.1
@@ -23,9 +23,9 @@ class Parts:
         pool: memory of earlier saves, to be used again; this gives back to it.
     """
 
-    def __init__(self, pool: list[Arena]) -> None:
+    def __init__(self, pool: list[SharedBuffer]) -> None:
         self._pool = pool
-        self._waiting: deque[tuple[Arena, list[FileTask]]] = deque()
+        self._waiting: deque[tuple[SharedBuffer, list[FileTask]]] = deque()
         self._turn = threading.Condition()
         self._place: tuple[str, Mapping[str, Any]] = ("", {})
         self._ended = False
@@ -62,12 +62,12 @@ class Parts:
                 self._waiting.append((arena, tasks))
             self._turn.notify_all()
 
-    def _arena_for(self, size_bytes: int) -> Arena:
+    def _arena_for(self, size_bytes: int) -> SharedBuffer:
         """The smallest that is large enough, else the largest, which grows: so each stays about as large as one file."""
         self._pool.sort(key=lambda arena: arena.size)
         fitting = next((arena for arena in self._pool if arena.size >= size_bytes), None)
         if fitting is None:
-            return self._pool.pop() if self._pool else Arena()
+            return self._pool.pop() if self._pool else SharedBuffer()
         self._pool.remove(fitting)
         return fitting
 
@@ -84,7 +84,7 @@ class Parts:
                 self._ended, self._error = True, error
             self._turn.notify_all()
 
-    def take(self, check: Callable[[], None]) -> Iterator[tuple[Arena, list[FileTask]]]:
+    def take(self, check: Callable[[], None]) -> Iterator[tuple[SharedBuffer, list[FileTask]]]:
         """What is to be written, as it comes. On the background thread; the memory is taken back with the next one.
 
         Args:

@@ -35,7 +35,7 @@ _ZEROS = bytes(1 << 20)
 _SHMEM_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
-class Arena:
+class SharedBuffer:
     """One growing block of shared memory, used by one save at a time.
 
     Attributes:

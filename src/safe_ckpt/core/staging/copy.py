@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from safe_ckpt.core.cuda import Cuda
-from safe_ckpt.core.staging.buffer import Arena
+from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.device_copies import DeviceCopies, Move
 from safe_ckpt.core.staging.witness import Witness
 from safe_ckpt.errors import SaveError
@@ -48,7 +48,7 @@ class Copy:
     def __init__(
         self,
         name: str,
-        arena: Arena,
+        arena: SharedBuffer,
         moves: Sequence[Move],
         end: int,
         witness: Witness | None = None,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from safe_ckpt.core.cuda import Cuda
-from safe_ckpt.core.staging.buffer import Arena
+from safe_ckpt.core.staging.buffer import SharedBuffer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,7 +50,7 @@ class DeviceCopies:
         cuda: the devices.
     """
 
-    def __init__(self, arena: Arena, cuda: Cuda | None = None) -> None:
+    def __init__(self, arena: SharedBuffer, cuda: Cuda | None = None) -> None:
         self._arena = arena
         self._cuda = cuda or Cuda()
         self._streams: dict[torch.device, Any] = {}

@@ -9,7 +9,7 @@ from typing import Any
 from safe_ckpt.core.formats.file_plan import Image
 from safe_ckpt.core.formats.manifest import RECORD_NAME
 from safe_ckpt.core.formats.write_task import FileTask
-from safe_ckpt.core.staging.buffer import Arena
+from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.copy import Copy
 from safe_ckpt.core.staging.device_copies import Move
 from safe_ckpt.core.staging.overlap import Deferral
@@ -37,7 +37,7 @@ def arena_bytes(images: Sequence[Image]) -> int:
 
 def lay_out(
     images: Sequence[Image],
-    arena: Arena,
+    arena: SharedBuffer,
     folder: str,
     manifest: Mapping[str, Any],
     *,
@@ -93,7 +93,7 @@ def list_tasks(images: Sequence[Image], folder: str, manifest: Mapping[str, Any]
     return tasks
 
 
-def take(images: Sequence[Image], arena: Arena, folder: str, manifest: Mapping[str, Any]) -> list[FileTask]:
+def take(images: Sequence[Image], arena: SharedBuffer, folder: str, manifest: Mapping[str, Any]) -> list[FileTask]:
     """Copy everything into the arena at once. When this returns the caller may change whatever it likes.
 
     Raises:

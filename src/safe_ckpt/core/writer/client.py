@@ -21,7 +21,7 @@ import xxhash
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.coordination.processes import process_state
 from safe_ckpt.core.formats.write_task import FileTask
-from safe_ckpt.core.staging.buffer import Arena
+from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.progress import ControlPage, Standing, new_page
 from safe_ckpt.core.storage.direct_io import write_without_direct
 from safe_ckpt.core.storage.durable import FileResult
@@ -58,7 +58,7 @@ class WriteJob:
 
     name: str
     rank: int
-    arena: Arena | None = None
+    arena: SharedBuffer | None = None
     files: Sequence[FileTask] = ()
     copies: Sequence[FileCopy] = ()
     record: str = ""
