@@ -8,7 +8,7 @@ from lightning_runs import PACKAGES, module_class, package, trainer
 
 from safe_ckpt import CheckpointConfig
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.staging.copy import Copy
+from safe_ckpt.core.staging.copy import StagingCopy
 from safe_ckpt.lightning import SafeCheckpointCallback, overlapping
 
 
@@ -60,7 +60,7 @@ def test_a_trainer_overlaps_and_nothing_is_torn(tmp_path, monkeypatch, name):
     """
     spy = Spy(monkeypatch)
     reached = threading.Event()
-    passing, copying = Copy.pass_gate, Copy.run_deferred
+    passing, copying = StagingCopy.pass_gate, StagingCopy.run_deferred
 
     def pass_gate(self, timeout_s):
         reached.set()
@@ -71,8 +71,8 @@ def test_a_trainer_overlaps_and_nothing_is_torn(tmp_path, monkeypatch, name):
         reached.clear()
         copying(self)
 
-    monkeypatch.setattr(Copy, "pass_gate", pass_gate)
-    monkeypatch.setattr(Copy, "run_deferred", run_deferred)
+    monkeypatch.setattr(StagingCopy, "pass_gate", pass_gate)
+    monkeypatch.setattr(StagingCopy, "run_deferred", run_deferred)
     pl = package(name)
     run(tmp_path, module_class(pl)(), _open_at_the_end(pl, reached), snapshot="overlapped", pl=pl)
     assert all(spy.taken)

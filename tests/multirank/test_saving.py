@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, RngState, Timeouts, WriterConfig
 from safe_ckpt.core.saving import resume
-from safe_ckpt.core.staging.copy import Copy
+from safe_ckpt.core.staging.copy import StagingCopy
 from safe_ckpt.errors import (
     CommitOutcomeUnknown,
     DesyncError,
@@ -408,15 +408,15 @@ def test_nobody_gives_up_while_another_rank_moves_bytes(tmp_path):
 
 
 def _interrupt_the_copy(rank, folder):
-    copying = Copy._copy
+    copying = StagingCopy._copy
 
     def interrupted(self, *args, **kwargs):
-        Copy._copy = copying
+        StagingCopy._copy = copying
         raise KeyboardInterrupt
 
     with Checkpointer(folder, CONFIG) as ckpt:
         if rank == 1:
-            Copy._copy = interrupted
+            StagingCopy._copy = interrupted
             with pytest.raises(KeyboardInterrupt):
                 ckpt.save(1, {"own": PerRank(torch.ones(5))})
             with pytest.raises(SaveError, match="interrupted"):

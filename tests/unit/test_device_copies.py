@@ -13,7 +13,7 @@ from safe_ckpt import CheckpointConfig
 from safe_ckpt.core.cuda import Cuda
 from safe_ckpt.core.saving.stager import Stager
 from safe_ckpt.core.staging.buffer import GRANULE, SharedBuffer
-from safe_ckpt.core.staging.copy import Copy
+from safe_ckpt.core.staging.copy import StagingCopy
 from safe_ckpt.core.staging.device_copies import DeviceCopies, Move
 from safe_ckpt.core.staging.progress import read_mark
 
@@ -121,7 +121,7 @@ def held(arena, move):
 def test_an_abandoned_copy_is_over_when_nothing_is_under_way(arena):
     """Given up in the middle: what the device still has queued is done before the arena may be used again, not after."""
     cuda, moves = Remembering(), moves_of()
-    copy = Copy("c", arena, moves, BASE + 800, cuda=cuda)
+    copy = StagingCopy("c", arena, moves, BASE + 800, cuda=cuda)
     assert copy.run()
     (side,) = cuda.made
     assert len(side.queue) == 3  # the trainer's work, and two copies
@@ -144,7 +144,7 @@ def test_a_copy_that_fails_halfway_leaves_nothing_under_way(arena, pins):
                 raise RuntimeError("CUDA out of memory")
 
     cuda = Failing(pins=pins)
-    copy = Copy("c", arena, moves_of(), BASE + 800, cuda=cuda)
+    copy = StagingCopy("c", arena, moves_of(), BASE + 800, cuda=cuda)
     copy.run()
     copy.run_deferred()
     assert copy.wait(0)
@@ -161,7 +161,7 @@ def test_a_device_that_is_lost_fails_the_copy_and_ends_it(arena):
 
     cuda = Remembering()
     cuda.stream = lambda device: Lost("side")
-    copy = Copy("c", arena, moves_of(), BASE + 800, cuda=cuda)
+    copy = StagingCopy("c", arena, moves_of(), BASE + 800, cuda=cuda)
     copy.run()
     copy.abandon()
     assert copy.wait(0)
@@ -172,7 +172,7 @@ def test_started_copies_come_after_the_trainers_work(arena):
     """A side stream begins behind what the trainer has queued, and the bytes are marked only when they are there."""
     cuda, moves = Remembering(), moves_of()
     cuda.trainer.queue.append(lambda: [move.tensor.add_(10) for move in moves])
-    copy = Copy("c", arena, moves, BASE + 800, cuda=cuda)
+    copy = StagingCopy("c", arena, moves, BASE + 800, cuda=cuda)
     assert copy.run()
     assert read_mark(memoryview(arena.memory)) < moves[0].offset + moves[0].size
     copy.run_deferred()
@@ -185,7 +185,7 @@ def test_without_pinning_the_copying_thread_waits_for_the_trainers_stream(arena)
     """Another thread's stream knows nothing of the trainer's: it waits for what was queued there when the copy began."""
     cuda, moves = Remembering(pins=False), moves_of()
     cuda.trainer.queue.append(lambda: [move.tensor.add_(10) for move in moves])
-    copy = Copy("c", arena, moves, BASE + 800, cuda=cuda)
+    copy = StagingCopy("c", arena, moves, BASE + 800, cuda=cuda)
     assert copy.run()
     assert cuda.made == []
     thread = threading.Thread(target=copy.run_deferred, name="copying")
@@ -200,7 +200,7 @@ def test_what_cannot_wait_is_copied_on_the_trainers_stream(arena):
     """In order with its work, and in place when the call returns."""
     cuda, moves = Remembering(), moves_of(deferred=False)
     cuda.trainer.queue.append(lambda: [move.tensor.add_(10) for move in moves])
-    copy = Copy("c", arena, moves, BASE + 800, cuda=cuda)
+    copy = StagingCopy("c", arena, moves, BASE + 800, cuda=cuda)
     assert not copy.run()
     assert copy.wait(0)
     assert [held(arena, move)[0].item() for move in moves] == [11.0, 12.0]

@@ -12,7 +12,7 @@ from torch import nn
 
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.staging import optimizer_gate
-from safe_ckpt.core.staging.copy import Copy
+from safe_ckpt.core.staging.copy import StagingCopy
 from safe_ckpt.core.staging.overlap import Deferral, expected_state_bytes
 from safe_ckpt.errors import SaveError
 
@@ -68,7 +68,7 @@ def states(state):
 def late(monkeypatch):
     """Copies begin only when a step stands at the gate: without a gate they would never begin, or see what comes after."""
     reached = threading.Event()
-    passing, copying = Copy.pass_gate, Copy.run_deferred
+    passing, copying = StagingCopy.pass_gate, StagingCopy.run_deferred
 
     def pass_gate(self, timeout_s):
         reached.set()
@@ -78,8 +78,8 @@ def late(monkeypatch):
         assert reached.wait(30)
         copying(self)
 
-    monkeypatch.setattr(Copy, "pass_gate", pass_gate)
-    monkeypatch.setattr(Copy, "run_deferred", run_deferred)
+    monkeypatch.setattr(StagingCopy, "pass_gate", pass_gate)
+    monkeypatch.setattr(StagingCopy, "run_deferred", run_deferred)
     return reached
 
 
@@ -256,8 +256,8 @@ def test_a_compiled_step(tmp_path, late):
 def test_an_edit_past_the_gate_fails_the_save(tmp_path, monkeypatch, edit):
     """Parameters that are changed by hand while they are copied: the save fails and says which, and nothing is committed."""
     edited = threading.Event()
-    copying = Copy.run_deferred
-    monkeypatch.setattr(Copy, "run_deferred", lambda self: (edited.wait(30), copying(self)))
+    copying = StagingCopy.run_deferred
+    monkeypatch.setattr(StagingCopy, "run_deferred", lambda self: (edited.wait(30), copying(self)))
     net, optimizer = trained()
     with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
         handle = ckpt.save(1, {"model": net, "optimizer": optimizer})
@@ -275,8 +275,8 @@ def test_an_edit_past_the_gate_fails_the_save(tmp_path, monkeypatch, edit):
 def test_an_edit_of_one_of_two_equal_modules_fails_the_save(tmp_path, monkeypatch, edited_one):
     """Twin critics with an optimizer each: every tensor that is copied later is watched, also where names are the same."""
     edited = threading.Event()
-    copying = Copy.run_deferred
-    monkeypatch.setattr(Copy, "run_deferred", lambda self: (edited.wait(30), copying(self)))
+    copying = StagingCopy.run_deferred
+    monkeypatch.setattr(StagingCopy, "run_deferred", lambda self: (edited.wait(30), copying(self)))
     nets = {"first": Net(), "second": Net()}
     optimizers = {name: torch.optim.AdamW(net.parameters()) for name, net in nets.items()}
     for name, net in nets.items():
@@ -301,8 +301,8 @@ def test_an_edit_of_one_of_two_equal_modules_fails_the_save(tmp_path, monkeypatc
 def test_an_edit_of_the_last_file_fails_the_save_too(tmp_path, monkeypatch):
     """The file that is written last does not end on a page: it must not be complete before the witness was heard."""
     edited = threading.Event()
-    copying = Copy.run_deferred
-    monkeypatch.setattr(Copy, "run_deferred", lambda self: (edited.wait(30), copying(self)))
+    copying = StagingCopy.run_deferred
+    monkeypatch.setattr(StagingCopy, "run_deferred", lambda self: (edited.wait(30), copying(self)))
     net = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(1 << 11, 1 << 11, bias=False))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
@@ -317,14 +317,14 @@ def test_an_edit_of_the_last_file_fails_the_save_too(tmp_path, monkeypatch):
 
 def test_a_save_that_fails_at_once_holds_no_step(tmp_path, monkeypatch):
     """The save is given up while its copy is about to begin: the next step does not wait for a copy that never comes."""
-    running = Copy.run
+    running = StagingCopy.run
 
     def run(self):
         left = running(self)
         self.fail(SaveError(name="x", cause="elsewhere"))
         return left
 
-    monkeypatch.setattr(Copy, "run", run)
+    monkeypatch.setattr(StagingCopy, "run", run)
     net, optimizer = trained()
     with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
         handle = ckpt.save(1, {"model": net, "optimizer": optimizer})
@@ -361,8 +361,8 @@ def test_without_threads_to_be_had_the_copy_is_made_at_once(tmp_path, monkeypatc
 def test_a_copy_that_never_ends_does_not_hold_training_for_ever(tmp_path, monkeypatch):
     """After barrier_s the step goes on; the save has failed, since its copy was not complete."""
     stuck = threading.Event()
-    copying = Copy.run_deferred
-    monkeypatch.setattr(Copy, "run_deferred", lambda self: (stuck.wait(30), copying(self)))
+    copying = StagingCopy.run_deferred
+    monkeypatch.setattr(StagingCopy, "run_deferred", lambda self: (stuck.wait(30), copying(self)))
     net, optimizer = trained()
     config = CheckpointConfig.from_mapping({"snapshot": "overlapped", "timeouts": {"barrier_s": 0.5}})
     with Checkpointer(tmp_path, config) as ckpt:
@@ -375,7 +375,7 @@ def test_a_copy_that_never_ends_does_not_hold_training_for_ever(tmp_path, monkey
 
 def test_a_copy_that_hangs_does_not_hold_up_the_next_saves(tmp_path, monkeypatch):
     """A copy that does not come back, from a mount or a device that hangs, costs its own save, not those after it."""
-    hanging, copying, number = threading.Event(), Copy.run_deferred, []
+    hanging, copying, number = threading.Event(), StagingCopy.run_deferred, []
 
     def run_deferred(self):
         number.append(self)
@@ -383,7 +383,7 @@ def test_a_copy_that_hangs_does_not_hold_up_the_next_saves(tmp_path, monkeypatch
             hanging.wait(60)
         copying(self)
 
-    monkeypatch.setattr(Copy, "run_deferred", run_deferred)
+    monkeypatch.setattr(StagingCopy, "run_deferred", run_deferred)
     net, optimizer = trained()
     config = {"snapshot": "overlapped", "timeouts": {"barrier_s": 5, "shutdown_s": 2}}
     with Checkpointer(tmp_path, CheckpointConfig.from_mapping(config)) as ckpt:

@@ -17,7 +17,7 @@ from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
 from safe_ckpt.core.formats.write_task import FileTask
 from safe_ckpt.core.saving.streamed_files import Parts
 from safe_ckpt.core.staging.buffer import SharedBuffer
-from safe_ckpt.core.staging.copy import Copy
+from safe_ckpt.core.staging.copy import StagingCopy
 from safe_ckpt.core.staging.overlap import Deferral
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.core.storage.file_copy import FileCopy
@@ -127,7 +127,7 @@ class SaveJob:
     handle: SaveHandle
     arena: SharedBuffer | None = None
     tasks: Sequence[FileTask] = ()
-    copy: Copy | None = None
+    copy: StagingCopy | None = None
     read: threading.Event = field(default_factory=threading.Event)
     streamed: bool = False
     error: BaseException | None = None

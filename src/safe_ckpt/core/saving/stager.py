@@ -13,7 +13,7 @@ from safe_ckpt.core.cuda import Cuda
 from safe_ckpt.core.saving.request import SaveJob
 from safe_ckpt.core.staging import optimizer_gate, snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
-from safe_ckpt.core.staging.copy import Copy
+from safe_ckpt.core.staging.copy import StagingCopy
 from safe_ckpt.core.staging.worker_thread import Background, Refused
 from safe_ckpt.errors import NotEnoughSpaceError, RendezvousTimeout, SaveError
 
@@ -38,7 +38,7 @@ class Stager:
         self._free = [SharedBuffer() for _ in range(config.max_in_flight)]
         self._preparing: threading.Thread | None = None
         self._aside = Background("safe_ckpt-copy", _finish)
-        self._last: weakref.ref[Copy] | None = None  # the one that was put in last
+        self._last: weakref.ref[StagingCopy] | None = None  # the one that was put in last
         self._giving_back = threading.Lock()
         self._closed = False
 

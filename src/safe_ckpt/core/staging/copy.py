@@ -30,7 +30,7 @@ _memmove_locked.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove_locked.restype = ctypes.c_void_p
 
 
-class Copy:
+class StagingCopy:
     """The filling of one arena. ``run`` copies what cannot wait, ``run_deferred`` the rest.
 
     Args:

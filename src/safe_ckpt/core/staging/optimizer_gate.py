@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from safe_ckpt.core.staging.copy import Copy
+from safe_ckpt.core.staging.copy import StagingCopy
 from safe_ckpt.core.staging.overlap import KNOWN
 
 if TYPE_CHECKING:
     import torch
 
 _lock = threading.Lock()
-_pending: tuple[tuple[Copy, float], ...] = ()
+_pending: tuple[tuple[StagingCopy, float], ...] = ()
 _hooked = False
 
 
-def close(copy: Copy, timeout_s: float) -> None:
+def close(copy: StagingCopy, timeout_s: float) -> None:
     """From now on every step waits for ``copy``, until it is complete; after ``timeout_s`` the copy is given up instead."""
     global _pending, _hooked  # noqa: PLW0603 - the hook is the process's, so is what it looks at
     with _lock:

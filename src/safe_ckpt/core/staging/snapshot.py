@@ -10,7 +10,7 @@ from safe_ckpt.core.formats.file_plan import Image
 from safe_ckpt.core.formats.manifest import RECORD_NAME
 from safe_ckpt.core.formats.write_task import FileTask
 from safe_ckpt.core.staging.buffer import SharedBuffer
-from safe_ckpt.core.staging.copy import Copy
+from safe_ckpt.core.staging.copy import StagingCopy
 from safe_ckpt.core.staging.device_copies import Move
 from safe_ckpt.core.staging.overlap import Deferral
 from safe_ckpt.core.staging.progress import FIRST_BYTE
@@ -27,7 +27,7 @@ class Snapshot:
     """
 
     tasks: Sequence[FileTask]
-    copy: Copy
+    copy: StagingCopy
 
 
 def arena_bytes(images: Sequence[Image]) -> int:
@@ -70,7 +70,7 @@ def lay_out(
             moves.append(Move(offset=base + offset, tensor=tensor, deferred=deferred))
     end = max((task.offset + task.length for task in tasks), default=FIRST_BYTE)
     witness = deferral.witness() if deferral is not None and any(move.deferred for move in moves) else None
-    return Snapshot(tasks=tasks, copy=Copy(name, arena, moves, end, witness))
+    return Snapshot(tasks=tasks, copy=StagingCopy(name, arena, moves, end, witness))
 
 
 def list_tasks(images: Sequence[Image], folder: str, manifest: Mapping[str, Any]) -> list[FileTask]:
