@@ -14,7 +14,7 @@ from safe_ckpt.core.cuda import Cuda
 from safe_ckpt.core.saving.stager import Stager
 from safe_ckpt.core.staging.buffer import GRANULE, SharedBuffer
 from safe_ckpt.core.staging.copy import StagingCopy
-from safe_ckpt.core.staging.device_copies import DeviceCopies, Move
+from safe_ckpt.core.staging.device_copies import DeviceCopies, TensorCopy
 from safe_ckpt.core.staging.progress import read_mark
 
 BASE = 4096
@@ -109,7 +109,7 @@ def arena():
 
 def moves_of(count=2, *, deferred=True):
     return [
-        Move(offset=BASE + 400 * number, tensor=torch.full((100,), float(number + 1)), deferred=deferred)
+        TensorCopy(offset=BASE + 400 * number, tensor=torch.full((100,), float(number + 1)), deferred=deferred)
         for number in range(count)
     ]
 

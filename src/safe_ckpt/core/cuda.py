@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from safe_ckpt.core.staging.device_copies import Move
+    from safe_ckpt.core.staging.device_copies import TensorCopy
 
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Cuda:
         event.record(stream)
         return event
 
-    def copy(self, move: Move, memory: torch.Tensor, *, non_blocking: bool) -> None:
+    def copy(self, move: TensorCopy, memory: torch.Tensor, *, non_blocking: bool) -> None:
         """Copy a tensor to its place, on the calling thread's stream."""
         move.into(memory, non_blocking=non_blocking)
 

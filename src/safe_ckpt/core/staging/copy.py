@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from safe_ckpt.core.cuda import Cuda
 from safe_ckpt.core.staging.buffer import SharedBuffer
-from safe_ckpt.core.staging.device_copies import DeviceCopies, Move
+from safe_ckpt.core.staging.device_copies import DeviceCopies, TensorCopy
 from safe_ckpt.core.staging.witness import Witness
 from safe_ckpt.errors import SaveError
 
@@ -49,7 +49,7 @@ class StagingCopy:
         self,
         name: str,
         arena: SharedBuffer,
-        moves: Sequence[Move],
+        moves: Sequence[TensorCopy],
         end: int,
         witness: Witness | None = None,
         cuda: Cuda | None = None,
@@ -162,7 +162,7 @@ class StagingCopy:
                 cause += 'Change it after handle.wait_snapshot(), or use snapshot="eager"'
                 self.fail(SaveError(name=self._name, cause=cause, phase="snapshot"))
 
-    def _copy(self, moves: Sequence[Move], held: int, *, aside: bool) -> None:
+    def _copy(self, moves: Sequence[TensorCopy], held: int, *, aside: bool) -> None:
         """Copy, up to ``held`` as far as marks go. ``aside``: while training goes on, on one core and with the writer behind.
 
         While the caller waits it is the other way round: torch's threads help, and the writer does not take their memory
@@ -189,7 +189,7 @@ class StagingCopy:
                 self._mark(end)
         self._devices.settle()
 
-    def _memmove(self, move: Move, base: int, held: int) -> None:
+    def _memmove(self, move: TensorCopy, base: int, held: int) -> None:
         source, size = move.tensor.data_ptr(), move.size
         for start in range(0, size, _PIECE):
             if self._stopped:

@@ -16,7 +16,7 @@ from safe_ckpt.core.staging.buffer import SharedBuffer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Move:
+class TensorCopy:
     """One tensor and where its bytes go.
 
     Attributes:
@@ -55,14 +55,14 @@ class DeviceCopies:
         self._cuda = cuda or Cuda()
         self._streams: dict[torch.device, Any] = {}
         self._begun: dict[torch.device, Any] = {}  # where the trainer was when the snapshot was asked for
-        self._done: dict[Move, Any] = {}
+        self._done: dict[TensorCopy, Any] = {}
         self._loose: dict[torch.device, Any] = {}
 
-    def takes(self, move: Move) -> bool:
+    def takes(self, move: TensorCopy) -> bool:
         """Whether a tensor is copied here: it is not in host memory."""
         return self._cuda.has(move.tensor) or not move.tensor.is_cpu
 
-    def begin(self, moves: Sequence[Move]) -> None:
+    def begin(self, moves: Sequence[TensorCopy]) -> None:
         """Start the deferred copies, each device's on a side stream behind what the trainer, who calls this, has queued."""
         chosen = [move for move in moves if self._cuda.has(move.tensor)]
         for device in {move.tensor.device for move in chosen}:
@@ -76,7 +76,7 @@ class DeviceCopies:
                 self._cuda.copy(move, self._arena.bytes, non_blocking=True)
             self._done[move] = self._cuda.mark(side)
 
-    def copy(self, move: Move) -> None:
+    def copy(self, move: TensorCopy) -> None:
         """Copy one tensor, or wait for its copy if it was started. On any thread."""
         event = self._done.get(move)
         if event is not None:
@@ -107,7 +107,7 @@ class DeviceCopies:
             self._streams.clear()
             self._begun.clear()
 
-    def order(self, moves: Sequence[Move]) -> bool:
+    def order(self, moves: Sequence[TensorCopy]) -> bool:
         """Let what is queued from now on wait for the copies, on the devices. Returns whether that covers all of ``moves``."""
         if not moves or any(move not in self._done for move in moves):
             return False
@@ -121,7 +121,7 @@ class DeviceCopies:
             side.wait_event(self._begun[device])
         return self._streams[device]
 
-    def _copy_now(self, move: Move) -> None:
+    def _copy_now(self, move: TensorCopy) -> None:
         device = move.tensor.device
         with self._cuda.at(device):
             stream = self._cuda.current(device)

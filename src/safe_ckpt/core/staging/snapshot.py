@@ -11,7 +11,7 @@ from safe_ckpt.core.formats.manifest import RECORD_NAME
 from safe_ckpt.core.formats.write_task import FileTask
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.copy import StagingCopy
-from safe_ckpt.core.staging.device_copies import Move
+from safe_ckpt.core.staging.device_copies import TensorCopy
 from safe_ckpt.core.staging.overlap import Deferral
 from safe_ckpt.core.staging.progress import FIRST_BYTE
 from safe_ckpt.core.storage.direct_io import PAGE
@@ -59,7 +59,7 @@ def lay_out(
     """
     arena.reserve(arena_bytes(images))
     memory = arena.memory
-    moves: list[Move] = []
+    moves: list[TensorCopy] = []
     tasks = list_tasks(images, folder, manifest)
     for image, task in zip(images, tasks, strict=True):
         base = task.offset
@@ -67,7 +67,7 @@ def lay_out(
             memory[base + offset : base + offset + len(data)] = data
         for offset, tensor in image.tensors:
             deferred = deferral is not None and deferral.covers(tensor)
-            moves.append(Move(offset=base + offset, tensor=tensor, deferred=deferred))
+            moves.append(TensorCopy(offset=base + offset, tensor=tensor, deferred=deferred))
     end = max((task.offset + task.length for task in tasks), default=FIRST_BYTE)
     witness = deferral.witness() if deferral is not None and any(move.deferred for move in moves) else None
     return Snapshot(tasks=tasks, copy=StagingCopy(name, arena, moves, end, witness))
