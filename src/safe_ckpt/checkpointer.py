@@ -16,7 +16,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.agreed_config import config_of_all
 from safe_ckpt.core.directory import catalog, retention
 from safe_ckpt.core.directory.ledger import Ledger
-from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.saving import resume
@@ -110,7 +110,7 @@ class Checkpointer:
         number = step if isinstance(step, int) else -1
         error: Exception | None = None
         planned = plan.Plan()
-        images: list[Image] = []
+        images: list[FilePlan] = []
         numbers: dict[str, float] = {}
         try:
             plan.check_step(step)
@@ -151,7 +151,7 @@ class Checkpointer:
 
     def _plan_shards(
         self, states: Mapping[str, Any], view: Mapping[str, object]
-    ) -> tuple[list[Image], Exception | None]:
+    ) -> tuple[list[FilePlan], Exception | None]:
         from safe_ckpt.core.sharding.dcp_plan import ShardPlanner  # DCP takes a while to import
 
         if self._shards is None:

@@ -15,7 +15,7 @@ from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard, S
 
 from safe_ckpt.accelerate import engines
 from safe_ckpt.core.formats import file_plan
-from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.errors import StateError
 
 _DEVICES = ("xpu", "mlu", "sdaa", "musa", "hpu", "neuron", "cuda")
@@ -29,7 +29,7 @@ def images(
     safe_serialization: bool,
     besides: Mapping[str, Any] | None = None,
     sharded: bool = False,
-) -> list[Image]:
+) -> list[FilePlan]:
     """The files of this rank: everything on rank 0, random states on every rank.
 
     State dicts are asked for on every rank, as Accelerate does.
@@ -136,11 +136,11 @@ def _each(items: Sequence[Any]) -> list[tuple[int, Any]]:
     return list(enumerate(items))
 
 
-def _archive(path: str, state: Any) -> Image:
+def _archive(path: str, state: Any) -> FilePlan:
     return file_plan.torch_image(path, state, strict=False, key=path)
 
 
-def _model(index: int, state: Mapping[str, Any], *, safe_serialization: bool) -> Image:
+def _model(index: int, state: Mapping[str, Any], *, safe_serialization: bool) -> FilePlan:
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.is_meta:
             message = "is on the meta device: it was offloaded. Save such a model with handle.save_model()"

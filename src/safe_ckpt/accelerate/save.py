@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from safe_ckpt.accelerate import contents, engines, strategies
 from safe_ckpt.accelerate.dataloaders import KEY, Loaders
 from safe_ckpt.accelerate.directories import ADAPTER, Places, Target
-from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.request import SaveHandle, SaveRequest
 from safe_ckpt.core.staging.overlap import Deferral
@@ -69,7 +69,7 @@ def plain_optimizers(accelerator: Any) -> list[Any]:
 
 def _unsharded(
     accelerator: Any, loaders: Loaders, target: Target, options: Options
-) -> tuple[list[Image], dict[str, str]]:
+) -> tuple[list[FilePlan], dict[str, str]]:
     """The files that one rank writes by itself, and what must be equal on all ranks for that."""
     apart = options.shards is not None or bool(engines.of(accelerator))
     models = [] if apart else accelerator._models
@@ -93,7 +93,7 @@ def _request(
     engine: Engine, places: Places, accelerator: Any, loaders: Loaders, target: Target, options: Options
 ) -> SaveRequest:
     step = target.step if options.step is None else options.step
-    planned: list[Image] = []
+    planned: list[FilePlan] = []
     metrics: dict[str, float] = {}
     view: dict[str, str] = {}
     error: Exception | None = None

@@ -25,7 +25,7 @@ from safe_ckpt.accelerate import offloaded_models, strategies
 from safe_ckpt.accelerate.directories import Places
 from safe_ckpt.core.directory.workspace import HIDDEN, Root
 from safe_ckpt.core.formats import file_plan, hugging_face
-from safe_ckpt.core.formats.file_plan import Image, Lazy
+from safe_ckpt.core.formats.file_plan import FilePlan, Lazy
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.saving import export
 from safe_ckpt.core.saving.engine import Engine
@@ -94,7 +94,7 @@ def save(
             model, path, format="safetensors", max_shard_size=options.max_shard_size, dtype=options.dtype
         )
         return exported.result().path
-    planned: list[Image] = []
+    planned: list[FilePlan] = []
     try:
         state = _state_of(accelerator, model, options)
         if engine.rank == 0:
@@ -128,7 +128,7 @@ def _state_of(accelerator: Any, model: torch.nn.Module, options: Options) -> Map
     return plain.state_dict()
 
 
-def _images(state: Mapping[str, Lazy | torch.Tensor], most_bytes: int, options: Options) -> list[Image]:
+def _images(state: Mapping[str, Lazy | torch.Tensor], most_bytes: int, options: Options) -> list[FilePlan]:
     if options.safe_serialization:
         lazies = _once(state, options.dtype)
         split = split_state_dict_into_shards_factory(
@@ -147,8 +147,8 @@ def _images(state: Mapping[str, Lazy | torch.Tensor], most_bytes: int, options: 
 
 
 def _files(
-    tensors: Mapping[str, Any], split: StateDictSplit, image: Callable[[str, dict[str, Any]], Image], single: str
-) -> list[Image]:
+    tensors: Mapping[str, Any], split: StateDictSplit, image: Callable[[str, dict[str, Any]], FilePlan], single: str
+) -> list[FilePlan]:
     shards = split.filename_to_tensors or {single: []}
     planned = [image(file, {name: tensors[name] for name in names}) for file, names in shards.items()]
     if not split.is_sharded:
@@ -204,13 +204,13 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _replace(engine: Engine, root: Root, path: Path, planned: Sequence[Image], error: Exception | None) -> None:
+def _replace(engine: Engine, root: Root, path: Path, planned: Sequence[FilePlan], error: Exception | None) -> None:
     """The directory as a whole, in one step."""
     request = dataclasses.replace(export.request_of(root, path, planned, error), streamed=True)
     engine.save(request).result()
 
 
-def _replace_each(engine: Engine, path: Path, planned: Sequence[Image], error: Exception | None) -> None:
+def _replace_each(engine: Engine, path: Path, planned: Sequence[FilePlan], error: Exception | None) -> None:
     """File by file: of another directory in there, such as a checkpoint, nothing may be moved.
 
     Nothing that is there is touched before all the new files are durable in the hidden folder.

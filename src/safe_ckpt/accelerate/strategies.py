@@ -13,7 +13,7 @@ from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 
 from safe_ckpt.core.coordination.coordinator import raise_first
 from safe_ckpt.core.formats import file_plan
-from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.sharding import wholes
 from safe_ckpt.errors import CoordinationError, to_wire
@@ -46,7 +46,7 @@ def folders(accelerator: Any) -> list[str]:
 
 def images(
     engine: Engine, shards: ShardPlanner, accelerator: Any, problem: Exception | None
-) -> tuple[list[Image], Exception | None]:
+) -> tuple[list[FilePlan], Exception | None]:
     """The files of this rank; what went wrong, where it did. Every rank calls this, also one that has a problem already."""
     states: dict[str, Any] = {}
     if problem is None:
@@ -81,7 +81,7 @@ def _states(accelerator: Any) -> dict[str, Any]:
     return found
 
 
-def _whole(engine: Engine, states: Mapping[str, Any], problem: Exception | None) -> list[Image]:
+def _whole(engine: Engine, states: Mapping[str, Any], problem: Exception | None) -> list[FilePlan]:
     wire = to_wire(problem, rank=engine.rank, phase="planning the save") if problem else None
     engine.agree("gather", {}, answer=wire, decide=raise_first)
     found = wholes.whole(states, engine.config.timeouts.lengthy_s, engine.group)

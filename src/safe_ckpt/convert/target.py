@@ -18,7 +18,7 @@ from safe_ckpt.checkpointer import Checkpointer
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.directory.catalog import WEIGHTS
 from safe_ckpt.core.formats import hugging_face
-from safe_ckpt.core.formats.file_plan import Image, Lazy, single, torch_image
+from safe_ckpt.core.formats.file_plan import FilePlan, Lazy, single, torch_image
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest
 from safe_ckpt.core.saving import export
 from safe_ckpt.core.saving.engine import Engine
@@ -124,7 +124,7 @@ def _lazy(name: str, entry: Entry, maps: Mapped, dtype: torch.dtype | None) -> L
     return Lazy(dtype=final, shape=entry.shape, fetch=fetch)
 
 
-def _saved(path: Path, images: list[Image], *, kind: Literal["directory", "file"]) -> CheckpointInfo:
+def _saved(path: Path, images: list[FilePlan], *, kind: Literal["directory", "file"]) -> CheckpointInfo:
     engine = Engine(_CONFIG)
     try:
         root = NamedRoots(engine).hold(path)

@@ -22,7 +22,7 @@ from deepspeed.utils import groups
 
 from safe_ckpt.adapters.patch import StandIns
 from safe_ckpt.core.formats import file_plan
-from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.errors import StateError
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Captured:
         error: what it raised.
     """
 
-    images: list[Image] = field(default_factory=list)
+    images: list[FilePlan] = field(default_factory=list)
     scripts: dict[str, bytes] = field(default_factory=dict)
     result: object = None
     error: Exception | None = None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt.core.formats import file_plan
-from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.storage.file_copy import FileCopy
 from safe_ckpt.deepspeed import nvme, support
@@ -26,7 +26,7 @@ ZERO3_GATHER = "_zero3_consolidated_16bit_state_dict"
 class Nested:
     """What one rank adds to a request of the core. ``folders`` and ``notes`` are the same on all ranks."""
 
-    images: Sequence[Image] = ()
+    images: Sequence[FilePlan] = ()
     copies: Sequence[FileCopy] = ()
     folders: Sequence[str] = ()
     notes: Mapping[str, Any] = field(default_factory=dict)
@@ -54,7 +54,7 @@ def collect(
         ConfigError: an engine's settings are not covered.
         SafeCheckpointError: the swap files cannot be copied; the same on every rank.
     """
-    images: list[Image] = []
+    images: list[FilePlan] = []
     copies: list[FileCopy] = []
     folders: list[str] = []
     notes: dict[str, Any] = {}

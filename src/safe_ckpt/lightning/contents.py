@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.core.coordination.coordinator import raise_first
 from safe_ckpt.core.formats import file_plan
-from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.storage.file_copy import FileCopy
 from safe_ckpt.errors import CoordinationError, to_wire
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Files:
     """What of a request of the core is this rank's."""
 
-    images: Sequence[Image] = ()
+    images: Sequence[FilePlan] = ()
     error: Exception | None = None
     copies: Sequence[FileCopy] = ()
     folders: Sequence[str] = ()
@@ -119,7 +119,7 @@ def _sharded(
     shards: ShardPlanner,
     checkpoint: dict[str, Any] | None,
     error: Exception | None,
-) -> tuple[list[Image], Exception | None]:
+) -> tuple[list[FilePlan], Exception | None]:
     try:
         states, rest = strategies.split(checkpoint or {"state_dict": {}}, form)
         found = [strategies.meta_image(rest)] if engine.rank == 0 and error is None else []

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.core.formats import file_plan
-from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.formats.verify import verify_share
 from safe_ckpt.core.saving import resume
@@ -95,7 +95,7 @@ def split(checkpoint: Mapping[str, Any], form: Layout) -> tuple[dict[str, Any], 
     return states, rest
 
 
-def meta_image(rest: Mapping[str, Any]) -> Image:
+def meta_image(rest: Mapping[str, Any]) -> FilePlan:
     """The file for what is not sharded."""
     return file_plan.torch_image(META, dict(rest), strict=False, key="checkpoint")
 

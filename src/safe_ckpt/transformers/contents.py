@@ -19,7 +19,7 @@ import torch
 from transformers import modeling_utils
 
 from safe_ckpt.core.formats import file_plan
-from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.formats.file_plan import FilePlan
 
 
 class Catch:
@@ -33,10 +33,10 @@ class Catch:
         self.shards: dict[str, Mapping[str, Any]] = {}
         self._folder = folder
         self._thread = threading.get_ident()
-        self._caught: dict[str, Image] = {}
+        self._caught: dict[str, FilePlan] = {}
 
     @property
-    def images(self) -> list[Image]:
+    def images(self) -> list[FilePlan]:
         """In the order in which they were written first."""
         return list(self._caught.values())
 
@@ -47,7 +47,7 @@ class Catch:
         path = Path(os.path.abspath(target))
         return path.relative_to(self._folder).as_posix() if path.is_relative_to(self._folder) else None
 
-    def take(self, image: Image) -> None:
+    def take(self, image: FilePlan) -> None:
         """One more file."""
         self._caught[image.path] = image
 

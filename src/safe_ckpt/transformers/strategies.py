@@ -23,7 +23,7 @@ from safe_ckpt.accelerate import support
 from safe_ckpt.adapters.patch import StandIns
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import raise_first
-from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.storage.file_copy import FileCopy
 from safe_ckpt.errors import ConfigError, CoordinationError, to_wire
@@ -34,7 +34,7 @@ from safe_ckpt.transformers.contents import Catch
 class Added:
     """What one process adds to a request of the core. ``folders`` and ``notes`` are the same on all of them."""
 
-    images: Sequence[Image] = ()
+    images: Sequence[FilePlan] = ()
     copies: Sequence[FileCopy] = ()
     folders: Sequence[str] = ()
     notes: Mapping[str, Any] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class Sharing:
             return Added(images=self._shards.images(caught.shards), folders=sorted(caught.shards))
         from safe_ckpt.deepspeed import nested
 
-        images: dict[str, Image] = {}
+        images: dict[str, FilePlan] = {}
         copies: list[FileCopy] = []
         notes: dict[str, Any] = {}
         folders: set[str] = set()

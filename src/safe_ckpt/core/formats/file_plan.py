@@ -53,7 +53,7 @@ class Lazy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Image:
+class FilePlan:
     """One file, planned.
 
     Attributes:
@@ -82,15 +82,15 @@ class Image:
         return self.length + 8192 + 200 * len(self.records) + 2 * names
 
 
-def json_image(path: str, data: object) -> Image:
+def json_image(path: str, data: object) -> FilePlan:
     """A JSON file."""
     body = json.dumps(data, allow_nan=False).encode()
-    return Image(path=path, length=len(body), pieces=[(0, body)])
+    return FilePlan(path=path, length=len(body), pieces=[(0, body)])
 
 
-def bytes_image(path: str, data: bytes) -> Image:
+def bytes_image(path: str, data: bytes) -> FilePlan:
     """A file whose content is known."""
-    return Image(path=path, length=len(data), pieces=[(0, data)])
+    return FilePlan(path=path, length=len(data), pieces=[(0, data)])
 
 
 def is_exact_json(data: object) -> bool:
@@ -160,7 +160,7 @@ def _fills_its_extent(tensor: torch.Tensor) -> bool:
 
 def safetensors_image(
     path: str, tensors: Mapping[str, torch.Tensor], besides: Mapping[str, str] | None = None
-) -> Image:
+) -> FilePlan:
     """A safetensors file. Tensors that are one and the same memory are stored once, the other names as aliases.
 
     Args:
@@ -187,10 +187,10 @@ def safetensors_image(
     described = {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in kept}
     head, places, length = _safetensors_head(described, metadata)
     placed = [(places[name], tensors[name].detach()) for name in kept if tensors[name].numel()]
-    return Image(path=path, length=length, pieces=[(0, head)], tensors=placed)
+    return FilePlan(path=path, length=length, pieces=[(0, head)], tensors=placed)
 
 
-def named_safetensors_image(path: str, tensors: Mapping[str, Lazy | torch.Tensor]) -> Image:
+def named_safetensors_image(path: str, tensors: Mapping[str, Lazy | torch.Tensor]) -> FilePlan:
     """A safetensors file in which each tensor is stored under its own name, in the order given.
 
     Lazy ones are fetched one at a time while it is written.
@@ -199,7 +199,7 @@ def named_safetensors_image(path: str, tensors: Mapping[str, Lazy | torch.Tensor
     head, places, length = _safetensors_head(described, {"format": "pt"})
     held = [(places[n], t.detach()) for n, t in tensors.items() if isinstance(t, torch.Tensor) and t.numel()]
     lazies = [(places[n], t) for n, t in tensors.items() if isinstance(t, Lazy) and t.size_bytes]
-    return Image(path=path, length=length, pieces=[(0, head)], tensors=held, lazies=lazies)
+    return FilePlan(path=path, length=length, pieces=[(0, head)], tensors=held, lazies=lazies)
 
 
 def _safetensors_head(
@@ -219,7 +219,7 @@ def _safetensors_head(
     return head, {name: start + begin for name, begin in begins.items()}, start + at
 
 
-def torch_image(path: str, obj: object, *, strict: bool, key: str) -> Image:
+def torch_image(path: str, obj: object, *, strict: bool, key: str) -> FilePlan:
     """A torch archive. Storages first, at page-aligned offsets where they are large, then the pickled structure.
 
     Raises:
@@ -248,10 +248,10 @@ def torch_image(path: str, obj: object, *, strict: bool, key: str) -> Image:
             tensors.append((record.data_offset, _bytes_of(storage)))
     for name, data in (("data.pkl", pickled.data), ("byteorder", sys.byteorder.encode()), ("version", b"3\n")):
         pieces.append((add(name, len(data)).data_offset, data))
-    return Image(path=path, length=at, pieces=pieces, tensors=tensors, records=tuple(records))
+    return FilePlan(path=path, length=at, pieces=pieces, tensors=tensors, records=tuple(records))
 
 
-def single(image: Image, path: str) -> Image:
+def single(image: FilePlan, path: str) -> FilePlan:
     """The same image as a checkpoint of its own: it gets the manifest inside."""
     return dataclasses.replace(image, path=path, manifest={})
 

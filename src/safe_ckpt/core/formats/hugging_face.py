@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from safe_ckpt.core.formats.file_plan import SAFETENSORS_DTYPES, Image, Lazy, named_safetensors_image
+from safe_ckpt.core.formats.file_plan import SAFETENSORS_DTYPES, FilePlan, Lazy, named_safetensors_image
 from safe_ckpt.errors import ConfigError, StateError
 
 STEM = "model"
@@ -41,7 +41,7 @@ def parse_size(value: int | str, key: str) -> int:
     return int(number)
 
 
-def images(tensors: Mapping[str, Lazy | torch.Tensor], max_shard_bytes: int) -> list[Image]:
+def images(tensors: Mapping[str, Lazy | torch.Tensor], max_shard_bytes: int) -> list[FilePlan]:
     """The files: as many shards as needed, in the order of ``tensors``, and the index when there is more than one.
 
     Args:
@@ -63,7 +63,7 @@ def images(tensors: Mapping[str, Lazy | torch.Tensor], max_shard_bytes: int) -> 
     index = {"metadata": {"total_size": sum(map(_size_of, tensors.values()))}, "weight_map": where}
     body = json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
     files = [named_safetensors_image(file, shard) for file, shard in zip(names, shards, strict=True)]
-    return [*files, Image(path=f"{STEM}.safetensors.index.json", length=len(body), pieces=[(0, body)])]
+    return [*files, FilePlan(path=f"{STEM}.safetensors.index.json", length=len(body), pieces=[(0, body)])]
 
 
 def admit(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:

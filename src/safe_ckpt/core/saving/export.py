@@ -15,7 +15,7 @@ from safe_ckpt.core.coordination.coordinator import raise_first
 from safe_ckpt.core.directory.catalog import WEIGHTS
 from safe_ckpt.core.directory.workspace import Root
 from safe_ckpt.core.formats import hugging_face
-from safe_ckpt.core.formats.file_plan import Image, Lazy
+from safe_ckpt.core.formats.file_plan import FilePlan, Lazy
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import NamedRoots, refuse
 from safe_ckpt.core.saving.request import SaveHandle, SaveJob, SaveRequest
@@ -64,7 +64,7 @@ class Exporter:
         root = self._roots.hold(path)
         chosen = {name: tensors[name] for name in kept["names"]}
         stream = _Stream(self._engine, path.name, chosen, dtype)
-        planned: list[Image] = []
+        planned: list[FilePlan] = []
         try:
             if self._engine.rank == 0:
                 planned = stream.images(most_bytes) if kept["gathered"] else hugging_face.images(chosen, most_bytes)
@@ -100,7 +100,7 @@ class Exporter:
             raise
 
 
-def request_of(root: Root, path: Path, images: Sequence[Image], error: Exception | None) -> SaveRequest:
+def request_of(root: Root, path: Path, images: Sequence[FilePlan], error: Exception | None) -> SaveRequest:
     """What to save so that ``path`` becomes a directory of weights alone; other files in it go along."""
     return SaveRequest(
         root=root,
@@ -127,7 +127,7 @@ class _Stream:
         self._timeout_s = engine.config.timeouts.lengthy_s
         self._handover = Handover(name, gather.STAGING_BYTES, self._timeout_s)
 
-    def images(self, most_bytes: int) -> list[Image]:
+    def images(self, most_bytes: int) -> list[FilePlan]:
         """The files."""
         return hugging_face.images(
             {name: self._lazy(name, tensor) for name, tensor in self._tensors.items()}, most_bytes

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from safe_ckpt.core.directory.ledger import Decision
 from safe_ckpt.core.directory.workspace import Root
-from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
 from safe_ckpt.core.formats.write_task import FileTask
 from safe_ckpt.core.saving.streamed_files import Parts
@@ -79,7 +79,7 @@ class SaveRequest:
     kind: Literal["directory", "file"]
     step: int
     metrics: Mapping[str, float] = field(default_factory=dict)
-    images: Sequence[Image] = ()
+    images: Sequence[FilePlan] = ()
     items: Mapping[str, Any] = field(default_factory=dict)
     error: Exception | None = None
     links: Sequence[Link] = ()

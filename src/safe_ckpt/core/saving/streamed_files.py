@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.write_task import FileTask
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
@@ -41,7 +41,7 @@ class Parts:
         """Where the files go. For the engine, before the first one comes."""
         self._place = (folder, manifest)
 
-    def add(self, image: Image) -> None:
+    def add(self, image: FilePlan) -> None:
         """Copy one file. When this returns the caller may change whatever it likes.
 
         Raises:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from safe_ckpt.core.coordination.coordinator import Scatter, raise_first
 from safe_ckpt.core.formats import dcp
-from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.torch_archive import pickle_state
 from safe_ckpt.core.sharding import dtensor, plan_data
 from safe_ckpt.errors import CoordinationError, DesyncError, SafeCheckpointError, SaveError, StateError, to_wire
@@ -107,7 +107,7 @@ class ShardPlanner:
         self._global: dict[str, _Global] = {}  # on rank 0
         self._written: dict[str, tuple[Any, bytes]] = {}  # on rank 0: the last metadata, and what it was made of
 
-    def images(self, states: Mapping[str, Any], problem: Exception | None = None) -> list[Image]:
+    def images(self, states: Mapping[str, Any], problem: Exception | None = None) -> list[FilePlan]:
         """The files of this rank. Every rank calls this, on the thread that trains; see ``agree`` and ``lay_out``."""
         return self.lay_out(self.agree(states, problem))
 
@@ -168,17 +168,17 @@ class ShardPlanner:
             self._global[folder] = whole
         return Parts(items=local, metadata={folder: data for folder, (_, data) in made.items()})
 
-    def lay_out(self, parts: Parts) -> list[Image]:
+    def lay_out(self, parts: Parts) -> list[FilePlan]:
         """The files of this rank. What goes wrong here is this rank's own to tell.
 
         Raises:
             StateError: a tensor is not what was planned; names it.
         """
-        found: list[Image] = []
+        found: list[FilePlan] = []
         for folder, item in parts.items.items():
             found += _lay_out(folder, item, self._agreed[folder].kept, self._coordinator.rank)
         for folder, data in parts.metadata.items():
-            found.append(Image(path=_under(folder, METADATA), length=len(data), pieces=[(0, data)]))
+            found.append(FilePlan(path=_under(folder, METADATA), length=len(data), pieces=[(0, data)]))
         return found
 
     def _plan(self, folder: str, state: Any) -> _Local:
@@ -300,7 +300,7 @@ def _metadata_of(folder: str, whole: _Global, told: Mapping[int, Any]) -> bytes:
     return pickle.dumps(dataclasses.replace(whole.metadata, **facts))
 
 
-def _lay_out(folder: str, item: _Local, kept: Sequence[int], rank: int) -> list[Image]:
+def _lay_out(folder: str, item: _Local, kept: Sequence[int], rank: int) -> list[FilePlan]:
     pieces: list[tuple[int, bytes]] = []
     tensors: list[tuple[int, torch.Tensor]] = []
     end = 0
@@ -320,7 +320,7 @@ def _lay_out(folder: str, item: _Local, kept: Sequence[int], rank: int) -> list[
             tensors.append((at + len(around.head), tensor))
     if not end:
         return []
-    return [Image(path=_under(folder, _file_of(rank)), length=end, pieces=pieces, tensors=tensors)]
+    return [FilePlan(path=_under(folder, _file_of(rank)), length=end, pieces=pieces, tensors=tensors)]
 
 
 def _admit(key: str, value: object) -> None:

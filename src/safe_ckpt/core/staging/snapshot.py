@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import RECORD_NAME
 from safe_ckpt.core.formats.write_task import FileTask
 from safe_ckpt.core.staging.buffer import SharedBuffer
@@ -30,13 +30,13 @@ class Snapshot:
     copy: StagingCopy
 
 
-def arena_bytes(images: Sequence[Image]) -> int:
+def arena_bytes(images: Sequence[FilePlan]) -> int:
     """How much of an arena the images take."""
     return FIRST_BYTE + sum(_rounded(image.length) for image in images)
 
 
 def lay_out(
-    images: Sequence[Image],
+    images: Sequence[FilePlan],
     arena: SharedBuffer,
     folder: str,
     manifest: Mapping[str, Any],
@@ -73,7 +73,7 @@ def lay_out(
     return Snapshot(tasks=tasks, copy=StagingCopy(name, arena, moves, end, witness))
 
 
-def list_tasks(images: Sequence[Image], folder: str, manifest: Mapping[str, Any]) -> list[FileTask]:
+def list_tasks(images: Sequence[FilePlan], folder: str, manifest: Mapping[str, Any]) -> list[FileTask]:
     """What is to be written, with the places in an arena that would hold it all."""
     tasks: list[FileTask] = []
     base = FIRST_BYTE
@@ -93,7 +93,7 @@ def list_tasks(images: Sequence[Image], folder: str, manifest: Mapping[str, Any]
     return tasks
 
 
-def take(images: Sequence[Image], arena: SharedBuffer, folder: str, manifest: Mapping[str, Any]) -> list[FileTask]:
+def take(images: Sequence[FilePlan], arena: SharedBuffer, folder: str, manifest: Mapping[str, Any]) -> list[FileTask]:
     """Copy everything into the arena at once. When this returns the caller may change whatever it likes.
 
     Raises:

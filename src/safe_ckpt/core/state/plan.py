@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from safe_ckpt.core.formats import file_plan, parsing
-from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.staging import overlap
@@ -51,7 +51,7 @@ class Item:
     """One name of a state, planned on one rank."""
 
     name: str
-    image: Image
+    image: FilePlan
     per_rank: bool
     form: str
 
@@ -212,7 +212,7 @@ def _plan_item(name: str, inner: Any, form: str, rank: int | None) -> Item:
     return Item(name=name, image=image, per_rank=rank is not None, form=form)
 
 
-def _image(stem: str, inner: Any, key: str) -> Image:
+def _image(stem: str, inner: Any, key: str) -> FilePlan:
     if file_plan.fits_safetensors(inner):
         return file_plan.safetensors_image(f"{stem}.safetensors", inner)
     if file_plan.is_exact_json(inner):

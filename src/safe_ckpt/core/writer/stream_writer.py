@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from safe_ckpt.core.formats import zip_archive
-from safe_ckpt.core.formats.file_plan import Image, Lazy
+from safe_ckpt.core.formats.file_plan import FilePlan, Lazy
 from safe_ckpt.core.formats.write_task import FileTask, closing_of
 from safe_ckpt.core.storage.checksum import RecordDigest
 from safe_ckpt.core.storage.direct_io import (
@@ -35,7 +35,7 @@ _PIECE = 1 << 20  # hashed at a time
 
 
 def stream_file(
-    image: Image, task: FileTask, buffer_bytes: int, options: SinkOptions, progress: Progress
+    image: FilePlan, task: FileTask, buffer_bytes: int, options: SinkOptions, progress: Progress
 ) -> FileResult:
     """Write one file without a copy of it in memory, and make its bytes durable.
 
@@ -53,7 +53,7 @@ def stream_file(
 
 
 def _stream_file(
-    image: Image, task: FileTask, buffer_bytes: int, options: SinkOptions, progress: Progress
+    image: FilePlan, task: FileTask, buffer_bytes: int, options: SinkOptions, progress: Progress
 ) -> FileResult:
     progress.entered("write")
     content = _Content(image, task)
@@ -98,7 +98,7 @@ def _pour(fd: int, content: _Content, buffer_bytes: int, progress: Progress, *, 
 class _Content:
     """The bytes of a file in order, hashed as they are handed out."""
 
-    image: Image
+    image: FilePlan
     task: FileTask
     whole: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
 

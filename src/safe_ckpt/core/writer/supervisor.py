@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from safe_ckpt.config import Timeouts, WriterConfig
-from safe_ckpt.core.formats.file_plan import Image
+from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.write_task import FileTask
 from safe_ckpt.core.staging.progress import read_mark
 from safe_ckpt.core.staging.worker_thread import Refused
@@ -113,7 +113,7 @@ class Writer:
     def stream(
         self,
         files: Sequence[FileTask],
-        images: Sequence[Image],
+        images: Sequence[FilePlan],
         directories: Sequence[str],
         most_bytes: int | None,
         stop: Callable[[], None],
