@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from accelerate_runs import CONFIG, fresh, make
 from safe_ckpt.accelerate import register
 from safe_ckpt.core.formats import hugging_face
-from safe_ckpt.core.formats.file_plan import Lazy
+from safe_ckpt.core.formats.file_plan import LazyTensor
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.storage import durable
@@ -289,7 +289,7 @@ def test_no_more_memory_than_the_largest_tensor(tmp_path):
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(1, 100))
 def test_shards_hold_every_tensor_once_and_keep_to_the_limit(sizes, limit):
     """For any sizes: in order, none lost, none twice, no shard above the limit unless a single tensor is."""
-    lazies = {f"t{i}": Lazy(dtype=torch.uint8, shape=(size,), fetch=lambda: None) for i, size in enumerate(sizes)}
+    lazies = {f"t{i}": LazyTensor(dtype=torch.uint8, shape=(size,), fetch=lambda: None) for i, size in enumerate(sizes)}
     images = hugging_face.images(lazies, limit)
     shards = [image for image in images if image.path.endswith(".safetensors")]
     stored = [lazy for image in shards for _, lazy in image.lazies]

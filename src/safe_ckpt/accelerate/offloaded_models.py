@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import OffloadedWeightsLoader
 
 from safe_ckpt.core.formats import hugging_face
-from safe_ckpt.core.formats.file_plan import Lazy
+from safe_ckpt.core.formats.file_plan import LazyTensor
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.errors import StateError
 
@@ -25,7 +25,7 @@ def is_offloaded(model: torch.nn.Module) -> bool:
     return any(tensor.is_meta for _, tensor in _named(model))
 
 
-def tensors(model: torch.nn.Module, *, once: bool = True) -> dict[str, Lazy]:
+def tensors(model: torch.nn.Module, *, once: bool = True) -> dict[str, LazyTensor]:
     """Every parameter and persistent buffer under its name, module by module.
 
     Where a tie can no longer be seen, as between two files of weights that were offloaded to disk, each name gets its values.
@@ -38,7 +38,7 @@ def tensors(model: torch.nn.Module, *, once: bool = True) -> dict[str, Lazy]:
         StateError: one is on the meta device and no hook knows where it was offloaded to, or it does not fit safetensors.
     """
     dtensor.refuse_partitioned(model)
-    found: dict[str, Lazy] = {}
+    found: dict[str, LazyTensor] = {}
     seen: set[object] = set()
     homes = _homes(model)
     for name, tensor in _named(model):
@@ -54,7 +54,7 @@ def tensors(model: torch.nn.Module, *, once: bool = True) -> dict[str, Lazy]:
         seen |= identity
         if once:
             hugging_face.admit(name, tensor, tensor.dtype)
-        found[name] = Lazy(dtype=tensor.dtype, shape=tuple(tensor.shape), fetch=fetch)
+        found[name] = LazyTensor(dtype=tensor.dtype, shape=tuple(tensor.shape), fetch=fetch)
     return found
 
 

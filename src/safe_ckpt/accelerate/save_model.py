@@ -25,7 +25,7 @@ from safe_ckpt.accelerate import offloaded_models, strategies
 from safe_ckpt.accelerate.directories import Places
 from safe_ckpt.core.directory.workspace import HIDDEN, Root
 from safe_ckpt.core.formats import file_plan, hugging_face
-from safe_ckpt.core.formats.file_plan import FilePlan, Lazy
+from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.saving import export
 from safe_ckpt.core.saving.engine import Engine
@@ -108,7 +108,7 @@ def save(
     return path
 
 
-def _state_of(accelerator: Any, model: torch.nn.Module, options: Options) -> Mapping[str, Lazy | torch.Tensor]:
+def _state_of(accelerator: Any, model: torch.nn.Module, options: Options) -> Mapping[str, LazyTensor | torch.Tensor]:
     """Names to tensors, on rank 0. What is in parts on the ranks is gathered, as Accelerate does: all of them call this."""
     plain = hugging_face.unwrapped(model)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -128,7 +128,7 @@ def _state_of(accelerator: Any, model: torch.nn.Module, options: Options) -> Map
     return plain.state_dict()
 
 
-def _images(state: Mapping[str, Lazy | torch.Tensor], most_bytes: int, options: Options) -> list[FilePlan]:
+def _images(state: Mapping[str, LazyTensor | torch.Tensor], most_bytes: int, options: Options) -> list[FilePlan]:
     if options.safe_serialization:
         lazies = _once(state, options.dtype)
         split = split_state_dict_into_shards_factory(
@@ -158,12 +158,12 @@ def _files(
     return [*planned, file_plan.bytes_image(f"{single}.index.json", body.encode())]
 
 
-def _once(state: Mapping[str, Lazy | torch.Tensor], dtype: torch.dtype | None) -> dict[str, Lazy]:
+def _once(state: Mapping[str, LazyTensor | torch.Tensor], dtype: torch.dtype | None) -> dict[str, LazyTensor]:
     """What safetensors takes: each tensor under the first of its names, fetched and converted when its turn comes."""
-    found: dict[str, Lazy] = {}
+    found: dict[str, LazyTensor] = {}
     seen: set[object] = set()
     for name, value in _tensors(state).items():
-        identity = set() if isinstance(value, Lazy) else offloaded_models.identity_of(value, value)
+        identity = set() if isinstance(value, LazyTensor) else offloaded_models.identity_of(value, value)
         if seen & identity:
             continue
         seen |= identity
@@ -172,8 +172,8 @@ def _once(state: Mapping[str, Lazy | torch.Tensor], dtype: torch.dtype | None) -
             hugging_face.admit(name, value, final)
         elif final != value.dtype:
             raise StateError(key=name, message="an offloaded model is saved in its own dtype: leave dtype out")
-        fetch = value.fetch if isinstance(value, Lazy) else functools.partial(_converted, value, final)
-        found[name] = Lazy(dtype=final, shape=tuple(value.shape), fetch=fetch)
+        fetch = value.fetch if isinstance(value, LazyTensor) else functools.partial(_converted, value, final)
+        found[name] = LazyTensor(dtype=final, shape=tuple(value.shape), fetch=fetch)
     return found
 
 
@@ -181,14 +181,14 @@ def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.detach().to(dtype)
 
 
-def _fetched(state: Mapping[str, Lazy | torch.Tensor]) -> dict[str, torch.Tensor]:
+def _fetched(state: Mapping[str, LazyTensor | torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors themselves, offloaded ones in host memory all at once: an archive shows which of them are tied."""
     fetched: dict[int, torch.Tensor] = {}
     found: dict[str, torch.Tensor] = {}
     for name, value in _tensors(state).items():
-        tensor = value.fetch() if isinstance(value, Lazy) else value.detach()
+        tensor = value.fetch() if isinstance(value, LazyTensor) else value.detach()
         home = tensor.untyped_storage().data_ptr() if tensor.numel() else id(tensor)
-        found[name] = fetched.setdefault(home, tensor) if isinstance(value, Lazy) else tensor
+        found[name] = fetched.setdefault(home, tensor) if isinstance(value, LazyTensor) else tensor
     return found
 
 
@@ -197,7 +197,7 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in state.items():
         if isinstance(value, str):
             logger.warning("%s is text and left out of the weights, as Accelerate leaves it out", name)
-        elif isinstance(value, Lazy | torch.Tensor):
+        elif isinstance(value, LazyTensor | torch.Tensor):
             found[name] = value
         else:
             raise StateError(key=name, message=f"expected a tensor, got {type(value).__name__}")

@@ -18,7 +18,7 @@ from safe_ckpt.checkpointer import Checkpointer
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.directory.catalog import WEIGHTS
 from safe_ckpt.core.formats import hugging_face
-from safe_ckpt.core.formats.file_plan import FilePlan, Lazy, single, torch_image
+from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, single, torch_image
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest
 from safe_ckpt.core.saving import export
 from safe_ckpt.core.saving.engine import Engine
@@ -116,12 +116,12 @@ def _manifest_of(folder: Path, name: str) -> Manifest:
     )
 
 
-def _lazy(name: str, entry: Entry, maps: Mapped, dtype: torch.dtype | None) -> Lazy:
+def _lazy(name: str, entry: Entry, maps: Mapped, dtype: torch.dtype | None) -> LazyTensor:
     kind = getattr(torch, entry.dtype)
     final = dtype if dtype is not None and kind.is_floating_point else kind
     hugging_face.admit(name, torch.empty(0, dtype=final), final)
     fetch: Callable[[], torch.Tensor] = lambda: maps.tensor(entry).to(final).contiguous()  # noqa: E731
-    return Lazy(dtype=final, shape=entry.shape, fetch=fetch)
+    return LazyTensor(dtype=final, shape=entry.shape, fetch=fetch)
 
 
 def _saved(path: Path, images: list[FilePlan], *, kind: Literal["directory", "file"]) -> CheckpointInfo:

@@ -31,7 +31,7 @@ SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lazy:
+class LazyTensor:
     """A tensor that is fetched when its turn comes to be written, and let go again.
 
     Attributes:
@@ -69,7 +69,7 @@ class FilePlan:
     length: int
     pieces: Sequence[tuple[int, bytes]]
     tensors: Sequence[tuple[int, torch.Tensor]] = ()
-    lazies: Sequence[tuple[int, Lazy]] = ()
+    lazies: Sequence[tuple[int, LazyTensor]] = ()
     records: tuple[Record, ...] | None = None
     manifest: Mapping[str, Any] | None = field(default=None)
 
@@ -190,7 +190,7 @@ def safetensors_image(
     return FilePlan(path=path, length=length, pieces=[(0, head)], tensors=placed)
 
 
-def named_safetensors_image(path: str, tensors: Mapping[str, Lazy | torch.Tensor]) -> FilePlan:
+def named_safetensors_image(path: str, tensors: Mapping[str, LazyTensor | torch.Tensor]) -> FilePlan:
     """A safetensors file in which each tensor is stored under its own name, in the order given.
 
     Lazy ones are fetched one at a time while it is written.
@@ -198,7 +198,7 @@ def named_safetensors_image(path: str, tensors: Mapping[str, Lazy | torch.Tensor
     described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     head, places, length = _safetensors_head(described, {"format": "pt"})
     held = [(places[n], t.detach()) for n, t in tensors.items() if isinstance(t, torch.Tensor) and t.numel()]
-    lazies = [(places[n], t) for n, t in tensors.items() if isinstance(t, Lazy) and t.size_bytes]
+    lazies = [(places[n], t) for n, t in tensors.items() if isinstance(t, LazyTensor) and t.size_bytes]
     return FilePlan(path=path, length=length, pieces=[(0, head)], tensors=held, lazies=lazies)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from safe_ckpt.core.formats.file_plan import SAFETENSORS_DTYPES, FilePlan, Lazy, named_safetensors_image
+from safe_ckpt.core.formats.file_plan import SAFETENSORS_DTYPES, FilePlan, LazyTensor, named_safetensors_image
 from safe_ckpt.errors import ConfigError, StateError
 
 STEM = "model"
@@ -41,14 +41,14 @@ def parse_size(value: int | str, key: str) -> int:
     return int(number)
 
 
-def images(tensors: Mapping[str, Lazy | torch.Tensor], max_shard_bytes: int) -> list[FilePlan]:
+def images(tensors: Mapping[str, LazyTensor | torch.Tensor], max_shard_bytes: int) -> list[FilePlan]:
     """The files: as many shards as needed, in the order of ``tensors``, and the index when there is more than one.
 
     Args:
         tensors: every tensor once.
         max_shard_bytes: a shard ends before it would become larger; a single larger tensor gets one for itself.
     """
-    shards: list[dict[str, Lazy | torch.Tensor]] = [{}]
+    shards: list[dict[str, LazyTensor | torch.Tensor]] = [{}]
     filled = 0
     for name, lazy in tensors.items():
         if shards[-1] and filled + _size_of(lazy) > max_shard_bytes:
@@ -84,5 +84,5 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return inner
 
 
-def _size_of(tensor: Lazy | torch.Tensor) -> int:
-    return tensor.size_bytes if isinstance(tensor, Lazy) else tensor.numel() * tensor.element_size()
+def _size_of(tensor: LazyTensor | torch.Tensor) -> int:
+    return tensor.size_bytes if isinstance(tensor, LazyTensor) else tensor.numel() * tensor.element_size()

@@ -15,7 +15,7 @@ from safe_ckpt.core.coordination.coordinator import raise_first
 from safe_ckpt.core.directory.catalog import WEIGHTS
 from safe_ckpt.core.directory.workspace import Root
 from safe_ckpt.core.formats import hugging_face
-from safe_ckpt.core.formats.file_plan import FilePlan, Lazy
+from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import NamedRoots, refuse
 from safe_ckpt.core.saving.request import SaveHandle, SaveJob, SaveRequest
@@ -133,10 +133,10 @@ class _Stream:
             {name: self._lazy(name, tensor) for name, tensor in self._tensors.items()}, most_bytes
         )
 
-    def _lazy(self, name: str, tensor: torch.Tensor) -> Lazy:
+    def _lazy(self, name: str, tensor: torch.Tensor) -> LazyTensor:
         dtype = _final(tensor, self._dtype)
         size = tensor.numel() * dtype.itemsize
-        return Lazy(
+        return LazyTensor(
             dtype=dtype,
             shape=tuple(tensor.shape),
             fetch=functools.partial(self._handover.take, name),

@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from safe_ckpt.core.formats import zip_archive
-from safe_ckpt.core.formats.file_plan import FilePlan, Lazy
+from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
 from safe_ckpt.core.formats.write_task import FileTask, closing_of
 from safe_ckpt.core.storage.checksum import RecordDigest
 from safe_ckpt.core.storage.direct_io import (
@@ -142,7 +142,7 @@ class _Content:
             yield memoryview(bytes(end - at))
 
     def __post_init__(self) -> None:
-        parts: list[tuple[int, int, bytes | torch.Tensor | Lazy]] = [
+        parts: list[tuple[int, int, bytes | torch.Tensor | LazyTensor]] = [
             (at, len(data), data) for at, data in self.image.pieces
         ]
         parts += [(at, tensor.numel() * tensor.element_size(), tensor) for at, tensor in self.image.tensors]
@@ -151,11 +151,11 @@ class _Content:
         self._next = 0
 
 
-def _slices(source: bytes | torch.Tensor | Lazy) -> Iterator[memoryview]:
+def _slices(source: bytes | torch.Tensor | LazyTensor) -> Iterator[memoryview]:
     if isinstance(source, bytes):
         yield memoryview(source)
         return
-    if isinstance(source, Lazy):
+    if isinstance(source, LazyTensor):
         yield from _slices(_fetched(source))
         if source.release is not None:
             source.release()
@@ -167,7 +167,7 @@ def _slices(source: bytes | torch.Tensor | Lazy) -> Iterator[memoryview]:
         yield memoryview((ctypes.c_ubyte * piece.numel()).from_address(piece.data_ptr())).cast("B")
 
 
-def _fetched(lazy: Lazy) -> torch.Tensor:
+def _fetched(lazy: LazyTensor) -> torch.Tensor:
     tensor = lazy.fetch()
     if tensor.is_meta or tuple(tensor.shape) != lazy.shape or tensor.dtype != lazy.dtype:
         found = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
