@@ -28,7 +28,7 @@ from safe_ckpt import WriterConfig, consolidate_offloaded
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.storage.copier import copy_files
-from safe_ckpt.core.storage.direct_io import SinkOptions
+from safe_ckpt.core.storage.direct_io import WriteOptions
 from safe_ckpt.core.storage.file_copy import FileCopy, Stamp
 
 MIB = 1 << 20
@@ -77,7 +77,7 @@ def cp(source: Path, target: Path) -> None:
 def copy(source: Path, target: Path) -> None:
     target.mkdir()
     settings = WriterConfig()
-    options = SinkOptions(
+    options = WriteOptions(
         direct=settings.direct_io == "auto",
         chunk_bytes=settings.chunk_bytes,
         flush_every_bytes=settings.flush_every_bytes,

@@ -10,9 +10,9 @@ import textwrap
 
 import pytest
 
-from safe_ckpt.core.formats.write_task import FileTask
+from safe_ckpt.core.formats.write_task import WriteTask
 from safe_ckpt.core.storage import direct_io, durable, reader, space
-from safe_ckpt.core.storage.direct_io import SinkOptions
+from safe_ckpt.core.storage.direct_io import WriteOptions
 from safe_ckpt.core.writer.file_writer import write_file
 from safe_ckpt.testing import FaultyStorage
 from support import Quiet, names_in
@@ -85,8 +85,8 @@ def test_a_refusal_anywhere_gives_the_same_bytes(tmp_path, monkeypatch, length, 
     monkeypatch.setattr(os, "pwrite", refusing)
     with mmap.mmap(-1, max(length, 4096)) as memory, memoryview(memory) as view:
         memory[:length] = os.urandom(length)
-        options = SinkOptions(direct=True, chunk_bytes=1 << 20, flush_every_bytes=1 << 20)
-        result = write_file(FileTask(path=str(tmp_path / "f"), offset=0, length=length), view, options, Quiet())
+        options = WriteOptions(direct=True, chunk_bytes=1 << 20, flush_every_bytes=1 << 20)
+        result = write_file(WriteTask(path=str(tmp_path / "f"), offset=0, length=length), view, options, Quiet())
         assert (tmp_path / "f").read_bytes() == memory[:length]
     assert result.size_bytes == length
 

@@ -17,7 +17,7 @@ from safe_ckpt import consolidate_offloaded, restore_offloaded
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.storage.copier import copy_files
-from safe_ckpt.core.storage.direct_io import SinkOptions
+from safe_ckpt.core.storage.direct_io import WriteOptions
 from safe_ckpt.core.storage.file_copy import FileCopy, Stamp
 from safe_ckpt.core.storage.reader import digest_of
 from safe_ckpt.errors import (
@@ -553,7 +553,7 @@ def test_checking_a_copy_that_is_there_shows_progress(tmp_path):
         kept_xxh3_128=digest_of(tmp_path / "source", LONG),
     )
     progress = Counting()
-    copy_files([copy], SinkOptions(direct=True, chunk_bytes=CHUNK, flush_every_bytes=LONG), progress)
+    copy_files([copy], WriteOptions(direct=True, chunk_bytes=CHUNK, flush_every_bytes=LONG), progress)
     assert not (tmp_path / "kept").exists()
     assert progress.bytes >= LONG
 

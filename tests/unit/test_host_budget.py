@@ -11,7 +11,7 @@ from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import GRANULE, SharedBuffer
 from safe_ckpt.core.staging.progress import read_mark
-from safe_ckpt.core.storage.direct_io import SinkOptions
+from safe_ckpt.core.storage.direct_io import WriteOptions
 from safe_ckpt.core.storage.reader import digest_of, read_whole
 from safe_ckpt.core.writer.file_writer import write_file
 from safe_ckpt.core.writer.stream_writer import stream_file
@@ -19,7 +19,7 @@ from safe_ckpt.core.writer.supervisor import Writer
 from safe_ckpt.errors import ConfigError
 from support import Quiet, run_script
 
-OPTIONS = SinkOptions(direct=True, chunk_bytes=1 << 20, flush_every_bytes=64 << 20)
+OPTIONS = WriteOptions(direct=True, chunk_bytes=1 << 20, flush_every_bytes=64 << 20)
 
 
 def mixed():

@@ -21,12 +21,12 @@ from safe_ckpt.core.formats.manifest import RECORD_NAME, archive_digest, read_ma
 from safe_ckpt.core.formats.verify import verify, verify_if_ours
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
-from safe_ckpt.core.storage.direct_io import SinkOptions
+from safe_ckpt.core.storage.direct_io import WriteOptions
 from safe_ckpt.core.writer.file_writer import write_file
 from safe_ckpt.errors import CorruptCheckpointError, StateError
 from support import Quiet
 
-OPTIONS = SinkOptions(direct=True, chunk_bytes=1 << 20, flush_every_bytes=64 << 20)
+OPTIONS = WriteOptions(direct=True, chunk_bytes=1 << 20, flush_every_bytes=64 << 20)
 
 
 def bits(tensor):

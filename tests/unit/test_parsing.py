@@ -11,7 +11,7 @@ from safe_ckpt.core.formats import parsing, torch_archive
 from safe_ckpt.core.formats.file_plan import safetensors_image, torch_image
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
-from safe_ckpt.core.storage.direct_io import SinkOptions
+from safe_ckpt.core.storage.direct_io import WriteOptions
 from safe_ckpt.core.storage.reader import read_whole
 from safe_ckpt.core.writer.file_writer import write_file
 from support import Quiet
@@ -121,7 +121,7 @@ def test_an_archive_of_ours_in_memory(tmp_path):
     arena = SharedBuffer()
     image = torch_image("x.pt", zoo(), strict=True, key="x")
     (task,) = snapshot.take([image], arena, str(tmp_path), {})
-    options = SinkOptions(direct=True, chunk_bytes=4096, flush_every_bytes=4096)
+    options = WriteOptions(direct=True, chunk_bytes=4096, flush_every_bytes=4096)
     result = write_file(task, memoryview(arena.memory), options, Quiet())
     arena.close()
     memory, digest = read_whole(tmp_path / "x.pt", result.size_bytes)

@@ -14,7 +14,7 @@ from safe_ckpt.core.storage.checksum import crc32
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileTask:
+class WriteTask:
     """One file to write.
 
     Attributes:
@@ -41,7 +41,7 @@ class FileTask:
         return data
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> FileTask:
+    def from_json(cls, data: Mapping[str, Any]) -> WriteTask:
         """From what ``to_json`` returned."""
         records = data["records"]
         if records is not None:
@@ -50,7 +50,7 @@ class FileTask:
         return cls(**{**data, "records": records})
 
 
-def closing_of(task: FileTask, length: int, crcs: dict[str, int], hashes: Mapping[str, str]) -> bytes:
+def closing_of(task: WriteTask, length: int, crcs: dict[str, int], hashes: Mapping[str, str]) -> bytes:
     """What follows the ``length`` bytes of an archive's image: its manifest record and directory, up to the comment."""
     manifest = json.dumps({**(task.manifest or {}), "records": dict(hashes)}, separators=(",", ":")).encode()
     own = zip_archive.place(task.manifest_name, len(manifest), length)

@@ -20,7 +20,7 @@ from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.offload.consolidate import ADAPTER, own_part
 from safe_ckpt.core.storage import durable, space
 from safe_ckpt.core.storage.copier import copy_files
-from safe_ckpt.core.storage.direct_io import SinkOptions, Unwatched
+from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
 from safe_ckpt.core.storage.durable import sync_directory
 from safe_ckpt.core.storage.file_copy import FileCopy, Stamp
 from safe_ckpt.errors import (
@@ -222,7 +222,7 @@ def _copy(part: Part, folder: Path) -> None:
             raise CorruptCheckpointError(path=str(part.checkpoint), file=entry.path, message=message)
         copies.append(FileCopy(source=str(file), path=str(target), stamp=stamp))
     try:
-        results = copy_files(copies, SinkOptions.of(WriterConfig()), Unwatched())
+        results = copy_files(copies, WriteOptions.of(WriterConfig()), Unwatched())
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -25,7 +25,7 @@ from safe_ckpt.core.saving.request import SaveJob
 from safe_ckpt.core.saving.streamed_files import Parts
 from safe_ckpt.core.storage import durable as commit
 from safe_ckpt.core.storage import space
-from safe_ckpt.core.storage.durable import FileResult, sync_directory
+from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
 from safe_ckpt.core.storage.file_copy import FileCopy, first_changed, record_name
 from safe_ckpt.core.writer.client import WriteJob
 from safe_ckpt.core.writer.supervisor import Writer
@@ -209,8 +209,8 @@ class CommitProtocol:
         self.written_bytes = sum(result.size_bytes for result in results)
         return {"files": [self._entry(result) for result in results], "items": dict(op.request.items)}
 
-    def _write_parts(self, parts: Parts, directories: list[str]) -> list[FileResult]:
-        results: dict[str, FileResult] = {}  # of one that comes twice the second counts
+    def _write_parts(self, parts: Parts, directories: list[str]) -> list[WrittenFile]:
+        results: dict[str, WrittenFile] = {}  # of one that comes twice the second counts
         for arena, tasks in parts.take(self._look_around):
             job = WriteJob(name=self._op.name, rank=self._rank, arena=arena, files=tasks)
             results.update({result.path: result for result in self._writer.write(job, self._look_around)})
@@ -218,7 +218,7 @@ class CommitProtocol:
             sync_directory(directory)
         return list(results.values())
 
-    def _copy_files(self) -> list[FileResult]:
+    def _copy_files(self) -> list[WrittenFile]:
         """Copy what lies in files. They must be read before the caller goes on; this tells it."""
         op = self._op
         if not op.request.copies:
@@ -249,7 +249,7 @@ class CommitProtocol:
         if op.copy is not None and op.copy.error is not None:
             raise op.copy.error
 
-    def _entry(self, result: FileResult) -> dict[str, Any]:
+    def _entry(self, result: WrittenFile) -> dict[str, Any]:
         path = Path(result.path).relative_to(self._op.folder).as_posix()
         return {"path": path, "size_bytes": result.size_bytes, "xxh3_128": result.xxh3_128, "rank": self._rank}
 

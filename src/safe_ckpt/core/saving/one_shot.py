@@ -13,7 +13,7 @@ from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage import durable
-from safe_ckpt.core.storage.direct_io import SinkOptions, Unwatched
+from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
 from safe_ckpt.core.writer.file_writer import write_file
 from safe_ckpt.errors import DirectoryError
 
@@ -56,7 +56,7 @@ def save_archive(
     try:
         durable.make_directory(path.parent)
         (task,) = snapshot.take([file_plan.single(image, near.name)], arena, str(path.parent), manifest.to_json())
-        options = SinkOptions(direct=True, chunk_bytes=8 << 20, flush_every_bytes=64 << 20)
+        options = WriteOptions(direct=True, chunk_bytes=8 << 20, flush_every_bytes=64 << 20)
         result = write_file(task, memoryview(arena.memory), options, Unwatched())
         durable.publish_file(near, path)
     except OSError as error:

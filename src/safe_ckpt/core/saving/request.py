@@ -14,7 +14,7 @@ from safe_ckpt.core.directory.ledger import Decision
 from safe_ckpt.core.directory.workspace import Root
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
-from safe_ckpt.core.formats.write_task import FileTask
+from safe_ckpt.core.formats.write_task import WriteTask
 from safe_ckpt.core.saving.streamed_files import Parts
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.copy import StagingCopy
@@ -126,7 +126,7 @@ class SaveJob:
     needed_bytes: int
     handle: SaveHandle
     arena: SharedBuffer | None = None
-    tasks: Sequence[FileTask] = ()
+    tasks: Sequence[WriteTask] = ()
     copy: StagingCopy | None = None
     read: threading.Event = field(default_factory=threading.Event)
     streamed: bool = False

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from safe_ckpt.core.formats.file_plan import FilePlan
-from safe_ckpt.core.formats.write_task import FileTask
+from safe_ckpt.core.formats.write_task import WriteTask
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.errors import SafeCheckpointError
@@ -25,7 +25,7 @@ class Parts:
 
     def __init__(self, pool: list[SharedBuffer]) -> None:
         self._pool = pool
-        self._waiting: deque[tuple[SharedBuffer, list[FileTask]]] = deque()
+        self._waiting: deque[tuple[SharedBuffer, list[WriteTask]]] = deque()
         self._turn = threading.Condition()
         self._place: tuple[str, Mapping[str, Any]] = ("", {})
         self._ended = False
@@ -84,7 +84,7 @@ class Parts:
                 self._ended, self._error = True, error
             self._turn.notify_all()
 
-    def take(self, check: Callable[[], None]) -> Iterator[tuple[SharedBuffer, list[FileTask]]]:
+    def take(self, check: Callable[[], None]) -> Iterator[tuple[SharedBuffer, list[WriteTask]]]:
         """What is to be written, as it comes. On the background thread; the memory is taken back with the next one.
 
         Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import RECORD_NAME
-from safe_ckpt.core.formats.write_task import FileTask
+from safe_ckpt.core.formats.write_task import WriteTask
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.copy import StagingCopy
 from safe_ckpt.core.staging.device_copies import TensorCopy
@@ -26,7 +26,7 @@ class Snapshot:
         copy: fills the arena.
     """
 
-    tasks: Sequence[FileTask]
+    tasks: Sequence[WriteTask]
     copy: StagingCopy
 
 
@@ -73,14 +73,14 @@ def lay_out(
     return Snapshot(tasks=tasks, copy=StagingCopy(name, arena, moves, end, witness))
 
 
-def list_tasks(images: Sequence[FilePlan], folder: str, manifest: Mapping[str, Any]) -> list[FileTask]:
+def list_tasks(images: Sequence[FilePlan], folder: str, manifest: Mapping[str, Any]) -> list[WriteTask]:
     """What is to be written, with the places in an arena that would hold it all."""
-    tasks: list[FileTask] = []
+    tasks: list[WriteTask] = []
     base = FIRST_BYTE
     for image in images:
         single = image.records is not None and image.manifest is not None
         tasks.append(
-            FileTask(
+            WriteTask(
                 path=f"{folder}/{image.path}",
                 offset=base,
                 length=image.length,
@@ -93,7 +93,7 @@ def list_tasks(images: Sequence[FilePlan], folder: str, manifest: Mapping[str, A
     return tasks
 
 
-def take(images: Sequence[FilePlan], arena: SharedBuffer, folder: str, manifest: Mapping[str, Any]) -> list[FileTask]:
+def take(images: Sequence[FilePlan], arena: SharedBuffer, folder: str, manifest: Mapping[str, Any]) -> list[WriteTask]:
     """Copy everything into the arena at once. When this returns the caller may change whatever it likes.
 
     Raises:

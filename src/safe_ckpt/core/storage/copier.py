@@ -20,13 +20,13 @@ import xxhash
 from safe_ckpt.core.storage.direct_io import (
     PAGE,
     Progress,
-    SinkOptions,
+    WriteOptions,
     create_file,
     once_more_after_eio,
     write_all,
     write_rest,
 )
-from safe_ckpt.core.storage.durable import FileResult
+from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.file_copy import FileCopy, Recorder
 
 _AT_A_TIME = 4
@@ -36,8 +36,8 @@ _FICLONE = 0x40049409  # linux/fs.h
 
 
 def copy_files(
-    copies: Sequence[FileCopy], options: SinkOptions, progress: Progress, record: str = ""
-) -> list[FileResult]:
+    copies: Sequence[FileCopy], options: WriteOptions, progress: Progress, record: str = ""
+) -> list[WrittenFile]:
     """Copy files and make their bytes durable; the directory entries are the caller's to fsync.
 
     Args:
@@ -54,7 +54,7 @@ def copy_files(
         OSError: as the operating system says, with the path. The others end before this is raised.
     """
     with contextlib.closing(Recorder(record)) as note:
-        results: list[FileResult] = []
+        results: list[WrittenFile] = []
         for start in range(0, len(copies), _OPEN):
             batch = copies[start : start + _OPEN]
             results += once_more_after_eio(lambda: _copy_batch(batch, options, progress, note))  # noqa: B023
@@ -62,11 +62,11 @@ def copy_files(
 
 
 def _copy_batch(
-    copies: Sequence[FileCopy], options: SinkOptions, progress: Progress, note: Recorder
-) -> list[FileResult]:
+    copies: Sequence[FileCopy], options: WriteOptions, progress: Progress, note: Recorder
+) -> list[WrittenFile]:
     batch = _Batch(options, progress, ahead=len(copies) < _AT_A_TIME)
 
-    def one(copy: FileCopy) -> FileResult:
+    def one(copy: FileCopy) -> WrittenFile:
         try:
             found = batch.take_over(copy) or batch.copy(copy)
             note.add(copy, found)
@@ -101,7 +101,7 @@ class _Batch:
             threads would not overlap reading with writing by themselves.
     """
 
-    def __init__(self, options: SinkOptions, progress: Progress, *, ahead: bool) -> None:
+    def __init__(self, options: WriteOptions, progress: Progress, *, ahead: bool) -> None:
         self._ahead = ahead
         self._options = options
         self._progress = progress
@@ -110,7 +110,7 @@ class _Batch:
         self._written: list[tuple[int, FileCopy]] = []
         self.failed = threading.Event()
 
-    def copy(self, copy: FileCopy) -> FileResult:
+    def copy(self, copy: FileCopy) -> WrittenFile:
         """Copy one file. It is not durable before ``sync``."""
         self._progress.entered("write")
         try:
@@ -119,9 +119,9 @@ class _Batch:
             digest = self._pour(copy, fd, direct=direct)
         except OSError as error:
             raise OSError(error.errno, error.strerror, error.filename or copy.path) from error
-        return FileResult(path=copy.path, size_bytes=copy.stamp.size_bytes, xxh3_128=digest)
+        return WrittenFile(path=copy.path, size_bytes=copy.stamp.size_bytes, xxh3_128=digest)
 
-    def take_over(self, copy: FileCopy) -> FileResult | None:
+    def take_over(self, copy: FileCopy) -> WrittenFile | None:
         """Let an earlier attempt's copy stand for this one, if there is one and it is intact."""
         if not copy.kept:
             return None
@@ -139,7 +139,7 @@ class _Batch:
             return None
         finally:
             os.close(fd)
-        return FileResult(path=copy.path, size_bytes=copy.stamp.size_bytes, xxh3_128=copy.kept_xxh3_128)
+        return WrittenFile(path=copy.path, size_bytes=copy.stamp.size_bytes, xxh3_128=copy.kept_xxh3_128)
 
     def sync(self) -> None:
         """Make durable what was copied."""

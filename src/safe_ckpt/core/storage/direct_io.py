@@ -23,7 +23,7 @@ _learning = threading.Lock()  # several files are copied at a time
 
 
 @dataclass(frozen=True, kw_only=True)
-class SinkOptions:
+class WriteOptions:
     """How to write. See ``WriterConfig``.
 
     Attributes:
@@ -39,7 +39,7 @@ class SinkOptions:
     replace: bool = True
 
     @classmethod
-    def of(cls, config: WriterConfig) -> SinkOptions:
+    def of(cls, config: WriterConfig) -> WriteOptions:
         """From what the user has set."""
         return cls(
             direct=config.direct_io == "auto",

@@ -27,7 +27,7 @@ _NO_LINK = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EX
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileResult:
+class WrittenFile:
     """What is on disk now. The digest is that of the whole file."""
 
     path: str

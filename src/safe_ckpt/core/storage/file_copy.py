@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.core.storage.durable import FileResult
+from safe_ckpt.core.storage.durable import WrittenFile
 
 _RECORD = "copied."
 
@@ -130,7 +130,7 @@ class Recorder:
         self._turn = threading.Lock()
         self._file = open(path, "ab", buffering=0) if path else None  # noqa: SIM115 - closed by close()
 
-    def add(self, copy: FileCopy, result: FileResult) -> None:
+    def add(self, copy: FileCopy, result: WrittenFile) -> None:
         """A copy is complete. From any thread."""
         if self._file is not None:
             data = {"copy": copy.to_json(), "xxh3_128": result.xxh3_128, "host": socket.gethostname()}

@@ -20,11 +20,11 @@ import xxhash
 
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.coordination.processes import process_state
-from safe_ckpt.core.formats.write_task import FileTask
+from safe_ckpt.core.formats.write_task import WriteTask
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.progress import ControlPage, Standing, new_page
 from safe_ckpt.core.storage.direct_io import write_without_direct
-from safe_ckpt.core.storage.durable import FileResult
+from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.file_copy import FileCopy
 from safe_ckpt.core.writer.process import STACK_SIGNAL
 
@@ -59,7 +59,7 @@ class WriteJob:
     name: str
     rank: int
     arena: SharedBuffer | None = None
-    files: Sequence[FileTask] = ()
+    files: Sequence[WriteTask] = ()
     copies: Sequence[FileCopy] = ()
     record: str = ""
     directories: Sequence[str] = ()
@@ -126,7 +126,7 @@ class Child:
         """A number that changes as long as it makes progress."""
         return self._page.read().beats
 
-    def run(self, job: WriteJob, plan: bytes, timeouts: Timeouts, stop: Callable[[], None]) -> list[FileResult]:
+    def run(self, job: WriteJob, plan: bytes, timeouts: Timeouts, stop: Callable[[], None]) -> list[WrittenFile]:
         """Let it write a job, described by ``plan``.
 
         Raises:
@@ -243,13 +243,13 @@ def _limit_s(timeouts: Timeouts, phase: str, state: str) -> float:
     return max(timeouts.fsync_stall_s, timeouts.writer_stall_s) if state in _WAITING else timeouts.writer_stall_s
 
 
-def _results(reply: dict[str, Any], job: WriteJob) -> list[FileResult]:
+def _results(reply: dict[str, Any], job: WriteJob) -> list[WrittenFile]:
     if "error" in reply:
         error = reply["error"]
         raise OSError(error["errno"], error["message"], error["path"])
     for device, path in reply["refused_direct"]:
         write_without_direct(device, path)
-    found = [FileResult(path=path, size_bytes=size, xxh3_128=digest) for path, size, digest in reply["files"]]
+    found = [WrittenFile(path=path, size_bytes=size, xxh3_128=digest) for path, size, digest in reply["files"]]
     if [result.path for result in found] != job.paths:
         raise OSError(None, "the writer reports other files than it was given")
     return found

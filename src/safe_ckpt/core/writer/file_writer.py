@@ -16,19 +16,19 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from safe_ckpt.core.formats import zip_archive
-from safe_ckpt.core.formats.write_task import FileTask, closing_of
+from safe_ckpt.core.formats.write_task import WriteTask, closing_of
 from safe_ckpt.core.formats.zip_archive import Record
 from safe_ckpt.core.storage.checksum import RecordDigest
 from safe_ckpt.core.storage.direct_io import (
     PAGE,
     Progress,
-    SinkOptions,
+    WriteOptions,
     create_file,
     once_more_after_eio,
     write_all,
     write_rest,
 )
-from safe_ckpt.core.storage.durable import FileResult
+from safe_ckpt.core.storage.durable import WrittenFile
 
 logger = logging.getLogger(__name__)
 _NEXT_LOOK_S = 0.0005
@@ -40,8 +40,8 @@ Ready = Callable[[], int]
 
 
 def write_file(
-    task: FileTask, arena: memoryview, options: SinkOptions, progress: Progress, ready: Ready | None = None
-) -> FileResult:
+    task: WriteTask, arena: memoryview, options: WriteOptions, progress: Progress, ready: Ready | None = None
+) -> WrittenFile:
     """Write one file and make its bytes durable; the directory entry is the caller's to fsync.
 
     Args:
@@ -58,8 +58,8 @@ def write_file(
 
 
 def _write_file(
-    task: FileTask, arena: memoryview, options: SinkOptions, progress: Progress, ready: Ready | None
-) -> FileResult:
+    task: WriteTask, arena: memoryview, options: WriteOptions, progress: Progress, ready: Ready | None
+) -> WrittenFile:
     progress.entered("write")
     image = arena[task.offset : task.offset + task.length]
     hasher = _Hasher(task, image, options.chunk_bytes, progress, ready)
@@ -78,11 +78,11 @@ def _write_file(
         hasher.stop()
     if found != size:
         raise OSError(errno.EIO, f"{size} bytes were written but the file has {found}", task.path)
-    return FileResult(path=task.path, size_bytes=size, xxh3_128=hasher.digest)
+    return WrittenFile(path=task.path, size_bytes=size, xxh3_128=hasher.digest)
 
 
 def _write_image(
-    fd: int, image: memoryview, hasher: _Hasher, options: SinkOptions, progress: Progress, *, direct: bool
+    fd: int, image: memoryview, hasher: _Hasher, options: WriteOptions, progress: Progress, *, direct: bool
 ) -> int:
     body = len(image) // PAGE * PAGE
     unflushed = 0
@@ -114,7 +114,7 @@ class _Hasher:
     """Hashes an image in file order, fills in the data descriptors, and makes the bytes that follow the image."""
 
     def __init__(
-        self, task: FileTask, image: memoryview, chunk_bytes: int, progress: Progress, ready: Ready | None
+        self, task: WriteTask, image: memoryview, chunk_bytes: int, progress: Progress, ready: Ready | None
     ) -> None:
         self._filled = ready
         self._task = task

@@ -22,10 +22,10 @@ import threading
 import time
 from typing import Any
 
-from safe_ckpt.core.formats.write_task import FileTask
+from safe_ckpt.core.formats.write_task import WriteTask
 from safe_ckpt.core.staging.progress import ControlPage, read_mark
 from safe_ckpt.core.storage.copier import copy_files
-from safe_ckpt.core.storage.direct_io import SinkOptions, refused_direct
+from safe_ckpt.core.storage.direct_io import WriteOptions, refused_direct
 from safe_ckpt.core.storage.durable import sync_directory
 from safe_ckpt.core.storage.file_copy import FileCopy
 from safe_ckpt.core.writer.file_writer import write_file
@@ -92,7 +92,7 @@ def _serve(
 ) -> dict[str, Any]:
     try:
         plan = job["plan"]
-        options = SinkOptions(**plan["options"])
+        options = WriteOptions(**plan["options"])
         page.begin(0)
         copies = [FileCopy.from_json(entry) for entry in plan["copies"]]
         found = copy_files(copies, options, page, plan["record"])
@@ -100,7 +100,7 @@ def _serve(
         ready = functools.partial(read_mark, memory)
         for index, entry in enumerate(plan["files"], len(copies)):
             page.begin(index)
-            found.append(write_file(FileTask.from_json(entry), memory, options, page, ready))
+            found.append(write_file(WriteTask.from_json(entry), memory, options, page, ready))
         results = [[result.path, result.size_bytes, result.xxh3_128] for result in found]
         for directory in plan["directories"]:
             sync_directory(directory)

@@ -17,26 +17,26 @@ import xxhash
 
 from safe_ckpt.core.formats import zip_archive
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
-from safe_ckpt.core.formats.write_task import FileTask, closing_of
+from safe_ckpt.core.formats.write_task import WriteTask, closing_of
 from safe_ckpt.core.storage.checksum import RecordDigest
 from safe_ckpt.core.storage.direct_io import (
     PAGE,
     Progress,
-    SinkOptions,
+    WriteOptions,
     create_file,
     once_more_after_eio,
     write_all,
     write_rest,
 )
-from safe_ckpt.core.storage.durable import FileResult
+from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.errors import SafeCheckpointError
 
 _PIECE = 1 << 20  # hashed at a time
 
 
 def stream_file(
-    image: FilePlan, task: FileTask, buffer_bytes: int, options: SinkOptions, progress: Progress
-) -> FileResult:
+    image: FilePlan, task: WriteTask, buffer_bytes: int, options: WriteOptions, progress: Progress
+) -> WrittenFile:
     """Write one file without a copy of it in memory, and make its bytes durable.
 
     Args:
@@ -53,8 +53,8 @@ def stream_file(
 
 
 def _stream_file(
-    image: FilePlan, task: FileTask, buffer_bytes: int, options: SinkOptions, progress: Progress
-) -> FileResult:
+    image: FilePlan, task: WriteTask, buffer_bytes: int, options: WriteOptions, progress: Progress
+) -> WrittenFile:
     progress.entered("write")
     content = _Content(image, task)
     try:
@@ -72,7 +72,7 @@ def _stream_file(
         raise OSError(error.errno, error.strerror, task.path) from error
     if found != size:
         raise OSError(errno.EIO, f"{size} bytes were written but the file has {found}", task.path)
-    return FileResult(path=task.path, size_bytes=size, xxh3_128=content.whole.hexdigest())
+    return WrittenFile(path=task.path, size_bytes=size, xxh3_128=content.whole.hexdigest())
 
 
 def _pour(fd: int, content: _Content, buffer_bytes: int, progress: Progress, *, direct: bool) -> int:
@@ -99,7 +99,7 @@ class _Content:
     """The bytes of a file in order, hashed as they are handed out."""
 
     image: FilePlan
-    task: FileTask
+    task: WriteTask
     whole: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
 
     def pieces(self) -> Iterator[memoryview]:

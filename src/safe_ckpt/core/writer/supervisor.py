@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 
 from safe_ckpt.config import Timeouts, WriterConfig
 from safe_ckpt.core.formats.file_plan import FilePlan
-from safe_ckpt.core.formats.write_task import FileTask
+from safe_ckpt.core.formats.write_task import WriteTask
 from safe_ckpt.core.staging.progress import read_mark
 from safe_ckpt.core.staging.worker_thread import Refused
 from safe_ckpt.core.storage.copier import copy_files
-from safe_ckpt.core.storage.direct_io import PAGE, SinkOptions
-from safe_ckpt.core.storage.durable import FileResult, sync_directory
+from safe_ckpt.core.storage.direct_io import PAGE, WriteOptions
+from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
 from safe_ckpt.core.writer.client import Child, WriteJob, WriterEnded
 from safe_ckpt.core.writer.file_writer import write_file
 from safe_ckpt.core.writer.stream_writer import stream_file
@@ -52,7 +52,7 @@ class Writer:
         self._starting = threading.Lock()  # it may be started ahead of a save, on another thread
         self._closed = False
         self._moves = 0
-        self._options = SinkOptions.of(config)
+        self._options = WriteOptions.of(config)
 
     def start(self) -> None:
         """Start the process ahead of the first job. Where that fails, this process writes by itself, and says so."""
@@ -74,7 +74,7 @@ class Writer:
         child = self._child
         return self._moves + self._thread.progress() + (child.beats() if child is not None else 0)
 
-    def write(self, job: WriteJob, stop: Callable[[], None]) -> list[FileResult]:
+    def write(self, job: WriteJob, stop: Callable[[], None]) -> list[WrittenFile]:
         """Write all files of ``job`` and make them durable.
 
         Args:
@@ -112,12 +112,12 @@ class Writer:
 
     def stream(
         self,
-        files: Sequence[FileTask],
+        files: Sequence[WriteTask],
         images: Sequence[FilePlan],
         directories: Sequence[str],
         most_bytes: int | None,
         stop: Callable[[], None],
-    ) -> list[FileResult]:
+    ) -> list[WrittenFile]:
         """Write ``files`` straight from their ``images``, in this process, with at most ``most_bytes`` of memory.
 
         Raises:
@@ -146,7 +146,7 @@ class Writer:
     def _is_small(self, job: WriteJob) -> bool:
         return not job.copies and not self.needs_process(sum(task.length for task in job.files))
 
-    def _write_aside(self, job: WriteJob, stop: Callable[[], None]) -> list[FileResult] | None:
+    def _write_aside(self, job: WriteJob, stop: Callable[[], None]) -> list[WrittenFile] | None:
         """On the thread; None where it does not come back, or there is none to be had."""
         try:
             return self._thread.run(job, self._options, self._timeouts, stop)
@@ -168,7 +168,7 @@ class Writer:
         }
         return json.dumps(plan).encode()
 
-    def _write_here(self, job: WriteJob, stop: Callable[[], None]) -> list[FileResult]:
+    def _write_here(self, job: WriteJob, stop: Callable[[], None]) -> list[WrittenFile]:
         progress = _OwnProgress(self._moving(stop), stop)
         results = copy_files(job.copies, self._options, progress, job.record)
         if job.arena is not None:

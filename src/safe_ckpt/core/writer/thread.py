@@ -19,8 +19,8 @@ from collections.abc import Callable
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.staging.progress import read_mark
 from safe_ckpt.core.staging.worker_thread import Background
-from safe_ckpt.core.storage.direct_io import SinkOptions
-from safe_ckpt.core.storage.durable import FileResult, sync_directory
+from safe_ckpt.core.storage.direct_io import WriteOptions
+from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
 from safe_ckpt.core.writer.client import WriteJob, WriterEnded
 from safe_ckpt.core.writer.file_writer import write_file
 
@@ -38,8 +38,8 @@ class WriterThread:
         self._moves = 0
 
     def run(
-        self, job: WriteJob, options: SinkOptions, timeouts: Timeouts, stop: Callable[[], None]
-    ) -> list[FileResult]:
+        self, job: WriteJob, options: WriteOptions, timeouts: Timeouts, stop: Callable[[], None]
+    ) -> list[WrittenFile]:
         """Let it write a job that has an arena and no copies.
 
         Args:
@@ -109,11 +109,11 @@ class _Abandoned(Exception):
 class _Task:
     """One job on its way; implements ``direct_io.Progress``."""
 
-    def __init__(self, job: WriteJob, options: SinkOptions) -> None:
+    def __init__(self, job: WriteJob, options: WriteOptions) -> None:
         self._job = job
         self._options = options
         self.over = threading.Event()
-        self.results: list[FileResult] = []
+        self.results: list[WrittenFile] = []
         self.failure: BaseException | None = None
         self.abandoned = False
         self.phase = "write"
