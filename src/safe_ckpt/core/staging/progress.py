@@ -33,7 +33,7 @@ class Standing:
 
 
 class ControlPage:
-    """Both ends of the page. The writer process implements ``direct_io.Progress`` with it."""
+    """Both ends of the page. The writer process implements ``direct_io.ProgressReporter`` with it."""
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, PAGE_BYTES)

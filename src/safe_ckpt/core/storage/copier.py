@@ -19,7 +19,7 @@ import xxhash
 
 from safe_ckpt.core.storage.direct_io import (
     PAGE,
-    Progress,
+    ProgressReporter,
     WriteOptions,
     create_file,
     once_more_after_eio,
@@ -36,7 +36,7 @@ _FICLONE = 0x40049409  # linux/fs.h
 
 
 def copy_files(
-    copies: Sequence[FileCopy], options: WriteOptions, progress: Progress, record: str = ""
+    copies: Sequence[FileCopy], options: WriteOptions, progress: ProgressReporter, record: str = ""
 ) -> list[WrittenFile]:
     """Copy files and make their bytes durable; the directory entries are the caller's to fsync.
 
@@ -62,7 +62,7 @@ def copy_files(
 
 
 def _copy_batch(
-    copies: Sequence[FileCopy], options: WriteOptions, progress: Progress, note: Recorder
+    copies: Sequence[FileCopy], options: WriteOptions, progress: ProgressReporter, note: Recorder
 ) -> list[WrittenFile]:
     batch = _Batch(options, progress, ahead=len(copies) < _AT_A_TIME)
 
@@ -101,7 +101,7 @@ class _Batch:
             threads would not overlap reading with writing by themselves.
     """
 
-    def __init__(self, options: WriteOptions, progress: Progress, *, ahead: bool) -> None:
+    def __init__(self, options: WriteOptions, progress: ProgressReporter, *, ahead: bool) -> None:
         self._ahead = ahead
         self._options = options
         self._progress = progress

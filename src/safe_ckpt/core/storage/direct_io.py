@@ -48,7 +48,7 @@ class WriteOptions:
         )
 
 
-class Progress(Protocol):
+class ProgressReporter(Protocol):
     """Where the writing tells how far it is; a watchdog reads it."""
 
     def moved(self, count: int) -> None:
@@ -62,7 +62,7 @@ class Progress(Protocol):
 
 
 class Unwatched:
-    """A ``Progress`` that nobody reads."""
+    """A ``ProgressReporter`` that nobody reads."""
 
     def moved(self, count: int) -> None:
         """Nothing."""
@@ -126,7 +126,7 @@ def create_file(path: str, direct: bool, *, replace: bool = True) -> tuple[int, 
     return os.open(path, flags, 0o666), False
 
 
-def write_rest(fd: int, rest: bytes, offset: int, progress: Progress, *, direct: bool) -> None:
+def write_rest(fd: int, rest: bytes, offset: int, progress: ProgressReporter, *, direct: bool) -> None:
     """Write the end of a file, which need not be a whole number of pages."""
     if not rest:
         return
@@ -139,7 +139,7 @@ def write_rest(fd: int, rest: bytes, offset: int, progress: Progress, *, direct:
         os.ftruncate(fd, offset + len(rest))
 
 
-def write_all(fd: int, data: memoryview, offset: int, progress: Progress, *, direct: bool) -> bool:
+def write_all(fd: int, data: memoryview, offset: int, progress: ProgressReporter, *, direct: bool) -> bool:
     """Write all of ``data``, however many calls that takes. Returns whether the file is still written to directly.
 
     Raises:

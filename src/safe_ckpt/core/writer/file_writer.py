@@ -21,7 +21,7 @@ from safe_ckpt.core.formats.zip_archive import Record
 from safe_ckpt.core.storage.checksum import RecordDigest
 from safe_ckpt.core.storage.direct_io import (
     PAGE,
-    Progress,
+    ProgressReporter,
     WriteOptions,
     create_file,
     once_more_after_eio,
@@ -40,7 +40,7 @@ Ready = Callable[[], int]
 
 
 def write_file(
-    task: WriteTask, arena: memoryview, options: WriteOptions, progress: Progress, ready: Ready | None = None
+    task: WriteTask, arena: memoryview, options: WriteOptions, progress: ProgressReporter, ready: Ready | None = None
 ) -> WrittenFile:
     """Write one file and make its bytes durable; the directory entry is the caller's to fsync.
 
@@ -58,7 +58,7 @@ def write_file(
 
 
 def _write_file(
-    task: WriteTask, arena: memoryview, options: WriteOptions, progress: Progress, ready: Ready | None
+    task: WriteTask, arena: memoryview, options: WriteOptions, progress: ProgressReporter, ready: Ready | None
 ) -> WrittenFile:
     progress.entered("write")
     image = arena[task.offset : task.offset + task.length]
@@ -82,7 +82,7 @@ def _write_file(
 
 
 def _write_image(
-    fd: int, image: memoryview, hasher: _Hasher, options: WriteOptions, progress: Progress, *, direct: bool
+    fd: int, image: memoryview, hasher: _Hasher, options: WriteOptions, progress: ProgressReporter, *, direct: bool
 ) -> int:
     body = len(image) // PAGE * PAGE
     unflushed = 0
@@ -114,7 +114,7 @@ class _Hasher:
     """Hashes an image in file order, fills in the data descriptors, and makes the bytes that follow the image."""
 
     def __init__(
-        self, task: WriteTask, image: memoryview, chunk_bytes: int, progress: Progress, ready: Ready | None
+        self, task: WriteTask, image: memoryview, chunk_bytes: int, progress: ProgressReporter, ready: Ready | None
     ) -> None:
         self._filled = ready
         self._task = task

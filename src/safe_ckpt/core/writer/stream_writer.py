@@ -21,7 +21,7 @@ from safe_ckpt.core.formats.write_task import WriteTask, closing_of
 from safe_ckpt.core.storage.checksum import RecordDigest
 from safe_ckpt.core.storage.direct_io import (
     PAGE,
-    Progress,
+    ProgressReporter,
     WriteOptions,
     create_file,
     once_more_after_eio,
@@ -35,7 +35,7 @@ _PIECE = 1 << 20  # hashed at a time
 
 
 def stream_file(
-    image: FilePlan, task: WriteTask, buffer_bytes: int, options: WriteOptions, progress: Progress
+    image: FilePlan, task: WriteTask, buffer_bytes: int, options: WriteOptions, progress: ProgressReporter
 ) -> WrittenFile:
     """Write one file without a copy of it in memory, and make its bytes durable.
 
@@ -53,7 +53,7 @@ def stream_file(
 
 
 def _stream_file(
-    image: FilePlan, task: WriteTask, buffer_bytes: int, options: WriteOptions, progress: Progress
+    image: FilePlan, task: WriteTask, buffer_bytes: int, options: WriteOptions, progress: ProgressReporter
 ) -> WrittenFile:
     progress.entered("write")
     content = _Content(image, task)
@@ -75,7 +75,7 @@ def _stream_file(
     return WrittenFile(path=task.path, size_bytes=size, xxh3_128=content.whole.hexdigest())
 
 
-def _pour(fd: int, content: _Content, buffer_bytes: int, progress: Progress, *, direct: bool) -> int:
+def _pour(fd: int, content: _Content, buffer_bytes: int, progress: ProgressReporter, *, direct: bool) -> int:
     written = filled = 0
     with mmap.mmap(-1, buffer_bytes) as memory, memoryview(memory) as buffer:
         for piece in content.pieces():

@@ -107,7 +107,7 @@ class _Abandoned(Exception):
 
 
 class _Task:
-    """One job on its way; implements ``direct_io.Progress``."""
+    """One job on its way; implements ``direct_io.ProgressReporter``."""
 
     def __init__(self, job: WriteJob, options: WriteOptions) -> None:
         self._job = job
