@@ -16,7 +16,7 @@ PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class Progress:
     """How far the writer is.
 
     Attributes:
@@ -32,7 +32,7 @@ class Standing:
     file_index: int
 
 
-class ControlPage:
+class ProgressPage:
     """Both ends of the page. The writer process implements ``direct_io.ProgressReporter`` with it."""
 
     def __init__(self, fd: int) -> None:
@@ -62,10 +62,10 @@ class ControlPage:
     def waiting(self) -> None:
         """No progress, and nothing to tell."""
 
-    def read(self) -> Standing:
+    def read(self) -> Progress:
         """The parent's look at it."""
         beats, moved, phase, file_index = _LAYOUT.unpack_from(self._map)
-        return Standing(beats=beats, moved_bytes=moved, phase=PHASES[phase % len(PHASES)], file_index=file_index)
+        return Progress(beats=beats, moved_bytes=moved, phase=PHASES[phase % len(PHASES)], file_index=file_index)
 
     def _publish(self) -> None:
         # Two threads of the writer may publish at once; a lost beat does no harm, the next one follows.

@@ -22,7 +22,7 @@ from safe_ckpt.config import Timeouts
 from safe_ckpt.core.coordination.processes import process_state
 from safe_ckpt.core.formats.write_task import WriteTask
 from safe_ckpt.core.staging.buffer import SharedBuffer
-from safe_ckpt.core.staging.progress import ControlPage, Standing, new_page
+from safe_ckpt.core.staging.progress import Progress, ProgressPage, new_page
 from safe_ckpt.core.storage.direct_io import write_without_direct
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.file_copy import FileCopy
@@ -110,7 +110,7 @@ class Child:
                 raise
         self._socket = ours
         self._socket.settimeout(0)
-        self._page = ControlPage(page_fd)
+        self._page = ProgressPage(page_fd)
         os.close(page_fd)
         self._owner = os.getpid()
         self._arenas: set[int] = set()
@@ -255,7 +255,7 @@ def _results(reply: dict[str, Any], job: WriteJob) -> list[WrittenFile]:
     return found
 
 
-def _where(standing: Standing, job: WriteJob) -> str:
+def _where(standing: Progress, job: WriteJob) -> str:
     if standing.phase == "idle":
         return "while idle"
     paths = job.paths

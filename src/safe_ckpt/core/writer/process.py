@@ -23,7 +23,7 @@ import time
 from typing import Any
 
 from safe_ckpt.core.formats.write_task import WriteTask
-from safe_ckpt.core.staging.progress import ControlPage, read_mark
+from safe_ckpt.core.staging.progress import ProgressPage, read_mark
 from safe_ckpt.core.storage.copier import copy_files
 from safe_ckpt.core.storage.direct_io import WriteOptions, refused_direct
 from safe_ckpt.core.storage.durable import sync_directory
@@ -44,7 +44,7 @@ def main(socket_fd: int, control_fd: int, niceness: int, parent: int) -> None:
     with contextlib.suppress(OSError):  # a sandbox may forbid it; it is a courtesy
         os.nice(niceness)
     connection = socket.socket(fileno=socket_fd)
-    page = ControlPage(control_fd)
+    page = ProgressPage(control_fd)
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     arenas: dict[int, int] = {}
     threading.Thread(target=_receive, args=(connection, jobs, arenas), daemon=True).start()
@@ -88,7 +88,7 @@ def _receive(connection: socket.socket, jobs: queue.SimpleQueue[dict[str, Any]],
 
 
 def _serve(
-    job: dict[str, Any], arenas: dict[int, int], maps: dict[int, mmap.mmap], page: ControlPage
+    job: dict[str, Any], arenas: dict[int, int], maps: dict[int, mmap.mmap], page: ProgressPage
 ) -> dict[str, Any]:
     try:
         plan = job["plan"]
