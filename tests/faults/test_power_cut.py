@@ -7,7 +7,7 @@ import pytest
 from sweep import MARKER, SCENARIOS
 from trials import THOROUGH, sampled, sweep
 
-from safe_ckpt.core.writer.supervisor import Writer
+from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.testing import FileOperation, crash_states, read_trace
 
@@ -26,7 +26,9 @@ def test_a_power_cut_leaves_the_old_or_the_new(tmp_path, name, monkeypatch, matr
     none; and the new one once the save had been reported.
     """
     sweep(tmp_path, name, "record")
-    monkeypatch.setattr(Writer, "start", lambda _: None)  # nothing is written here: thousands of processes would be
+    monkeypatch.setattr(
+        WriterSupervisor, "start", lambda _: None
+    )  # nothing is written here: thousands of processes would be
     root, trace = tmp_path / "exp", recorded(tmp_path / "log")
     reported = next(i for i, op in enumerate(trace) if op.path.endswith(MARKER))
     seen = {0: 0, 1: 0, 2: 0}
@@ -68,7 +70,7 @@ def test_the_simulation_finds_a_missing_fsync(tmp_path):
 def test_a_missing_fsync_of_ours_would_be_found(tmp_path, monkeypatch):
     """The same traces with the fsync of one file left out: the resume meets a damaged checkpoint under its final name."""
     sweep(tmp_path, "file, first save", "record")
-    monkeypatch.setattr(Writer, "start", lambda _: None)
+    monkeypatch.setattr(WriterSupervisor, "start", lambda _: None)
     root = tmp_path / "exp"
     trace = [op for op in recorded(tmp_path / "log") if not (op.name == "sync" and op.path.endswith(".ckpt"))]
     bad = 0

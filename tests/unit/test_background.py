@@ -221,9 +221,9 @@ def test_a_forked_process_does_not_wait_for_a_thread_that_it_has_not():
 LEAVES = """
     import os, sys
     from safe_ckpt.config import Timeouts
-    from safe_ckpt.core.writer.client import Child
+    from safe_ckpt.core.writer.client import WriterClient
 
-    child = Child(0)
+    child = WriterClient(0)
     pid = os.fork()
     if not pid:
         child.kill()

@@ -15,7 +15,7 @@ from safe_ckpt.core.storage.direct_io import WriteOptions
 from safe_ckpt.core.storage.reader import digest_of, read_whole
 from safe_ckpt.core.writer.file_writer import write_file
 from safe_ckpt.core.writer.stream_writer import stream_file
-from safe_ckpt.core.writer.supervisor import Writer
+from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import ConfigError
 from support import Quiet, run_script
 
@@ -238,7 +238,7 @@ def test_loaded_memory_is_not_shared_with_forked_processes(tmp_path):
 
 def test_a_closed_writer_stays_closed(tmp_path):
     """A process that is started beside a close would stay until the end of the program."""
-    writer = Writer(CheckpointConfig().writer, CheckpointConfig().timeouts, lambda *_: None)
+    writer = WriterSupervisor(CheckpointConfig().writer, CheckpointConfig().timeouts, lambda *_: None)
     writer.close()
     writer.start()
     assert writer.pid is None

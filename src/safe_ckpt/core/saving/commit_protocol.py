@@ -28,7 +28,7 @@ from safe_ckpt.core.storage import space
 from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
 from safe_ckpt.core.storage.file_copy import FileCopy, first_changed, record_name
 from safe_ckpt.core.writer.client import WriteJob
-from safe_ckpt.core.writer.supervisor import Writer
+from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import (
     CommitOutcomeUnknown,
     DirectoryError,
@@ -68,7 +68,7 @@ class CommitProtocol:
         self,
         op: SaveJob,
         board: TwoPhaseCommit,
-        writer: Writer,
+        writer: WriterSupervisor,
         config: CheckpointConfig,
         rank: int,
         give_up: Callable[[], None],

@@ -24,7 +24,7 @@ from safe_ckpt.core.saving.commit_protocol import CommitProtocol
 from safe_ckpt.core.saving.request import SaveJob
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.worker_thread import Background, Refused
-from safe_ckpt.core.writer.supervisor import Writer
+from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, SafeCheckpointError, SaveError
 from safe_ckpt.hooks.emitter import Emitter
 
@@ -59,7 +59,7 @@ class SaveQueue:
         self._config = config
         self._emit = emit
         self._give_back = give_back
-        self._writer = Writer(config.writer, config.timeouts, self._respawned)
+        self._writer = WriterSupervisor(config.writer, config.timeouts, self._respawned)
         coordinator.movers.append(self._writer.progress)
         self._background = Background("safe_ckpt-save", self._work)
         self._boards: list[TwoPhaseCommit] = []
@@ -71,7 +71,7 @@ class SaveQueue:
         self._giving_up = threading.Event()
 
     @property
-    def writer(self) -> Writer:
+    def writer(self) -> WriterSupervisor:
         """What writes this rank's files."""
         return self._writer
 

@@ -79,7 +79,7 @@ class WriterEnded(Exception):
         self.stalled = stalled
 
 
-class Child:
+class WriterClient:
     """One running writer process."""
 
     def __init__(self, niceness: int) -> None:

@@ -24,7 +24,7 @@ from safe_ckpt.core.staging.worker_thread import Refused
 from safe_ckpt.core.storage.copier import copy_files
 from safe_ckpt.core.storage.direct_io import PAGE, WriteOptions
 from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
-from safe_ckpt.core.writer.client import Child, WriteJob, WriterEnded
+from safe_ckpt.core.writer.client import WriteJob, WriterClient, WriterEnded
 from safe_ckpt.core.writer.file_writer import write_file
 from safe_ckpt.core.writer.stream_writer import stream_file
 from safe_ckpt.core.writer.thread import WriterThread
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _STREAM_BYTES = 64 << 20
 
 
-class Writer:
+class WriterSupervisor:
     """Writes snapshots through a child process. Used by one thread at a time.
 
     Args:
@@ -47,7 +47,7 @@ class Writer:
         self._config = config
         self._timeouts = timeouts
         self._respawned = respawned
-        self._child: Child | None = None
+        self._child: WriterClient | None = None
         self._thread = WriterThread()
         self._starting = threading.Lock()  # it may be started ahead of a save, on another thread
         self._closed = False
@@ -60,7 +60,7 @@ class Writer:
             if self._child is not None or self._closed:
                 return
             try:
-                self._child = Child(self._config.niceness)
+                self._child = WriterClient(self._config.niceness)
             except OSError as error:
                 logger.warning("the writer process cannot be started (%s): writing in this process", error)
 
