@@ -10,7 +10,7 @@ from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.request import SaveHandle, SaveRequest
-from safe_ckpt.core.staging.overlap import Deferral
+from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state import plan
 
 TIMEOUT_S = 300.0
@@ -72,7 +72,7 @@ class SingleFile(Way):
                 kind="file",
                 step=step,
                 images=images,
-                deferral=Deferral([self.model], [self.optimizer]) if overlapped else None,
+                deferral=OverlapPlan([self.model], [self.optimizer]) if overlapped else None,
             )
         )
 

@@ -24,7 +24,7 @@ from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.export import Exporter
 from safe_ckpt.core.saving.held_directories import NamedRoots
 from safe_ckpt.core.saving.request import SaveHandle, SaveRequest
-from safe_ckpt.core.staging.overlap import Deferral
+from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state import plan, restore
 from safe_ckpt.errors import NoValidCheckpointError
 
@@ -162,14 +162,14 @@ class Checkpointer:
         except Exception as problem:  # on this rank alone: the others learn of it when they agree on the save
             return [], problem
 
-    def _deferral(self, state: Mapping[str, Any]) -> Deferral | None:
+    def _deferral(self, state: Mapping[str, Any]) -> OverlapPlan | None:
         # A plain loop may do anything to its parameters between two steps, so "auto" is eager here.
         if self.config.snapshot != "overlapped" or not isinstance(state, Mapping):
             return None
         values = [value.value if isinstance(value, plan.PerRank) else value for value in state.values()]
         modules = [value for value in values if isinstance(value, torch.nn.Module)]
         optimizers = [value for value in values if isinstance(value, torch.optim.Optimizer)]
-        return Deferral(modules, optimizers) or None
+        return OverlapPlan(modules, optimizers) or None
 
     def resume(self, state: Mapping[str, Any], *, step: int | None = None) -> CheckpointInfo | None:
         """Restore the newest valid checkpoint into ``state``, in place.

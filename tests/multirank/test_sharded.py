@@ -22,7 +22,7 @@ from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Timeouts
 from safe_ckpt.core.formats import dcp as distcp
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.sharding import dcp_load, dcp_plan
-from safe_ckpt.core.staging.overlap import Deferral
+from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.errors import CorruptCheckpointError, DesyncError, RestoreError, SafeCheckpointError, StateError
 from safe_ckpt.testing import spawn_ranks, values
 from support import flip_bit, placements
@@ -154,7 +154,7 @@ def _train_and_save(rank, world, folder, shape, snapshot, shard):
             handle = ckpt.save(step, state)
             taken = whole(model, optimizer)
             train(model, optimizer, 1, rank)  # changes everything while it is written
-        assert Deferral([model], [optimizer])
+        assert OverlapPlan([model], [optimizer])
         handle.result()
     return taken if rank == 0 else None
 

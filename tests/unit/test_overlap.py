@@ -13,7 +13,7 @@ from torch import nn
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.staging import optimizer_gate
 from safe_ckpt.core.staging.copy import StagingCopy
-from safe_ckpt.core.staging.overlap import Deferral, expected_state_bytes
+from safe_ckpt.core.staging.overlap import OverlapPlan, expected_state_bytes
 from safe_ckpt.errors import SaveError
 
 OVERLAPPED = CheckpointConfig(snapshot="overlapped", record_events=False)
@@ -212,7 +212,7 @@ def test_steps_within_backward(tmp_path, late):
     for parameter in trained:
         parameter.register_post_accumulate_grad_hook(step_now)
     whole = torch.optim.SGD(trained, lr=0.1)
-    assert not Deferral([net], [whole])
+    assert not OverlapPlan([net], [whole])
     assert saved(tmp_path, {"model": net, "whole": whole}, lambda: loss_of(net).backward())
 
 
@@ -475,7 +475,7 @@ def test_what_may_change_in_forward_is_copied_at_once():
     net.tied.weight = net.embedding.weight
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
     train(net, optimizer)
-    found = Deferral([net], [optimizer])
+    found = OverlapPlan([net], [optimizer])
     assert found.covers(net.first.weight)
     assert found.covers(optimizer.state[net.first.weight]["exp_avg"])
     for tensor in (net.embedding.weight, net.tied.weight, net.frozen.weight, net.norm.running_mean):
@@ -495,7 +495,7 @@ def test_what_may_change_in_forward_is_copied_at_once():
 def test_optimizers_that_are_not_known_defer_nothing(optimizer):
     """Several closures, steps captured in a graph, code of the user's: everything is copied at once."""
     net = Net()
-    assert not Deferral([net], [optimizer(list(net.first.parameters()))])
+    assert not OverlapPlan([net], [optimizer(list(net.first.parameters()))])
 
 
 def test_state_dicts_are_copied_at_once(tmp_path):

@@ -14,7 +14,7 @@ from safe_ckpt.accelerate.directories import ADAPTER, Places, Target
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.request import SaveHandle, SaveRequest
-from safe_ckpt.core.staging.overlap import Deferral
+from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state import plan
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _request(
         planned, error = [*planned, *nested.images], error or nested.error
     deferral = None
     if options.overlap and planned:
-        deferral = Deferral(accelerator._models, plain_optimizers(accelerator)) or None
+        deferral = OverlapPlan(accelerator._models, plain_optimizers(accelerator)) or None
     return SaveRequest(
         root=target.place.root,
         path=target.path,

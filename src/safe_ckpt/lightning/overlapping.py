@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from safe_ckpt.core.staging.overlap import Deferral
+from safe_ckpt.core.staging.overlap import OverlapPlan
 
 _SWAPPERS = frozenset({"StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning"})
 
 
-def deferral(trainer: Any, mode: Literal["auto", "eager", "overlapped"]) -> Deferral | None:
+def deferral(trainer: Any, mode: Literal["auto", "eager", "overlapped"]) -> OverlapPlan | None:
     """What may be copied after ``save`` has returned; None for nothing.
 
     Args:
@@ -24,4 +24,4 @@ def deferral(trainer: Any, mode: Literal["auto", "eager", "overlapped"]) -> Defe
     kinds = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
     if mode != "overlapped" or kinds & _SWAPPERS or hasattr(trainer.strategy, "deepspeed_engine"):
         return None
-    return Deferral([trainer.lightning_module], trainer.optimizers) or None
+    return OverlapPlan([trainer.lightning_module], trainer.optimizers) or None

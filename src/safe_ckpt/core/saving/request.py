@@ -18,7 +18,7 @@ from safe_ckpt.core.formats.write_task import WriteTask
 from safe_ckpt.core.saving.streamed_files import Parts
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.copy import StagingCopy
-from safe_ckpt.core.staging.overlap import Deferral
+from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.core.storage.file_copy import FileCopy
 from safe_ckpt.errors import ForkedError, RendezvousTimeout, SafeCheckpointError, SaveSkippedError
@@ -87,7 +87,7 @@ class SaveRequest:
     view: Mapping[str, str] = field(default_factory=dict)
     same: Mapping[str, str] = field(default_factory=dict)
     retain: Retain | None = None
-    deferral: Deferral | None = None
+    deferral: OverlapPlan | None = None
     begun: Path | None = None
     carry: Callable[[str], bool] | None = None
     patient: bool = False

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from safe_ckpt.core.cuda import Cuda
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.device_copies import DeviceCopies, TensorCopy
-from safe_ckpt.core.staging.witness import Witness
+from safe_ckpt.core.staging.witness import MutationDetector
 from safe_ckpt.errors import SaveError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class StagingCopy:
         arena: SharedBuffer,
         moves: Sequence[TensorCopy],
         end: int,
-        witness: Witness | None = None,
+        witness: MutationDetector | None = None,
         cuda: Cuda | None = None,
     ) -> None:
         self.error: Exception | None = None

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from safe_ckpt.core.sharding.dtensor import local_of
-from safe_ckpt.core.staging.witness import Witness
+from safe_ckpt.core.staging.witness import MutationDetector
 
 _OPTIMIZERS = (
     "Adadelta",
@@ -36,7 +36,7 @@ which evaluates its closure several times."""
 _STATES: Mapping[str, int] = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Rprop": 2}
 
 
-class Deferral:
+class OverlapPlan:
     """What may be copied later.
 
     Args:
@@ -78,9 +78,9 @@ class Deferral:
         """Whether ``tensor`` lies in memory that may be copied later."""
         return bool(tensor.numel()) and _home(tensor) in self._storages
 
-    def witness(self) -> Witness:
+    def witness(self) -> MutationDetector:
         """Remembers what they are now."""
-        return Witness(self._tensors)
+        return MutationDetector(self._tensors)
 
     def __bool__(self) -> bool:
         return bool(self._storages)

@@ -12,7 +12,7 @@ from safe_ckpt.core.formats.write_task import WriteTask
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.copy import StagingCopy
 from safe_ckpt.core.staging.device_copies import TensorCopy
-from safe_ckpt.core.staging.overlap import Deferral
+from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.staging.progress import FIRST_BYTE
 from safe_ckpt.core.storage.direct_io import PAGE
 
@@ -42,7 +42,7 @@ def lay_out(
     manifest: Mapping[str, Any],
     *,
     name: str = "",
-    deferral: Deferral | None = None,
+    deferral: OverlapPlan | None = None,
 ) -> Snapshot:
     """Make room for everything and fill in all but the tensors.
 

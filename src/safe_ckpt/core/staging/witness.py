@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _SAMPLE_BYTES = 64
 
 
-class Witness:
+class MutationDetector:
     """Remembers versions and samples of tensors as they are now.
 
     Args:
