@@ -28,7 +28,7 @@ from safe_ckpt import CheckpointConfig, Retention, WriterConfig
 from safe_ckpt.accelerate import SafeCheckpointPlugin, register
 from safe_ckpt.cli.app import app
 from safe_ckpt.core.directory.lease import own_lease
-from safe_ckpt.core.directory.workspace import Root
+from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.storage import durable
@@ -482,7 +482,7 @@ def test_a_sweep_keeps_no_other_job_from_its_name(tmp_path, monkeypatch):
         assert not any(held)
         assert not left.exists()
         assert names(tmp_path / ".safe_ckpt/names/mine/trash") == []
-        sweep = Root(tmp_path, lease_s=60.0, hidden=left)
+        sweep = Workspace(tmp_path, lease_s=60.0, hidden=left)
         sweep.open()
         ends = threading.Timer(0.1, sweep.close)
         ends.start()

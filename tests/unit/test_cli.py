@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fuzz.hostile import manifest_of
 from safe_ckpt import Checkpointer
 from safe_ckpt.cli.app import app
-from safe_ckpt.core.directory.workspace import Root
+from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.saving.one_shot import save_archive
 from safe_ckpt.errors import DirectoryInUseError
@@ -219,7 +219,7 @@ def test_the_lock_is_found_wherever_an_adapter_has_it(tmp_path, place):
     """In a Trainer's output directory it is in _safe_ckpt, for Accelerate's checkpoints beside it."""
     folder = tmp_path / "project/checkpoints"
     folder.mkdir(parents=True)
-    root = Root(folder, lease_s=60, hidden=folder / place)
+    root = Workspace(folder, lease_s=60, hidden=folder / place)
     root.open()
     done = run("unlock", folder)
     assert (done.exit_code, f"process {os.getpid()}" in done.stdout) == (1, True)

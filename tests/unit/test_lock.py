@@ -16,7 +16,7 @@ from safe_ckpt.core.directory import lease as leases
 from safe_ckpt.core.directory import lock as locks
 from safe_ckpt.core.directory.lease import Lease
 from safe_ckpt.core.directory.lock import JobLock
-from safe_ckpt.core.directory.workspace import Root
+from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 from support import HOLD_LOCK, holding_lock, needs_root
 
@@ -106,7 +106,7 @@ def test_alive_is_said_where_it_was_seen(tmp_path):
 
 def test_a_stopped_holder_is_taken_over_and_told_by_name(tmp_path):
     """Stopped beyond its lease and then continued: it is told who has the directory, and what it moves then goes nowhere."""
-    first, second = Root(tmp_path, lease_s=6), Root(tmp_path, lease_s=6)
+    first, second = Workspace(tmp_path, lease_s=6), Workspace(tmp_path, lease_s=6)
     first.open()
     staged = first.stage("op") / "step-1"
     staged.mkdir()

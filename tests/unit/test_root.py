@@ -12,7 +12,7 @@ from test_manifest import checkpoint
 
 from safe_ckpt.core.directory.lease import Lease
 from safe_ckpt.core.directory.lock import JobLock
-from safe_ckpt.core.directory.workspace import Root
+from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 
@@ -25,7 +25,7 @@ def of_elsewhere(**facts):
 
 @pytest.fixture
 def root(tmp_path):
-    made = Root(tmp_path / "exp", lease_s=6)
+    made = Workspace(tmp_path / "exp", lease_s=6)
     made.open()
     yield made
     made.close()
@@ -37,7 +37,7 @@ def test_leftovers_of_a_dead_job_are_swept(tmp_path):
     for left in ("staging/abc/step-1", "trash/def", "quarantine/step-2"):
         (exp / ".safe_ckpt" / left).mkdir(parents=True)
     (exp / "step-3").mkdir()
-    root = Root(exp, lease_s=6)
+    root = Workspace(exp, lease_s=6)
     root.open()
     assert not any(root.staging.iterdir())
     assert not any(root.trash.iterdir())
@@ -59,7 +59,7 @@ def test_an_interrupted_replacement_is_finished_or_undone(root, complete):
         (staged / "f").write_bytes(b"ne")
     final.rename(root.aside("op", root.path / "step-1"))
     root.close()
-    again = Root(root.path, lease_s=6)
+    again = Workspace(root.path, lease_s=6)
     again.open()
     assert (final / "f").read_bytes() == (b"new" if complete else b"old")
     assert not any(again.staging.iterdir())
@@ -73,7 +73,7 @@ def test_an_unfinished_save_is_never_rolled_forward(root):
     staged.mkdir()
     checkpoint(staged, {"f": b"new"})
     root.close()
-    again = Root(root.path, lease_s=6)
+    again = Workspace(root.path, lease_s=6)
     again.open()
     assert not (root.path / "step-1").exists()
     again.close()
@@ -83,14 +83,14 @@ def test_a_live_job_keeps_others_out(tmp_path):
     """A second job is refused with host, pid and start of the first; once that is killed, the next one gets in at once."""
     code = f"""
         from pathlib import Path
-        from safe_ckpt.core.directory.workspace import Root
-        root = Root(Path({str(tmp_path / "exp")!r}), lease_s=60)
+        from safe_ckpt.core.directory.workspace import Workspace
+        root = Workspace(Path({str(tmp_path / "exp")!r}), lease_s=60)
         root.open()
         print("open", flush=True)
         input()
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    second = Root(tmp_path / "exp", lease_s=60)
+    second = Workspace(tmp_path / "exp", lease_s=60)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout.readline() == "open\n"
         with pytest.raises(DirectoryInUseError) as caught:
@@ -109,7 +109,7 @@ def test_a_live_job_keeps_others_out(tmp_path):
 def test_one_process_opens_a_directory_once(root):
     """Two pipelines of one process in one directory would overwrite each other."""
     with pytest.raises(DirectoryInUseError, match="this process"):
-        Root(root.path, lease_s=6).open()
+        Workspace(root.path, lease_s=6).open()
 
 
 def test_a_lease_of_another_host_is_taken_over_when_it_stands_still(tmp_path):
@@ -117,7 +117,7 @@ def test_a_lease_of_another_host_is_taken_over_when_it_stands_still(tmp_path):
     hidden = tmp_path / "exp/.safe_ckpt"
     hidden.mkdir(parents=True)
     (hidden / "lock").write_bytes(of_elsewhere(lease_s=2.0))
-    root = Root(tmp_path / "exp", lease_s=2)
+    root = Workspace(tmp_path / "exp", lease_s=2)
     begun = time.monotonic()
     root.open()
     assert 1.5 < time.monotonic() - begun < 6
@@ -142,7 +142,7 @@ def test_a_file_in_the_way_is_named(tmp_path, make):
     path = tmp_path / "exp"
     make(path)
     with pytest.raises(DirectoryError) as caught:
-        Root(path, lease_s=6).open()
+        Workspace(path, lease_s=6).open()
     assert str(path) in str(caught.value)
     assert not path.is_dir()
 
@@ -175,7 +175,7 @@ def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch):
     monkeypatch.setattr(durable, "exchange", lambda *_: False)
     for stop_after in range(4):
         exp = tmp_path / f"exp{stop_after}"
-        root = Root(exp, lease_s=6)
+        root = Workspace(exp, lease_s=6)
         root.open()
         final = exp / "step-1"
         final.mkdir()
@@ -196,7 +196,7 @@ def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch):
             with contextlib.suppress(KeyboardInterrupt):
                 durable.publish_directory(staged, final, root.aside("op", root.path / "step-1"))
         root.close()
-        again = Root(exp, lease_s=6)
+        again = Workspace(exp, lease_s=6)
         again.open()
         assert (final / "f").read_bytes() in (b"old", b"new")
         assert (final / "f").read_bytes() == (b"old" if stop_after == 0 else b"new")
@@ -205,7 +205,7 @@ def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch):
 
 def test_what_was_moved_aside_outlives_the_tidying_up(tmp_path):
     """A replacement that failed half-way: tidying up after it does not delete the only copy, and the next start restores it."""
-    root = Root(tmp_path, lease_s=60)
+    root = Workspace(tmp_path, lease_s=60)
     root.open()
     root.stage("op")
     (tmp_path / "step-00000001").mkdir()
@@ -213,7 +213,7 @@ def test_what_was_moved_aside_outlives_the_tidying_up(tmp_path):
     os.rename(tmp_path / "step-00000001", root.aside("op", root.path / "step-00000001"))
     root.drop_staging("op")
     root.close()
-    again = Root(tmp_path, lease_s=60)
+    again = Workspace(tmp_path, lease_s=60)
     again.open()
     again.close()
     assert (tmp_path / "step-00000001/f").exists()
@@ -221,7 +221,7 @@ def test_what_was_moved_aside_outlives_the_tidying_up(tmp_path):
 
 def test_a_record_that_cannot_be_written_gives_the_lock_back(tmp_path, monkeypatch):
     """A full disk at the moment of taking the lock: a typed error, and the same process can try again."""
-    root = Root(tmp_path, lease_s=60)
+    root = Workspace(tmp_path, lease_s=60)
     with monkeypatch.context() as patch:
         patch.setattr(JobLock, "_own_lease", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(DirectoryError, match="No space"):
@@ -240,7 +240,7 @@ def test_what_a_link_leads_to_is_not_swept(tmp_path, name):
     link.parent.mkdir(parents=True)
     link.symlink_to(elsewhere, target_is_directory=True)
     with pytest.raises(DirectoryError, match="is a link") as caught:
-        Root(tmp_path / "held", lease_s=60.0).open()
+        Workspace(tmp_path / "held", lease_s=60.0).open()
     assert caught.value.path == str(link).rstrip("/")
     assert (elsewhere / "precious").read_text() == "kept"
 
@@ -253,7 +253,7 @@ def test_a_link_above_a_hidden_folder_is_not_followed(tmp_path, name):
     link.parent.mkdir(parents=True)
     link.symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     with pytest.raises(DirectoryError, match="is a link"):
-        Root(tmp_path / "held", lease_s=60.0, hidden=tmp_path / "held/.safe_ckpt/names/weights").open()
+        Workspace(tmp_path / "held", lease_s=60.0, hidden=tmp_path / "held/.safe_ckpt/names/weights").open()
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
@@ -261,7 +261,7 @@ def test_a_directory_behind_a_link_is_one(tmp_path):
     """The checkpoint directory itself may be a link, as users have them to a larger disk."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "held").symlink_to(tmp_path / "disk", target_is_directory=True)
-    root = Root(tmp_path / "held", lease_s=60.0)
+    root = Workspace(tmp_path / "held", lease_s=60.0)
     root.open()
     root.close()
 
@@ -269,12 +269,12 @@ def test_a_directory_behind_a_link_is_one(tmp_path):
 def test_a_name_that_cannot_be_is_a_directory_error(tmp_path):
     """What the kernel refuses to look at is the same named error as what it refuses to create."""
     with pytest.raises(DirectoryError, match="creating the checkpoint directory"):
-        Root(tmp_path / ("n" * 300), lease_s=60.0).open()
+        Workspace(tmp_path / ("n" * 300), lease_s=60.0).open()
 
 
 def test_what_was_made_and_is_empty_goes_at_the_end(tmp_path):
     """A directory that nothing was saved into leaves no trace, one that was there stays, and what somebody put there, too."""
-    root = Root(tmp_path / "a/b/exp", lease_s=6)
+    root = Workspace(tmp_path / "a/b/exp", lease_s=6)
     root.open()
     root.aside("op", root.path / "x")
     root.drop_staging("op")
@@ -282,7 +282,7 @@ def test_what_was_made_and_is_empty_goes_at_the_end(tmp_path):
     root.close()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "exp").mkdir()
-    root = Root(tmp_path / "exp", lease_s=6)
+    root = Workspace(tmp_path / "exp", lease_s=6)
     root.open()
     root.close()
     assert list((tmp_path / "exp").iterdir()) == []
@@ -294,7 +294,7 @@ def test_what_was_made_and_is_empty_goes_at_the_end(tmp_path):
 
 def test_nothing_of_a_job_that_took_over_is_taken_away(tmp_path):
     """A job that ends when another one has its directory leaves that one's folders alone."""
-    root = Root(tmp_path / "exp", lease_s=6)
+    root = Workspace(tmp_path / "exp", lease_s=6)
     root.open()
     (root.hidden / "lock").write_bytes(of_elsewhere())
     root.close()
@@ -307,11 +307,11 @@ def test_jobs_that_end_and_begin_at_once_do_not_disturb_each_other(tmp_path):
     script = """
         import sys
         from pathlib import Path
-        from safe_ckpt.core.directory.workspace import Root
+        from safe_ckpt.core.directory.workspace import Workspace
         from safe_ckpt.errors import DirectoryInUseError
         had = 0
         while had < 60:
-            root = Root(Path(sys.argv[1]), lease_s=6)
+            root = Workspace(Path(sys.argv[1]), lease_s=6)
             try:
                 root.open()
             except DirectoryInUseError:

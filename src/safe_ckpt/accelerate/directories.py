@@ -18,7 +18,7 @@ from safe_ckpt.core.coordination.coordinator import raise_first
 from safe_ckpt.core.directory import catalog, extra_files, retention
 from safe_ckpt.core.directory.catalog import WEIGHTS, Candidate
 from safe_ckpt.core.directory.ledger import Decision, Ledger, is_of
-from safe_ckpt.core.directory.workspace import HIDDEN, Root
+from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.saving import resume
 from safe_ckpt.core.saving.engine import Engine
@@ -37,7 +37,7 @@ _living: weakref.WeakSet[Places] = weakref.WeakSet()
 class Place:
     """A directory of checkpoints that is held. ``ledger`` counts on rank 0 only."""
 
-    root: Root
+    root: Workspace
     ledger: Ledger
 
 

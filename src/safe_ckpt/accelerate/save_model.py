@@ -23,7 +23,7 @@ from huggingface_hub import (
 
 from safe_ckpt.accelerate import offloaded_models, strategies
 from safe_ckpt.accelerate.directories import Places
-from safe_ckpt.core.directory.workspace import HIDDEN, Root
+from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats import file_plan, hugging_face
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
@@ -204,7 +204,7 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _replace(engine: Engine, root: Root, path: Path, planned: Sequence[FilePlan], error: Exception | None) -> None:
+def _replace(engine: Engine, root: Workspace, path: Path, planned: Sequence[FilePlan], error: Exception | None) -> None:
     """The directory as a whole, in one step."""
     request = dataclasses.replace(export.request_of(root, path, planned, error), streamed=True)
     engine.save(request).result()
@@ -231,7 +231,7 @@ def _replace_each(engine: Engine, path: Path, planned: Sequence[FilePlan], error
         engine.let_go(root)
 
 
-def _put_in_place(root: Root, ready: Path, names: Sequence[str]) -> None:
+def _put_in_place(root: Workspace, ready: Path, names: Sequence[str]) -> None:
     """At no moment an index, or a manifest, speaks of a mixture: what is replaced goes first, and comes last."""
     path = root.path
     try:

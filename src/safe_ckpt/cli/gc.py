@@ -11,7 +11,7 @@ import typer
 from safe_ckpt.cli.output import DAMAGED, AsJson, Directory, print_json, say, tell
 from safe_ckpt.config import Retention
 from safe_ckpt.core.directory.retention import to_delete
-from safe_ckpt.core.directory.workspace import HIDDEN, Root
+from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.errors import ConfigError, DirectoryError, SafeCheckpointError
 from safe_ckpt.inspection.check import judge, plan
@@ -97,7 +97,7 @@ def _damaged_of(paths: list[Path]) -> list[Path]:
 
 
 def _collect(directory: Path, shelf: Shelf, rule: _Rule) -> _Found:
-    root = Root(shelf.folder, lease_s=60.0, hidden=shelf.hidden or shelf.folder / HIDDEN)
+    root = Workspace(shelf.folder, lease_s=60.0, hidden=shelf.hidden or shelf.folder / HIDDEN)
     root.open()  # takes the lock, and sweeps what a killed job left
     try:
         found = _Found(find_shelf(directory), rule)  # once more: now nobody else changes it

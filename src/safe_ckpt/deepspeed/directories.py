@@ -14,7 +14,7 @@ from safe_ckpt.config import Retention
 from safe_ckpt.core.directory import catalog, retention
 from safe_ckpt.core.directory.catalog import Candidate
 from safe_ckpt.core.directory.ledger import Decision, Ledger
-from safe_ckpt.core.directory.workspace import HIDDEN, Root
+from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import NAMES, refuse
@@ -40,7 +40,7 @@ class Place:
         tops: where a ``latest`` may name a tag of it: itself, and for tags such as ``"warmup/step10"`` the one above.
     """
 
-    root: Root
+    root: Workspace
     ledger: Ledger
     tops: tuple[Path, ...] = ()
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from safe_ckpt.core.directory import catalog
 from safe_ckpt.core.directory.catalog import Candidate
-from safe_ckpt.core.directory.workspace import Root
+from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.formats.verify import verify_if_ours, verify_share
 from safe_ckpt.core.saving import resume
@@ -32,7 +32,7 @@ LINKS = "links"
 WEIGHTS_ONLY = "weights_only"
 
 
-def notes(root: Root, *, links: list[Link], doomed: list[Path], weights_only: bool) -> dict[str, Any]:
+def notes(root: Workspace, *, links: list[Link], doomed: list[Path], weights_only: bool) -> dict[str, Any]:
     """What a manifest says of the save besides, so that the next run can finish what a killed one had begun."""
     return {
         REMOVES: [os.path.relpath(path, root.path) for path in doomed],
@@ -74,7 +74,7 @@ def arrange(trainer: Any, saver: Resumer, directory: Path, suffix: str) -> None:
     stand_ins.once(trainer._checkpoint_connector, "_restore_modules_and_callbacks", restore)
 
 
-def choose(engine: Engine, root: Root, suffix: str) -> Path | None:
+def choose(engine: Engine, root: Workspace, suffix: str) -> Path | None:
     """The newest valid checkpoint in a held directory, verified on all ranks; None on a fresh run. Every rank calls this.
 
     Raises:
@@ -98,7 +98,7 @@ def choose(engine: Engine, root: Root, suffix: str) -> Path | None:
     return info.path
 
 
-def choose_beside(engine: Engine, root: Root, suffix: str, rival: Path) -> Path | None:
+def choose_beside(engine: Engine, root: Workspace, suffix: str, rival: Path) -> Path | None:
     """As ``choose``; None also when ``rival``, from which Lightning would go on, is of a later step, or is all there is."""
     try:
         chosen = choose(engine, root, suffix)
@@ -152,7 +152,7 @@ def _judged(candidate: Candidate) -> Candidate:
 _NO_STATE = "holds weights only, no state of the training"
 
 
-def _finish(root: Root, info: CheckpointInfo) -> None:
+def _finish(root: Workspace, info: CheckpointInfo) -> None:
     # Killed between its commit and its links and removals: they are due now, since what replaces them is good.
     if not info.verified:
         return
@@ -164,7 +164,7 @@ def _finish(root: Root, info: CheckpointInfo) -> None:
         logger.info("removed %s, as was due when %s was saved", path, info.name)
 
 
-def _link_again(root: Root, info: CheckpointInfo, path: Path, target: str | None) -> None:
+def _link_again(root: Workspace, info: CheckpointInfo, path: Path, target: str | None) -> None:
     if target is None:
         # A name of a newer file than this one is not taken from it.
         done = path.exists() and (path.samefile(info.path) or not _is_ours_and_older(path, info))

@@ -16,7 +16,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import open_coordinator, raise_first
 from safe_ckpt.core.directory import catalog, commit_order
 from safe_ckpt.core.directory.ledger import Decision
-from safe_ckpt.core.directory.workspace import Root
+from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.saving import one_shot, resume
 from safe_ckpt.core.saving.engine import Engine
@@ -100,7 +100,7 @@ class TrainerSaver:
         self._wish = requeueing.Wish()
         self._last_whole: SaveHandle | None = None
         self._shards = self._shard_planner()
-        self._roots: dict[Path, Root] = {}
+        self._roots: dict[Path, Workspace] = {}
         self._counted: set[tuple[Path, str]] = set()
         self._flights: list[_Flight] = []
         self._collector: tuple[Callable[[str], None], bool] | None = None
@@ -476,7 +476,7 @@ class TrainerSaver:
             deferral=overlapping.deferral(self._trainer, self.config.snapshot) if files.images and overlap else None,
         )
 
-    def _root_of(self, path: Path) -> Root:
+    def _root_of(self, path: Path) -> Workspace:
         """The held directory in which ``path`` lies, else one on the same file system: staging is done there."""
         for directory, root in self._roots.items():
             if directory in path.parents:

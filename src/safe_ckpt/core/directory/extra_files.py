@@ -14,14 +14,14 @@ from pathlib import Path
 
 from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.directory.shared import await_shared, leave_token
-from safe_ckpt.core.directory.workspace import HIDDEN, Root
+from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, read_manifest
 from safe_ckpt.core.storage.durable import sync_directory
 from safe_ckpt.core.storage.reader import digest_of
 from safe_ckpt.errors import DirectoryError, SafeCheckpointError
 
 
-def open_folder(coordinator: Coordinator, root: Root, key: str, timeout_s: float) -> Path:
+def open_folder(coordinator: Coordinator, root: Workspace, key: str, timeout_s: float) -> Path:
     """Make a folder for what hooks write, to be given to a ``SaveRequest`` as ``begun``. Every rank calls this.
 
     Args:

@@ -32,7 +32,7 @@ _MOVING = ".moving-"
 _ATTEMPTS = 10
 
 
-class Root:
+class Workspace:
     """One directory of checkpoints, held by this job from ``open`` to ``close``.
 
     Args:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from safe_ckpt.config import CheckpointConfig, Timeouts
 from safe_ckpt.core.coordination.coordinator import raise_first
 from safe_ckpt.core.coordination.process_groups import machine_id
-from safe_ckpt.core.directory.workspace import HIDDEN, Root
+from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import NamedRoots, refuse
@@ -127,7 +127,7 @@ def agree_parts(
     engine: Engine,
     sources: Mapping[str, str | os.PathLike[str]],
     ignore: Sequence[str] = (),
-    root: Root | None = None,
+    root: Workspace | None = None,
     prefix: str = "",
     destination: Path | None = None,
 ) -> Parts:
@@ -187,7 +187,7 @@ class _Scan:
     copies: list[FileCopy]
 
 
-def _held(engine: Engine, path: Path) -> Root:
+def _held(engine: Engine, path: Path) -> Workspace:
     engine.agree("consolidate", {"destination": path}, decide=lambda _: refuse(path, ADAPTER, empty=True))
     return NamedRoots(engine).hold(path)
 
@@ -293,7 +293,7 @@ def _with_parents(folder: str) -> list[str]:
     return [str(parent) for parent in (*list(pure.parents)[-2::-1], pure)]
 
 
-def _with_kept(engine: Engine, root: Root, copies: Sequence[FileCopy]) -> list[FileCopy]:
+def _with_kept(engine: Engine, root: Workspace, copies: Sequence[FileCopy]) -> list[FileCopy]:
     """Let what an earlier attempt copied stand for what is still the same, and drop what it copied in vain."""
     try:
         kept = kept_copies(root.kept)

@@ -25,7 +25,7 @@ from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinato
 from safe_ckpt.core.coordination.preemption import Preemption
 from safe_ckpt.core.coordination.process_groups import group_timeout_s
 from safe_ckpt.core.directory import shared
-from safe_ckpt.core.directory.workspace import EVENTS, Root
+from safe_ckpt.core.directory.workspace import EVENTS, Workspace
 from safe_ckpt.core.formats.manifest import Manifest, versions
 from safe_ckpt.core.saving import admission, save_events
 from safe_ckpt.core.saving.request import SaveHandle, SaveJob, SaveRequest
@@ -94,8 +94,8 @@ class Engine:
         self.coordinator: Coordinator = open_coordinator(group, config.timeouts, network=config.network)
         self.rank = self.coordinator.rank
         self._pid = os.getpid()
-        self._roots: list[Root] = []
-        self._recorders: dict[Root, events.Hook] = {}
+        self._roots: list[Workspace] = []
+        self._recorders: dict[Workspace, events.Hook] = {}
         self._records: dict[Path, events.Hook] = {}
         self._stager = Stager(config, self.rank)
         self._save_queue = SaveQueue(self.coordinator, config, self.emit, self._stager.give_back)
@@ -146,7 +146,7 @@ class Engine:
         """All agreements within are one call: a rank that fails on the way begins the next call with the others."""
         return self.coordinator.together()
 
-    def hold(self, path: Path, *, hidden: Path | None = None, recorded: bool | Path = True) -> Root:
+    def hold(self, path: Path, *, hidden: Path | None = None, recorded: bool | Path = True) -> Workspace:
         """Take a directory: create it, lock it, clean up after an earlier job. Every rank calls this.
 
         Args:
@@ -159,7 +159,7 @@ class Engine:
             DirectoryInUseError: a live job holds it.
             DirectoryNotSharedError: some ranks do not see it.
         """
-        root = Root(path, lease_s=self.config.lease_s, hidden=hidden, owner=self.owner)
+        root = Workspace(path, lease_s=self.config.lease_s, hidden=hidden, owner=self.owner)
         seen_from = root.hidden  # held by then: what a killed job left of this is swept
 
         def take(_: object) -> str:
@@ -185,7 +185,7 @@ class Engine:
             self._record(root, recorded if isinstance(recorded, Path) else root.hidden)
         return root
 
-    def _record(self, root: Root, folder: Path) -> None:
+    def _record(self, root: Workspace, folder: Path) -> None:
         if folder not in self._records:
             self._records[folder] = JsonlHook(
                 folder / EVENTS,
@@ -200,7 +200,7 @@ class Engine:
 
     def take_stock(
         self,
-        root: Root,
+        root: Workspace,
         view: Mapping[str, object],
         look: Callable[[], None],
         *,
@@ -226,7 +226,7 @@ class Engine:
             self.let_go(root)
             raise
 
-    def let_go(self, root: Root) -> None:
+    def let_go(self, root: Workspace) -> None:
         """Give a directory back before the end. Nothing that is in flight may belong to it; on any rank."""
         if root in self._roots:
             self._roots.remove(root)
@@ -478,7 +478,7 @@ class Engine:
         self.coordinator.release()
 
 
-def _open_through_blips(root: Root, config: CheckpointConfig) -> None:
+def _open_through_blips(root: Workspace, config: CheckpointConfig) -> None:
     """A network file system that was just mounted, or whose server changes, is not there for a moment."""
     deadline = time.monotonic() + min(_BLIP_S, config.timeouts.barrier_s / 2)
     while True:

@@ -13,7 +13,7 @@ import torch
 
 from safe_ckpt.core.coordination.coordinator import raise_first
 from safe_ckpt.core.directory.catalog import WEIGHTS
-from safe_ckpt.core.directory.workspace import Root
+from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
 from safe_ckpt.core.saving.engine import Engine
@@ -100,7 +100,7 @@ class Exporter:
             raise
 
 
-def request_of(root: Root, path: Path, images: Sequence[FilePlan], error: Exception | None) -> SaveRequest:
+def request_of(root: Workspace, path: Path, images: Sequence[FilePlan], error: Exception | None) -> SaveRequest:
     """What to save so that ``path`` becomes a directory of weights alone; other files in it go along."""
     return SaveRequest(
         root=root,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safe_ckpt.core.directory import catalog
 from safe_ckpt.core.directory.lease import read_lock
-from safe_ckpt.core.directory.workspace import HIDDEN, Root
+from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError, SafeCheckpointError
@@ -32,12 +32,12 @@ class NamedRoots:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._held: dict[Path, Root] = {}
+        self._held: dict[Path, Workspace] = {}
         self._sequence = 0
         self._swept: set[Path] = set()
         self._ordered: set[Path] = set()
 
-    def hold(self, path: Path, *, resumed: bool = False) -> Root:
+    def hold(self, path: Path, *, resumed: bool = False) -> Workspace:
         """Take what ``path`` names; its hidden folder is ``.safe_ckpt/names/<name>`` beside it.
 
         Args:
@@ -68,7 +68,7 @@ class NamedRoots:
         self._held[path].start_after(self._sequence)
         return self._held[path]
 
-    def _take(self, folder: Path, hidden: Path, record: Path | bool) -> Root:
+    def _take(self, folder: Path, hidden: Path, record: Path | bool) -> Workspace:
         for _ in range(_ATTEMPTS):  # every rank makes as many
             try:
                 return self._engine.hold(folder, hidden=hidden, recorded=record)
@@ -85,7 +85,7 @@ class NamedRoots:
             self._sequence = max(self._sequence, root.last_sequence)
             self._engine.let_go(root)
 
-    def _look(self, path: Path, root: Root, *, resumed: bool) -> None:
+    def _look(self, path: Path, root: Workspace, *, resumed: bool) -> None:
         self._sequence = max(self._sequence, _sequence_of(path))
         if path.parent not in self._swept:
             _sweep(root, self._engine.config.lease_s)
@@ -95,7 +95,7 @@ class NamedRoots:
             self._ordered.add(path.parent)
 
 
-def _sweep(own: Root, lease_s: float) -> None:
+def _sweep(own: Workspace, lease_s: float) -> None:
     """Clean up what killed jobs left under other names: half a save, a replacement that was interrupted. Never raises.
 
     A job that starts meanwhile may want one of them: each is held for a few renames only, and what it held deleted later.
@@ -109,7 +109,7 @@ def _sweep(own: Root, lease_s: float) -> None:
         logger.debug("%s is not swept: %s", names, error)
         return
     for hidden in found:
-        root = Root(own.path, lease_s=lease_s, hidden=hidden, swept=swept)
+        root = Workspace(own.path, lease_s=lease_s, hidden=hidden, swept=swept)
         try:
             if read_lock(hidden) is None:
                 continue  # nobody's, or one takes it in this moment

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from safe_ckpt.core.directory.ledger import Decision
-from safe_ckpt.core.directory.workspace import Root
+from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
 from safe_ckpt.core.formats.write_task import WriteTask
@@ -74,7 +74,7 @@ class SaveRequest:
         pointers: small files elsewhere that are replaced once the checkpoint has its name, in this order; rank 0's count.
     """
 
-    root: Root
+    root: Workspace
     path: Path
     kind: Literal["directory", "file"]
     step: int

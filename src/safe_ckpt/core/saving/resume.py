@@ -20,7 +20,7 @@ from safe_ckpt.core.coordination.coordinator import raise_first
 from safe_ckpt.core.directory.catalog import Candidate, newest_first
 from safe_ckpt.core.directory.patience import Patience
 from safe_ckpt.core.directory.shared import await_visible
-from safe_ckpt.core.directory.workspace import Root
+from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, read_manifest
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.storage import presence
@@ -61,7 +61,7 @@ class Chosen:
 
 def choose(
     engine: Engine,
-    root: Root,
+    root: Workspace,
     list_candidates: Callable[[], Sequence[Candidate]],
     load: Load,
     view: Mapping[str, object] | None = None,
@@ -91,7 +91,7 @@ def choose(
 
 def _choose(
     engine: Engine,
-    root: Root,
+    root: Workspace,
     list_candidates: Callable[[], Sequence[Candidate]],
     load: Load,
     view: Mapping[str, object] | None,
@@ -199,7 +199,7 @@ def _missed(candidates: Sequence[Candidate]) -> list[Path]:
     ]
 
 
-def _survey(root: Root, candidates: Sequence[Candidate]) -> dict[str, Any]:
+def _survey(root: Workspace, candidates: Sequence[Candidate]) -> dict[str, Any]:
     ordered = newest_first(candidates)
     infos = {_name(root, c): _info(c).to_json() for c in ordered}
     rejected = {_name(root, c): c.problem for c in candidates if c.problem}
@@ -213,7 +213,7 @@ def _survey(root: Root, candidates: Sequence[Candidate]) -> dict[str, Any]:
     }
 
 
-def _name(root: Root, candidate: Candidate) -> str:
+def _name(root: Workspace, candidate: Candidate) -> str:
     return candidate.path.relative_to(root.path).as_posix()
 
 
@@ -360,7 +360,7 @@ def _await_missing(path: Path, error: FileNotFoundError, patience: Patience, *, 
         raise IncompleteCheckpointError(path=str(path), file=file.name, message="is missing") from error
 
 
-def _set_aside(engine: Engine, root: Root, rejected: Mapping[str, str]) -> None:
+def _set_aside(engine: Engine, root: Workspace, rejected: Mapping[str, str]) -> None:
     for name, reason in rejected.items():
         path = root.path / name
         try:

@@ -17,7 +17,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.coordination.two_phase import TwoPhaseCommit
 from safe_ckpt.core.directory.ledger import Decision
-from safe_ckpt.core.directory.workspace import Root
+from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.saving import save_events
 from safe_ckpt.core.saving.commit_protocol import CommitProtocol
@@ -206,7 +206,7 @@ class SaveQueue:
             logger.warning("could not remove old checkpoints after %s", info.path, exc_info=True)
         request.root.drop_staging(op.op_id)
 
-    def _carry_out(self, decision: Decision, root: Root, begun: float) -> None:
+    def _carry_out(self, decision: Decision, root: Workspace, begun: float) -> None:
         rank = self._coordinator.rank
         if decision.doomed:
             root.confirm()

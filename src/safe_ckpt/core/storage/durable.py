@@ -1,7 +1,7 @@
 """Making things durable and giving them their final name, in an order that makes any crash leave the old or the new.
 
 A new name is one rename. A file that exists is replaced by the same rename. A directory that exists cannot be: it is
-exchanged in one step where the kernel can, else moved aside and replaced, and ``root.Root`` repairs what a crash between
+exchanged in one step where the kernel can, else moved aside and replaced, and ``root.Workspace`` repairs what a crash between
 the two leaves behind.
 """
 
