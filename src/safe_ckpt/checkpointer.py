@@ -22,7 +22,7 @@ from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.saving import resume
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.export import Exporter
-from safe_ckpt.core.saving.held_directories import NamedRoots
+from safe_ckpt.core.saving.held_directories import HeldDirectories
 from safe_ckpt.core.saving.request import SaveHandle, SaveRequest
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state import plan, restore
@@ -243,7 +243,7 @@ class Checkpointer:
             RendezvousTimeout: some ranks did not call this.
         """
         if self._exporter is None:
-            self._exporter = Exporter(self._engine, NamedRoots(self._engine))
+            self._exporter = Exporter(self._engine, HeldDirectories(self._engine))
         return self._exporter.export(model, directory, format=format, max_shard_size=max_shard_size, dtype=dtype)
 
     @property

@@ -22,7 +22,7 @@ from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.saving import resume
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.held_directories import NamedRoots, refuse
+from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import ConfigError, to_wire
 
@@ -82,7 +82,7 @@ class Places:
         self._accelerator = accelerator
         self._policy = policy
         self._automatic: Place | None = None
-        self.named = NamedRoots(engine)
+        self.named = HeldDirectories(engine)
         self._ledgers: dict[Path, Ledger] = {}
         self._last: Path | None = None
         _living.add(self)

@@ -22,7 +22,7 @@ from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, single, torch
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest
 from safe_ckpt.core.saving import export
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.held_directories import NamedRoots
+from safe_ckpt.core.saving.held_directories import HeldDirectories
 from safe_ckpt.core.saving.request import SaveRequest
 from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import ConfigError, DirectoryError
@@ -127,7 +127,7 @@ def _lazy(name: str, entry: Entry, maps: Mapped, dtype: torch.dtype | None) -> L
 def _saved(path: Path, images: list[FilePlan], *, kind: Literal["directory", "file"]) -> CheckpointInfo:
     engine = Engine(_CONFIG)
     try:
-        root = NamedRoots(engine).hold(path)
+        root = HeldDirectories(engine).hold(path)
         request: SaveRequest = dataclasses.replace(
             export.request_of(root, path, images, None), kind=kind, streamed=True
         )

@@ -13,7 +13,7 @@ from safe_ckpt.adapters.patch import StandIns
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.agreed_config import config_of_all
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.held_directories import NamedRoots
+from safe_ckpt.core.saving.held_directories import HeldDirectories
 from safe_ckpt.deepspeed import load, save, support
 from safe_ckpt.deepspeed.directories import Places
 from safe_ckpt.errors import ClosedError
@@ -74,7 +74,7 @@ class Handle:
         self._closed = False
         self._core = Engine(config, hooks=hooks, owner=_OWNER)
         self._places = Places(self._core, config.retention)
-        self._roots = NamedRoots(self._core)
+        self._roots = HeldDirectories(self._core)
         self._load_checkpoint = engine.load_checkpoint
         self._destroy: Callable[[], None] = engine.destroy
         self._stand_ins = StandIns(engine, {name: getattr(self, name) for name in _REPLACED})

@@ -10,7 +10,7 @@ from typing import Any
 from safe_ckpt.core.directory.catalog import WEIGHTS
 from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.held_directories import NamedRoots
+from safe_ckpt.core.saving.held_directories import HeldDirectories
 from safe_ckpt.core.saving.request import Pointer, SaveHandle, SaveRequest
 from safe_ckpt.core.storage import presence
 from safe_ckpt.deepspeed import arguments, directories, nvme
@@ -67,7 +67,7 @@ def save(
 
 def save_weights(
     core: Engine,
-    roots: NamedRoots,
+    roots: HeldDirectories,
     engine: Any,
     save_dir: object,
     save_filename: object,

@@ -21,7 +21,7 @@ from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.saving import one_shot, resume
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.export import Exporter
-from safe_ckpt.core.saving.held_directories import NamedRoots
+from safe_ckpt.core.saving.held_directories import HeldDirectories
 from safe_ckpt.core.saving.request import SaveHandle, SaveRequest
 from safe_ckpt.core.state import plan
 from safe_ckpt.core.storage.durable import Link
@@ -240,7 +240,7 @@ class TrainerSaver:
         Raises:
             SafeCheckpointError: it failed, with the same error on every rank.
         """
-        exporter = Exporter(self.engine, NamedRoots(self.engine))
+        exporter = Exporter(self.engine, HeldDirectories(self.engine))
         with self._within():
             exporter.export(module, directory, format="safetensors", max_shard_size=max_shard_size, dtype=None).result()
 

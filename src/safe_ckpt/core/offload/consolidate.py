@@ -23,7 +23,7 @@ from safe_ckpt.core.coordination.process_groups import machine_id
 from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.held_directories import NamedRoots, refuse
+from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
 from safe_ckpt.core.saving.request import SaveRequest
 from safe_ckpt.core.storage.file_copy import FileCopy, Stamp, kept_copies
 from safe_ckpt.errors import (
@@ -189,7 +189,7 @@ class _Scan:
 
 def _held(engine: Engine, path: Path) -> Workspace:
     engine.agree("consolidate", {"destination": path}, decide=lambda _: refuse(path, ADAPTER, empty=True))
-    return NamedRoots(engine).hold(path)
+    return HeldDirectories(engine).hold(path)
 
 
 def _check_patterns(ignore: Sequence[str]) -> None:

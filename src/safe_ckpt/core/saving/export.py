@@ -17,7 +17,7 @@ from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.held_directories import NamedRoots, refuse
+from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
 from safe_ckpt.core.saving.request import SaveHandle, SaveJob, SaveRequest
 from safe_ckpt.core.sharding import dtensor, gather
 from safe_ckpt.core.sharding.tensor_queue import Handover
@@ -32,7 +32,7 @@ class Exporter:
         roots: where directories are held.
     """
 
-    def __init__(self, engine: Engine, roots: NamedRoots) -> None:
+    def __init__(self, engine: Engine, roots: HeldDirectories) -> None:
         self._engine = engine
         self._roots = roots
 

@@ -23,7 +23,7 @@ _ATTEMPTS = 3
 _PAUSE_S = 0.2
 
 
-class NamedRoots:
+class HeldDirectories:
     """Takes them at their first use, and keeps the last two. Every method is called on every rank.
 
     Args:
