@@ -24,7 +24,7 @@ from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.deepspeed import SafeCheckpointEngine, directories
-from safe_ckpt.deepspeed.directories import Places
+from safe_ckpt.deepspeed.directories import CheckpointDirectory
 from safe_ckpt.errors import (
     ClosedError,
     ConfigError,
@@ -498,7 +498,7 @@ def test_a_second_engine_does_not_wait_for_files_that_do_not_come(tmp_path):
         save(engine, tmp_path, 1, numel=SEVERAL)
         info = begin(engine, tmp_path, 2)
         put(engine, tmp_path, 2)
-        Places.settle()  # as load_checkpoint of an installed engine does
+        CheckpointDirectory.settle()  # as load_checkpoint of an installed engine does
         assert complete(tmp_path, 1, numel=SEVERAL)
         assert engine.commit(info)
         info = begin(engine, tmp_path, 3)
@@ -976,7 +976,7 @@ def _real_engines(rank, folder):
         run.save_checkpoint(str(folder), tag=tag)
     own = run._save_zero_checkpoint
     run._save_zero_checkpoint = lambda *_: 1 / 0
-    for then, cause in ((Places.settle, "another engine"), (lambda: None, "interrupted")):
+    for then, cause in ((CheckpointDirectory.settle, "another engine"), (lambda: None, "interrupted")):
         with pytest.raises(ZeroDivisionError):
             run.save_checkpoint(str(folder), tag="part")
         then()  # as load_checkpoint of another engine does

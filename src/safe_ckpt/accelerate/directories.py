@@ -30,11 +30,11 @@ ADAPTER = "accelerate"
 FOLDER = "checkpoints"
 _NAME = re.compile(r"^checkpoint_(\d+)$")
 _STEP = re.compile(r"(?:^|(?:step|epoch|checkpoint|ckpt|iter|iteration)s?[-_=]?)(\d{1,18})$")
-_living: weakref.WeakSet[Places] = weakref.WeakSet()
+_living: weakref.WeakSet[CheckpointDirectory] = weakref.WeakSet()
 
 
 @dataclass(kw_only=True)
-class Place:
+class SaveTarget:
     """A directory of checkpoints that is held. ``ledger`` counts on rank 0 only."""
 
     root: Workspace
@@ -54,7 +54,7 @@ class Target:
         key: what ``begun`` is staged under.
     """
 
-    place: Place
+    place: SaveTarget
     path: Path
     number: int
     step: int
@@ -62,7 +62,7 @@ class Target:
     key: str
 
 
-class Places:
+class CheckpointDirectory:
     """The directories of one Accelerator, each taken at its first use. Every method is called on every rank.
 
     With automatic naming that is the folder ``checkpoints``. A path of the user's is held by itself, for other jobs may keep
@@ -81,13 +81,13 @@ class Places:
         self._engine = engine
         self._accelerator = accelerator
         self._policy = policy
-        self._automatic: Place | None = None
+        self._automatic: SaveTarget | None = None
         self.named = HeldDirectories(engine)
         self._ledgers: dict[Path, Ledger] = {}
         self._last: Path | None = None
         _living.add(self)
 
-    def retain(self, place: Place, new: CheckpointInfo) -> Decision | None:
+    def retain(self, place: SaveTarget, new: CheckpointInfo) -> Decision | None:
         """``new`` was committed in ``place``. Says what is to be deleted now. Called on the background thread."""
         return place.ledger.retain(new, retention.chooser(self._policy))
 
@@ -98,7 +98,7 @@ class Places:
             return None
         return Path(os.path.abspath(self._accelerator.project_dir)) / FOLDER
 
-    def hold_automatic(self) -> Place | None:
+    def hold_automatic(self) -> SaveTarget | None:
         """Take the folder of automatic naming, if there is one.
 
         Raises:
@@ -110,7 +110,7 @@ class Places:
             return self._automatic
         # In the folder that Accelerate lists nothing but checkpoints may lie: it takes whatever sorts last.
         root = self._engine.hold(folder, hidden=folder.parent / HIDDEN)
-        place = Place(root=root, ledger=Ledger())
+        place = SaveTarget(root=root, ledger=Ledger())
 
         def take_stock() -> None:
             found = resume.listed(lambda: candidates(folder), self._engine.config.timeouts)
@@ -121,7 +121,7 @@ class Places:
         self._automatic = place
         return place
 
-    def for_load(self) -> Place:
+    def for_load(self) -> SaveTarget:
         """Where ``load_state()`` without a path looks.
 
         Raises:
@@ -137,7 +137,7 @@ class Places:
             raise ConfigError(key="load_state: input_dir", message=message)
         return self._hold_named(self._last)
 
-    def candidates(self, place: Place) -> list[Candidate]:
+    def candidates(self, place: SaveTarget) -> list[Candidate]:
         """What ``load_state()`` may take: with names of the user's only what this process saved. On rank 0."""
         if place is self._automatic:
             return candidates(place.root.path)
@@ -212,10 +212,10 @@ class Places:
         step = number if own is None else _step_of(path.name, number)
         return Target(place=place, path=path, number=number, step=step, begun=begun, key=agreed["key"])
 
-    def _hold_named(self, path: Path) -> Place:
+    def _hold_named(self, path: Path) -> SaveTarget:
         self._take_over(path)
         root = self.named.hold(path, resumed=True)
-        return Place(root=root, ledger=self._ledgers.setdefault(path.parent, Ledger()))
+        return SaveTarget(root=root, ledger=self._ledgers.setdefault(path.parent, Ledger()))
 
     def _take_over(self, path: Path) -> None:
         """From an Accelerator of this process, such as that of a notebook's cell that was run again and is still held."""

@@ -14,7 +14,7 @@ from typing_extensions import Self
 from safe_ckpt.accelerate import engines, load, save, strategies, support
 from safe_ckpt.accelerate import save_model as models
 from safe_ckpt.accelerate.dataloaders import Loaders
-from safe_ckpt.accelerate.directories import Places
+from safe_ckpt.accelerate.directories import CheckpointDirectory
 from safe_ckpt.accelerate.trackers import Trackers
 from safe_ckpt.adapters.patch import StandIns
 from safe_ckpt.config import CheckpointConfig
@@ -55,7 +55,7 @@ class Handle:
         self._trackers = Trackers(accelerator, self._engine)
         self._ended = ""
         try:
-            self._places = Places(self._engine, accelerator, support.retention(accelerator, config))
+            self._places = CheckpointDirectory(self._engine, accelerator, support.retention(accelerator, config))
             self._places.hold_automatic()
         except BaseException:
             self._engine.close(quiet=True)

@@ -11,7 +11,7 @@ from typing import Any
 from accelerate import utils
 
 from safe_ckpt.accelerate.dataloaders import KEY, Loaders
-from safe_ckpt.accelerate.directories import Places, next_number
+from safe_ckpt.accelerate.directories import CheckpointDirectory, next_number
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.formats.verify import verify_share
 from safe_ckpt.core.saving import resume
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 def load(
     engine: Engine,
-    places: Places,
+    places: CheckpointDirectory,
     loaders: Loaders,
     accelerator: Any,
     input_dir: str | os.PathLike[str] | None,
@@ -65,7 +65,7 @@ def load(
     return path
 
 
-def _newest(engine: Engine, places: Places) -> Path:
+def _newest(engine: Engine, places: CheckpointDirectory) -> Path:
     place = places.for_load()
     chosen = resume.choose(
         engine, place.root, lambda: places.candidates(place), lambda found: _verify_share(engine, found)
@@ -90,7 +90,7 @@ def _loader_states(path: Path, rank: int) -> list[Any]:
     return list(utils.load(file).get(KEY, ())) if presence.is_there(file) else []
 
 
-def _next(places: Places, path: Path) -> int:
+def _next(places: CheckpointDirectory, path: Path) -> int:
     """The number of the save that comes next: never one that is in use."""
     if (folder := places.automatic()) is not None:
         return next_number(folder)

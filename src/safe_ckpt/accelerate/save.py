@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.accelerate import contents, engines, strategies
 from safe_ckpt.accelerate.dataloaders import KEY, Loaders
-from safe_ckpt.accelerate.directories import ADAPTER, Places, Target
+from safe_ckpt.accelerate.directories import ADAPTER, CheckpointDirectory, Target
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.request import SaveHandle, SaveRequest
@@ -38,7 +38,7 @@ class Options:
 
 def save(
     engine: Engine,
-    places: Places,
+    places: CheckpointDirectory,
     loaders: Loaders,
     accelerator: Any,
     output_dir: str | os.PathLike[str] | None,
@@ -90,7 +90,7 @@ def _unsharded(
 
 
 def _request(
-    engine: Engine, places: Places, accelerator: Any, loaders: Loaders, target: Target, options: Options
+    engine: Engine, places: CheckpointDirectory, accelerator: Any, loaders: Loaders, target: Target, options: Options
 ) -> SaveRequest:
     step = target.step if options.step is None else options.step
     planned: list[FilePlan] = []

@@ -22,7 +22,7 @@ from huggingface_hub import (
 )
 
 from safe_ckpt.accelerate import offloaded_models, strategies
-from safe_ckpt.accelerate.directories import Places
+from safe_ckpt.accelerate.directories import CheckpointDirectory
 from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats import file_plan, hugging_face
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
@@ -70,7 +70,7 @@ class Options:
 
 def save(
     engine: Engine,
-    places: Places,
+    places: CheckpointDirectory,
     accelerator: Any,
     model: torch.nn.Module,
     directory: str | os.PathLike[str],

@@ -26,7 +26,7 @@ from safe_ckpt.core.saving.request import Pointer, SaveHandle, SaveRequest
 from safe_ckpt.core.saving.streamed_files import Parts
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.deepspeed.arguments import LATEST
-from safe_ckpt.deepspeed.directories import ADAPTER, Places, step_of
+from safe_ckpt.deepspeed.directories import ADAPTER, CheckpointDirectory, step_of
 from safe_ckpt.deepspeed.save import agree_place
 from safe_ckpt.deepspeed.support import check_settings
 from safe_ckpt.errors import (
@@ -82,7 +82,9 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             raise ConfigError(key="max_host_bytes", message=message)
         self._core = Engine(settings, hooks=hooks, owner="a SafeCheckpointEngine; its cleanup() frees it")
         weak = weakref.ref(self)
-        self._places = Places(self._core, self._core.config.retention, lambda wanted: _settle(weak, wanted))
+        self._places = CheckpointDirectory(
+            self._core, self._core.config.retention, lambda wanted: _settle(weak, wanted)
+        )
         self._pool: list[SharedBuffer] = []
         self._closed = False
         self._open: _Open | None = None

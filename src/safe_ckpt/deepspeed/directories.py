@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 ADAPTER = "deepspeed"
 OFFLOADED = "offloaded_tensors"
 _HELD = 2
-_living: weakref.WeakSet[Places] = weakref.WeakSet()
+_living: weakref.WeakSet[CheckpointDirectory] = weakref.WeakSet()
 
 
 @dataclass(kw_only=True)
-class Place:
+class SaveTarget:
     """A directory of tags that is held.
 
     Attributes:
@@ -45,7 +45,7 @@ class Place:
     tops: tuple[Path, ...] = ()
 
 
-class Places:
+class CheckpointDirectory:
     """The directories of one engine, each taken at its first save; the last two are kept. Every rank calls every method.
 
     Args:
@@ -59,10 +59,10 @@ class Places:
         self._engine = engine
         self._policy = policy
         self._settle = settle if settle is not None else lambda _: engine.settle()
-        self._held: dict[Path, Place] = {}
+        self._held: dict[Path, SaveTarget] = {}
         _living.add(self)
 
-    def hold(self, top: Path, tag: str) -> Place:
+    def hold(self, top: Path, tag: str) -> SaveTarget:
         """Take the directory in which ``tag`` lies: ``top``, or one below it. Another engine of this process gives it back.
 
         Raises:
@@ -80,7 +80,7 @@ class Places:
                 self._let_go(earlier)
         for other in list(_living):
             other._let_go(folder)
-        place = Place(root=self._engine.hold(folder), ledger=Ledger(), tops=(folder, top))
+        place = SaveTarget(root=self._engine.hold(folder), ledger=Ledger(), tops=(folder, top))
 
         def take_stock() -> None:
             found = candidates(folder)
@@ -126,7 +126,7 @@ class Places:
             self._settle(folder)
             self._engine.let_go(self._held.pop(folder).root)
 
-    def retain(self, place: Place, new: CheckpointInfo) -> Decision | None:
+    def retain(self, place: SaveTarget, new: CheckpointInfo) -> Decision | None:
         """``new`` was committed. Says what is to be deleted now, never what ``latest`` names. In the background."""
         named = {top / tag for top in place.tops if (tag := latest_tag(top)) is not None}
 

@@ -15,7 +15,7 @@ from safe_ckpt.core.coordination.agreed_config import config_of_all
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import HeldDirectories
 from safe_ckpt.deepspeed import load, save, support
-from safe_ckpt.deepspeed.directories import Places
+from safe_ckpt.deepspeed.directories import CheckpointDirectory
 from safe_ckpt.errors import ClosedError
 from safe_ckpt.events import Hook
 
@@ -73,7 +73,7 @@ class Handle:
         self._async_save = async_save
         self._closed = False
         self._core = Engine(config, hooks=hooks, owner=_OWNER)
-        self._places = Places(self._core, config.retention)
+        self._places = CheckpointDirectory(self._core, config.retention)
         self._roots = HeldDirectories(self._core)
         self._load_checkpoint = engine.load_checkpoint
         self._destroy: Callable[[], None] = engine.destroy

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 def load(
     core: Engine,
-    held: directories.Places,
+    held: directories.CheckpointDirectory,
     engine: Any,
     folder: Path,
     tag: str | None,

@@ -22,7 +22,7 @@ _EXECUTABLE = 0o755
 
 def save(
     core: Engine,
-    held: directories.Places,
+    held: directories.CheckpointDirectory,
     engine: Any,
     save_dir: object,
     tag: object,
@@ -130,7 +130,7 @@ def agree_place(
     def look() -> dict[str, object]:
         found.append((arguments.checked_directory(save_dir, "save_dir"), arguments.checked_tag(tag)))
         path = found[0][0] / found[0][1]
-        directories.Places.settle_above(path)
+        directories.CheckpointDirectory.settle_above(path)
         return {"path": path, **options}
 
     arguments.agree(core, kind, look, lambda: directories.refuse_what_stands_there(*found[0]))
