@@ -15,7 +15,7 @@ from safe_ckpt import versions
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.agreed_config import config_of_all
 from safe_ckpt.core.directory import catalog, retention
-from safe_ckpt.core.directory.ledger import Ledger
+from safe_ckpt.core.directory.ledger import Catalog
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.formats.verify import verify
@@ -71,7 +71,7 @@ class Checkpointer:
         self._engine = Engine(self.config, group=group, hooks=hooks, owner="a Checkpointer; its close() frees it")
         try:
             self._root = self._engine.hold(self.directory)
-            self._ledger = Ledger()
+            self._ledger = Catalog()
             self._shards: ShardPlanner | None = None
             self._exporter: Exporter | None = None
             # What is not seen for a moment has a place in the order of commits all the same.
@@ -317,5 +317,5 @@ class Checkpointer:
         return catalog.list_directories(self.directory)
 
     def _take_stock(self, candidates: Sequence[catalog.Candidate]) -> None:
-        self._ledger = Ledger(candidates)
+        self._ledger = Catalog(candidates)
         self._root.start_after(catalog.newest_sequence(candidates))

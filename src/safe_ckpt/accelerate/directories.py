@@ -17,7 +17,7 @@ from safe_ckpt.config import Retention
 from safe_ckpt.core.coordination.coordinator import raise_first
 from safe_ckpt.core.directory import catalog, extra_files, retention
 from safe_ckpt.core.directory.catalog import WEIGHTS, Candidate
-from safe_ckpt.core.directory.ledger import Decision, Ledger, is_of
+from safe_ckpt.core.directory.ledger import Catalog, Decision, is_of
 from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.saving import resume
@@ -38,7 +38,7 @@ class SaveTarget:
     """A directory of checkpoints that is held. ``ledger`` counts on rank 0 only."""
 
     root: Workspace
-    ledger: Ledger
+    ledger: Catalog
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class CheckpointDirectory:
         self._policy = policy
         self._automatic: SaveTarget | None = None
         self.named = HeldDirectories(engine)
-        self._ledgers: dict[Path, Ledger] = {}
+        self._ledgers: dict[Path, Catalog] = {}
         self._last: Path | None = None
         _living.add(self)
 
@@ -110,11 +110,11 @@ class CheckpointDirectory:
             return self._automatic
         # In the folder that Accelerate lists nothing but checkpoints may lie: it takes whatever sorts last.
         root = self._engine.hold(folder, hidden=folder.parent / HIDDEN)
-        place = SaveTarget(root=root, ledger=Ledger())
+        place = SaveTarget(root=root, ledger=Catalog())
 
         def take_stock() -> None:
             found = resume.listed(lambda: candidates(folder), self._engine.config.timeouts)
-            place.ledger = Ledger(found)
+            place.ledger = Catalog(found)
             root.start_after(catalog.newest_sequence(found))
 
         self._engine.take_stock(root, {"directory": folder}, take_stock)
@@ -215,7 +215,7 @@ class CheckpointDirectory:
     def _hold_named(self, path: Path) -> SaveTarget:
         self._take_over(path)
         root = self.named.hold(path, resumed=True)
-        return SaveTarget(root=root, ledger=self._ledgers.setdefault(path.parent, Ledger()))
+        return SaveTarget(root=root, ledger=self._ledgers.setdefault(path.parent, Catalog()))
 
     def _take_over(self, path: Path) -> None:
         """From an Accelerator of this process, such as that of a notebook's cell that was run again and is still held."""

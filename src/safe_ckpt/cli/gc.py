@@ -15,7 +15,7 @@ from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.errors import ConfigError, DirectoryError, SafeCheckpointError
 from safe_ckpt.inspection.check import judge, plan
-from safe_ckpt.inspection.listing import Shelf, find_shelf
+from safe_ckpt.inspection.listing import Listing, find_shelf
 from safe_ckpt.text import bytes_text
 
 
@@ -70,7 +70,7 @@ class _Rule:
 class _Found:
     """What is to be deleted, and what became of it."""
 
-    def __init__(self, shelf: Shelf, rule: _Rule) -> None:
+    def __init__(self, shelf: Listing, rule: _Rule) -> None:
         for path, why in shelf.unreadable.items():
             raise DirectoryError(path=str(path), message=f"cannot be looked at, and so nothing is deleted: {why}")
         infos = [candidate.info for candidate in shelf.usable if not candidate.foreign]
@@ -96,7 +96,7 @@ def _damaged_of(paths: list[Path]) -> list[Path]:
     return [verdict.path for verdict in judge(map(plan, paths)) if verdict.state == "damaged"]
 
 
-def _collect(directory: Path, shelf: Shelf, rule: _Rule) -> _Found:
+def _collect(directory: Path, shelf: Listing, rule: _Rule) -> _Found:
     root = Workspace(shelf.folder, lease_s=60.0, hidden=shelf.hidden or shelf.folder / HIDDEN)
     root.open()  # takes the lock, and sweeps what a killed job left
     try:

@@ -13,7 +13,7 @@ import typer
 from safe_ckpt.cli.output import DAMAGED, AsJson, Directory, metrics_text, print_json, print_table, say
 from safe_ckpt.core.directory.catalog import Candidate
 from safe_ckpt.errors import SafeCheckpointError
-from safe_ckpt.inspection.listing import Shelf, find_shelf
+from safe_ckpt.inspection.listing import Listing, find_shelf
 from safe_ckpt.text import bytes_text
 
 _UNKNOWN: dict[str, Any] = {
@@ -54,7 +54,7 @@ def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
         raise typer.Exit(DAMAGED)
 
 
-def _rows(shelf: Shelf) -> Iterator[dict[str, Any]]:
+def _rows(shelf: Listing) -> Iterator[dict[str, Any]]:
     for candidate in shelf.usable:
         with contextlib.suppress(FileNotFoundError):  # a live job has just let it go
             yield _row(shelf.folder, candidate, "unverified" if candidate.foreign else "valid")
@@ -68,7 +68,7 @@ def _rows(shelf: Shelf) -> Iterator[dict[str, Any]]:
         yield {"name": _name(shelf, path), **_UNKNOWN, "state": "quarantined", "reason": "found damaged by a resume"}
 
 
-def _name(shelf: Shelf, path: Path) -> str:
+def _name(shelf: Listing, path: Path) -> str:
     if path.is_relative_to(shelf.folder):
         return path.relative_to(shelf.folder).as_posix()
     hidden = shelf.hidden or shelf.folder

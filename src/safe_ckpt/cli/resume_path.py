@@ -13,7 +13,7 @@ from safe_ckpt.cli.output import CANNOT_TELL, DAMAGED, AsJson, Directory, print_
 from safe_ckpt.core.directory.catalog import Candidate, newest_first
 from safe_ckpt.errors import DirectoryError, SafeCheckpointError
 from safe_ckpt.inspection.check import judge, plan
-from safe_ckpt.inspection.listing import Shelf, find_shelf, look_inside
+from safe_ckpt.inspection.listing import Listing, find_shelf, look_inside
 from safe_ckpt.inspection.verdict import Verdict
 
 _ATTEMPTS = 5
@@ -60,7 +60,7 @@ def resume_path(
 _Rejected = list[tuple[Candidate, str]]
 
 
-def _chosen_of(directory: Path, *, quick: bool) -> tuple[Shelf, Candidate | None, bool, _Rejected]:
+def _chosen_of(directory: Path, *, quick: bool) -> tuple[Listing, Candidate | None, bool, _Rejected]:
     for attempt in range(_ATTEMPTS):
         shelf = find_shelf(directory)
         for path, why in shelf.unreadable.items():

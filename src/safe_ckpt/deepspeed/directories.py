@@ -13,7 +13,7 @@ from pathlib import Path
 from safe_ckpt.config import Retention
 from safe_ckpt.core.directory import catalog, retention
 from safe_ckpt.core.directory.catalog import Candidate
-from safe_ckpt.core.directory.ledger import Decision, Ledger
+from safe_ckpt.core.directory.ledger import Catalog, Decision
 from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
 from safe_ckpt.core.saving.engine import Engine
@@ -41,7 +41,7 @@ class SaveTarget:
     """
 
     root: Workspace
-    ledger: Ledger
+    ledger: Catalog
     tops: tuple[Path, ...] = ()
 
 
@@ -80,11 +80,11 @@ class CheckpointDirectory:
                 self._let_go(earlier)
         for other in list(_living):
             other._let_go(folder)
-        place = SaveTarget(root=self._engine.hold(folder), ledger=Ledger(), tops=(folder, top))
+        place = SaveTarget(root=self._engine.hold(folder), ledger=Catalog(), tops=(folder, top))
 
         def take_stock() -> None:
             found = candidates(folder)
-            place.ledger = Ledger(found)
+            place.ledger = Catalog(found)
             place.root.start_after(catalog.newest_sequence(found))
 
         self._engine.take_stock(place.root, {"directory": folder}, take_stock)

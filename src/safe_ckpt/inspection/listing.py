@@ -25,7 +25,7 @@ _STEP_IN_FILE = re.compile(r"step=(\d{1,18})")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shelf:
+class Listing:
     """Where checkpoints are kept.
 
     Attributes:
@@ -47,7 +47,7 @@ class Shelf:
     quarantined: tuple[Path, ...]
 
 
-def find_shelf(directory: Path) -> Shelf:
+def find_shelf(directory: Path) -> Listing:
     """Look at names and manifests; payloads are not read.
 
     Args:
@@ -70,7 +70,7 @@ def find_shelf(directory: Path) -> Shelf:
     if not found and not unreadable and below.is_dir() and not below.is_symlink():  # a project of Accelerate's
         folder = below
         found = catalog.list_directories(folder, _number_of, _problem_of_stock, note)
-    return Shelf(
+    return Listing(
         folder=folder,
         hidden=hidden,
         usable=tuple(catalog.newest_first(found)),

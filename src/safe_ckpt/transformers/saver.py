@@ -18,7 +18,7 @@ from typing_extensions import Self
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.directory import catalog, extra_files
 from safe_ckpt.core.directory.catalog import Candidate
-from safe_ckpt.core.directory.ledger import Ledger
+from safe_ckpt.core.directory.ledger import Catalog
 from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
 from safe_ckpt.core.formats.verify import verify_share
@@ -50,7 +50,7 @@ class TrainerSaver:
     def __init__(self, config: CheckpointConfig, hooks: Iterable[Hook] = ()) -> None:
         self._engine = Engine(config, hooks=hooks, owner="a Transformers Trainer; it is free when train() has ended")
         self._sharing = Sharing(self._engine)
-        self._held: dict[Path, tuple[Workspace, Ledger]] = {}
+        self._held: dict[Path, tuple[Workspace, Catalog]] = {}
 
     def newest(self, folder: Path) -> Path:
         """The newest valid checkpoint in ``folder``, verified and agreed.
@@ -118,7 +118,7 @@ class TrainerSaver:
         within_s = None if error is None else self._engine.config.timeouts.shutdown_s
         self._engine.close(quiet=error is not None, within_s=within_s)
 
-    def _request(self, trainer: Any, path: Path, root: Workspace, begun: Path, ledger: Ledger) -> SaveRequest:
+    def _request(self, trainer: Any, path: Path, root: Workspace, begun: Path, ledger: Catalog) -> SaveRequest:
         error: Exception | None = None
         caught = Catch(begun)
         best = trainer.state.best_model_checkpoint
@@ -150,16 +150,16 @@ class TrainerSaver:
             carry=lambda _: True,
         )
 
-    def _hold(self, folder: Path) -> tuple[Workspace, Ledger]:
+    def _hold(self, folder: Path) -> tuple[Workspace, Catalog]:
         if folder not in self._held:
             # What begins with an underscore is not pushed to the hub.
-            root, ledger = self._engine.hold(folder, hidden=folder / HIDDEN), Ledger()
+            root, ledger = self._engine.hold(folder, hidden=folder / HIDDEN), Catalog()
 
             def take_stock() -> None:
                 nonlocal ledger
                 found = resume.listed(lambda: candidates(folder), self._engine.config.timeouts)
                 root.start_after(catalog.newest_sequence(found))
-                ledger = Ledger(found)
+                ledger = Catalog(found)
 
             self._engine.take_stock(root, {"directory": folder}, take_stock)
             self._held[folder] = (root, ledger)

@@ -30,7 +30,7 @@ class Decision:
     kept: Sequence[str] = ()
 
 
-class Ledger:
+class Catalog:
     """Begins with what was found and learns of every commit.
 
     Args:

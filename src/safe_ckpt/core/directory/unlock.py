@@ -35,7 +35,7 @@ def holder(hidden: Path | None) -> Holder | None:
     """Who holds the directory; None when nobody does. Only read: the lock stays as it is.
 
     Args:
-        hidden: where the directory's lock lives, ``Shelf.hidden``; None where there never was one.
+        hidden: where the directory's lock lives, ``Listing.hidden``; None where there never was one.
 
     Raises:
         OSError: the lock file is there and could not be read.
@@ -54,7 +54,7 @@ def break_lock(hidden: Path) -> None:
     """Take the lock away from whoever holds it. A job that still lives notices before its next commit, and fails.
 
     Args:
-        hidden: where the directory's lock lives, ``Shelf.hidden``.
+        hidden: where the directory's lock lives, ``Listing.hidden``.
 
     Raises:
         OSError: it could not be removed.
