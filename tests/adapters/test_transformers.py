@@ -371,15 +371,15 @@ def test_rotation_is_that_of_the_trainer(sequences, limit, best):
         for n in sequences
     ]  # fmt: skip
     chosen = infos[best].path if 0 <= best < len(infos) else None
-    doomed = rotation.to_delete(infos, limit, chosen)
-    left = sorted((i for i in infos if i not in doomed), key=lambda i: i.sequence)
-    assert chosen not in [info.path for info in doomed]
+    to_delete = rotation.to_delete(infos, limit, chosen)
+    left = sorted((i for i in infos if i not in to_delete), key=lambda i: i.sequence)
+    assert chosen not in [info.path for info in to_delete]
     if infos:
         assert left[-1].sequence == max(sequences)
     if limit < 1:
-        assert not doomed
+        assert not to_delete
     else:
         assert len(left) <= max(limit, 2)
         assert len(left) >= min(limit, len(infos))
     plain = [info for info in left if info.path != chosen]
-    assert all(gone.sequence < min(p.sequence for p in plain) for gone in doomed) if plain else True
+    assert all(gone.sequence < min(p.sequence for p in plain) for gone in to_delete) if plain else True

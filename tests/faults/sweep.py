@@ -181,7 +181,7 @@ class Files(Numbered):
             root = engine.hold(folder)
             root.start_after(catalog.newest_sequence(catalog.list_files(folder, ".ckpt")))
             image = file_plan.torch_image(self.name(number), state(number), strict=False, key="checkpoint")
-            doomed = [path for path in folder.glob("step=*.ckpt") if path.name != self.name(number)]
+            to_delete = [path for path in folder.glob("step=*.ckpt") if path.name != self.name(number)]
             request = SaveRequest(
                 root=root,
                 path=folder / self.name(number),
@@ -189,7 +189,7 @@ class Files(Numbered):
                 step=number,
                 images=[file_plan.single(image, self.name(number))],
                 links=[Link(path=folder / "last.ckpt")],
-                retain=lambda _: doomed,
+                retain=lambda _: to_delete,
             )
             engine.save(request).result()
             reported()

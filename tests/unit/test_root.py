@@ -159,7 +159,7 @@ def test_quarantine_keeps_what_it_is_given(root):
     for word in ("a", "b"):
         (root.path / "step-1").mkdir()
         (root.path / "step-1" / "f").write_text(word)
-        root.set_aside(root.path / "step-1")
+        root.quarantine(root.path / "step-1")
     assert sorted((path / "f").read_text() for path in root.quarantined()) == ["a", "b"]
 
 

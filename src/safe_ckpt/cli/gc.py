@@ -56,7 +56,7 @@ def gc(
         say(str(error))
         raise typer.Exit(DAMAGED) from error
     _tell(found, dry_run=dry_run, as_json=as_json)
-    if not dry_run and len(found.gone) < len(found.doomed) + len(found.besides):
+    if not dry_run and len(found.gone) < len(found.to_delete) + len(found.besides):
         raise typer.Exit(DAMAGED)
 
 
@@ -80,14 +80,14 @@ class _Found:
             True
         ):  # again when one that would be kept turns out to be damaged: it does not count, and another one is kept
             left = [info for info in infos if info is not None and info.path not in self.damaged]
-            self.doomed: list[CheckpointInfo] = to_delete(left, rule.policy)
-            kept = {info.path for info in left} - {info.path for info in self.doomed} - sound
-            bad = _damaged_of(sorted(kept)) if rule.verify and self.doomed else []
+            self.to_delete: list[CheckpointInfo] = to_delete(left, rule.policy)
+            kept = {info.path for info in left} - {info.path for info in self.to_delete} - sound
+            bad = _damaged_of(sorted(kept)) if rule.verify and self.to_delete else []
             sound |= kept - set(bad)
             self.damaged += bad
             if not bad:
                 break
-        self.kept = len(shelf.usable) - len(self.doomed) - len(self.damaged)
+        self.kept = len(shelf.usable) - len(self.to_delete) - len(self.damaged)
         self.besides = [*shelf.quarantined] if rule.quarantine else []
         self.gone: list[Path] = []
 
@@ -101,7 +101,7 @@ def _collect(directory: Path, shelf: Listing, rule: _Rule) -> _Found:
     root.open()  # takes the lock, and sweeps what a killed job left
     try:
         found = _Found(find_shelf(directory), rule)  # once more: now nobody else changes it
-        found.gone = root.discard([*(info.path for info in found.doomed), *found.besides])
+        found.gone = root.discard([*(info.path for info in found.to_delete), *found.besides])
         return found
     finally:
         root.close()
@@ -111,7 +111,7 @@ def _tell(found: _Found, *, dry_run: bool, as_json: bool) -> None:
     gone = found.gone
     rows: list[dict[str, Any]] = [
         {"path": str(info.path), "step": info.step, "size_bytes": info.size_bytes, "deleted": info.path in gone}
-        for info in found.doomed
+        for info in found.to_delete
     ]
     rows += [{"path": str(path), "step": None, "size_bytes": None, "deleted": path in gone} for path in found.besides]
     if as_json:
@@ -123,5 +123,5 @@ def _tell(found: _Found, *, dry_run: bool, as_json: bool) -> None:
         tell(f"{done} {row['path']} {bytes_text(row['size_bytes'])}".rstrip())
     for path in found.damaged:
         say(f"{path} is damaged: it does not count, and stays for you to look at")
-    freed = bytes_text(sum(info.size_bytes for info in found.doomed if dry_run or info.path in gone))
+    freed = bytes_text(sum(info.size_bytes for info in found.to_delete if dry_run or info.path in gone))
     say(f"{found.kept} kept; {freed} {'would be freed' if dry_run else 'freed'}")

@@ -60,7 +60,7 @@ class Intents:
         return {*self.saves, *self.links}
 
     @property
-    def doomed(self) -> list[str]:
+    def to_delete(self) -> list[str]:
         """What is to be deleted and not written again by the same hook."""
         return [path for path in dict.fromkeys(self.removals) if path not in self.names]
 

@@ -32,10 +32,10 @@ LINKS = "links"
 WEIGHTS_ONLY = "weights_only"
 
 
-def notes(root: Workspace, *, links: list[Link], doomed: list[Path], weights_only: bool) -> dict[str, Any]:
+def notes(root: Workspace, *, links: list[Link], to_delete: list[Path], weights_only: bool) -> dict[str, Any]:
     """What a manifest says of the save besides, so that the next run can finish what a killed one had begun."""
     return {
-        REMOVES: [os.path.relpath(path, root.path) for path in doomed],
+        REMOVES: [os.path.relpath(path, root.path) for path in to_delete],
         LINKS: {os.path.relpath(link.path, root.path): link.target for link in links},
         WEIGHTS_ONLY: weights_only,
     }
@@ -159,8 +159,8 @@ def _finish(root: Workspace, info: CheckpointInfo) -> None:
     said = read_manifest(info.path).notes
     for name, target in said.get(LINKS, {}).items():
         _link_again(root, info, root.path / name, target)
-    doomed = [root.path / name for name in said.get(REMOVES, [])]
-    for path in root.discard([path for path in doomed if _is_ours_and_older(path, info)]):
+    to_delete = [root.path / name for name in said.get(REMOVES, [])]
+    for path in root.discard([path for path in to_delete if _is_ours_and_older(path, info)]):
         logger.info("removed %s, as was due when %s was saved", path, info.name)
 
 

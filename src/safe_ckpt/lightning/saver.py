@@ -455,7 +455,7 @@ class TrainerSaver:
             )
         links = [Link(path=Path(os.path.abspath(path))) for path in intents.saves[1:]]
         links += [Link(path=Path(os.path.abspath(path)), target=target) for path, target in intents.links.items()]
-        doomed = [Path(os.path.abspath(path)) for path in intents.doomed]
+        to_delete = [Path(os.path.abspath(path)) for path in intents.to_delete]
         return SaveRequest(
             root=root,
             path=primary,
@@ -469,10 +469,10 @@ class TrainerSaver:
             links=links,
             notes={
                 **files.notes,
-                **resuming.notes(root, links=links, doomed=doomed, weights_only=bool(weights_only)),
+                **resuming.notes(root, links=links, to_delete=to_delete, weights_only=bool(weights_only)),
             },
             view={"names": ", ".join([*intents.saves, *intents.links])},
-            retain=lambda _: Decision(doomed=doomed) if doomed else None,
+            retain=lambda _: Decision(to_delete=to_delete) if to_delete else None,
             deferral=overlapping.deferral(self._trainer, self.config.snapshot) if files.images and overlap else None,
         )
 

@@ -26,7 +26,7 @@ class Decision:
         kept: names of what stays, oldest first, where that is known.
     """
 
-    doomed: Sequence[Path]
+    to_delete: Sequence[Path]
     kept: Sequence[str] = ()
 
 
@@ -49,12 +49,12 @@ class Catalog:
         """``new`` was committed. Returns what ``choose`` lets go now; without it None. Called on the background thread."""
         there = [*(info for info in self._committed if info.path != new.path and info.path.exists()), new]
         known = [info for info in there if info is new or _still_has_its_name(info)] if choose is not None else there
-        doomed = choose(known) if choose is not None else []
-        self._committed = [info for info in there if info not in doomed]
+        to_delete = choose(known) if choose is not None else []
+        self._committed = [info for info in there if info not in to_delete]
         if choose is None:
             return None
-        kept = sorted((info for info in known if info not in doomed), key=lambda info: info.sequence)
-        return Decision(doomed=[info.path for info in doomed], kept=[info.path.name for info in kept])
+        kept = sorted((info for info in known if info not in to_delete), key=lambda info: info.sequence)
+        return Decision(to_delete=[info.path for info in to_delete], kept=[info.path.name for info in kept])
 
 
 def is_of(info: CheckpointInfo, manifest: Manifest) -> bool:

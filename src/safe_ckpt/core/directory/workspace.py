@@ -219,7 +219,7 @@ class Workspace:
         finally:
             self._delete(bin_)
 
-    def set_aside(self, path: Path) -> Path:
+    def quarantine(self, path: Path) -> Path:
         """Move a damaged checkpoint into quarantine. Returns where it is now."""
         # By way of a folder that whoever takes over moves away, as in ``aside``.
         moving = self.quarantine / f"{_MOVING}{uuid.uuid4().hex}"

@@ -364,7 +364,7 @@ def _set_aside(engine: Engine, root: Workspace, rejected: Mapping[str, str]) -> 
     for name, reason in rejected.items():
         path = root.path / name
         try:
-            target = root.set_aside(path)
+            target = root.quarantine(path)
         except FileNotFoundError:
             continue
         except OSError as error:

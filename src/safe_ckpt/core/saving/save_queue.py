@@ -208,10 +208,10 @@ class SaveQueue:
 
     def _carry_out(self, decision: Decision, root: Workspace, begun: float) -> None:
         rank = self._coordinator.rank
-        if decision.doomed:
+        if decision.to_delete:
             root.confirm()
-        sizes = {path: save_events.occupied_bytes(path) for path in decision.doomed}
-        gone = root.discard(decision.doomed)
+        sizes = {path: save_events.occupied_bytes(path) for path in decision.to_delete}
+        gone = root.discard(decision.to_delete)
         for path in gone:
             self._emit(events.Removed(rank=rank, path=str(path)))
         self._emit(
