@@ -52,7 +52,7 @@ class _Local:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class ShardPlan:
     """What was agreed on.
 
     Attributes:
@@ -118,7 +118,7 @@ class ShardPlanner:
         *,
         kind: str = "shards",
         view: Mapping[str, object] | None = None,
-    ) -> Parts:
+    ) -> ShardPlan:
         """Agree on who writes what. Every rank calls this, on the thread that trains.
 
         Args:
@@ -166,9 +166,9 @@ class ShardPlanner:
             self._agreed[folder] = _Agreed(token=share[folder]["token"], plan=item.plan, kept=kept)
         for folder, (whole, _) in made.items():
             self._global[folder] = whole
-        return Parts(items=local, metadata={folder: data for folder, (_, data) in made.items()})
+        return ShardPlan(items=local, metadata={folder: data for folder, (_, data) in made.items()})
 
-    def lay_out(self, parts: Parts) -> list[FilePlan]:
+    def lay_out(self, parts: ShardPlan) -> list[FilePlan]:
         """The files of this rank. What goes wrong here is this rank's own to tell.
 
         Raises:
