@@ -19,7 +19,7 @@ from safe_ckpt.config import Timeouts
 from safe_ckpt.core.coordination import process_groups, timeouts
 from safe_ckpt.core.coordination.coordinator import Coordinator, Scatter, open_coordinator, raise_first
 from safe_ckpt.core.sharding import dtensor, gather_plan, gather_transport
-from safe_ckpt.core.sharding.gather_plan import Box, Rounds
+from safe_ckpt.core.sharding.gather_plan import Chunk, GatherPlan
 from safe_ckpt.core.sharding.gather_rounds import Flow
 from safe_ckpt.errors import ConfigError, CoordinationError, DesyncError, SafeCheckpointError, StateError, to_wire
 
@@ -114,12 +114,12 @@ class _Gather:
         self._group = group
         self._dtype = dtype
         self.tensors: dict[str, torch.Tensor] = {}
-        self._rounds = Rounds(rounds=[], ends=[])  # of all ranks, on rank 0 alone
+        self._rounds = GatherPlan(rounds=[], ends=[])  # of all ranks, on rank 0 alone
         self._agree(state, staging_bytes)
         self._names = list(self.tensors)
         self._device = gather_transport.wire_device(list(self.tensors.values()), group)
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
-        self._arrived: list[tuple[Box, torch.Tensor]] = []
+        self._arrived: list[tuple[Chunk, torch.Tensor]] = []
         self._local: tuple[int, torch.Tensor] = -1, self._buffer
 
     def run(self, timeout_s: float) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -187,7 +187,7 @@ class _Gather:
         self._ends: list[int] = share["ends"]
         self._sends: list[list[Any]] = share["sends"]
 
-    def _plan(self, chunks: Mapping[int, Sequence[dtensor.Span | None]], staging_bytes: int) -> Rounds:
+    def _plan(self, chunks: Mapping[int, Sequence[dtensor.Span | None]], staging_bytes: int) -> GatherPlan:
         tensors = list(self.tensors.values())
         return gather_plan.plan(
             list(self.tensors),

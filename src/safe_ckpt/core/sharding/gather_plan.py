@@ -14,7 +14,7 @@ from safe_ckpt.errors import StateError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Box:
+class Chunk:
     """One part that travels.
 
     Attributes:
@@ -35,7 +35,7 @@ class Box:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rounds:
+class GatherPlan:
     """The plan of a gather.
 
     Attributes:
@@ -44,7 +44,7 @@ class Rounds:
         own: for every tensor the chunk that the writing rank has itself, None where it has none.
     """
 
-    rounds: Sequence[Sequence[Box]]
+    rounds: Sequence[Sequence[Chunk]]
     ends: Sequence[int]
     own: Sequence[Span | None] = field(default_factory=list)
 
@@ -60,7 +60,7 @@ def plan(
     chunks: Mapping[int, Sequence[Span | None]],
     most_bytes: int,
     late: Sequence[bool] = (),
-) -> Rounds:
+) -> GatherPlan:
     """Plan the gather of whole tensors to rank 0.
 
     Args:
@@ -74,7 +74,7 @@ def plan(
     Raises:
         StateError: the chunks do not make up a whole tensor.
     """
-    rounds: list[list[Box]] = []
+    rounds: list[list[Chunk]] = []
     ends: list[int] = []
     own: list[Span | None] = []
     filled = 0
@@ -92,10 +92,10 @@ def plan(
                     rounds.append([])
                     filled = 0
                 at = tuple(offset + inner for offset, inner in zip(offsets, begin, strict=True))
-                rounds[-1].append(Box(tensor=index, rank=rank, begin=begin, sizes=part, at=at, size_bytes=size))
+                rounds[-1].append(Chunk(tensor=index, rank=rank, begin=begin, sizes=part, at=at, size_bytes=size))
                 filled += padded(size)
         ends.append(len(rounds))
-    return Rounds(rounds=rounds, ends=ends, own=own)
+    return GatherPlan(rounds=rounds, ends=ends, own=own)
 
 
 def padded(size_bytes: int) -> int:
