@@ -20,7 +20,7 @@ from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
 from safe_ckpt.core.saving.request import SaveHandle, SaveJob, SaveRequest
 from safe_ckpt.core.sharding import dtensor, gather
-from safe_ckpt.core.sharding.tensor_queue import Handover
+from safe_ckpt.core.sharding.tensor_queue import TensorQueue
 from safe_ckpt.errors import ConfigError, SaveError, to_wire
 
 
@@ -125,7 +125,7 @@ class _Stream:
         self._tensors = tensors
         self._dtype = dtype
         self._timeout_s = engine.config.timeouts.lengthy_s
-        self._handover = Handover(name, gather.STAGING_BYTES, self._timeout_s)
+        self._handover = TensorQueue(name, gather.STAGING_BYTES, self._timeout_s)
 
     def images(self, most_bytes: int) -> list[FilePlan]:
         """The files."""

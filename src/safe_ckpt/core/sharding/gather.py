@@ -20,7 +20,7 @@ from safe_ckpt.core.coordination import process_groups, timeouts
 from safe_ckpt.core.coordination.coordinator import Coordinator, Scatter, open_coordinator, raise_first
 from safe_ckpt.core.sharding import dtensor, gather_plan, gather_transport
 from safe_ckpt.core.sharding.gather_plan import Chunk, GatherPlan
-from safe_ckpt.core.sharding.gather_rounds import Flow
+from safe_ckpt.core.sharding.gather_rounds import RoundBarrier
 from safe_ckpt.errors import ConfigError, CoordinationError, DesyncError, SafeCheckpointError, StateError, to_wire
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class _Gather:
     def run(self, timeout_s: float) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Gather. What is yielded is not held here."""
         late_s = max(_LATE_S, self._coordinator.stall_s + 5)
-        flow = Flow(self._coordinator, self._op_id, timeout_s=timeout_s, late_s=late_s)
+        flow = RoundBarrier(self._coordinator, self._op_id, timeout_s=timeout_s, late_s=late_s)
         where, done = "its beginning", 0
         reductions = sum(map(dtensor.is_partial, self.tensors.values()))
         try:
@@ -205,7 +205,7 @@ class _Gather:
         tensor = self.tensors[self._names[index]]
         return torch.empty(tuple(tensor.shape), dtype=self._wire_dtype(tensor))
 
-    def _reduce(self, index: int, flow: Flow, timeout_s: float) -> bool:
+    def _reduce(self, index: int, flow: RoundBarrier, timeout_s: float) -> bool:
         tensor = self.tensors[self._names[index]]
         if not dtensor.is_partial(tensor):
             return False
@@ -232,7 +232,7 @@ class _Gather:
             box, piece = self._arrived.pop(0)
             dtensor.cut(full, box.at, box.sizes).copy_(piece.view(full.dtype).view(box.sizes))
 
-    def _exchange(self, number: int, flow: Flow, timeout_s: float) -> None:
+    def _exchange(self, number: int, flow: RoundBarrier, timeout_s: float) -> None:
         """One round: every rank sends its boxes to rank 0."""
         size = self._coordinator.size
         coming = self._rounds.rounds[number] if self._coordinator.rank == 0 else []

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _LOOK_S = 0.25
 
 
-class Flow:
+class RoundBarrier:
     """One rank's side of it.
 
     Args:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _LOOK_S = 0.25
 
 
-class Handover:
+class TensorQueue:
     """A bounded queue of tensors.
 
     Args:
