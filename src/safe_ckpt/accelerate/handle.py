@@ -16,7 +16,7 @@ from safe_ckpt.accelerate import save_model as models
 from safe_ckpt.accelerate.dataloaders import Loaders
 from safe_ckpt.accelerate.directories import CheckpointDirectory
 from safe_ckpt.accelerate.trackers import Trackers
-from safe_ckpt.adapters.patch import StandIns
+from safe_ckpt.adapters.patch import Patch
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.state import plan
@@ -69,7 +69,7 @@ class Handle:
         self._end_training: Callable[[], None] = accelerator.end_training
         self._free_memory: Callable[..., Any] = accelerator.free_memory
         methods = {name: getattr(self, name) for name in _REPLACED}
-        self._stand_ins = StandIns(accelerator, {**methods, "__getstate__": self._state_of_a_copy})
+        self._stand_ins = Patch(accelerator, {**methods, "__getstate__": self._state_of_a_copy})
         accelerator._safe_ckpt = self
         self.prepare()
 

@@ -11,7 +11,7 @@ from typing_extensions import Self
 logger = logging.getLogger(__name__)
 
 
-class StandIns:
+class Patch:
     """Replaces attributes of ``owner`` and remembers what was there. As a context manager it gives them back at the end.
 
     Args:

@@ -20,7 +20,7 @@ import deepspeed.runtime.engine as upstream
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.utils import groups
 
-from safe_ckpt.adapters.patch import StandIns
+from safe_ckpt.adapters.patch import Patch
 from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.errors import StateError
@@ -157,7 +157,7 @@ def _listening(engine: Any, listener: Listener, client_state: Mapping[str, Any])
     }
     if not engine.has_moe_layers:  # there it is set in between
         stubs["save_non_zero_checkpoint"] = _writes_model(engine)
-    with StandIns(engine, stubs), StandIns(upstream.dist, {"barrier": _no_barrier}):
+    with Patch(engine, stubs), Patch(upstream.dist, {"barrier": _no_barrier}):
         yield
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from typing_extensions import Self
 
-from safe_ckpt.adapters.patch import StandIns
+from safe_ckpt.adapters.patch import Patch
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.agreed_config import config_of_all
 from safe_ckpt.core.saving.engine import Engine
@@ -77,7 +77,7 @@ class Handle:
         self._roots = HeldDirectories(self._core)
         self._load_checkpoint = engine.load_checkpoint
         self._destroy: Callable[[], None] = engine.destroy
-        self._stand_ins = StandIns(engine, {name: getattr(self, name) for name in _REPLACED})
+        self._stand_ins = Patch(engine, {name: getattr(self, name) for name in _REPLACED})
         engine._safe_ckpt = self
 
     def save_checkpoint(

@@ -14,7 +14,7 @@ import deepspeed.runtime.engine as upstream
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from safe_ckpt import events
-from safe_ckpt.adapters.patch import StandIns
+from safe_ckpt.adapters.patch import Patch
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.formats.verify import verify_share
@@ -116,13 +116,13 @@ def plain_reading(engine: Any) -> contextlib.AbstractContextManager[object]:
     """Within this block DeepSpeed reads with its plain engine: that of ``checkpoint.writer`` (0.19.8) refuses what it wrote."""
     if not engine.checkpoint_writer_enabled():
         return contextlib.nullcontext()
-    return StandIns(engine, {"checkpoint_engine": TorchCheckpointEngine()})
+    return Patch(engine, {"checkpoint_engine": TorchCheckpointEngine()})
 
 
-def _bound_to(tag: str | None) -> StandIns:
+def _bound_to(tag: str | None) -> Patch:
     """Let DeepSpeed read whole weights from this tag: with ZeRO-3 and no optimizer states it takes those of ``latest``."""
     name = "get_fp32_state_dict_from_zero_checkpoint"
-    return StandIns(upstream, {name: functools.partial(getattr(upstream, name), tag=tag)})
+    return Patch(upstream, {name: functools.partial(getattr(upstream, name), tag=tag)})
 
 
 def _survey(folder: Path, tag: str | None) -> dict[str, Any]:

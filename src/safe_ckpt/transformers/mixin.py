@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import trainer as upstream
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from safe_ckpt.adapters.patch import StandIns
+from safe_ckpt.adapters.patch import Patch
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.agreed_config import config_of_all, refused_retention
 from safe_ckpt.errors import ConfigError
@@ -93,7 +93,7 @@ class SafeCheckpointMixin(_Base):
                 stock(trainer, *args, **kwargs)
 
         # A class between this one and Trainer may do more: TRL's write a model card first.
-        with StandIns(upstream.Trainer, {"_save_checkpoint": save}):
+        with Patch(upstream.Trainer, {"_save_checkpoint": save}):
             super()._save_checkpoint(model, trial)
         if not saved:
             message = "%s._save_checkpoint did not call Trainer's: what it wrote is not safe_ckpt's, and not verified"

@@ -20,7 +20,7 @@ from typing import Any
 import transformers.trainer as upstream
 
 from safe_ckpt.accelerate import support
-from safe_ckpt.adapters.patch import StandIns
+from safe_ckpt.adapters.patch import Patch
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import raise_first
 from safe_ckpt.core.formats.file_plan import FilePlan
@@ -101,7 +101,7 @@ class Sharing:
                 stock(engine, checkpoint, *args, **kwargs)
             nested.resume_swapped(self._core, engines, path, optimizer_states=True)
 
-        with StandIns(upstream, {"deepspeed_load_checkpoint": load}):
+        with Patch(upstream, {"deepspeed_load_checkpoint": load}):
             yield
 
     @contextlib.contextmanager
@@ -111,11 +111,11 @@ class Sharing:
         with contextlib.ExitStack() as stack:
             if _gathers(trainer):
                 gathers = {"get_state_dict": noted.after_meeting(trainer.accelerator.get_state_dict)}
-                stack.enter_context(StandIns(trainer.accelerator, gathers))
+                stack.enter_context(Patch(trainer.accelerator, gathers))
             if trainer.is_fsdp_enabled:
                 names = ("save_fsdp_model", "save_fsdp_optimizer")
                 saves = {name: noted.after_meeting(getattr(upstream, name)) for name in names}
-                stack.enter_context(StandIns(upstream, saves))
+                stack.enter_context(Patch(upstream, saves))
             if trainer.is_deepspeed_enabled:
                 engine = trainer.model_wrapped
                 instead = {"save_checkpoint": noted.of(engine)}
@@ -123,7 +123,7 @@ class Sharing:
                     from safe_ckpt.deepspeed.nested import ZERO3_GATHER
 
                     instead[ZERO3_GATHER] = noted.after_meeting(getattr(engine, ZERO3_GATHER))
-                stack.enter_context(StandIns(engine, instead))
+                stack.enter_context(Patch(engine, instead))
             yield noted
 
     def plan(self, trainer: Any, noted: Noted, caught: Catch, problem: Exception | None) -> Added:
