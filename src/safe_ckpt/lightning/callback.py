@@ -21,7 +21,7 @@ from safe_ckpt.events import Hook
 from safe_ckpt.lightning import loop_state, requeueing
 from safe_ckpt.lightning import resume as resuming
 from safe_ckpt.lightning.arguments import check_arguments, refuse_remote
-from safe_ckpt.lightning.callback_state import Intents, Shadow, known_paths, reconcile
+from safe_ckpt.lightning.callback_state import PendingActions, SavedCallbackState, known_paths, reconcile
 from safe_ckpt.lightning.compat import ModelCheckpoint
 from safe_ckpt.lightning.install import install, install_for_loading, overrides_saving
 from safe_ckpt.lightning.saver import TrainerSaver
@@ -142,8 +142,8 @@ class SafeCheckpointCallback(ModelCheckpoint):
 
     def _forget_live(self) -> None:
         self._saver: TrainerSaver | None = None
-        self._intents: Intents | None = None
-        self._shadow: Shadow | None = None
+        self._intents: PendingActions | None = None
+        self._shadow: SavedCallbackState | None = None
         self._at_once = False
 
     # ------------------------------------------------------------------ the life of a stage
@@ -222,7 +222,9 @@ class SafeCheckpointCallback(ModelCheckpoint):
         if saver.agree_on_requeue() and saver.auto_directory is None:
             path, due = requeueing.save_path(trainer), True  # the one file that the requeued job will look for
         if due:
-            saver.save(Intents(saves=[str(path)]), self, Shadow.of(self), weights_only=False, wait=False)
+            saver.save(
+                PendingActions(saves=[str(path)]), self, SavedCallbackState.of(self), weights_only=False, wait=False
+            )
         saver.stopping = True
         saver.settle()
         end_fit(trainer)
@@ -284,7 +286,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         if self._saver is None or self._intents is not None:
             yield
             return
-        self._intents, self._shadow, self._at_once = Intents(), None, at_once
+        self._intents, self._shadow, self._at_once = PendingActions(), None, at_once
         try:
             yield
             self._flush()
@@ -302,14 +304,14 @@ class SafeCheckpointCallback(ModelCheckpoint):
         intents, shadow = self._intents, self._shadow
         if not intents or self._saver is None:
             return
-        self._intents, self._shadow = Intents(), None
+        self._intents, self._shadow = PendingActions(), None
         self._saver.save(intents, self, shadow, weights_only=self.save_weights_only, wait=not self.async_save)
 
     def _begin(self) -> None:
         """Before the first change of bookkeeping in a hook: learn what became of the last save, remember how things are."""
         if self._saver is not None and self._shadow is None:
             self._saver.settle()
-            self._shadow = Shadow.of(self)
+            self._shadow = SavedCallbackState.of(self)
 
     def _monitor_candidates(self, trainer: Any) -> dict[str, Any]:
         # A metric that was logged without sync_dist differs between ranks, and so would file names and scores: rank 0's count.

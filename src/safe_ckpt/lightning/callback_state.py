@@ -21,13 +21,13 @@ _FIELDS = (
 
 
 @dataclass(frozen=True)
-class Shadow:
+class SavedCallbackState:
     """A callback's beliefs at one moment."""
 
     values: dict[str, Any]
 
     @classmethod
-    def of(cls, callback: object) -> Shadow:
+    def of(cls, callback: object) -> SavedCallbackState:
         """Take a copy of what ``callback`` believes now."""
         return cls({name: copy.copy(getattr(callback, name)) for name in _FIELDS if hasattr(callback, name)})
 
@@ -38,7 +38,7 @@ class Shadow:
 
 
 @dataclass
-class Intents:
+class PendingActions:
     """What a ModelCheckpoint decided within one hook, in its order.
 
     Attributes:

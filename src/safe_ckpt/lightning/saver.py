@@ -35,7 +35,7 @@ from safe_ckpt.errors import (
 from safe_ckpt.events import Hook
 from safe_ckpt.lightning import contents, overlapping, requeueing, stopping, strategies
 from safe_ckpt.lightning import resume as resuming
-from safe_ckpt.lightning.callback_state import Intents, Shadow
+from safe_ckpt.lightning.callback_state import PendingActions, SavedCallbackState
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 from safe_ckpt.lightning.epochs import BreakingOff
 from safe_ckpt.lightning.loop_state import Continuation
@@ -61,7 +61,7 @@ class Owner(Protocol):
 class _Flight:
     handle: SaveHandle
     owner: Owner | None
-    shadow: Shadow | None
+    shadow: SavedCallbackState | None
 
 
 class TrainerSaver:
@@ -180,7 +180,13 @@ class TrainerSaver:
             self._tell(self._flights[0])
 
     def save(
-        self, intents: Intents, owner: Owner | None, shadow: Shadow | None, *, weights_only: bool | None, wait: bool
+        self,
+        intents: PendingActions,
+        owner: Owner | None,
+        shadow: SavedCallbackState | None,
+        *,
+        weights_only: bool | None,
+        wait: bool,
     ) -> SaveHandle:
         """Save what the Trainer is now under the names in ``intents``. Every rank calls this.
 
@@ -221,7 +227,7 @@ class TrainerSaver:
         elif self._closed:
             self._save_without_pipeline(target, weights_only)
         else:
-            intents = Intents(saves=[str(target)])
+            intents = PendingActions(saves=[str(target)])
             handle = self.save(intents, None, None, weights_only=weights_only, wait=True)
             handle.result()  # also with on_failure="warn": who asks for a file is told that there is none
 
@@ -293,7 +299,7 @@ class TrainerSaver:
         again.add_hooks(self._hooks)
         try:
             again.hold_beside(path, self.next_sequence(path))
-            again.save(Intents(saves=[str(path)]), None, None, weights_only=weights_only, wait=True).result()
+            again.save(PendingActions(saves=[str(path)]), None, None, weights_only=weights_only, wait=True).result()
         finally:
             again.engine.close(quiet=True)
 
@@ -437,7 +443,7 @@ class TrainerSaver:
         if flight.owner is not None:
             flight.owner.settled(self._trainer, info)
 
-    def _request(self, intents: Intents, *, weights_only: bool | None, overlap: bool) -> SaveRequest:
+    def _request(self, intents: PendingActions, *, weights_only: bool | None, overlap: bool) -> SaveRequest:
         primary = Path(os.path.abspath((intents.saves or [*intents.links, *intents.removals])[0]))
         root = self._root_of(primary)
         files = contents.Files()
