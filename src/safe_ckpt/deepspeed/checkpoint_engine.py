@@ -23,7 +23,7 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.formats.verify import verify_entry
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.request import Pointer, SaveHandle, SaveRequest
-from safe_ckpt.core.saving.streamed_files import Parts
+from safe_ckpt.core.saving.streamed_files import FileStream
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.deepspeed.arguments import LATEST
 from safe_ckpt.deepspeed.directories import ADAPTER, CheckpointDirectory, step_of
@@ -112,7 +112,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _begin(self, info: CheckpointCommitInfo, *, by_deepspeed: bool) -> _Open:
         top, tag = agree_place(self._core, "create", info.save_dir, info.tag, {})
         path, place = top / tag, self._places.hold(top, tag)
-        parts = Parts(self._pool)
+        parts = FileStream(self._pool)
         latest = [Pointer(path=top / LATEST, data=tag.encode())] if info.save_latest else []
         handle = self._core.save(
             SaveRequest(
@@ -256,7 +256,7 @@ class _Open:
     """A save that was begun and is not committed."""
 
     def __init__(
-        self, info: CheckpointCommitInfo, path: Path, parts: Parts, handle: SaveHandle, *, by_deepspeed: bool
+        self, info: CheckpointCommitInfo, path: Path, parts: FileStream, handle: SaveHandle, *, by_deepspeed: bool
     ) -> None:
         self.by_deepspeed = by_deepspeed
         self.complete = False

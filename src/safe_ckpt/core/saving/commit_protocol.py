@@ -22,7 +22,7 @@ from safe_ckpt.core.directory.patience import Patience
 from safe_ckpt.core.directory.shared import await_visible
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
 from safe_ckpt.core.saving.request import SaveJob
-from safe_ckpt.core.saving.streamed_files import Parts
+from safe_ckpt.core.saving.streamed_files import FileStream
 from safe_ckpt.core.storage import durable as commit
 from safe_ckpt.core.storage import space
 from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
@@ -209,7 +209,7 @@ class CommitProtocol:
         self.written_bytes = sum(result.size_bytes for result in results)
         return {"files": [self._entry(result) for result in results], "items": dict(op.request.items)}
 
-    def _write_parts(self, parts: Parts, directories: list[str]) -> list[WrittenFile]:
+    def _write_parts(self, parts: FileStream, directories: list[str]) -> list[WrittenFile]:
         results: dict[str, WrittenFile] = {}  # of one that comes twice the second counts
         for arena, tasks in parts.take(self._look_around):
             job = WriteJob(name=self._op.name, rank=self._rank, arena=arena, files=tasks)

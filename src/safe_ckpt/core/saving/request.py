@@ -15,7 +15,7 @@ from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
 from safe_ckpt.core.formats.write_task import WriteTask
-from safe_ckpt.core.saving.streamed_files import Parts
+from safe_ckpt.core.saving.streamed_files import FileStream
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.copy import StagingCopy
 from safe_ckpt.core.staging.overlap import OverlapPlan
@@ -96,7 +96,7 @@ class SaveRequest:
     folders: Sequence[str] = ()
     copies: Sequence[FileCopy] = ()
     keep_copies: bool = False
-    parts: Parts | None = None
+    parts: FileStream | None = None
     pointers: Sequence[Pointer] = ()
 
 

@@ -16,7 +16,7 @@ from safe_ckpt.errors import SafeCheckpointError
 _LOOK_S = 0.1
 
 
-class Parts:
+class FileStream:
     """The files of one save on one rank, on their way to the background. They end with ``seal`` or ``fail``.
 
     Args:
