@@ -11,7 +11,7 @@ import torch
 from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
-from safe_ckpt.core.offload.consolidate import Parts, agree_parts, own_part
+from safe_ckpt.core.offload.consolidate import OffloadPlan, agree_parts, own_part
 from safe_ckpt.core.offload.restore import Part, give_back, parts_of
 from safe_ckpt.core.saving import resume
 from safe_ckpt.core.saving.engine import Engine
@@ -31,7 +31,7 @@ def part(engine: Any) -> dict[str, Path]:
     return {f"rank{dp_index_to_str(rank)}": Path(engine.optimizer.optimizer_swapper.swap_folder)}
 
 
-def agree(core: Engine, engine: Any, below: str = "") -> Parts | None:
+def agree(core: Engine, engine: Any, below: str = "") -> OffloadPlan | None:
     """What is to be copied into a checkpoint; None without NVMe offload. Every rank calls this.
 
     Args:

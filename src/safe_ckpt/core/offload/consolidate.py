@@ -109,7 +109,7 @@ def consolidate_offloaded(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class OffloadPlan:
     """What the ranks agreed on.
 
     Attributes:
@@ -130,7 +130,7 @@ def agree_parts(
     root: Workspace | None = None,
     prefix: str = "",
     destination: Path | None = None,
-) -> Parts:
+) -> OffloadPlan:
     """Look at this rank's folders and agree with the others on who copies what to where. Every rank calls this.
 
     Args:
@@ -172,7 +172,7 @@ def agree_parts(
     if root is not None:
         copies = _with_kept(engine, root, copies)
     folders = sorted({parent for folder in agreed["folders"] for parent in _with_parents(f"{prefix}{folder}")})
-    return Parts(copies=copies, folders=folders, notes=agreed["parts"])
+    return OffloadPlan(copies=copies, folders=folders, notes=agreed["parts"])
 
 
 def own_part(notes: Sequence[Mapping[str, Any]], name: str, rank: int) -> str | None:
