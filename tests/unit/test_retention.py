@@ -31,14 +31,14 @@ counts = st.one_of(st.none(), st.integers(1, 5))
 def test_what_a_rule_keeps_is_kept_and_the_newest_always(found, last, top, mode, every):
     """No policy ever deletes the newest checkpoint, or one that any of its rules keeps; the rest goes."""
     policy = Retention(keep_last=last, keep_best=top, metric="loss", mode=mode, keep_every_steps=every)
-    to_delete = {i.sequence for i in to_delete(found, policy)}
+    gone = {i.sequence for i in to_delete(found, policy)}
     newest_first = sorted(found, key=lambda i: -i.sequence)
     kept = {i.sequence for i in newest_first[: last or 1]}
     kept |= {i.sequence for i in best(found, policy)[: top or 0]}
     kept |= {i.sequence for i in found if every and i.step % every == 0}
     if last is top is every is None:
         kept = {i.sequence for i in found}
-    assert to_delete == {i.sequence for i in found} - kept
+    assert gone == {i.sequence for i in found} - kept
 
 
 def test_best_prefers_the_newer_of_equals_and_nan_comes_last():

@@ -466,4 +466,4 @@ def _refuse_differences(mine: Mapping[str, str], answers: Mapping[int, Any]) -> 
             raise DesyncError(what=name, values=values)
 
 
-__all__ = ["Decide", "PeerLostError", "Session", "Shares", "open_session", "raise_first"]
+__all__ = ["Decide", "PeerLostError", "Coordinator", "Scatter", "open_coordinator", "raise_first"]

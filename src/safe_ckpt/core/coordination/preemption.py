@@ -54,7 +54,7 @@ class Preemption:
     """Watches signals on this rank and decides together with the others. Used on the thread that trains.
 
     Args:
-        session: where the ranks meet.
+        coordinator: where the ranks meet.
         signals: names of the signals; there is at least one.
         unwrap: turns the handler that is there before into the one that is run besides.
         grace_s: how long the job may still live after a signal.

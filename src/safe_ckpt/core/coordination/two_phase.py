@@ -24,7 +24,7 @@ class TwoPhaseCommit:
     """What the ranks tell each other about one save.
 
     Args:
-        session: where the ranks meet.
+        coordinator: where the ranks meet.
         channel: the connection of the thread that this is used on.
         op_id: unique to this save.
         writers: the ranks that have something to write.

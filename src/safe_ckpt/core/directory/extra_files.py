@@ -25,7 +25,7 @@ def open_folder(coordinator: Coordinator, root: Workspace, key: str, timeout_s: 
     """Make a folder for what hooks write, to be given to a ``SaveRequest`` as ``begun``. Every rank calls this.
 
     Args:
-        session: where the ranks meet.
+        coordinator: where the ranks meet.
         root: the directory that is held.
         key: unique to the save, equal on all ranks.
         timeout_s: how long to wait for the others.

@@ -50,7 +50,7 @@ class Workspace:
         self.hidden = hidden or path / HIDDEN
         self.staging = self.hidden / "staging"
         self.trash = self.hidden / "trash"
-        self.quarantine = self.hidden / "quarantine"
+        self._quarantine = self.hidden / "quarantine"
         self.kept = self.hidden / "kept"
         self._lock = JobLock(self.hidden, subject=path, lease_s=lease_s, owner=owner)
         self._swept = swept
@@ -97,7 +97,7 @@ class Workspace:
         if not self._lock.is_held:
             return
         if self._lock.is_seen:  # else the folders are another job's by now
-            _remove_empty([self.staging, self.trash, self.quarantine, self.kept])
+            _remove_empty([self.staging, self.trash, self._quarantine, self.kept])
         self._lock.release()
         # Whoever comes in this moment makes anew what is gone.
         _remove_empty([self.hidden, *self._missing])
@@ -222,7 +222,7 @@ class Workspace:
     def quarantine(self, path: Path) -> Path:
         """Move a damaged checkpoint into quarantine. Returns where it is now."""
         # By way of a folder that whoever takes over moves away, as in ``aside``.
-        moving = self.quarantine / f"{_MOVING}{uuid.uuid4().hex}"
+        moving = self._quarantine / f"{_MOVING}{uuid.uuid4().hex}"
         durable.make_directory(moving)
         try:
             self.confirm()
@@ -235,16 +235,16 @@ class Workspace:
     def _into_quarantine(self, moving: Path) -> Path:
         target = moving
         for path in list(moving.iterdir()):
-            target = self.quarantine / path.name
+            target = self._quarantine / path.name
             if os.path.lexists(target):
-                target = self.quarantine / f"{path.name}.{uuid.uuid4().hex[:8]}"
+                target = self._quarantine / f"{path.name}.{uuid.uuid4().hex[:8]}"
             os.rename(path, target)
         moving.rmdir()
         return target
 
     def quarantined(self) -> list[Path]:
         """What lies in quarantine."""
-        return sorted(path for path in _listed(self.quarantine) if not path.name.startswith(_MOVING))
+        return sorted(path for path in _listed(self._quarantine) if not path.name.startswith(_MOVING))
 
     def _make_and_lock(self, patience_s: float | None) -> None:
         try:
@@ -259,7 +259,7 @@ class Workspace:
 
     def _refuse_links(self) -> None:
         above = [folder for folder in self.hidden.parents if self.path in folder.parents]
-        for folder in (*above, self.hidden, self.staging, self.trash, self.quarantine, self.kept):
+        for folder in (*above, self.hidden, self.staging, self.trash, self._quarantine, self.kept):
             if folder.is_symlink():
                 message = "is a link, and what is behind it would be deleted: put the folder itself there"
                 raise DirectoryError(path=str(folder), message=message)
@@ -289,9 +289,9 @@ class Workspace:
             logger.warning("%s could not be kept for the next attempt: %s", left, error)
 
     def _sweep(self) -> None:
-        for moving in self.quarantine.glob(f"{_MOVING}*"):
+        for moving in self._quarantine.glob(f"{_MOVING}*"):
             self.confirm()
-            away = self.quarantine / f"{_MOVING}{uuid.uuid4().hex}"  # out of reach of the job that made it
+            away = self._quarantine / f"{_MOVING}{uuid.uuid4().hex}"  # out of reach of the job that made it
             os.rename(moving, away)
             self._into_quarantine(away)
         self._delete(self.hidden / HIDDEN)  # what a job that was killed on its way in left for the others to look for

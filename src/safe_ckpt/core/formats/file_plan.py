@@ -262,8 +262,8 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 __all__ = [
     "RECORD_NAME",
-    "Image",
-    "Lazy",
+    "FilePlan",
+    "LazyTensor",
     "bytes_image",
     "fits_safetensors",
     "is_exact_json",

@@ -130,7 +130,7 @@ def give_back(coordinator: Coordinator, find: Callable[[], list[Part]], timeout_
     """Copy, verify, agree, and only then give the files their names. Every rank calls this.
 
     Args:
-        session: where the ranks meet.
+        coordinator: where the ranks meet.
         find: what this rank gets; what it raises, all ranks raise.
         timeout_s: the most that either half may take.
 

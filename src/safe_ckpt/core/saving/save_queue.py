@@ -37,7 +37,7 @@ class SaveQueue:
     """Runs saves in the background.
 
     Args:
-        session: where the ranks meet.
+        coordinator: where the ranks meet.
         config: settings.
         emit: told what happens.
         give_back: takes the arena of a save that is over.

@@ -94,7 +94,7 @@ class ShardPlanner:
     """Plans sharded items, remembering what was agreed. One per pipeline; every rank has one and asks it alike.
 
     Args:
-        session: where the ranks meet.
+        coordinator: where the ranks meet.
         barrier_s: how long one waits for another there.
         strict: refuse objects that ``torch.load(weights_only=True)`` would refuse.
     """

@@ -26,7 +26,7 @@ class RoundBarrier:
     """One rank's side of it.
 
     Args:
-        session: where the ranks meet.
+        coordinator: where the ranks meet.
         op_id: unique to this gather.
         timeout_s: how long the writing rank may take between two rounds.
         late_s: how long the others may take, who have nothing to do meanwhile.
