@@ -146,7 +146,7 @@ def main() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     print(
-        f"{'ranks':>6} {'agree -> commit, s':>20} {'ms per rank':>12} {'ops of a rank':>14} {'ops of rank 0 / rank':>21}"
+        f"{'ranks':>6} {'agree -> commit, s':>20} {'ms per rank':>12} {'jobs of a rank':>14} {'jobs of rank 0 / rank':>21}"
     )
     for ranks in options.ranks:
         times, calls = simulate(ranks, options.rounds)

@@ -66,14 +66,14 @@ class CommitProtocol:
 
     def __init__(
         self,
-        op: SaveJob,
+        job: SaveJob,
         board: TwoPhaseCommit,
         writer: WriterSupervisor,
         config: CheckpointConfig,
         rank: int,
         give_up: Callable[[], None],
     ) -> None:
-        self._op = op
+        self._job = job
         self._board = board
         self._writer = writer
         self._config = config
@@ -94,15 +94,15 @@ class CommitProtocol:
         return self._lead() if self._rank == 0 else self._follow()
 
     def _lead(self) -> CheckpointInfo:
-        op = self._op
+        job = self._job
         try:
-            if op.error is not None:
-                raise op.error
+            if job.error is not None:
+                raise job.error
             self._prepare()
             self._board.prepared()
-            if 0 in op.writers:
+            if 0 in job.writers:
                 self._board.report(self._write())
-            reports = self._board.reports(self._left_s()) if op.writers else {}
+            reports = self._board.reports(self._left_s()) if job.writers else {}
             for rank in sorted(reports):
                 if "error" in reports[rank]:
                     raise from_wire(reports[rank]["error"])
@@ -112,19 +112,19 @@ class CommitProtocol:
             # The cause first: nobody should wait for the tidying up.
             self._board.conclude({"error": to_wire(ours, rank=0, phase="save")})
             if not isinstance(ours, CommitOutcomeUnknown):
-                op.request.root.drop_staging(op.op_id, keep_copies=op.request.keep_copies)
-                if op.request.begun is not None:
-                    op.request.root.drop_staging(op.request.begun.parent.name)
+                job.request.root.drop_staging(job.op_id, keep_copies=job.request.keep_copies)
+                if job.request.begun is not None:
+                    job.request.root.drop_staging(job.request.begun.parent.name)
             raise ours from error
         self._board.conclude({"ok": info.to_json()})
         return info
 
     def _follow(self) -> CheckpointInfo:
-        op, reporting = self._op, False
-        if self._rank in op.writers:
+        job, reporting = self._job, False
+        if self._rank in job.writers:
             try:
-                if op.error is not None:
-                    raise op.error
+                if job.error is not None:
+                    raise job.error
                 self._board.await_prepared(self._left_s())
                 if self._board.failed_elsewhere() is None:
                     self._await_folder()
@@ -136,7 +136,7 @@ class CommitProtocol:
                 if not reporting:
                     raise
                 # Rank 0 may have heard it all the same, and committed.
-                raise CommitOutcomeUnknown(name=op.name, cause=str(error), phase="commit") from error
+                raise CommitOutcomeUnknown(name=job.name, cause=str(error), phase="commit") from error
             except Exception as error:
                 self._report_failure(self._named(error, "write"))
         return self._read_verdict()
@@ -154,116 +154,118 @@ class CommitProtocol:
             verdict = self._board.verdict(self._left_s() + self._config.timeouts.peer_stall_s)
         except (KeyTimeout, PeerLostError) as error:
             cause = str(error) if isinstance(error, PeerLostError) else "rank 0 gave no verdict in time"
-            raise CommitOutcomeUnknown(name=self._op.name, cause=cause, phase="commit") from error
+            raise CommitOutcomeUnknown(name=self._job.name, cause=cause, phase="commit") from error
         if "error" in verdict:
             raise from_wire(verdict["error"])
         return CheckpointInfo.from_json(verdict["ok"])
 
     def _prepare(self) -> None:
-        op = self._op
-        root = op.request.root.path
+        job = self._job
+        root = job.request.root.path
         free = space.free_bytes(root)
-        if free is not None and op.needed_bytes > free:
+        if free is not None and job.needed_bytes > free:
             raise NotEnoughSpaceError(
                 path=str(root),
                 message="Earlier checkpoints are deleted only after the new one is committed, so both must fit.",
-                needed_bytes=op.needed_bytes,
+                needed_bytes=job.needed_bytes,
                 free_bytes=free,
                 phase="prepare",
             )
-        op.request.root.stage(op.op_id)
-        if op.request.kind == "directory":
-            if op.request.begun is not None:
-                extra_files.enter(op.request.begun, op.staged)
+        job.request.root.stage(job.op_id)
+        if job.request.kind == "directory":
+            if job.request.begun is not None:
+                extra_files.enter(job.request.begun, job.staged)
             else:
-                op.staged.mkdir()
-            for name in op.request.folders:
-                (op.staged / name).mkdir(exist_ok=True)  # a hook may have made it
-            sync_directory(str(op.staged.parent))
+                job.staged.mkdir()
+            for name in job.request.folders:
+                (job.staged / name).mkdir(exist_ok=True)  # a hook may have made it
+            sync_directory(str(job.staged.parent))
 
     def _await_folder(self) -> None:
-        if not all(await_visible(folder, min(_VISIBLE_S, self._left_s())) for folder in self._op.folders):
+        if not all(await_visible(folder, min(_VISIBLE_S, self._left_s())) for folder in self._job.folders):
             message = "the ranks must share the directory: use a file system that all hosts mount"
             raise DirectoryNotSharedError(
-                path=str(self._op.request.root.path), message=message, rank=self._rank, ranks=(self._rank,)
+                path=str(self._job.request.root.path), message=message, rank=self._rank, ranks=(self._rank,)
             )
 
     def _write(self) -> dict[str, Any]:
-        op = self._op
-        begun, directories = time.monotonic(), [str(folder) for folder in op.folders]
+        job = self._job
+        begun, directories = time.monotonic(), [str(folder) for folder in job.folders]
         results = self._copy_files()
-        if op.request.parts is not None:
-            results += self._write_parts(op.request.parts, directories)
-        elif op.streamed:
+        if job.request.parts is not None:
+            results += self._write_parts(job.request.parts, directories)
+        elif job.streamed:
             most = self._config.max_host_bytes
-            results += self._writer.stream(op.tasks, op.request.images, directories, most, self._look_around)
-            op.handle.mark_snapshot_taken()
-        elif op.arena is not None:
-            job = WriteJob(name=op.name, rank=self._rank, arena=op.arena, files=op.tasks, directories=directories)
-            results += self._writer.write(job, self._look_around)
-            self._hear_of_copy(op)
+            results += self._writer.stream(job.tasks, job.request.images, directories, most, self._look_around)
+            job.handle.mark_snapshot_taken()
+        elif job.arena is not None:
+            write_job = WriteJob(
+                name=job.name, rank=self._rank, arena=job.arena, files=job.tasks, directories=directories
+            )
+            results += self._writer.write(write_job, self._look_around)
+            self._hear_of_copy(job)
         else:
-            raise SaveError(name=op.name, cause="there is no snapshot", rank=self._rank, phase="write")
+            raise SaveError(name=job.name, cause="there is no snapshot", rank=self._rank, phase="write")
         self.written_at = time.monotonic()
         self.write_s = self.written_at - begun
         self.written_bytes = sum(result.size_bytes for result in results)
-        return {"files": [self._entry(result) for result in results], "items": dict(op.request.items)}
+        return {"files": [self._entry(result) for result in results], "items": dict(job.request.items)}
 
     def _write_parts(self, parts: FileStream, directories: list[str]) -> list[WrittenFile]:
         results: dict[str, WrittenFile] = {}  # of one that comes twice the second counts
         for arena, tasks in parts.take(self._look_around):
-            job = WriteJob(name=self._op.name, rank=self._rank, arena=arena, files=tasks)
-            results.update({result.path: result for result in self._writer.write(job, self._look_around)})
+            write_job = WriteJob(name=self._job.name, rank=self._rank, arena=arena, files=tasks)
+            results.update({result.path: result for result in self._writer.write(write_job, self._look_around)})
         for directory in directories:
             sync_directory(directory)
         return list(results.values())
 
     def _copy_files(self) -> list[WrittenFile]:
         """Copy what lies in files. They must be read before the caller goes on; this tells it."""
-        op = self._op
-        if not op.request.copies:
+        job = self._job
+        if not job.request.copies:
             return []
-        copies = [dataclasses.replace(copy, path=str(op.folder / copy.path)) for copy in op.request.copies]
-        record = str(op.staged.parent / record_name(self._rank)) if op.request.keep_copies else ""
-        job = WriteJob(name=op.name, rank=self._rank, copies=copies, record=record)
+        copies = [dataclasses.replace(copy, path=str(job.folder / copy.path)) for copy in job.request.copies]
+        record = str(job.staged.parent / record_name(self._rank)) if job.request.keep_copies else ""
+        write_job = WriteJob(name=job.name, rank=self._rank, copies=copies, record=record)
         try:
-            results = self._writer.write(job, self._look_around)
+            results = self._writer.write(write_job, self._look_around)
         except OSError:
             self._refuse_changed(copies)  # one that was cut off or replaced is an error of the disk at first sight
             raise
         self._refuse_changed(copies)
-        op.read.set()
+        job.read.set()
         return results
 
     def _refuse_changed(self, copies: Sequence[FileCopy]) -> None:
         if (changed := first_changed(copies)) is not None:
             cause = f"{changed}: it changed while it was being copied: nothing may write to it until the call returns"
-            raise SourceChangedError(name=self._op.name, cause=cause, source=changed, rank=self._rank)
+            raise SourceChangedError(name=self._job.name, cause=cause, source=changed, rank=self._rank)
 
-    def _hear_of_copy(self, op: SaveJob) -> None:
+    def _hear_of_copy(self, job: SaveJob) -> None:
         """The bytes are written; whether they are what they should be is known when the copy is over."""
         limit_s = self._config.timeouts.barrier_s
-        if op.copy is not None and not op.copy.wait(limit_s):
+        if job.copy is not None and not job.copy.wait(limit_s):
             cause = f"the copy did not end within {limit_s:.0f} s (timeouts.barrier_s)"
-            raise SaveError(name=op.name, cause=cause, rank=self._rank, phase="snapshot")
-        if op.copy is not None and op.copy.error is not None:
-            raise op.copy.error
+            raise SaveError(name=job.name, cause=cause, rank=self._rank, phase="snapshot")
+        if job.copy is not None and job.copy.error is not None:
+            raise job.copy.error
 
     def _entry(self, result: WrittenFile) -> dict[str, Any]:
-        path = Path(result.path).relative_to(self._op.folder).as_posix()
+        path = Path(result.path).relative_to(self._job.folder).as_posix()
         return {"path": path, "size_bytes": result.size_bytes, "xxh3_128": result.xxh3_128, "rank": self._rank}
 
     def _look_around(self) -> None:
         self._give_up()
-        error = self._op.error
-        if error is None and self._op.copy is not None:
-            error = self._op.copy.error
+        error = self._job.error
+        if error is None and self._job.copy is not None:
+            error = self._job.copy.error
         if error is not None:
             raise error
         now = time.monotonic()
         if now > self._deadline:
             cause = f"not done after {self._config.timeouts.lengthy_s:.0f} s (timeouts.lengthy_s)"
-            raise SaveError(name=self._op.name, cause=cause, rank=self._rank, phase="write")
+            raise SaveError(name=self._job.name, cause=cause, rank=self._rank, phase="write")
         if now < self._next_look:
             return
         self._next_look = now + _LOOK_S
@@ -271,20 +273,20 @@ class CommitProtocol:
             raise failure
 
     def _commit(self, reports: Mapping[int, Any]) -> CheckpointInfo:
-        request = self._op.request
+        request = self._job.request
         self._board.refuse_left()
         entries = tuple(FileEntry(**row) for rank in sorted(reports) for row in reports[rank]["files"])
         self._check_staged(entries)
         if request.parts is not None and not entries:
-            raise SaveError(name=self._op.name, cause="no rank handed over a file", rank=0, phase="commit")
+            raise SaveError(name=self._job.name, cause="no rank handed over a file", rank=0, phase="commit")
         if request.kind == "file":
             return self._commit_file(entries)
         if request.begun is not None:
-            entries = (*entries, *extra_files.adopt(self._op.staged, {entry.path for entry in entries}))
+            entries = (*entries, *extra_files.adopt(self._job.staged, {entry.path for entry in entries}))
         if request.carry is not None:
-            extra_files.carry(request.path, self._op.staged, request.carry)
-        manifest = dataclasses.replace(self._op.manifest, files=entries, items=_merge_items(reports))
-        commit.write_durably(self._op.staged / MANIFEST_NAME, manifest.to_bytes())
+            extra_files.carry(request.path, self._job.staged, request.carry)
+        manifest = dataclasses.replace(self._job.manifest, files=entries, items=_merge_items(reports))
+        commit.write_durably(self._job.staged / MANIFEST_NAME, manifest.to_bytes())
         self._publish()
         self._link()
         self._point()
@@ -292,31 +294,31 @@ class CommitProtocol:
 
     def _commit_file(self, entries: tuple[FileEntry, ...]) -> CheckpointInfo:
         """Without a file written, only names are given to, or taken from, what is there already."""
-        request = self._op.request
+        request = self._job.request
         if entries:
             self._publish()
         self._link()
-        return CheckpointInfo.of(self._op.manifest, request.path, sum(entry.size_bytes for entry in entries))
+        return CheckpointInfo.of(self._job.manifest, request.path, sum(entry.size_bytes for entry in entries))
 
     def _publish(self) -> None:
         """Give it its name, if the directory is still this job's."""
-        final = self._op.request.path
+        final = self._job.request.path
         commit.make_directory(final.parent)
         aside = self._aside(final)
-        self._op.request.root.confirm()
-        commit.publish(self._op.staged, final, aside)
+        self._job.request.root.confirm()
+        commit.publish(self._job.staged, final, aside)
 
     def _link(self) -> None:
-        request = self._op.request
+        request = self._job.request
         for number, link in enumerate(request.links):
-            staged = self._op.staged.parent / f"link{number}-{link.path.name}"
+            staged = self._job.staged.parent / f"link{number}-{link.path.name}"
             aside = self._aside(link.path)
             request.root.confirm()
             commit.publish_link(request.path, staged, link, aside)
 
     def _point(self) -> None:
-        for pointer in self._op.request.pointers:
-            staged = self._op.staged.parent / f"pointer-{pointer.path.name}"
+        for pointer in self._job.request.pointers:
+            staged = self._job.staged.parent / f"pointer-{pointer.path.name}"
             try:
                 commit.write_durably(staged, pointer.data)
                 if pointer.mode is not None:
@@ -326,10 +328,10 @@ class CommitProtocol:
                 raise commit.HalfCommittedError(error.errno, f"{pointer.path}: {error.strerror}") from error
 
     def _aside(self, path: Path) -> Callable[[], Path]:
-        request = self._op.request
+        request = self._job.request
         if request.kind != "directory" and not os.path.lexists(path):
-            return lambda: request.root.aside(self._op.op_id, path)  # a file is replaced in one step
-        made = request.root.aside(self._op.op_id, path)
+            return lambda: request.root.aside(self._job.op_id, path)  # a file is replaced in one step
+        made = request.root.aside(self._job.op_id, path)
 
         def durable() -> Path:
             if made.parent.parent == request.root.trash and os.path.lexists(path):
@@ -344,19 +346,19 @@ class CommitProtocol:
         # is only not seen yet, or with an old size, is waited for: caches of network file systems lag behind.
         patience = Patience(self._config.timeouts)
         for entry in entries:
-            found = patience.until_sized(self._op.folder / entry.path, entry.size_bytes, self._look_around)
+            found = patience.until_sized(self._job.folder / entry.path, entry.size_bytes, self._look_around)
             if found != entry.size_bytes:
                 cause = f"{entry.path}, written by rank {entry.rank} with {entry.size_bytes} bytes, "
                 cause += "is not there" if found < 0 else f"has {found} bytes here"
-                self._op.request.root.confirm()  # a job that took over has swept it away
-                raise SaveError(name=self._op.name, cause=cause, rank=entry.rank, phase="commit")
+                self._job.request.root.confirm()  # a job that took over has swept it away
+                raise SaveError(name=self._job.name, cause=cause, rank=entry.rank, phase="commit")
 
     def _taken_over(self, error: BaseException) -> DirectoryInUseError | None:
         """Why a file was suddenly not there, or could not be moved: the job that took over has swept it away."""
         if not isinstance(error, OSError) or isinstance(error, DirectoryInUseError | commit.HalfCommittedError):
             return None
         try:
-            self._op.request.root.confirm()
+            self._job.request.root.confirm()
         except DirectoryInUseError as taken:
             return taken
         except OSError:
@@ -369,20 +371,20 @@ class CommitProtocol:
     def _named(self, error: BaseException, phase: str) -> SafeCheckpointError:
         if isinstance(error, SafeCheckpointError):
             return error
-        name = self._op.name
+        name = self._job.name
         if isinstance(error, commit.HalfCommittedError):
             cause = f"it has its name, but the disk did not confirm that: {error}"
             return CommitOutcomeUnknown(name=name, cause=cause, rank=self._rank, phase="commit", code=error.errno or 0)
         if isinstance(error, OSError):
-            path = str(error.filename or self._op.request.root.path)
+            path = str(error.filename or self._job.request.root.path)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return NotEnoughSpaceError(
                     path=path,
                     message=f"Saving {name}: {error.strerror}.",
                     rank=self._rank,
                     code=error.errno,
-                    needed_bytes=self._op.known_bytes,
-                    free_bytes=_free_bytes(self._op.request.root.path),
+                    needed_bytes=self._job.known_bytes,
+                    free_bytes=_free_bytes(self._job.request.root.path),
                     phase=phase,
                 )
             return DirectoryError.of(error, path=path, rank=self._rank, phase=f"saving {name}: {phase}")

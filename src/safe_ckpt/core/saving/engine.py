@@ -257,7 +257,7 @@ class Engine:
         turns = 1 + self.in_flight
         limit_s = turns * (self.config.timeouts.lengthy_s + self.config.timeouts.barrier_s)
         handle = SaveHandle(request.path.name, limit_s, manifest.op_id)
-        op = SaveJob(
+        job = SaveJob(
             request=request,
             manifest=manifest,
             writers=tuple(granted.writers),
@@ -267,14 +267,14 @@ class Engine:
             agreed_s=agreed_s,
             call=self.coordinator.call,
         )
-        op.error = SaveError(name=op.name, cause="interrupted", rank=self.rank, phase="snapshot")
+        job.error = SaveError(name=job.name, cause="interrupted", rank=self.rank, phase="snapshot")
         try:
-            self._start(op)
+            self._start(job)
             # Writing begins behind the copying.
-            self._stager.copy(op)
+            self._stager.copy(job)
         except BaseException:
-            if op.copy is not None:
-                op.copy.abandon()
+            if job.copy is not None:
+                job.copy.abandon()
             raise
         return handle
 
@@ -447,7 +447,7 @@ class Engine:
             handle.settle()
         # With several in flight some ranks may know already of a failure and others not: it is told at the next agreement.
 
-    def _start(self, op: SaveJob) -> None:
+    def _start(self, job: SaveJob) -> None:
         told = False
         try:
             self._await_room()
@@ -455,14 +455,14 @@ class Engine:
                 # Nothing is in flight any more, so every rank knows of it and raises here.
                 told = True
                 self.raise_unreported()
-            if self.rank == 0 and self._save_queue.writer.needs_process(sum(i.total_bytes for i in op.request.images)):
+            if self.rank == 0 and self._save_queue.writer.needs_process(sum(i.total_bytes for i in job.request.images)):
                 self._save_queue.writer.start()  # while the copy is taken
-            self._stager.lay_out(op)
+            self._stager.lay_out(job)
         finally:
             # Also when this was interrupted: the other ranks wait for what becomes of it here.
             if not told:
-                self._handles.append(op.handle)
-                self._save_queue.put(op)
+                self._handles.append(job.handle)
+                self._save_queue.put(job)
 
     def _end(self) -> None:
         if self._preemption is not None:

@@ -143,12 +143,12 @@ class _Stream:
             release=functools.partial(self._handover.release, size),
         )
 
-    def feed(self, op: SaveJob) -> None:
+    def feed(self, job: SaveJob) -> None:
         """Gather everything. What goes wrong is told by the save's handle, on every rank."""
 
         def check() -> None:
-            if op.handle.done():
-                raise op.handle.unreported or SaveError(name=op.name, cause="it is over", phase="gather")
+            if job.handle.done():
+                raise job.handle.unreported or SaveError(name=job.name, cause="it is over", phase="gather")
 
         stream = gather.iterate(self._tensors, self._timeout_s, self._engine.group, self._dtype, gather.STAGING_BYTES)
         try:
@@ -162,7 +162,7 @@ class _Stream:
         except Exception as error:
             self._handover.fail(error)
         except BaseException:
-            self._handover.fail(SaveError(name=op.name, cause="interrupted", phase="gather"))
+            self._handover.fail(SaveError(name=job.name, cause="interrupted", phase="gather"))
             raise
         finally:
             stream.close()  # also when this was interrupted: the others are told, and the timeouts put back

@@ -16,10 +16,10 @@ from safe_ckpt.core.saving.request import SaveJob, SaveRequest
 from safe_ckpt.errors import CommitOutcomeUnknown, PeerLostError, RendezvousTimeout, SafeCheckpointError
 
 
-def agreed(op: SaveJob, rank: int) -> events.Agreed:
-    """The ranks agreed on ``op``."""
-    at = _since_epoch(op.started + op.agreed_s)
-    return events.Agreed(rank=rank, at=at, name=op.name, step=op.request.step, seconds=op.agreed_s)
+def agreed(job: SaveJob, rank: int) -> events.Agreed:
+    """The ranks agreed on ``job``."""
+    at = _since_epoch(job.started + job.agreed_s)
+    return events.Agreed(rank=rank, at=at, name=job.name, step=job.request.step, seconds=job.agreed_s)
 
 
 def refused(request: SaveRequest, error: SafeCheckpointError, rank: int, seconds: float) -> events.Failed:
@@ -28,39 +28,39 @@ def refused(request: SaveRequest, error: SafeCheckpointError, rank: int, seconds
 
 
 def over(
-    op: SaveJob, phases: CommitProtocol, info: CheckpointInfo | None, failure: SafeCheckpointError | None, rank: int
+    job: SaveJob, phases: CommitProtocol, info: CheckpointInfo | None, failure: SafeCheckpointError | None, rank: int
 ) -> Iterator[events.Event]:
-    """Everything there is to say of ``op`` now that its outcome is known."""
-    now, step = time.monotonic(), op.request.step
-    size = sum(task.length for task in op.tasks)
-    copied = op.copy is not None and op.copy.error is None
-    if copied or (op.streamed and phases.write_s):
-        stall_s = op.stall_s or now - op.started
-        at = _since_epoch(op.started + stall_s)
+    """Everything there is to say of ``job`` now that its outcome is known."""
+    now, step = time.monotonic(), job.request.step
+    size = sum(task.length for task in job.tasks)
+    copied = job.copy is not None and job.copy.error is None
+    if copied or (job.streamed and phases.write_s):
+        stall_s = job.stall_s or now - job.started
+        at = _since_epoch(job.started + stall_s)
         yield events.Snapshotted(
-            rank=rank, at=at, name=op.name, step=step, size_bytes=size, stall_s=stall_s, mode=_mode(op)
+            rank=rank, at=at, name=job.name, step=step, size_bytes=size, stall_s=stall_s, mode=_mode(job)
         )
     if phases.written_bytes:
         yield events.Written(
             rank=rank,
             at=_since_epoch(phases.written_at),
-            name=op.name,
+            name=job.name,
             step=step,
             size_bytes=phases.written_bytes,
             seconds=phases.write_s,
         )
     if failure is not None:
-        yield _failed(op.request, failure, rank, now - op.started)
+        yield _failed(job.request, failure, rank, now - job.started)
     elif info is not None:
-        notes = op.request.notes
+        notes = job.request.notes
         yield events.Committed(
             rank=rank,
-            name=op.name,
+            name=job.name,
             step=step,
             path=str(info.path),
             sequence=info.sequence,
             size_bytes=info.size_bytes,
-            seconds=now - op.started,
+            seconds=now - job.started,
             weights_only=notes.get("adapter") == WEIGHTS or bool(notes.get("weights_only")),
         )
 
@@ -75,10 +75,10 @@ def occupied_bytes(path: Path) -> int:
         return 0
 
 
-def _mode(op: SaveJob) -> Literal["eager", "overlapped", "streamed"]:
-    if op.streamed:
+def _mode(job: SaveJob) -> Literal["eager", "overlapped", "streamed"]:
+    if job.streamed:
         return "streamed"
-    return "eager" if op.request.deferral is None else "overlapped"
+    return "eager" if job.request.deferral is None else "overlapped"
 
 
 def _own_bytes(stat: os.stat_result) -> int:

@@ -80,25 +80,25 @@ class SaveQueue:
         self._background.start()
         self._writer.start()
 
-    def put(self, op: SaveJob) -> None:
+    def put(self, job: SaveJob) -> None:
         """Hand over a save whose snapshot is laid out. Whatever happens here, it comes to an end."""
-        self._open.append(op)
+        self._open.append(job)
         try:
-            self._hand_over(op)
+            self._hand_over(job)
         except BaseException:
-            self._hand_over(op)  # interrupted, before it was in the queue or after: the second one is passed over
+            self._hand_over(job)  # interrupted, before it was in the queue or after: the second one is passed over
             raise
 
-    def _hand_over(self, op: SaveJob) -> None:
+    def _hand_over(self, job: SaveJob) -> None:
         try:
-            self._background.put(op)
+            self._background.put(job)
         except Refused as error:
             # No more threads to be had, or closed by another thread: the other ranks are told from here.
-            if op.copy is not None:
-                op.copy.abandon()
-            if op.error is None:
-                op.error = SaveError(name=op.name, cause=str(error), rank=self._coordinator.rank, phase="snapshot")
-            self._work(op)
+            if job.copy is not None:
+                job.copy.abandon()
+            if job.error is None:
+                job.error = SaveError(name=job.name, cause=str(error), rank=self._coordinator.rank, phase="snapshot")
+            self._work(job)
 
     def close(self, *, within_s: float | None = None) -> None:
         """Finish what was put in, then end the writer process.
@@ -140,32 +140,32 @@ class SaveQueue:
     def _abandon(self) -> None:
         """The thread sits in something that does not end: whoever waits for its saves is told so."""
         cause = "this rank shut down while the disk did not answer"
-        for number, op in enumerate(list(self._open)):
+        for number, job in enumerate(list(self._open)):
             kind = SaveError if number else CommitOutcomeUnknown  # the first one may be anywhere
-            error = kind(name=op.name, cause=cause, rank=self._coordinator.rank, phase="shutdown")
-            self._emit(save_events.refused(op.request, error, self._coordinator.rank, time.monotonic() - op.started))
-            op.handle.finish(None, error)
+            error = kind(name=job.name, cause=cause, rank=self._coordinator.rank, phase="shutdown")
+            self._emit(save_events.refused(job.request, error, self._coordinator.rank, time.monotonic() - job.started))
+            job.handle.finish(None, error)
 
-    def _work(self, op: SaveJob) -> None:
+    def _work(self, job: SaveJob) -> None:
         with self._beginning:
-            if op.begun:
+            if job.begun:
                 return
-            op.begun = True
+            job.begun = True
         try:
-            self._process(op)
+            self._process(job)
         except BaseException as error:  # a bug of ours must not leave the caller waiting
             logger.exception("the background thread failed")
-            op.handle.finish(None, SaveError(name=op.name, cause=repr(error), rank=self._coordinator.rank))
-            self._open.remove(op)
+            job.handle.finish(None, SaveError(name=job.name, cause=repr(error), rank=self._coordinator.rank))
+            self._open.remove(job)
             if not isinstance(error, Exception) and not self._background.is_current:
                 raise  # Ctrl-C is the caller's
 
-    def _process(self, op: SaveJob) -> None:
+    def _process(self, job: SaveJob) -> None:
         self._boards = [board for board in self._boards if not self._forget(board)]
-        give_up = functools.partial(self._check_giving_up, op.name)
-        board = TwoPhaseCommit(self._coordinator, self._channel, op.op_id, op.writers, give_up, op.call)
-        phases = CommitProtocol(op, board, self._writer, self._config, self._coordinator.rank, give_up)
-        self._emit(save_events.agreed(op, self._coordinator.rank))
+        give_up = functools.partial(self._check_giving_up, job.name)
+        board = TwoPhaseCommit(self._coordinator, self._channel, job.op_id, job.writers, give_up, job.call)
+        phases = CommitProtocol(job, board, self._writer, self._config, self._coordinator.rank, give_up)
+        self._emit(save_events.agreed(job, self._coordinator.rank))
         info, failure = None, None
         try:
             info = phases.run()
@@ -174,37 +174,37 @@ class SaveQueue:
         finally:
             if self._coordinator.rank == 0:
                 self._boards.append(board)
-            self._free(op)
+            self._free(job)
         if info is not None:
-            self.last_save_s = time.monotonic() - op.started
+            self.last_save_s = time.monotonic() - job.started
         # Here and not on the caller's thread: hooks write to files.
-        self._emit.tell(save_events.over(op, phases, info, failure, self._coordinator.rank))
+        self._emit.tell(save_events.over(job, phases, info, failure, self._coordinator.rank))
         if info is not None and self._coordinator.rank == 0:
-            self._retain(op, info)
-        self._conclude(op, info, failure)
+            self._retain(job, info)
+        self._conclude(job, info, failure)
 
-    def _free(self, op: SaveJob) -> None:
-        if op.request.parts is not None:
-            op.request.parts.release()
-        if op.copy is not None:
-            op.copy.fail(
-                SaveError(name=op.name, cause="the save was over before the copy was", rank=self._coordinator.rank)
+    def _free(self, job: SaveJob) -> None:
+        if job.request.parts is not None:
+            job.request.parts.release()
+        if job.copy is not None:
+            job.copy.fail(
+                SaveError(name=job.name, cause="the save was over before the copy was", rank=self._coordinator.rank)
             )
-            if not op.copy.wait(self._config.timeouts.shutdown_s):
-                logger.error("the memory of %s stays taken: a copy into it does not end", op.name)
+            if not job.copy.wait(self._config.timeouts.shutdown_s):
+                logger.error("the memory of %s stays taken: a copy into it does not end", job.name)
                 return
-        if op.arena is not None:
-            self._give_back(op.arena)
+        if job.arena is not None:
+            self._give_back(job.arena)
 
-    def _retain(self, op: SaveJob, info: CheckpointInfo) -> None:
-        request, begun = op.request, time.monotonic()
+    def _retain(self, job: SaveJob, info: CheckpointInfo) -> None:
+        request, begun = job.request, time.monotonic()
         try:
             decision = request.retain(info) if request.retain is not None else None
             if decision is not None:
                 self._carry_out(decision, request.root, begun)
         except Exception:  # the save is committed; tidying up must not turn it into a failure
             logger.warning("could not remove old checkpoints after %s", info.path, exc_info=True)
-        request.root.drop_staging(op.op_id)
+        request.root.drop_staging(job.op_id)
 
     def _carry_out(self, decision: Decision, root: Workspace, begun: float) -> None:
         rank = self._coordinator.rank
@@ -225,14 +225,14 @@ class SaveQueue:
             )
         )
 
-    def _conclude(self, op: SaveJob, info: CheckpointInfo | None, failure: SafeCheckpointError | None) -> None:
+    def _conclude(self, job: SaveJob, info: CheckpointInfo | None, failure: SafeCheckpointError | None) -> None:
         self._failures = 0 if failure is None else self._failures + 1
         tolerated = self._config.on_failure == "warn" and self._failures < self._config.max_consecutive_failures
         if failure is not None and tolerated:
             logger.warning("%s (failure %d in a row; training goes on)", failure, self._failures)
-            op.handle.mark_reported()
-        op.handle.finish(info, failure)
-        self._open.remove(op)
+            job.handle.mark_reported()
+        job.handle.finish(info, failure)
+        self._open.remove(job)
 
     def _forget(self, board: TwoPhaseCommit) -> bool:
         try:

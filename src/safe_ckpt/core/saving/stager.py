@@ -73,57 +73,57 @@ class Stager:
         self._preparing = threading.Thread(target=work, name="safe_ckpt-prepare", daemon=True)
         self._preparing.start()
 
-    def lay_out(self, op: SaveJob) -> None:
-        """Plan the copy of ``op``. What goes wrong is in ``op.error``: every rank learns of it through the save's verdict."""
-        request = op.request
+    def lay_out(self, job: SaveJob) -> None:
+        """Plan the copy of ``job``. What goes wrong is in ``job.error``: every rank learns of it through the save's verdict."""
+        request = job.request
         limit = self._config.max_host_bytes
         if request.parts is not None:
-            request.parts.bind(str(op.folder), op.manifest.to_json())
-            op.error = None
+            request.parts.bind(str(job.folder), job.manifest.to_json())
+            job.error = None
             return
         if request.streamed or (limit is not None and snapshot.arena_bytes(request.images) > limit):
-            op.tasks = snapshot.list_tasks(request.images, str(op.folder), op.manifest.to_json())
-            op.streamed, op.error = True, None
+            job.tasks = snapshot.list_tasks(request.images, str(job.folder), job.manifest.to_json())
+            job.streamed, job.error = True, None
             try:
                 # It is read on another thread, whose streams know nothing of this one's.
                 self._cuda.settle(tensor for image in request.images for _, tensor in image.tensors)
             except Exception as error:  # as the docstring says
-                op.error = error
+                job.error = error
             return
-        op.arena = self._take_arena()
+        job.arena = self._take_arena()
         try:
             found = snapshot.lay_out(
                 request.images,
-                op.arena,
-                str(op.folder),
-                op.manifest.to_json(),
-                name=op.name,
+                job.arena,
+                str(job.folder),
+                job.manifest.to_json(),
+                name=job.name,
                 deferral=request.deferral,
             )
-            op.tasks, op.copy, op.error = found.tasks, found.copy, None
+            job.tasks, job.copy, job.error = found.tasks, found.copy, None
         except Exception as error:  # as the docstring says
-            op.error = error
+            job.error = error
 
-    def copy(self, op: SaveJob) -> None:
+    def copy(self, job: SaveJob) -> None:
         """Copy what cannot wait; the rest on a thread, behind the gate. Without an arena wait until all is written."""
-        copy = op.copy
-        if copy is not None and op.request.deferral is not None:
+        copy = job.copy
+        if copy is not None and job.request.deferral is not None:
             optimizer_gate.close(copy, self._config.timeouts.barrier_s)
-        if op.streamed and op.request.feed is not None:
-            op.request.feed(op)
-        elif op.streamed:
-            self._await_stream(op)
+        if job.streamed and job.request.feed is not None:
+            job.request.feed(job)
+        elif job.streamed:
+            self._await_stream(job)
         elif copy is not None and copy.run():
             try:
-                self._free_aside().put(op)
+                self._free_aside().put(job)
                 self._last = weakref.ref(copy)
             except Refused:  # no more threads to be had: then at once
-                _finish(op)
-        elif not op.request.copies:
-            op.handle.mark_snapshot_taken()
-        if op.request.copies:
-            self._await_copies(op)
-        op.stall_s = time.monotonic() - op.started
+                _finish(job)
+        elif not job.request.copies:
+            job.handle.mark_snapshot_taken()
+        if job.request.copies:
+            self._await_copies(job)
+        job.stall_s = time.monotonic() - job.started
 
     def give_back(self, arena: SharedBuffer) -> None:
         """The save that used it is over. Called on the background thread."""
@@ -159,32 +159,32 @@ class Stager:
             self._aside = Background("safe_ckpt-copy", _finish)
         return self._aside
 
-    def _await_copies(self, op: SaveJob) -> None:
+    def _await_copies(self, job: SaveJob) -> None:
         limit = time.monotonic() + self._config.timeouts.lengthy_s
         try:
             # Over the save, too: it may have failed before anything was read.
-            while not op.read.wait(_LOOK_S) and not op.handle.done():
+            while not job.read.wait(_LOOK_S) and not job.handle.done():
                 if time.monotonic() > limit:
                     raise RendezvousTimeout(
-                        phase=f"copying files of {op.name}", seconds=self._config.timeouts.lengthy_s
+                        phase=f"copying files of {job.name}", seconds=self._config.timeouts.lengthy_s
                     )
         except BaseException:
-            op.error = SaveError(name=op.name, cause="interrupted", rank=self._rank, phase="snapshot")
+            job.error = SaveError(name=job.name, cause="interrupted", rank=self._rank, phase="snapshot")
             raise
-        op.handle.mark_snapshot_taken()
+        job.handle.mark_snapshot_taken()
 
-    def _await_stream(self, op: SaveJob) -> None:
+    def _await_stream(self, job: SaveJob) -> None:
         try:
-            op.handle.wait_snapshot()
+            job.handle.wait_snapshot()
         except BaseException:
             # The caller goes on, and what is not written yet may change.
-            op.error = SaveError(name=op.name, cause="interrupted", rank=self._rank, phase="snapshot")
+            job.error = SaveError(name=job.name, cause="interrupted", rank=self._rank, phase="snapshot")
             raise
 
 
-def _finish(op: SaveJob) -> None:
-    if op.copy is not None:
-        op.copy.run_deferred()
-        if not op.copy.wait(0):
+def _finish(job: SaveJob) -> None:
+    if job.copy is not None:
+        job.copy.run_deferred()
+        if not job.copy.wait(0):
             return  # another thread is at it, and will say so
-    op.handle.mark_snapshot_taken()
+    job.handle.mark_snapshot_taken()
