@@ -70,7 +70,7 @@ class Checkpointer:
         self.directory = Path(directory)
         self._engine = Engine(self.config, group=group, hooks=hooks, owner="a Checkpointer; its close() frees it")
         try:
-            self._root = self._engine.hold(self.directory)
+            self._workspace = self._engine.hold(self.directory)
             self._ledger = Catalog()
             self._shards: ShardPlanner | None = None
             self._exporter: Exporter | None = None
@@ -123,7 +123,7 @@ class Checkpointer:
         if planned.sharded:
             images, error = self._plan_shards(planned.sharded, {"step": number, "path": path, **view})
         request = SaveRequest(
-            root=self._root,
+            workspace=self._workspace,
             path=path,
             kind="directory",
             step=number,
@@ -198,7 +198,7 @@ class Checkpointer:
             return found if step is None else [c for c in found if c.path.name == catalog.step_name(step)]
 
         view = {"names": ", ".join(map(str, state)), "step": step}
-        chosen = resume.choose(self._engine, self._root, listed, lambda path: self._load(path, state), view)
+        chosen = resume.choose(self._engine, self._workspace, listed, lambda path: self._load(path, state), view)
         if chosen is None and step is not None:
             raise NoValidCheckpointError(path=str(self.directory), message=f"there is no checkpoint of step {step}")
         if chosen is None:
@@ -318,4 +318,4 @@ class Checkpointer:
 
     def _take_stock(self, candidates: Sequence[catalog.Candidate]) -> None:
         self._ledger = Catalog(candidates)
-        self._root.start_after(catalog.newest_sequence(candidates))
+        self._workspace.start_after(catalog.newest_sequence(candidates))

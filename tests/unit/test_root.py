@@ -24,7 +24,7 @@ def of_elsewhere(**facts):
 
 
 @pytest.fixture
-def root(tmp_path):
+def workspace(tmp_path):
     made = Workspace(tmp_path / "exp", lease_s=6)
     made.open()
     yield made
@@ -37,29 +37,29 @@ def test_leftovers_of_a_dead_job_are_swept(tmp_path):
     for left in ("staging/abc/step-1", "trash/def", "quarantine/step-2"):
         (exp / ".safe_ckpt" / left).mkdir(parents=True)
     (exp / "step-3").mkdir()
-    root = Workspace(exp, lease_s=6)
-    root.open()
-    assert not any(root.staging.iterdir())
-    assert not any(root.trash.iterdir())
-    assert [path.name for path in root.quarantined()] == ["step-2"]
+    workspace = Workspace(exp, lease_s=6)
+    workspace.open()
+    assert not any(workspace.staging.iterdir())
+    assert not any(workspace.trash.iterdir())
+    assert [path.name for path in workspace.quarantined()] == ["step-2"]
     assert (exp / "step-3").exists()
-    root.close()
+    workspace.close()
 
 
 @pytest.mark.parametrize("complete", [True, False])
-def test_an_interrupted_replacement_is_finished_or_undone(root, complete):
+def test_an_interrupted_replacement_is_finished_or_undone(workspace, complete):
     """Killed between "old away" and "new in": a complete new one goes forward, else the old one comes back."""
-    final = root.path / "step-1"
+    final = workspace.path / "step-1"
     final.mkdir()
     checkpoint(final, {"f": b"old"})
-    staged = root.stage("op") / "step-1"
+    staged = workspace.stage("op") / "step-1"
     staged.mkdir()
     checkpoint(staged, {"f": b"new"})
     if not complete:
         (staged / "f").write_bytes(b"ne")
-    final.rename(root.aside("op", root.path / "step-1"))
-    root.close()
-    again = Workspace(root.path, lease_s=6)
+    final.rename(workspace.aside("op", workspace.path / "step-1"))
+    workspace.close()
+    again = Workspace(workspace.path, lease_s=6)
     again.open()
     assert (final / "f").read_bytes() == (b"new" if complete else b"old")
     assert not any(again.staging.iterdir())
@@ -67,15 +67,15 @@ def test_an_interrupted_replacement_is_finished_or_undone(root, complete):
     again.close()
 
 
-def test_an_unfinished_save_is_never_rolled_forward(root):
+def test_an_unfinished_save_is_never_rolled_forward(workspace):
     """A complete but uncommitted save of a new name is not a checkpoint."""
-    staged = root.stage("op") / "step-1"
+    staged = workspace.stage("op") / "step-1"
     staged.mkdir()
     checkpoint(staged, {"f": b"new"})
-    root.close()
-    again = Workspace(root.path, lease_s=6)
+    workspace.close()
+    again = Workspace(workspace.path, lease_s=6)
     again.open()
-    assert not (root.path / "step-1").exists()
+    assert not (workspace.path / "step-1").exists()
     again.close()
 
 
@@ -106,10 +106,10 @@ def test_a_live_job_keeps_others_out(tmp_path):
     second.close()
 
 
-def test_one_process_opens_a_directory_once(root):
+def test_one_process_opens_a_directory_once(workspace):
     """Two pipelines of one process in one directory would overwrite each other."""
     with pytest.raises(DirectoryInUseError, match="this process"):
-        Workspace(root.path, lease_s=6).open()
+        Workspace(workspace.path, lease_s=6).open()
 
 
 def test_a_lease_of_another_host_is_taken_over_when_it_stands_still(tmp_path):
@@ -117,23 +117,23 @@ def test_a_lease_of_another_host_is_taken_over_when_it_stands_still(tmp_path):
     hidden = tmp_path / "exp/.safe_ckpt"
     hidden.mkdir(parents=True)
     (hidden / "lock").write_bytes(of_elsewhere(lease_s=2.0))
-    root = Workspace(tmp_path / "exp", lease_s=2)
+    workspace = Workspace(tmp_path / "exp", lease_s=2)
     begun = time.monotonic()
-    root.open()
+    workspace.open()
     assert 1.5 < time.monotonic() - begun < 6
-    root.confirm()
-    root.close()
+    workspace.confirm()
+    workspace.close()
 
 
-def test_a_lost_lease_is_noticed_before_a_commit(root):
+def test_a_lost_lease_is_noticed_before_a_commit(workspace):
     """When another job has taken over, this one may not rename anything into place any more; it is told by whom."""
-    (root.hidden / "lock").write_bytes(of_elsewhere(pid=77))
+    (workspace.hidden / "lock").write_bytes(of_elsewhere(pid=77))
     with pytest.raises(DirectoryInUseError, match="took the directory over") as caught:
-        root.confirm()
+        workspace.confirm()
     assert (caught.value.host, caught.value.pid) == ("elsewhere", 77)
-    (root.hidden / "lock").unlink()
+    (workspace.hidden / "lock").unlink()
     with pytest.raises(DirectoryInUseError, match="its lock is gone"):
-        root.confirm()
+        workspace.confirm()
 
 
 @pytest.mark.parametrize("make", [lambda p: p.write_text("x"), lambda p: p.symlink_to("/dev/null")])
@@ -147,25 +147,25 @@ def test_a_file_in_the_way_is_named(tmp_path, make):
     assert not path.is_dir()
 
 
-def test_discarding_takes_only_what_is_there(root):
+def test_discarding_takes_only_what_is_there(workspace):
     """What is deleted is renamed away first; what is gone already is no error."""
-    (root.path / "step-1").mkdir()
-    assert root.discard([root.path / "step-1", root.path / "step-2"]) == [root.path / "step-1"]
-    assert not any(root.trash.iterdir())
+    (workspace.path / "step-1").mkdir()
+    assert workspace.discard([workspace.path / "step-1", workspace.path / "step-2"]) == [workspace.path / "step-1"]
+    assert not any(workspace.trash.iterdir())
 
 
-def test_quarantine_keeps_what_it_is_given(root):
+def test_quarantine_keeps_what_it_is_given(workspace):
     """Two damaged checkpoints of one name are both kept."""
     for word in ("a", "b"):
-        (root.path / "step-1").mkdir()
-        (root.path / "step-1" / "f").write_text(word)
-        root.quarantine(root.path / "step-1")
-    assert sorted((path / "f").read_text() for path in root.quarantined()) == ["a", "b"]
+        (workspace.path / "step-1").mkdir()
+        (workspace.path / "step-1" / "f").write_text(word)
+        workspace.quarantine(workspace.path / "step-1")
+    assert sorted((path / "f").read_text() for path in workspace.quarantined()) == ["a", "b"]
 
 
-def test_the_holder_is_told_to_people(root):
+def test_the_holder_is_told_to_people(workspace):
     """The lock is a record that a person can read."""
-    record = json.loads((root.hidden / "lock").read_text())
+    record = json.loads((workspace.hidden / "lock").read_text())
     assert (record["host"], record["pid"]) == (socket.gethostname(), os.getpid())
     assert record["started_at"].startswith("20")
 
@@ -175,12 +175,12 @@ def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch):
     monkeypatch.setattr(durable, "exchange", lambda *_: False)
     for stop_after in range(4):
         exp = tmp_path / f"exp{stop_after}"
-        root = Workspace(exp, lease_s=6)
-        root.open()
+        workspace = Workspace(exp, lease_s=6)
+        workspace.open()
         final = exp / "step-1"
         final.mkdir()
         checkpoint(final, {"f": b"old"})
-        staged = root.stage("op") / "step-1"
+        staged = workspace.stage("op") / "step-1"
         staged.mkdir()
         checkpoint(staged, {"f": b"new"})
         renames = iter(range(stop_after))
@@ -194,8 +194,8 @@ def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(durable.os, "rename", rename)
             with contextlib.suppress(KeyboardInterrupt):
-                durable.publish_directory(staged, final, root.aside("op", root.path / "step-1"))
-        root.close()
+                durable.publish_directory(staged, final, workspace.aside("op", workspace.path / "step-1"))
+        workspace.close()
         again = Workspace(exp, lease_s=6)
         again.open()
         assert (final / "f").read_bytes() in (b"old", b"new")
@@ -205,14 +205,14 @@ def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch):
 
 def test_what_was_moved_aside_outlives_the_tidying_up(tmp_path):
     """A replacement that failed half-way: tidying up after it does not delete the only copy, and the next start restores it."""
-    root = Workspace(tmp_path, lease_s=60)
-    root.open()
-    root.stage("op")
+    workspace = Workspace(tmp_path, lease_s=60)
+    workspace.open()
+    workspace.stage("op")
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001/f").touch()
-    os.rename(tmp_path / "step-00000001", root.aside("op", root.path / "step-00000001"))
-    root.drop_staging("op")
-    root.close()
+    os.rename(tmp_path / "step-00000001", workspace.aside("op", workspace.path / "step-00000001"))
+    workspace.drop_staging("op")
+    workspace.close()
     again = Workspace(tmp_path, lease_s=60)
     again.open()
     again.close()
@@ -221,13 +221,13 @@ def test_what_was_moved_aside_outlives_the_tidying_up(tmp_path):
 
 def test_a_record_that_cannot_be_written_gives_the_lock_back(tmp_path, monkeypatch):
     """A full disk at the moment of taking the lock: a typed error, and the same process can try again."""
-    root = Workspace(tmp_path, lease_s=60)
+    workspace = Workspace(tmp_path, lease_s=60)
     with monkeypatch.context() as patch:
         patch.setattr(JobLock, "_own_lease", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(DirectoryError, match="No space"):
-            root.open()
-    root.open()
-    root.close()
+            workspace.open()
+    workspace.open()
+    workspace.close()
 
 
 @pytest.mark.parametrize("name", ["", "staging", "trash", "quarantine", "kept"])
@@ -261,9 +261,9 @@ def test_a_directory_behind_a_link_is_one(tmp_path):
     """The checkpoint directory itself may be a link, as users have them to a larger disk."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "held").symlink_to(tmp_path / "disk", target_is_directory=True)
-    root = Workspace(tmp_path / "held", lease_s=60.0)
-    root.open()
-    root.close()
+    workspace = Workspace(tmp_path / "held", lease_s=60.0)
+    workspace.open()
+    workspace.close()
 
 
 def test_a_name_that_cannot_be_is_a_directory_error(tmp_path):
@@ -274,32 +274,32 @@ def test_a_name_that_cannot_be_is_a_directory_error(tmp_path):
 
 def test_what_was_made_and_is_empty_goes_at_the_end(tmp_path):
     """A directory that nothing was saved into leaves no trace, one that was there stays, and what somebody put there, too."""
-    root = Workspace(tmp_path / "a/b/exp", lease_s=6)
-    root.open()
-    root.aside("op", root.path / "x")
-    root.drop_staging("op")
-    root.close()
-    root.close()
+    workspace = Workspace(tmp_path / "a/b/exp", lease_s=6)
+    workspace.open()
+    workspace.aside("op", workspace.path / "x")
+    workspace.drop_staging("op")
+    workspace.close()
+    workspace.close()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "exp").mkdir()
-    root = Workspace(tmp_path / "exp", lease_s=6)
-    root.open()
-    root.close()
+    workspace = Workspace(tmp_path / "exp", lease_s=6)
+    workspace.open()
+    workspace.close()
     assert list((tmp_path / "exp").iterdir()) == []
-    root.open()
-    (root.hidden / "note").touch()
-    root.close()
-    assert list(root.hidden.iterdir()) == [root.hidden / "note"]
+    workspace.open()
+    (workspace.hidden / "note").touch()
+    workspace.close()
+    assert list(workspace.hidden.iterdir()) == [workspace.hidden / "note"]
 
 
 def test_nothing_of_a_job_that_took_over_is_taken_away(tmp_path):
     """A job that ends when another one has its directory leaves that one's folders alone."""
-    root = Workspace(tmp_path / "exp", lease_s=6)
-    root.open()
-    (root.hidden / "lock").write_bytes(of_elsewhere())
-    root.close()
-    assert root.staging.is_dir()
-    assert (root.hidden / "lock").exists()
+    workspace = Workspace(tmp_path / "exp", lease_s=6)
+    workspace.open()
+    (workspace.hidden / "lock").write_bytes(of_elsewhere())
+    workspace.close()
+    assert workspace.staging.is_dir()
+    assert (workspace.hidden / "lock").exists()
 
 
 def test_jobs_that_end_and_begin_at_once_do_not_disturb_each_other(tmp_path):

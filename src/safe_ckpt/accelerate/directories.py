@@ -37,7 +37,7 @@ _living: weakref.WeakSet[CheckpointDirectory] = weakref.WeakSet()
 class SaveTarget:
     """A directory of checkpoints that is held. ``ledger`` counts on rank 0 only."""
 
-    root: Workspace
+    workspace: Workspace
     ledger: Catalog
 
 
@@ -109,15 +109,15 @@ class CheckpointDirectory:
         if folder is None or self._automatic is not None:
             return self._automatic
         # In the folder that Accelerate lists nothing but checkpoints may lie: it takes whatever sorts last.
-        root = self._engine.hold(folder, hidden=folder.parent / HIDDEN)
-        place = SaveTarget(root=root, ledger=Catalog())
+        workspace = self._engine.hold(folder, hidden=folder.parent / HIDDEN)
+        place = SaveTarget(workspace=workspace, ledger=Catalog())
 
         def take_stock() -> None:
             found = resume.listed(lambda: candidates(folder), self._engine.config.timeouts)
             place.ledger = Catalog(found)
-            root.start_after(catalog.newest_sequence(found))
+            workspace.start_after(catalog.newest_sequence(found))
 
-        self._engine.take_stock(root, {"directory": folder}, take_stock)
+        self._engine.take_stock(workspace, {"directory": folder}, take_stock)
         self._automatic = place
         return place
 
@@ -140,11 +140,11 @@ class CheckpointDirectory:
     def candidates(self, place: SaveTarget) -> list[Candidate]:
         """What ``load_state()`` may take: with names of the user's only what this process saved. On rank 0."""
         if place is self._automatic:
-            return candidates(place.root.path)
+            return candidates(place.workspace.path)
         own = {info.path: info for info in place.ledger.committed}
         return [
             found
-            for found in candidates(place.root.path)
+            for found in candidates(place.workspace.path)
             if found.path in own and (found.manifest is None or is_of(own[found.path], found.manifest))
         ]
 
@@ -195,27 +195,27 @@ class CheckpointDirectory:
         def decide(answers: Mapping[int, Any]) -> dict[str, Any]:
             if own is not None:
                 refuse(own, ADAPTER, _is_stock, empty=True)
-            number = iteration if place is None else max(iteration, next_number(place.root.path))
+            number = iteration if place is None else max(iteration, next_number(place.workspace.path))
             return {"number": number, "hooks": any(answers.values()), "key": uuid.uuid4().hex}
 
         agreed = self._engine.agree("name", {"output_dir": own or "automatic"}, answer=hooks, decide=decide)
         if place is not None:
-            path = place.root.path / f"checkpoint_{agreed['number']}"
+            path = place.workspace.path / f"checkpoint_{agreed['number']}"
         else:
             path = self._last = _named(output_dir)
             place = self._hold_named(path)
         begun = None
         if agreed["hooks"]:
             timeout_s = self._engine.config.timeouts.barrier_s
-            begun = extra_files.open_folder(self._engine.coordinator, place.root, agreed["key"], timeout_s)
+            begun = extra_files.open_folder(self._engine.coordinator, place.workspace, agreed["key"], timeout_s)
         number = agreed["number"]
         step = number if own is None else _step_of(path.name, number)
         return Target(place=place, path=path, number=number, step=step, begun=begun, key=agreed["key"])
 
     def _hold_named(self, path: Path) -> SaveTarget:
         self._take_over(path)
-        root = self.named.hold(path, resumed=True)
-        return SaveTarget(root=root, ledger=self._ledgers.setdefault(path.parent, Catalog()))
+        workspace = self.named.hold(path, resumed=True)
+        return SaveTarget(workspace=workspace, ledger=self._ledgers.setdefault(path.parent, Catalog()))
 
     def _take_over(self, path: Path) -> None:
         """From an Accelerator of this process, such as that of a notebook's cell that was run again and is still held."""

@@ -68,11 +68,11 @@ def load(
 def _newest(engine: Engine, places: CheckpointDirectory) -> Path:
     place = places.for_load()
     chosen = resume.choose(
-        engine, place.root, lambda: places.candidates(place), lambda found: _verify_share(engine, found)
+        engine, place.workspace, lambda: places.candidates(place), lambda found: _verify_share(engine, found)
     )
     if chosen is None:
         message = "there is no checkpoint: save one first, or do not load on a fresh run"
-        raise NoValidCheckpointError(path=str(place.root.path), message=message)
+        raise NoValidCheckpointError(path=str(place.workspace.path), message=message)
     return chosen.info.path
 
 

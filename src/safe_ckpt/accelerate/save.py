@@ -55,7 +55,7 @@ def save(
         handle = engine.save(_request(engine, places, accelerator, loaders, target, options))
     except BaseException:
         if target.begun is not None and engine.rank == 0:
-            target.place.root.drop_staging(target.key)
+            target.place.workspace.drop_staging(target.key)
         raise
     if not handle.skipped:
         accelerator.project_configuration.iteration = target.number + 1
@@ -113,7 +113,7 @@ def _request(
     if options.overlap and planned:
         deferral = OverlapPlan(accelerator._models, plain_optimizers(accelerator)) or None
     return SaveRequest(
-        root=target.place.root,
+        workspace=target.place.workspace,
         path=target.path,
         kind="directory",
         step=step if isinstance(step, int) else -1,

@@ -204,9 +204,11 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _replace(engine: Engine, root: Workspace, path: Path, planned: Sequence[FilePlan], error: Exception | None) -> None:
+def _replace(
+    engine: Engine, workspace: Workspace, path: Path, planned: Sequence[FilePlan], error: Exception | None
+) -> None:
     """The directory as a whole, in one step."""
-    request = dataclasses.replace(export.request_of(root, path, planned, error), streamed=True)
+    request = dataclasses.replace(export.request_of(workspace, path, planned, error), streamed=True)
     engine.save(request).result()
 
 
@@ -215,35 +217,35 @@ def _replace_each(engine: Engine, path: Path, planned: Sequence[FilePlan], error
 
     Nothing that is there is touched before all the new files are durable in the hidden folder.
     """
-    root = engine.hold(path, hidden=path / HIDDEN / NAMES / _WEIGHTS, recorded=False)
-    ready = root.hidden / "weights"
+    workspace = engine.hold(path, hidden=path / HIDDEN / NAMES / _WEIGHTS, recorded=False)
+    ready = workspace.hidden / "weights"
     names = [image.path for image in planned]
     try:
-        _replace(engine, root, ready, planned, error)
+        _replace(engine, workspace, ready, planned, error)
         engine.coordinator.agree(
             "weights replaced",
             {"path": path},
             timeout_s=engine.config.timeouts.lengthy_s,
-            decide=lambda _: _put_in_place(root, ready, names),
+            decide=lambda _: _put_in_place(workspace, ready, names),
         )
     finally:
         engine.settle()
-        engine.let_go(root)
+        engine.let_go(workspace)
 
 
-def _put_in_place(root: Workspace, ready: Path, names: Sequence[str]) -> None:
+def _put_in_place(workspace: Workspace, ready: Path, names: Sequence[str]) -> None:
     """At no moment an index, or a manifest, speaks of a mixture: what is replaced goes first, and comes last."""
-    path = root.path
+    path = workspace.path
     try:
-        root.confirm()
+        workspace.confirm()
         for name in (*(name for name in names if name.endswith(".json")), MANIFEST_NAME):
             (path / name).unlink(missing_ok=True)
         sync_directory(str(path))
         for name in names:  # the index is the last of them
-            root.confirm()
+            workspace.confirm()
             durable.publish_file(ready / name, path / name)
         stale = [name for name in os.listdir(path) if hugging_face.is_weight_file(name) and name not in names]
     except OSError as error:
         raise DirectoryError.of(error, path=error.filename or path, rank=0, phase="replacing the weights") from error
     stale.sort(key=lambda name: not name.endswith(".json"))
-    root.discard([*(path / name for name in stale if not (path / name).is_dir()), ready])
+    workspace.discard([*(path / name for name in stale if not (path / name).is_dir()), ready])

@@ -116,7 +116,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         latest = [Pointer(path=top / LATEST, data=tag.encode())] if info.save_latest else []
         handle = self._core.save(
             SaveRequest(
-                root=place.root,
+                workspace=place.workspace,
                 path=path,
                 kind="directory",
                 step=step_of(path.name),

@@ -40,7 +40,7 @@ class SaveTarget:
         tops: where a ``latest`` may name a tag of it: itself, and for tags such as ``"warmup/step10"`` the one above.
     """
 
-    root: Workspace
+    workspace: Workspace
     ledger: Catalog
     tops: tuple[Path, ...] = ()
 
@@ -80,14 +80,14 @@ class CheckpointDirectory:
                 self._let_go(earlier)
         for other in list(_living):
             other._let_go(folder)
-        place = SaveTarget(root=self._engine.hold(folder), ledger=Catalog(), tops=(folder, top))
+        place = SaveTarget(workspace=self._engine.hold(folder), ledger=Catalog(), tops=(folder, top))
 
         def take_stock() -> None:
             found = candidates(folder)
             place.ledger = Catalog(found)
-            place.root.start_after(catalog.newest_sequence(found))
+            place.workspace.start_after(catalog.newest_sequence(found))
 
-        self._engine.take_stock(place.root, {"directory": folder}, take_stock)
+        self._engine.take_stock(place.workspace, {"directory": folder}, take_stock)
         self._held[folder] = place
         return place
 
@@ -97,11 +97,11 @@ class CheckpointDirectory:
         if self._engine.agree("repair", {"directory": folder}, decide=lambda _: _is_held(folder)):
             return
         try:
-            root = self._engine.hold(folder)
+            workspace = self._engine.hold(folder)
         except DirectoryInUseError as error:
             logger.warning("%s", error)
             return
-        self._engine.let_go(root)
+        self._engine.let_go(workspace)
 
     def close(self) -> None:
         """The engine was closed, and gave everything back."""
@@ -124,7 +124,7 @@ class CheckpointDirectory:
     def _let_go(self, folder: Path) -> None:
         if folder in self._held:
             self._settle(folder)
-            self._engine.let_go(self._held.pop(folder).root)
+            self._engine.let_go(self._held.pop(folder).workspace)
 
     def retain(self, place: SaveTarget, new: CheckpointInfo) -> Decision | None:
         """``new`` was committed. Says what is to be deleted now, never what ``latest`` names. In the background."""

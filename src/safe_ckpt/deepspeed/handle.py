@@ -74,7 +74,7 @@ class Handle:
         self._closed = False
         self._core = Engine(config, hooks=hooks, owner=_OWNER)
         self._places = CheckpointDirectory(self._core, config.retention)
-        self._roots = HeldDirectories(self._core)
+        self._workspaces = HeldDirectories(self._core)
         self._load_checkpoint = engine.load_checkpoint
         self._destroy: Callable[[], None] = engine.destroy
         self._stand_ins = Patch(engine, {name: getattr(self, name) for name in _REPLACED})
@@ -229,7 +229,7 @@ class Handle:
         with self._core.together():
             handle = save.save_weights(
                 self._core,
-                self._roots,
+                self._workspaces,
                 self._engine,
                 save_dir,
                 save_filename,

@@ -44,7 +44,7 @@ def save(
     captured = capture(engine, tag, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
     return core.save(
         SaveRequest(
-            root=place.root,
+            workspace=place.workspace,
             path=path,
             kind="directory",
             step=engine.global_steps,
@@ -67,7 +67,7 @@ def save(
 
 def save_weights(
     core: Engine,
-    roots: HeldDirectories,
+    workspaces: HeldDirectories,
     engine: Any,
     save_dir: object,
     save_filename: object,
@@ -95,7 +95,7 @@ def save_weights(
         return None
     return core.save(
         SaveRequest(
-            root=roots.hold(path),
+            workspace=workspaces.hold(path),
             path=path,
             kind="file",
             step=engine.global_steps,

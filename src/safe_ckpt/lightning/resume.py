@@ -32,11 +32,11 @@ LINKS = "links"
 WEIGHTS_ONLY = "weights_only"
 
 
-def notes(root: Workspace, *, links: list[Link], to_delete: list[Path], weights_only: bool) -> dict[str, Any]:
+def notes(workspace: Workspace, *, links: list[Link], to_delete: list[Path], weights_only: bool) -> dict[str, Any]:
     """What a manifest says of the save besides, so that the next run can finish what a killed one had begun."""
     return {
-        REMOVES: [os.path.relpath(path, root.path) for path in to_delete],
-        LINKS: {os.path.relpath(link.path, root.path): link.target for link in links},
+        REMOVES: [os.path.relpath(path, workspace.path) for path in to_delete],
+        LINKS: {os.path.relpath(link.path, workspace.path): link.target for link in links},
         WEIGHTS_ONLY: weights_only,
     }
 
@@ -74,7 +74,7 @@ def arrange(trainer: Any, saver: Resumer, directory: Path, suffix: str) -> None:
     stand_ins.once(trainer._checkpoint_connector, "_restore_modules_and_callbacks", restore)
 
 
-def choose(engine: Engine, root: Workspace, suffix: str) -> Path | None:
+def choose(engine: Engine, workspace: Workspace, suffix: str) -> Path | None:
     """The newest valid checkpoint in a held directory, verified on all ranks; None on a fresh run. Every rank calls this.
 
     Raises:
@@ -88,20 +88,20 @@ def choose(engine: Engine, root: Workspace, suffix: str) -> Path | None:
         else:
             _verify(path)
 
-    chosen = resume.choose(engine, root, lambda: _resumable(listed(root.path, suffix)), verified)
+    chosen = resume.choose(engine, workspace, lambda: _resumable(listed(workspace.path, suffix)), verified)
     if chosen is None:
         return None
     info = chosen.info
-    engine.agree("finish", {"path": info.path}, decide=lambda _: _finish(root, info))
+    engine.agree("finish", {"path": info.path}, decide=lambda _: _finish(workspace, info))
     if not info.verified:
         logger.warning("%s was written by another tool and carries no checksums: resuming unverified", info.path)
     return info.path
 
 
-def choose_beside(engine: Engine, root: Workspace, suffix: str, rival: Path) -> Path | None:
+def choose_beside(engine: Engine, workspace: Workspace, suffix: str, rival: Path) -> Path | None:
     """As ``choose``; None also when ``rival``, from which Lightning would go on, is of a later step, or is all there is."""
     try:
-        chosen = choose(engine, root, suffix)
+        chosen = choose(engine, workspace, suffix)
     except NoValidCheckpointError as error:
         logger.warning("resuming from %s, which Lightning saved: %s", rival, error)
         return None
@@ -152,19 +152,19 @@ def _judged(candidate: Candidate) -> Candidate:
 _NO_STATE = "holds weights only, no state of the training"
 
 
-def _finish(root: Workspace, info: CheckpointInfo) -> None:
+def _finish(workspace: Workspace, info: CheckpointInfo) -> None:
     # Killed between its commit and its links and removals: they are due now, since what replaces them is good.
     if not info.verified:
         return
     said = read_manifest(info.path).notes
     for name, target in said.get(LINKS, {}).items():
-        _link_again(root, info, root.path / name, target)
-    to_delete = [root.path / name for name in said.get(REMOVES, [])]
-    for path in root.discard([path for path in to_delete if _is_ours_and_older(path, info)]):
+        _link_again(workspace, info, workspace.path / name, target)
+    to_delete = [workspace.path / name for name in said.get(REMOVES, [])]
+    for path in workspace.discard([path for path in to_delete if _is_ours_and_older(path, info)]):
         logger.info("removed %s, as was due when %s was saved", path, info.name)
 
 
-def _link_again(root: Workspace, info: CheckpointInfo, path: Path, target: str | None) -> None:
+def _link_again(workspace: Workspace, info: CheckpointInfo, path: Path, target: str | None) -> None:
     if target is None:
         # A name of a newer file than this one is not taken from it.
         done = path.exists() and (path.samefile(info.path) or not _is_ours_and_older(path, info))
@@ -172,10 +172,10 @@ def _link_again(root: Workspace, info: CheckpointInfo, path: Path, target: str |
         done = (path.is_symlink() and os.readlink(path) == target) or not (path.parent / target).exists()
     if done:
         return
-    staged = root.stage(f"link-{uuid.uuid4().hex}")
+    staged = workspace.stage(f"link-{uuid.uuid4().hex}")
     link = Link(path=path, target=target)
-    durable.publish_link(info.path, staged / path.name, link, lambda: root.aside(staged.name, path))
-    root.drop_staging(staged.name)
+    durable.publish_link(info.path, staged / path.name, link, lambda: workspace.aside(staged.name, path))
+    workspace.drop_staging(staged.name)
     logger.info("made %s again, as was due when %s was saved", path, info.name)
 
 

@@ -100,7 +100,7 @@ class TrainerSaver:
         self._wish = requeueing.Wish()
         self._last_whole: SaveHandle | None = None
         self._shards = self._shard_planner()
-        self._roots: dict[Path, Workspace] = {}
+        self._workspaces: dict[Path, Workspace] = {}
         self._counted: set[tuple[Path, str]] = set()
         self._flights: list[_Flight] = []
         self._collector: tuple[Callable[[str], None], bool] | None = None
@@ -122,15 +122,15 @@ class TrainerSaver:
 
     def hold(self, directory: Path, suffix: str) -> None:
         """Take a directory of checkpoints; a second callback may name the same one."""
-        if directory not in self._roots:
-            self._roots[directory] = self.engine.hold(directory)
-        root = self._roots[directory]
+        if directory not in self._workspaces:
+            self._workspaces[directory] = self.engine.hold(directory)
+        workspace = self._workspaces[directory]
         if (directory, suffix) not in self._counted:
             self._counted.add((directory, suffix))
             self.engine.agree(
                 "list",
                 {"directory": directory, "suffix": suffix},
-                decide=lambda _: root.start_after(
+                decide=lambda _: workspace.start_after(
                     catalog.newest_sequence(
                         resume.listed(lambda: resuming.listed(directory, suffix), self.engine.config.timeouts)
                     )
@@ -139,12 +139,12 @@ class TrainerSaver:
 
     def hold_beside(self, path: Path, sequence: int) -> None:
         """Take the folder of one file, whose place in the order of commits is known."""
-        root = self._roots[path.parent] = self.engine.hold(path.parent)
-        root.start_after(sequence - 1)
+        workspace = self._workspaces[path.parent] = self.engine.hold(path.parent)
+        workspace.start_after(sequence - 1)
 
     def holds(self, directory: Path) -> bool:
         """Whether this directory is taken already."""
-        return directory in self._roots and not self._closed
+        return directory in self._workspaces and not self._closed
 
     def land(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is in flight; tell the owners what became of theirs. Failures stay to be raised.
@@ -257,12 +257,12 @@ class TrainerSaver:
 
     def next_sequence(self, path: Path) -> int:
         """The place of ``path`` in the order of commits, for a file that is written past the pipeline."""
-        held = next((root for directory, root in self._roots.items() if directory in path.parents), None)
+        held = next((workspace for directory, workspace in self._workspaces.items() if directory in path.parents), None)
         if held is not None and not self._closed:
             return held.next_sequence()
         # Any of them may have given out the number of a file elsewhere, see ``_root_of``.
         return commit_order.sequence_beside(
-            path, after=max((root.last_sequence for root in self._roots.values()), default=0)
+            path, after=max((workspace.last_sequence for workspace in self._workspaces.values()), default=0)
         )
 
     def _save_alone(self, path: Path, weights_only: bool | None) -> None:
@@ -357,11 +357,11 @@ class TrainerSaver:
             suffix: of its files.
             rival: a file that Lightning would resume from; taken when it is the newer one.
         """
-        root = self._roots[directory]
+        workspace = self._workspaces[directory]
         if rival is None:
-            self.resumed_from = resuming.choose(self.engine, root, suffix)
+            self.resumed_from = resuming.choose(self.engine, workspace, suffix)
         else:
-            self.resumed_from = resuming.choose_beside(self.engine, root, suffix, rival)
+            self.resumed_from = resuming.choose_beside(self.engine, workspace, suffix, rival)
         self._io.trusted = self.resumed_from
         return self.resumed_from or rival
 
@@ -445,7 +445,7 @@ class TrainerSaver:
 
     def _request(self, intents: PendingActions, *, weights_only: bool | None, overlap: bool) -> SaveRequest:
         primary = Path(os.path.abspath((intents.saves or [*intents.links, *intents.removals])[0]))
-        root = self._root_of(primary)
+        workspace = self._root_of(primary)
         files = contents.Files()
         if intents.saves:
             fitting = self.training and str(getattr(self._trainer.state.fn, "value", "")) == "fit"
@@ -463,7 +463,7 @@ class TrainerSaver:
         links += [Link(path=Path(os.path.abspath(path)), target=target) for path, target in intents.links.items()]
         to_delete = [Path(os.path.abspath(path)) for path in intents.to_delete]
         return SaveRequest(
-            root=root,
+            workspace=workspace,
             path=primary,
             kind="directory" if self._makes_directories and intents.saves else "file",
             step=int(self._trainer.global_step),
@@ -475,7 +475,7 @@ class TrainerSaver:
             links=links,
             notes={
                 **files.notes,
-                **resuming.notes(root, links=links, to_delete=to_delete, weights_only=bool(weights_only)),
+                **resuming.notes(workspace, links=links, to_delete=to_delete, weights_only=bool(weights_only)),
             },
             view={"names": ", ".join([*intents.saves, *intents.links])},
             retain=lambda _: Decision(to_delete=to_delete) if to_delete else None,
@@ -484,11 +484,11 @@ class TrainerSaver:
 
     def _root_of(self, path: Path) -> Workspace:
         """The held directory in which ``path`` lies, else one on the same file system: staging is done there."""
-        for directory, root in self._roots.items():
+        for directory, workspace in self._workspaces.items():
             if directory in path.parents:
-                return root
-        roots = list(self._roots.values())
-        found = next((root for root in roots if _device(root.path) == _device(path)), roots[0])
+                return workspace
+        workspaces = list(self._workspaces.values())
+        found = next((workspace for workspace in workspaces if _device(workspace.path) == _device(path)), workspaces[0])
         if self.rank == 0:
             found.start_after(commit_order.last_beside(path))
         return found

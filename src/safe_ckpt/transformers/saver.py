@@ -58,8 +58,8 @@ class TrainerSaver:
         Raises:
             NoValidCheckpointError: there is none.
         """
-        root, _ = self._hold(folder)
-        chosen = resume.choose(self._engine, root, lambda: candidates(folder), self._verify)
+        workspace, _ = self._hold(folder)
+        chosen = resume.choose(self._engine, workspace, lambda: candidates(folder), self._verify)
         if chosen is None:
             raise NoValidCheckpointError(path=str(folder), message="there is no checkpoint to resume from")
         self._warn_if_stock(chosen.info.path)
@@ -90,14 +90,16 @@ class TrainerSaver:
             return self._save(trainer, path)
 
     def _save(self, trainer: Any, path: Path) -> Path:
-        root, ledger = self._hold(path.parent)
+        workspace, ledger = self._hold(path.parent)
         key = self._engine.agree("save", {"path": path}, decide=lambda _: uuid.uuid4().hex)
-        begun = extra_files.open_folder(self._engine.coordinator, root, key, self._engine.config.timeouts.barrier_s)
+        begun = extra_files.open_folder(
+            self._engine.coordinator, workspace, key, self._engine.config.timeouts.barrier_s
+        )
         try:
-            self._engine.save(self._request(trainer, path, root, begun, ledger))
+            self._engine.save(self._request(trainer, path, workspace, begun, ledger))
         except BaseException:
             if self._engine.rank == 0:
-                root.drop_staging(key)
+                workspace.drop_staging(key)
             raise
         return path
 
@@ -118,7 +120,7 @@ class TrainerSaver:
         within_s = None if error is None else self._engine.config.timeouts.shutdown_s
         self._engine.close(quiet=error is not None, within_s=within_s)
 
-    def _request(self, trainer: Any, path: Path, root: Workspace, begun: Path, ledger: Catalog) -> SaveRequest:
+    def _request(self, trainer: Any, path: Path, workspace: Workspace, begun: Path, ledger: Catalog) -> SaveRequest:
         error: Exception | None = None
         caught = Catch(begun)
         best = trainer.state.best_model_checkpoint
@@ -135,7 +137,7 @@ class TrainerSaver:
             return rotation.to_delete(infos, limit, Path(best) if best else None)
 
         return SaveRequest(
-            root=root,
+            workspace=workspace,
             path=path,
             kind="directory",
             step=int(trainer.state.global_step),
@@ -153,16 +155,16 @@ class TrainerSaver:
     def _hold(self, folder: Path) -> tuple[Workspace, Catalog]:
         if folder not in self._held:
             # What begins with an underscore is not pushed to the hub.
-            root, ledger = self._engine.hold(folder, hidden=folder / HIDDEN), Catalog()
+            workspace, ledger = self._engine.hold(folder, hidden=folder / HIDDEN), Catalog()
 
             def take_stock() -> None:
                 nonlocal ledger
                 found = resume.listed(lambda: candidates(folder), self._engine.config.timeouts)
-                root.start_after(catalog.newest_sequence(found))
+                workspace.start_after(catalog.newest_sequence(found))
                 ledger = Catalog(found)
 
-            self._engine.take_stock(root, {"directory": folder}, take_stock)
-            self._held[folder] = (root, ledger)
+            self._engine.take_stock(workspace, {"directory": folder}, take_stock)
+            self._held[folder] = (workspace, ledger)
         return self._held[folder]
 
     def _verify(self, path: Path) -> None:

@@ -60,12 +60,12 @@ class Candidate:
 
 
 def list_directories(
-    root: Path,
+    workspace: Path,
     step_of: StepOf | None = None,
     problem_of_stock: Callable[[Path], str] | None = None,
     on_error: OnError | None = None,
 ) -> list[Candidate]:
-    """The directory checkpoints below ``root``, in no order. A folder with neither such a name nor our manifest is not one.
+    """The directory checkpoints below ``workspace``, in no order. A folder with neither such a name nor our manifest is not one.
 
     Args:
         root: where to look.
@@ -80,7 +80,7 @@ def list_directories(
     """
     number_of = step_of or _step_of
     found = []
-    for path in _entries(root):
+    for path in _entries(workspace):
         with _guarded(path, on_error):
             candidate = _directory(path, number_of(path.name), problem_of_stock)
             if candidate is not None:
@@ -125,12 +125,12 @@ def _guarded(path: Path, on_error: OnError | None) -> Iterator[None]:
 
 
 def list_files(
-    root: Path,
+    workspace: Path,
     suffix: str,
     is_directory: Callable[[Path], bool] = lambda _: False,
     on_error: OnError | None = None,
 ) -> list[Candidate]:
-    """The single-file checkpoints in ``root``, in no order; those of other tools are marked foreign.
+    """The single-file checkpoints in ``workspace``, in no order; those of other tools are marked foreign.
 
     A folder below it that a job holds, or held, for itself has an order of its own and is left out.
 
@@ -145,7 +145,7 @@ def list_files(
         UnsupportedFormatError: one is of a newer format version.
     """
     found, whole = [], []
-    for folder, below, names in _walk(root, on_error):
+    for folder, below, names in _walk(workspace, on_error):
         # A checkpoint that is a directory is one thing: nothing below it is looked at.
         ours = []
         for path in (Path(folder, name) for name in below if name.endswith(suffix)):
@@ -244,15 +244,15 @@ def newest_sequence(candidates: Iterable[Candidate]) -> int:
     return max((c.manifest.sequence for c in candidates if c.manifest is not None), default=0)
 
 
-def _walk(root: Path, on_error: OnError | None) -> Iterator[tuple[str, list[str], list[str]]]:
+def _walk(workspace: Path, on_error: OnError | None) -> Iterator[tuple[str, list[str], list[str]]]:
     """As ``os.walk``, which before Python 3.12 recurses; what cannot be listed raises."""
-    folders = [os.fspath(root)]
+    folders = [os.fspath(workspace)]
     while folders:
         folder = folders.pop()
         below: list[str] = []
         names: list[str] = []
         with (
-            _guarded(Path(folder), None if folder == os.fspath(root) else on_error or _not_ours),
+            _guarded(Path(folder), None if folder == os.fspath(workspace) else on_error or _not_ours),
             _opened(folder) as entries,
         ):
             for entry in entries:
@@ -280,10 +280,10 @@ def _not_ours(folder: Path, error: Exception) -> None:
         raise error
 
 
-def _entries(root: Path) -> list[Path]:
-    with os.scandir(root) as entries:  # which says what is a folder without asking for each
+def _entries(workspace: Path) -> list[Path]:
+    with os.scandir(workspace) as entries:  # which says what is a folder without asking for each
         names = sorted(entry.name for entry in entries if entry.name != HIDDEN and entry.is_dir(follow_symlinks=False))
-    return [root / name for name in names]
+    return [workspace / name for name in names]
 
 
 def _step_of(name: str) -> int | None:

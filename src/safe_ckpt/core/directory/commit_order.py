@@ -1,6 +1,6 @@
 """The place in the order of commits of a file that is saved past a running pipeline.
 
-Nothing is listed for it. All numbers are at least the clock's, see ``root.sequence_after``, so that those that were given out
+Nothing is listed for it. All numbers are at least the clock's, see ``workspace.sequence_after``, so that those that were given out
 without knowing of each other can be compared. What a directory's jobs committed is in the record that lies in its hidden
 folder, and such a file is noted down there, too: with it a clock that goes back changes no order.
 """
@@ -32,9 +32,9 @@ def sequence_beside(path: Path, after: int = 0) -> int:
         path: the file.
         after: the last number that is known to be given out there.
     """
-    root = _recorded(path) or path.parent
-    _given[root] = sequence_after(max(after, _known(root)))
-    return _given[root]
+    workspace = _recorded(path) or path.parent
+    _given[workspace] = sequence_after(max(after, _known(workspace)))
+    return _given[workspace]
 
 
 def last_beside(path: Path) -> int:
@@ -44,8 +44,8 @@ def last_beside(path: Path) -> int:
 
 def note(info: CheckpointInfo) -> None:
     """Tell those who come later, if there is a record, that this was committed. Never raises."""
-    root = _recorded(info.path)
-    if root is None:
+    workspace = _recorded(info.path)
+    if workspace is None:
         return
     event = events.Committed(
         rank=0,
@@ -56,7 +56,7 @@ def note(info: CheckpointInfo) -> None:
         size_bytes=info.size_bytes,
         seconds=0.0,
     )
-    with contextlib.suppress(OSError), _opened(root / HIDDEN, EVENTS, os.O_WRONLY | os.O_APPEND) as file:
+    with contextlib.suppress(OSError), _opened(workspace / HIDDEN, EVENTS, os.O_WRONLY | os.O_APPEND) as file:
         os.write(file, json.dumps(event.facts()).encode() + b"\n")
 
 
@@ -103,14 +103,14 @@ def _opened(hidden: Path, name: str, flags: int) -> Iterator[int]:
         os.close(file)
 
 
-def _known(root: Path) -> int:
+def _known(workspace: Path) -> int:
     """The highest number among those that this process gave out and the last commits that are recorded."""
     for name in _RECORDS:
-        with contextlib.suppress(OSError), _opened(root / HIDDEN, name, os.O_RDONLY) as file:
+        with contextlib.suppress(OSError), _opened(workspace / HIDDEN, name, os.O_RDONLY) as file:
             tail = os.pread(file, _TAIL_BYTES, max(0, os.fstat(file).st_size - _TAIL_BYTES))
             if (found := max(_sequences(tail), default=None)) is not None:
-                return max(found, _given.get(root, 0))
-    return _given.get(root, 0)
+                return max(found, _given.get(workspace, 0))
+    return _given.get(workspace, 0)
 
 
 def _sequences(tail: bytes) -> Iterator[int]:

@@ -21,7 +21,7 @@ from safe_ckpt.core.storage.reader import digest_of
 from safe_ckpt.errors import DirectoryError, SafeCheckpointError
 
 
-def open_folder(coordinator: Coordinator, root: Workspace, key: str, timeout_s: float) -> Path:
+def open_folder(coordinator: Coordinator, workspace: Workspace, key: str, timeout_s: float) -> Path:
     """Make a folder for what hooks write, to be given to a ``SaveRequest`` as ``begun``. Every rank calls this.
 
     Args:
@@ -34,11 +34,11 @@ def open_folder(coordinator: Coordinator, root: Workspace, key: str, timeout_s: 
         DirectoryError: it could not be made, on every rank.
         DirectoryNotSharedError: some ranks do not see it.
     """
-    folder = root.staging / key / "files"
+    folder = workspace.staging / key / "files"
 
     def make(_: object) -> str:
         try:
-            root.stage(key)
+            workspace.stage(key)
             folder.mkdir()
             return leave_token(folder)
         except OSError as error:

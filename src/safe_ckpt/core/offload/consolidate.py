@@ -84,10 +84,10 @@ def consolidate_offloaded(
     config = CheckpointConfig(timeouts=Timeouts(lengthy_s=timeout_s, barrier_s=barrier_s), record_events=False)
     engine = Engine(config, group=group)
     try:
-        root = _held(engine, path)
-        plan = agree_parts(engine, sources, ignore, root, destination=path)
+        workspace = _held(engine, path)
+        plan = agree_parts(engine, sources, ignore, workspace, destination=path)
         request = SaveRequest(
-            root=root,
+            workspace=workspace,
             path=path,
             kind="directory",
             step=0,
@@ -99,8 +99,8 @@ def consolidate_offloaded(
         )
         info = engine.save(request).result()
         if engine.rank == 0:
-            root.drop_kept()
-        engine.let_go(root)
+            workspace.drop_kept()
+        engine.let_go(workspace)
     except BaseException:
         engine.close(quiet=True, within_s=config.timeouts.shutdown_s)
         raise
@@ -127,7 +127,7 @@ def agree_parts(
     engine: Engine,
     sources: Mapping[str, str | os.PathLike[str]],
     ignore: Sequence[str] = (),
-    root: Workspace | None = None,
+    workspace: Workspace | None = None,
     prefix: str = "",
     destination: Path | None = None,
 ) -> OffloadPlan:
@@ -169,8 +169,8 @@ def agree_parts(
         if part["writer"] == engine.rank:
             scan = scans[part["asked"]]
             copies += [dataclasses.replace(copy, path=f"{prefix}{part['name']}/{copy.path}") for copy in scan.copies]
-    if root is not None:
-        copies = _with_kept(engine, root, copies)
+    if workspace is not None:
+        copies = _with_kept(engine, workspace, copies)
     folders = sorted({parent for folder in agreed["folders"] for parent in _with_parents(f"{prefix}{folder}")})
     return OffloadPlan(copies=copies, folders=folders, notes=agreed["parts"])
 
@@ -293,10 +293,10 @@ def _with_parents(folder: str) -> list[str]:
     return [str(parent) for parent in (*list(pure.parents)[-2::-1], pure)]
 
 
-def _with_kept(engine: Engine, root: Workspace, copies: Sequence[FileCopy]) -> list[FileCopy]:
+def _with_kept(engine: Engine, workspace: Workspace, copies: Sequence[FileCopy]) -> list[FileCopy]:
     """Let what an earlier attempt copied stand for what is still the same, and drop what it copied in vain."""
     try:
-        kept = kept_copies(root.kept)
+        kept = kept_copies(workspace.kept)
     except OSError as error:
         logger.warning("what an earlier attempt copied cannot be looked at and is copied again: %s", error)
         kept = {}
@@ -305,10 +305,10 @@ def _with_kept(engine: Engine, root: Workspace, copies: Sequence[FileCopy]) -> l
         if (copy.source, copy.stamp) in kept:
             path, digest = kept[copy.source, copy.stamp]
             found[number] = dataclasses.replace(copy, kept=str(path), kept_xxh3_128=digest)
-            used.add(path.relative_to(root.kept).parts[0])
+            used.add(path.relative_to(workspace.kept).parts[0])
 
     def drop(answers: Mapping[int, Any]) -> None:
-        root.drop_kept(but={name for names in answers.values() for name in names})
+        workspace.drop_kept(but={name for names in answers.values() for name in names})
 
     engine.agree("kept copies", {}, answer=sorted(used), decide=drop)
     return found

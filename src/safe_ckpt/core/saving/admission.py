@@ -82,7 +82,7 @@ def decide(request: SaveRequest, answers: Mapping[int, Any], *, busy: bool) -> d
         return {}
     manifest = Manifest(
         name=request.path.name,
-        sequence=request.root.next_sequence(),
+        sequence=request.workspace.next_sequence(),
         step=request.step,
         op_id=uuid.uuid4().hex,
         world_size=len(ranks),

@@ -112,9 +112,9 @@ class CommitProtocol:
             # The cause first: nobody should wait for the tidying up.
             self._board.conclude({"error": to_wire(ours, rank=0, phase="save")})
             if not isinstance(ours, CommitOutcomeUnknown):
-                job.request.root.drop_staging(job.op_id, keep_copies=job.request.keep_copies)
+                job.request.workspace.drop_staging(job.op_id, keep_copies=job.request.keep_copies)
                 if job.request.begun is not None:
-                    job.request.root.drop_staging(job.request.begun.parent.name)
+                    job.request.workspace.drop_staging(job.request.begun.parent.name)
             raise ours from error
         self._board.conclude({"ok": info.to_json()})
         return info
@@ -161,17 +161,17 @@ class CommitProtocol:
 
     def _prepare(self) -> None:
         job = self._job
-        root = job.request.root.path
-        free = space.free_bytes(root)
+        workspace = job.request.workspace.path
+        free = space.free_bytes(workspace)
         if free is not None and job.needed_bytes > free:
             raise NotEnoughSpaceError(
-                path=str(root),
+                path=str(workspace),
                 message="Earlier checkpoints are deleted only after the new one is committed, so both must fit.",
                 needed_bytes=job.needed_bytes,
                 free_bytes=free,
                 phase="prepare",
             )
-        job.request.root.stage(job.op_id)
+        job.request.workspace.stage(job.op_id)
         if job.request.kind == "directory":
             if job.request.begun is not None:
                 extra_files.enter(job.request.begun, job.staged)
@@ -185,7 +185,7 @@ class CommitProtocol:
         if not all(await_visible(folder, min(_VISIBLE_S, self._left_s())) for folder in self._job.folders):
             message = "the ranks must share the directory: use a file system that all hosts mount"
             raise DirectoryNotSharedError(
-                path=str(self._job.request.root.path), message=message, rank=self._rank, ranks=(self._rank,)
+                path=str(self._job.request.workspace.path), message=message, rank=self._rank, ranks=(self._rank,)
             )
 
     def _write(self) -> dict[str, Any]:
@@ -305,7 +305,7 @@ class CommitProtocol:
         final = self._job.request.path
         commit.make_directory(final.parent)
         aside = self._aside(final)
-        self._job.request.root.confirm()
+        self._job.request.workspace.confirm()
         commit.publish(self._job.staged, final, aside)
 
     def _link(self) -> None:
@@ -313,7 +313,7 @@ class CommitProtocol:
         for number, link in enumerate(request.links):
             staged = self._job.staged.parent / f"link{number}-{link.path.name}"
             aside = self._aside(link.path)
-            request.root.confirm()
+            request.workspace.confirm()
             commit.publish_link(request.path, staged, link, aside)
 
     def _point(self) -> None:
@@ -330,12 +330,12 @@ class CommitProtocol:
     def _aside(self, path: Path) -> Callable[[], Path]:
         request = self._job.request
         if request.kind != "directory" and not os.path.lexists(path):
-            return lambda: request.root.aside(self._job.op_id, path)  # a file is replaced in one step
-        made = request.root.aside(self._job.op_id, path)
+            return lambda: request.workspace.aside(self._job.op_id, path)  # a file is replaced in one step
+        made = request.workspace.aside(self._job.op_id, path)
 
         def durable() -> Path:
-            if made.parent.parent == request.root.trash and os.path.lexists(path):
-                for folder in (request.root.trash, request.root.hidden):  # both are made when they are needed
+            if made.parent.parent == request.workspace.trash and os.path.lexists(path):
+                for folder in (request.workspace.trash, request.workspace.hidden):  # both are made when they are needed
                     sync_directory(str(folder))
             return made
 
@@ -350,7 +350,7 @@ class CommitProtocol:
             if found != entry.size_bytes:
                 cause = f"{entry.path}, written by rank {entry.rank} with {entry.size_bytes} bytes, "
                 cause += "is not there" if found < 0 else f"has {found} bytes here"
-                self._job.request.root.confirm()  # a job that took over has swept it away
+                self._job.request.workspace.confirm()  # a job that took over has swept it away
                 raise SaveError(name=self._job.name, cause=cause, rank=entry.rank, phase="commit")
 
     def _taken_over(self, error: BaseException) -> DirectoryInUseError | None:
@@ -358,7 +358,7 @@ class CommitProtocol:
         if not isinstance(error, OSError) or isinstance(error, DirectoryInUseError | commit.HalfCommittedError):
             return None
         try:
-            self._job.request.root.confirm()
+            self._job.request.workspace.confirm()
         except DirectoryInUseError as taken:
             return taken
         except OSError:
@@ -376,7 +376,7 @@ class CommitProtocol:
             cause = f"it has its name, but the disk did not confirm that: {error}"
             return CommitOutcomeUnknown(name=name, cause=cause, rank=self._rank, phase="commit", code=error.errno or 0)
         if isinstance(error, OSError):
-            path = str(error.filename or self._job.request.root.path)
+            path = str(error.filename or self._job.request.workspace.path)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return NotEnoughSpaceError(
                     path=path,
@@ -384,7 +384,7 @@ class CommitProtocol:
                     rank=self._rank,
                     code=error.errno,
                     needed_bytes=self._job.known_bytes,
-                    free_bytes=_free_bytes(self._job.request.root.path),
+                    free_bytes=_free_bytes(self._job.request.workspace.path),
                     phase=phase,
                 )
             return DirectoryError.of(error, path=path, rank=self._rank, phase=f"saving {name}: {phase}")

@@ -94,7 +94,7 @@ class Engine:
         self.coordinator: Coordinator = open_coordinator(group, config.timeouts, network=config.network)
         self.rank = self.coordinator.rank
         self._pid = os.getpid()
-        self._roots: list[Workspace] = []
+        self._workspaces: list[Workspace] = []
         self._recorders: dict[Workspace, events.Hook] = {}
         self._records: dict[Path, events.Hook] = {}
         self._stager = Stager(config, self.rank)
@@ -159,33 +159,33 @@ class Engine:
             DirectoryInUseError: a live job holds it.
             DirectoryNotSharedError: some ranks do not see it.
         """
-        root = Workspace(path, lease_s=self.config.lease_s, hidden=hidden, owner=self.owner)
-        seen_from = root.hidden  # held by then: what a killed job left of this is swept
+        workspace = Workspace(path, lease_s=self.config.lease_s, hidden=hidden, owner=self.owner)
+        seen_from = workspace.hidden  # held by then: what a killed job left of this is swept
 
         def take(_: object) -> str:
-            _open_through_blips(root, self.config)
+            _open_through_blips(workspace, self.config)
             try:
                 return shared.leave_token(seen_from) if self.coordinator.size > 1 else ""
             except OSError:
-                root.close()
+                workspace.close()
                 raise
 
         # A holder that cannot be asked is given its lease to show a sign of life.
         patience_s = self.config.timeouts.barrier_s + 2 * self.config.lease_s
         with self.together():
             token = self.coordinator.agree("hold", {"directory": path}, timeout_s=patience_s, decide=take)
-            self._roots.append(root)
+            self._workspaces.append(workspace)
             try:
                 if token:  # there are others, who must see it
                     shared.await_shared(self.coordinator, seen_from, token, self.config.timeouts.barrier_s)
             except BaseException:
-                self.let_go(root)
+                self.let_go(workspace)
                 raise
         if self.rank == 0 and self.config.record_events and recorded:
-            self._record(root, recorded if isinstance(recorded, Path) else root.hidden)
-        return root
+            self._record(workspace, recorded if isinstance(recorded, Path) else workspace.hidden)
+        return workspace
 
-    def _record(self, root: Workspace, folder: Path) -> None:
+    def _record(self, workspace: Workspace, folder: Path) -> None:
         if folder not in self._records:
             self._records[folder] = JsonlHook(
                 folder / EVENTS,
@@ -196,11 +196,11 @@ class Engine:
         hook = self._records[folder]
         if hook not in self._recorders.values():
             self.emit.add(hook)
-        self._recorders[root] = hook
+        self._recorders[workspace] = hook
 
     def take_stock(
         self,
-        root: Workspace,
+        workspace: Workspace,
         view: Mapping[str, object],
         look: Callable[[], None],
         *,
@@ -223,18 +223,18 @@ class Engine:
         try:
             self.coordinator.agree(kind, view, timeout_s=limit_s, decide=lambda _: look())
         except BaseException:
-            self.let_go(root)
+            self.let_go(workspace)
             raise
 
-    def let_go(self, root: Workspace) -> None:
+    def let_go(self, workspace: Workspace) -> None:
         """Give a directory back before the end. Nothing that is in flight may belong to it; on any rank."""
-        if root in self._roots:
-            self._roots.remove(root)
-            hook = self._recorders.pop(root, None)
+        if workspace in self._workspaces:
+            self._workspaces.remove(workspace)
+            hook = self._recorders.pop(workspace, None)
             if hook is not None and hook not in self._recorders.values():
                 self.emit.remove(hook)
             if self.rank == 0:
-                root.close()
+                workspace.close()
 
     def save(self, request: SaveRequest) -> SaveHandle:
         """Save. Returns when the copy is taken; every rank calls this.
@@ -250,7 +250,7 @@ class Engine:
         agreed_s = time.monotonic() - started
         if granted.manifest is None:
             if request.begun is not None and self.rank == 0:
-                request.root.drop_staging(request.begun.parent.name)
+                request.workspace.drop_staging(request.begun.parent.name)
             return _skipped(request.path.name)
         manifest = Manifest.from_json(dict(granted.manifest), str(request.path))
         # Its own deadline once its turn comes, plus what follows the verdict: deleting what retention lets go.
@@ -470,20 +470,20 @@ class Engine:
         self._stager.close()
         self.emit.close()
         if self.rank == 0:
-            for root in self._roots:
+            for workspace in self._workspaces:
                 try:
-                    root.close()
+                    workspace.close()
                 except Exception:  # the others are given back all the same
-                    logger.exception("%s could not be given back", root.path)
+                    logger.exception("%s could not be given back", workspace.path)
         self.coordinator.release()
 
 
-def _open_through_blips(root: Workspace, config: CheckpointConfig) -> None:
+def _open_through_blips(workspace: Workspace, config: CheckpointConfig) -> None:
     """A network file system that was just mounted, or whose server changes, is not there for a moment."""
     deadline = time.monotonic() + min(_BLIP_S, config.timeouts.barrier_s / 2)
     while True:
         try:
-            root.open(config.timeouts.barrier_s + config.lease_s)
+            workspace.open(config.timeouts.barrier_s + config.lease_s)
             return
         except DirectoryError as error:
             if error.errno not in _BLIPS or time.monotonic() >= deadline:

@@ -32,9 +32,9 @@ class Exporter:
         roots: where directories are held.
     """
 
-    def __init__(self, engine: Engine, roots: HeldDirectories) -> None:
+    def __init__(self, engine: Engine, workspaces: HeldDirectories) -> None:
         self._engine = engine
-        self._roots = roots
+        self._workspaces = workspaces
 
     def export(
         self,
@@ -61,7 +61,7 @@ class Exporter:
         kept = self._agree(path, tensors, error, shared=shared, view={"max_shard_size": max_shard_size, "dtype": dtype})
         if error is not None:
             raise error
-        root = self._roots.hold(path)
+        workspace = self._workspaces.hold(path)
         chosen = {name: tensors[name] for name in kept["names"]}
         stream = _Stream(self._engine, path.name, chosen, dtype)
         planned: list[FilePlan] = []
@@ -70,7 +70,7 @@ class Exporter:
                 planned = stream.images(most_bytes) if kept["gathered"] else hugging_face.images(chosen, most_bytes)
         except Exception as problem:  # the other ranks must learn of it
             error = problem
-        request = request_of(root, path, planned, error)
+        request = request_of(workspace, path, planned, error)
         if kept["gathered"]:
             request = dataclasses.replace(request, streamed=True, feed=stream.feed)
         return self._engine.save(request)
@@ -100,10 +100,10 @@ class Exporter:
             raise
 
 
-def request_of(root: Workspace, path: Path, images: Sequence[FilePlan], error: Exception | None) -> SaveRequest:
+def request_of(workspace: Workspace, path: Path, images: Sequence[FilePlan], error: Exception | None) -> SaveRequest:
     """What to save so that ``path`` becomes a directory of weights alone; other files in it go along."""
     return SaveRequest(
-        root=root,
+        workspace=workspace,
         path=path,
         kind="directory",
         step=0,

@@ -55,15 +55,15 @@ class HeldDirectories:
                     self.let_go(earlier)
             hidden = path.parent / HIDDEN / NAMES / path.name
             record = path.parent / HIDDEN if resumed else False
-            root = self._take(path.parent, hidden, record)
+            workspace = self._take(path.parent, hidden, record)
             self._engine.take_stock(
-                root,
+                workspace,
                 {"path": path},
-                lambda: self._look(path, root, resumed=resumed),
+                lambda: self._look(path, workspace, resumed=resumed),
                 kind="sequence",
                 timeout_s=self._engine.config.timeouts.lengthy_s,  # what is swept may be large
             )
-            self._held[path] = root
+            self._held[path] = workspace
         self._sequence = max(self._sequence, *(held.last_sequence for held in self._held.values()))
         self._held[path].start_after(self._sequence)
         return self._held[path]
@@ -81,14 +81,14 @@ class HeldDirectories:
         """Give ``path`` back once nothing is in flight; nothing happens where it is not held. On any rank."""
         if path in self._held:
             self._engine.settle()
-            root = self._held.pop(path)
-            self._sequence = max(self._sequence, root.last_sequence)
-            self._engine.let_go(root)
+            workspace = self._held.pop(path)
+            self._sequence = max(self._sequence, workspace.last_sequence)
+            self._engine.let_go(workspace)
 
-    def _look(self, path: Path, root: Workspace, *, resumed: bool) -> None:
+    def _look(self, path: Path, workspace: Workspace, *, resumed: bool) -> None:
         self._sequence = max(self._sequence, _sequence_of(path))
         if path.parent not in self._swept:
-            _sweep(root, self._engine.config.lease_s)
+            _sweep(workspace, self._engine.config.lease_s)
             self._swept.add(path.parent)
         if resumed and path.parent not in self._ordered:
             self._sequence = max(self._sequence, _newest_in(path.parent))
@@ -109,15 +109,15 @@ def _sweep(own: Workspace, lease_s: float) -> None:
         logger.debug("%s is not swept: %s", names, error)
         return
     for hidden in found:
-        root = Workspace(own.path, lease_s=lease_s, hidden=hidden, swept=swept)
+        workspace = Workspace(own.path, lease_s=lease_s, hidden=hidden, swept=swept)
         try:
             if read_lock(hidden) is None:
                 continue  # nobody's, or one takes it in this moment
-            root.open(patience_s=0.0)
+            workspace.open(patience_s=0.0)
         except (SafeCheckpointError, OSError) as error:  # a live job's, or nobody can tell yet
             logger.debug("%s stays as it is: %s", hidden, error)
             continue
-        root.close()
+        workspace.close()
     own.discard([swept])
 
 

@@ -74,7 +74,7 @@ class SaveRequest:
         pointers: small files elsewhere that are replaced once the checkpoint has its name, in this order; rank 0's count.
     """
 
-    root: Workspace
+    workspace: Workspace
     path: Path
     kind: Literal["directory", "file"]
     step: int
@@ -155,7 +155,7 @@ class SaveJob:
     @property
     def staged(self) -> Path:
         """Where the checkpoint is built: it has its final name already, in a folder of its own."""
-        return self.request.root.staging / self.op_id / self.request.path.name
+        return self.request.workspace.staging / self.op_id / self.request.path.name
 
     @property
     def folders(self) -> list[Path]:

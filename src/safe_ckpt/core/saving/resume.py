@@ -61,7 +61,7 @@ class Chosen:
 
 def choose(
     engine: Engine,
-    root: Workspace,
+    workspace: Workspace,
     list_candidates: Callable[[], Sequence[Candidate]],
     load: Load,
     view: Mapping[str, object] | None = None,
@@ -86,12 +86,12 @@ def choose(
         SafeCheckpointError: a checkpoint could not be read, on every rank. That condemns nothing.
     """
     with engine.together():
-        return _choose(engine, root, list_candidates, load, view)
+        return _choose(engine, workspace, list_candidates, load, view)
 
 
 def _choose(
     engine: Engine,
-    root: Workspace,
+    workspace: Workspace,
     list_candidates: Callable[[], Sequence[Candidate]],
     load: Load,
     view: Mapping[str, object] | None,
@@ -99,19 +99,19 @@ def _choose(
     begun = time.monotonic()
     plan = engine.agree(
         "resume",
-        {"directory": root.path, **(view or {})},
-        decide=lambda _: _survey(root, listed(list_candidates, engine.config.timeouts)),
+        {"directory": workspace.path, **(view or {})},
+        decide=lambda _: _survey(workspace, listed(list_candidates, engine.config.timeouts)),
     )
     rejected: dict[str, str] = dict(plan["rejected"])
     damaged: dict[str, str] = {name: rejected[name] for name in plan["damaged"]}
     for name in plan["missing"]:
-        logger.warning("%s is passed over: %s", root.path / name, rejected[name])
+        logger.warning("%s is passed over: %s", workspace.path / name, rejected[name])
     for name in plan["order"]:
-        path = root.path / name
+        path = workspace.path / name
         info = CheckpointInfo.from_json(plan["infos"][name])
         loaded, verdict = _try(engine, path, load, ours=info.verified)
         if verdict is None:
-            engine.agree("resume from", {"name": name}, decide=lambda _: _set_aside(engine, root, damaged))
+            engine.agree("resume from", {"name": name}, decide=lambda _: _set_aside(engine, workspace, damaged))
             seconds = time.monotonic() - begun
             engine.emit(
                 events.Resumed(
@@ -126,7 +126,7 @@ def _choose(
     if rejected or plan["quarantined"]:
         seen = {**rejected, **dict.fromkeys(plan["quarantined"], "in quarantine")}
         message = "there are checkpoints, but none is usable. Repair one, or delete them all to start afresh"
-        raise NoValidCheckpointError(path=str(root.path), message=message, rejected=seen)
+        raise NoValidCheckpointError(path=str(workspace.path), message=message, rejected=seen)
     return None
 
 
@@ -199,22 +199,22 @@ def _missed(candidates: Sequence[Candidate]) -> list[Path]:
     ]
 
 
-def _survey(root: Workspace, candidates: Sequence[Candidate]) -> dict[str, Any]:
+def _survey(workspace: Workspace, candidates: Sequence[Candidate]) -> dict[str, Any]:
     ordered = newest_first(candidates)
-    infos = {_name(root, c): _info(c).to_json() for c in ordered}
-    rejected = {_name(root, c): c.problem for c in candidates if c.problem}
+    infos = {_name(workspace, c): _info(c).to_json() for c in ordered}
+    rejected = {_name(workspace, c): c.problem for c in candidates if c.problem}
     return {
         "order": list(infos),
         "infos": infos,
         "rejected": rejected,
-        "damaged": [_name(root, c) for c in candidates if c.damaged],
-        "missing": [_name(root, c) for c in candidates if c.missing and not c.foreign],
-        "quarantined": [path.name for path in root.quarantined()],
+        "damaged": [_name(workspace, c) for c in candidates if c.damaged],
+        "missing": [_name(workspace, c) for c in candidates if c.missing and not c.foreign],
+        "quarantined": [path.name for path in workspace.quarantined()],
     }
 
 
-def _name(root: Workspace, candidate: Candidate) -> str:
-    return candidate.path.relative_to(root.path).as_posix()
+def _name(workspace: Workspace, candidate: Candidate) -> str:
+    return candidate.path.relative_to(workspace.path).as_posix()
 
 
 def _info(candidate: Candidate) -> CheckpointInfo:
@@ -360,11 +360,11 @@ def _await_missing(path: Path, error: FileNotFoundError, patience: Patience, *, 
         raise IncompleteCheckpointError(path=str(path), file=file.name, message="is missing") from error
 
 
-def _set_aside(engine: Engine, root: Workspace, rejected: Mapping[str, str]) -> None:
+def _set_aside(engine: Engine, workspace: Workspace, rejected: Mapping[str, str]) -> None:
     for name, reason in rejected.items():
-        path = root.path / name
+        path = workspace.path / name
         try:
-            target = root.quarantine(path)
+            target = workspace.quarantine(path)
         except FileNotFoundError:
             continue
         except OSError as error:

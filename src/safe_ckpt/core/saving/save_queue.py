@@ -201,17 +201,17 @@ class SaveQueue:
         try:
             decision = request.retain(info) if request.retain is not None else None
             if decision is not None:
-                self._carry_out(decision, request.root, begun)
+                self._carry_out(decision, request.workspace, begun)
         except Exception:  # the save is committed; tidying up must not turn it into a failure
             logger.warning("could not remove old checkpoints after %s", info.path, exc_info=True)
-        request.root.drop_staging(job.op_id)
+        request.workspace.drop_staging(job.op_id)
 
-    def _carry_out(self, decision: Decision, root: Workspace, begun: float) -> None:
+    def _carry_out(self, decision: Decision, workspace: Workspace, begun: float) -> None:
         rank = self._coordinator.rank
         if decision.to_delete:
-            root.confirm()
+            workspace.confirm()
         sizes = {path: save_events.occupied_bytes(path) for path in decision.to_delete}
-        gone = root.discard(decision.to_delete)
+        gone = workspace.discard(decision.to_delete)
         for path in gone:
             self._emit(events.Removed(rank=rank, path=str(path)))
         self._emit(
