@@ -100,7 +100,7 @@ class Remembering(Cuda):
 
 
 @pytest.fixture
-def arena():
+def buffer():
     made = SharedBuffer()
     made.reserve(GRANULE)
     yield made
@@ -114,27 +114,27 @@ def moves_of(count=2, *, deferred=True):
     ]
 
 
-def held(arena, move):
-    return arena.bytes[move.offset : move.offset + move.size].view(torch.float32)
+def held(buffer, move):
+    return buffer.bytes[move.offset : move.offset + move.size].view(torch.float32)
 
 
-def test_an_abandoned_copy_is_over_when_nothing_is_under_way(arena):
+def test_an_abandoned_copy_is_over_when_nothing_is_under_way(buffer):
     """Given up in the middle: what the device still has queued is done before the arena may be used again, not after."""
     cuda, moves = Remembering(), moves_of()
-    copy = StagingCopy("c", arena, moves, BASE + 800, cuda=cuda)
+    copy = StagingCopy("c", buffer, moves, BASE + 800, cuda=cuda)
     assert copy.run()
     (side,) = cuda.made
     assert len(side.queue) == 3  # the trainer's work, and two copies
     copy.abandon()
     assert copy.wait(0)
     assert side.queue == []
-    arena.bytes.zero_()  # the next snapshot
+    buffer.bytes.zero_()  # the next snapshot
     side.synchronize()
-    assert not arena.bytes.any()
+    assert not buffer.bytes.any()
 
 
 @pytest.mark.parametrize("pins", [True, False])
-def test_a_copy_that_fails_halfway_leaves_nothing_under_way(arena, pins):
+def test_a_copy_that_fails_halfway_leaves_nothing_under_way(buffer, pins):
     """The second tensor cannot be copied: the first, and what of the second was queued, are over when the copy is."""
 
     class Failing(Remembering):
@@ -144,7 +144,7 @@ def test_a_copy_that_fails_halfway_leaves_nothing_under_way(arena, pins):
                 raise RuntimeError("CUDA out of memory")
 
     cuda = Failing(pins=pins)
-    copy = StagingCopy("c", arena, moves_of(), BASE + 800, cuda=cuda)
+    copy = StagingCopy("c", buffer, moves_of(), BASE + 800, cuda=cuda)
     copy.run()
     copy.run_deferred()
     assert copy.wait(0)
@@ -152,7 +152,7 @@ def test_a_copy_that_fails_halfway_leaves_nothing_under_way(arena, pins):
     assert all(stream.queue == [] for stream in [*cuda.made, cuda.current(None)])
 
 
-def test_a_device_that_is_lost_fails_the_copy_and_ends_it(arena):
+def test_a_device_that_is_lost_fails_the_copy_and_ends_it(buffer):
     """Waiting raises: the copy is over, with that error, and nobody waits for it for ever."""
 
     class Lost(Stream):
@@ -161,53 +161,53 @@ def test_a_device_that_is_lost_fails_the_copy_and_ends_it(arena):
 
     cuda = Remembering()
     cuda.stream = lambda device: Lost("side")
-    copy = StagingCopy("c", arena, moves_of(), BASE + 800, cuda=cuda)
+    copy = StagingCopy("c", buffer, moves_of(), BASE + 800, cuda=cuda)
     copy.run()
     copy.abandon()
     assert copy.wait(0)
     assert copy.error is not None
 
 
-def test_started_copies_come_after_the_trainers_work(arena):
+def test_started_copies_come_after_the_trainers_work(buffer):
     """A side stream begins behind what the trainer has queued, and the bytes are marked only when they are there."""
     cuda, moves = Remembering(), moves_of()
     cuda.trainer.queue.append(lambda: [move.tensor.add_(10) for move in moves])
-    copy = StagingCopy("c", arena, moves, BASE + 800, cuda=cuda)
+    copy = StagingCopy("c", buffer, moves, BASE + 800, cuda=cuda)
     assert copy.run()
-    assert read_mark(memoryview(arena.memory)) < moves[0].offset + moves[0].size
+    assert read_mark(memoryview(buffer.memory)) < moves[0].offset + moves[0].size
     copy.run_deferred()
     assert copy.error is None
-    assert [held(arena, move)[0].item() for move in moves] == [11.0, 12.0]
-    assert read_mark(memoryview(arena.memory)) == BASE + 800
+    assert [held(buffer, move)[0].item() for move in moves] == [11.0, 12.0]
+    assert read_mark(memoryview(buffer.memory)) == BASE + 800
 
 
-def test_without_pinning_the_copying_thread_waits_for_the_trainers_stream(arena):
+def test_without_pinning_the_copying_thread_waits_for_the_trainers_stream(buffer):
     """Another thread's stream knows nothing of the trainer's: it waits for what was queued there when the copy began."""
     cuda, moves = Remembering(pins=False), moves_of()
     cuda.trainer.queue.append(lambda: [move.tensor.add_(10) for move in moves])
-    copy = StagingCopy("c", arena, moves, BASE + 800, cuda=cuda)
+    copy = StagingCopy("c", buffer, moves, BASE + 800, cuda=cuda)
     assert copy.run()
     assert cuda.made == []
     thread = threading.Thread(target=copy.run_deferred, name="copying")
     thread.start()
     thread.join()
     assert copy.error is None
-    assert [held(arena, move)[0].item() for move in moves] == [11.0, 12.0]
+    assert [held(buffer, move)[0].item() for move in moves] == [11.0, 12.0]
     assert ("at", "copying") in cuda.log  # not on device 0, where a thread begins
 
 
-def test_what_cannot_wait_is_copied_on_the_trainers_stream(arena):
+def test_what_cannot_wait_is_copied_on_the_trainers_stream(buffer):
     """In order with its work, and in place when the call returns."""
     cuda, moves = Remembering(), moves_of(deferred=False)
     cuda.trainer.queue.append(lambda: [move.tensor.add_(10) for move in moves])
-    copy = StagingCopy("c", arena, moves, BASE + 800, cuda=cuda)
+    copy = StagingCopy("c", buffer, moves, BASE + 800, cuda=cuda)
     assert not copy.run()
     assert copy.wait(0)
-    assert [held(arena, move)[0].item() for move in moves] == [11.0, 12.0]
+    assert [held(buffer, move)[0].item() for move in moves] == [11.0, 12.0]
     assert cuda.trainer.queue == []
 
 
-def test_the_gate_orders_the_trainer_behind_started_copies_alone(arena):
+def test_the_gate_orders_the_trainer_behind_started_copies_alone(buffer):
     """With pinning the devices see to the order; without it somebody has to wait."""
     for pins in (True, False):
         cuda, moves = Remembering(pins=pins), moves_of()
@@ -221,7 +221,7 @@ def test_the_gate_orders_the_trainer_behind_started_copies_alone(arena):
         other.close()
 
 
-def test_memory_is_pinned_once_and_ahead(arena):
+def test_memory_is_pinned_once_and_ahead(buffer):
     """``prepare`` pins in the background what it has allocated; a refusal is not asked for again; closing takes it back."""
     cuda = Remembering()
     stager = Stager(CheckpointConfig(), 0, cuda)
@@ -231,8 +231,8 @@ def test_memory_is_pinned_once_and_ahead(arena):
     stager.close()
     assert cuda.registered.count("taken back") == CheckpointConfig().max_in_flight
     refusing = Remembering(pins=False)
-    assert not arena.pin(torch.device("cpu"), refusing)
-    assert not arena.pin(torch.device("cpu"), refusing)
+    assert not buffer.pin(torch.device("cpu"), refusing)
+    assert not buffer.pin(torch.device("cpu"), refusing)
     assert len(refusing.registered) == 1
 
 
@@ -254,9 +254,9 @@ def test_another_thread_reads_behind_the_trainers_work():
     assert seen == [cuda.trainer]
 
 
-def test_without_cuda_nothing_is_asked_of_it(arena):
+def test_without_cuda_nothing_is_asked_of_it(buffer):
     """On this machine: no device, and tensors in host memory are none of its business."""
-    copies = DeviceCopies(arena)
+    copies = DeviceCopies(buffer)
     assert not copies.takes(moves_of(1)[0])
     copies.begin(moves_of())
     copies.settle()

@@ -48,13 +48,13 @@ IMAGES = {
 def test_straight_from_the_tensors_gives_the_same_bytes(tmp_path, kind, buffer_bytes):
     """A file that is streamed through a small buffer is, bit for bit, the one that is written from an arena."""
     image = IMAGES[kind]()
-    arena = SharedBuffer()
-    (task,) = snapshot.take([image], arena, str(tmp_path), {"name": "x"})
-    from_arena = write_file(task, memoryview(arena.memory), OPTIONS, Quiet())
+    buffer = SharedBuffer()
+    (task,) = snapshot.take([image], buffer, str(tmp_path), {"name": "x"})
+    from_arena = write_file(task, memoryview(buffer.memory), OPTIONS, Quiet())
     streamed = stream_file(image, task, buffer_bytes, OPTIONS, Quiet())
     assert streamed == from_arena
     assert digest_of(tmp_path / image.path, streamed.size_bytes) == streamed.xxh3_128
-    arena.close()
+    buffer.close()
 
 
 def test_a_state_above_the_budget_is_saved_within_it(tmp_path):
@@ -99,17 +99,17 @@ def test_memory_is_ready_before_the_first_save(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optimizer": optimizer}
     with Checkpointer(tmp_path, CheckpointConfig()) as ckpt:
-        (arena,) = ckpt._engine._stager._free
+        (buffer,) = ckpt._engine._stager._free
         assert ckpt.resume(state) is None
         for thread in threading.enumerate():
             if thread.name == "safe_ckpt-prepare":
                 thread.join(30)
-        ready = arena.size
+        ready = buffer.size
         model(torch.randn(2, 1024)).sum().backward()
         optimizer.step()
         ckpt.save(1, state).result(timeout_s=60)
         size = sum(t.nbytes for t in model.parameters()) * 3
-        assert arena.size == ready
+        assert buffer.size == ready
         assert size <= ready <= size + (64 << 20)
 
 
@@ -126,15 +126,15 @@ def test_memory_that_is_being_made_ready_does_not_stand_in_the_way(tmp_path):
 
 def test_an_arena_tells_how_far_it_is_filled():
     """The mark is zero before the copying and the end after it; a second save of the same arena starts from zero again."""
-    arena = SharedBuffer()
+    buffer = SharedBuffer()
     image = IMAGES["archive"]()
     for _ in range(2):
-        plan = snapshot.lay_out([image], arena, "x", {})
-        assert read_mark(memoryview(arena.memory)) == 0
+        plan = snapshot.lay_out([image], buffer, "x", {})
+        assert read_mark(memoryview(buffer.memory)) == 0
         plan.copy.run()
-        assert read_mark(memoryview(arena.memory)) == plan.tasks[0].offset + image.length
-    assert arena.size % GRANULE == 0
-    arena.close()
+        assert read_mark(memoryview(buffer.memory)) == plan.tasks[0].offset + image.length
+    assert buffer.size % GRANULE == 0
+    buffer.close()
 
 
 def test_reading_finds_the_end_of_a_shorter_file(tmp_path):

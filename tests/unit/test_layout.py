@@ -35,9 +35,9 @@ def bits(tensor):
 
 
 def write(image, folder, manifest=None):
-    arena = SharedBuffer()
-    tasks = snapshot.take([image], arena, str(folder), manifest or {})
-    result = write_file(tasks[0], memoryview(arena.memory), OPTIONS, Quiet())
+    buffer = SharedBuffer()
+    tasks = snapshot.take([image], buffer, str(folder), manifest or {})
+    result = write_file(tasks[0], memoryview(buffer.memory), OPTIONS, Quiet())
     return folder / image.path, result
 
 

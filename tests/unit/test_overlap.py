@@ -440,8 +440,8 @@ def test_memory_is_free_once_closed(tmp_path):
     net, optimizer = trained()
     with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
         ckpt.save(1, {"model": net, "optimizer": optimizer}).result(timeout_s=60)
-        (arena,) = ckpt._engine._stager._free
-        mapped = weakref.ref(arena._map)
+        (buffer,) = ckpt._engine._stager._free
+        mapped = weakref.ref(buffer._map)
         assert mapped() is not None
     gc.collect()
     assert mapped() is None

@@ -118,12 +118,12 @@ def test_safetensors_lie_in_memory_and_are_apart():
 
 def test_an_archive_of_ours_in_memory(tmp_path):
     """What ``torch_image`` plans, ``parse_archive`` reads from the file."""
-    arena = SharedBuffer()
+    buffer = SharedBuffer()
     image = torch_image("x.pt", zoo(), strict=True, key="x")
-    (task,) = snapshot.take([image], arena, str(tmp_path), {})
+    (task,) = snapshot.take([image], buffer, str(tmp_path), {})
     options = WriteOptions(direct=True, chunk_bytes=4096, flush_every_bytes=4096)
-    result = write_file(task, memoryview(arena.memory), options, Quiet())
-    arena.close()
+    result = write_file(task, memoryview(buffer.memory), options, Quiet())
+    buffer.close()
     memory, digest = read_whole(tmp_path / "x.pt", result.size_bytes)
     assert digest == result.xxh3_128
     loaded = parsing.parse_archive(memory, result.size_bytes)

@@ -220,8 +220,8 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         finally:
             self._closed = True
             self._places.close()
-            for arena in self._pool:
-                arena.close()
+            for buffer in self._pool:
+                buffer.close()
             self._pool.clear()
 
     def _conclude(self, why_not: str) -> None:

@@ -198,9 +198,9 @@ class CommitProtocol:
             most = self._config.max_host_bytes
             results += self._writer.stream(job.tasks, job.request.images, directories, most, self._look_around)
             job.handle.mark_snapshot_taken()
-        elif job.arena is not None:
+        elif job.buffer is not None:
             write_job = WriteJob(
-                name=job.name, rank=self._rank, arena=job.arena, files=job.tasks, directories=directories
+                name=job.name, rank=self._rank, buffer=job.buffer, files=job.tasks, directories=directories
             )
             results += self._writer.write(write_job, self._look_around)
             self._hear_of_copy(job)
@@ -213,8 +213,8 @@ class CommitProtocol:
 
     def _write_parts(self, parts: FileStream, directories: list[str]) -> list[WrittenFile]:
         results: dict[str, WrittenFile] = {}  # of one that comes twice the second counts
-        for arena, tasks in parts.take(self._look_around):
-            write_job = WriteJob(name=self._job.name, rank=self._rank, arena=arena, files=tasks)
+        for buffer, tasks in parts.take(self._look_around):
+            write_job = WriteJob(name=self._job.name, rank=self._rank, buffer=buffer, files=tasks)
             results.update({result.path: result for result in self._writer.write(write_job, self._look_around)})
         for directory in directories:
             sync_directory(directory)

@@ -51,20 +51,20 @@ def save_archive(
         metrics={},
         notes=dict(notes or {}),
     )
-    arena = SharedBuffer()
+    buffer = SharedBuffer()
     near = path.with_name(f".{path.name}.{manifest.op_id}.tmp")
     try:
         durable.make_directory(path.parent)
-        (task,) = snapshot.take([file_plan.single(image, near.name)], arena, str(path.parent), manifest.to_json())
+        (task,) = snapshot.take([file_plan.single(image, near.name)], buffer, str(path.parent), manifest.to_json())
         options = WriteOptions(direct=True, chunk_bytes=8 << 20, flush_every_bytes=64 << 20)
-        result = write_file(task, memoryview(arena.memory), options, Unwatched())
+        result = write_file(task, memoryview(buffer.memory), options, Unwatched())
         durable.publish_file(near, path)
     except OSError as error:
         where = error.filename or path
         raise DirectoryError.of(error, path=where, rank=rank, phase=f"saving {path.name}") from error
     finally:
         near.unlink(missing_ok=True)
-        arena.close()
+        buffer.close()
     info = CheckpointInfo.of(manifest, path, result.size_bytes)
     commit_order.note(info)
     return info

@@ -125,7 +125,7 @@ class SaveJob:
     writers: tuple[int, ...]
     needed_bytes: int
     handle: SaveHandle
-    arena: SharedBuffer | None = None
+    buffer: SharedBuffer | None = None
     tasks: Sequence[WriteTask] = ()
     copy: StagingCopy | None = None
     read: threading.Event = field(default_factory=threading.Event)

@@ -193,8 +193,8 @@ class SaveQueue:
             if not job.copy.wait(self._config.timeouts.shutdown_s):
                 logger.error("the memory of %s stays taken: a copy into it does not end", job.name)
                 return
-        if job.arena is not None:
-            self._give_back(job.arena)
+        if job.buffer is not None:
+            self._give_back(job.buffer)
 
     def _retain(self, job: SaveJob, info: CheckpointInfo) -> None:
         request, begun = job.request, time.monotonic()

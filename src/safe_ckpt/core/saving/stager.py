@@ -54,7 +54,7 @@ class Stager:
             return
         if self._preparing is not None and self._preparing.is_alive():
             return
-        arenas, device = (
+        buffers, device = (
             list(self._free),
             self._cuda.device(),
         )  # a new thread stands on device 0, which may be another rank's
@@ -63,10 +63,10 @@ class Stager:
             try:
                 self._aside.start()
                 begin()
-                for arena in arenas:
-                    arena.reserve(size_bytes)
+                for buffer in buffers:
+                    buffer.reserve(size_bytes)
                     if device is not None:
-                        arena.pin(device, self._cuda)
+                        buffer.pin(device, self._cuda)
             except (NotEnoughSpaceError, OSError, ValueError, RuntimeError) as error:
                 logger.info("the first save could not be made ready for: %s", error)
 
@@ -90,11 +90,11 @@ class Stager:
             except Exception as error:  # as the docstring says
                 job.error = error
             return
-        job.arena = self._take_arena()
+        job.buffer = self._take_arena()
         try:
             found = snapshot.lay_out(
                 request.images,
-                job.arena,
+                job.buffer,
                 str(job.folder),
                 job.manifest.to_json(),
                 name=job.name,
@@ -125,13 +125,13 @@ class Stager:
             self._await_copies(job)
         job.stall_s = time.monotonic() - job.started
 
-    def give_back(self, arena: SharedBuffer) -> None:
+    def give_back(self, buffer: SharedBuffer) -> None:
         """The save that used it is over. Called on the background thread."""
         with self._giving_back:
             if not self._closed:
-                self._free.append(arena)
+                self._free.append(buffer)
                 return
-        arena.close()  # of a save that was given up at the end
+        buffer.close()  # of a save that was given up at the end
 
     def close(self) -> None:
         """Free the memory, and let the thread that copies end."""
@@ -140,8 +140,8 @@ class Stager:
             self._aside.join(_END_S)
         with self._giving_back:
             self._closed = True
-        for arena in self._free:
-            arena.close()
+        for buffer in self._free:
+            buffer.close()
 
     def _take_arena(self) -> SharedBuffer:
         if self._preparing is not None:

@@ -49,23 +49,23 @@ class FileStream:
         """
         with self._turn:
             self._size_bytes += image.length
-            arena = self._arena_for(snapshot.arena_bytes([image]))
+            buffer = self._arena_for(snapshot.arena_bytes([image]))
         try:
-            tasks = snapshot.take([image], arena, *self._place)
+            tasks = snapshot.take([image], buffer, *self._place)
         except BaseException:
-            arena.close()
+            buffer.close()
             raise
         with self._turn:
             if self._ended:  # the save failed meanwhile, and its handle says so
-                self._pool.append(arena)
+                self._pool.append(buffer)
             else:
-                self._waiting.append((arena, tasks))
+                self._waiting.append((buffer, tasks))
             self._turn.notify_all()
 
     def _arena_for(self, size_bytes: int) -> SharedBuffer:
         """The smallest that is large enough, else the largest, which grows: so each stays about as large as one file."""
-        self._pool.sort(key=lambda arena: arena.size)
-        fitting = next((arena for arena in self._pool if arena.size >= size_bytes), None)
+        self._pool.sort(key=lambda buffer: buffer.size)
+        fitting = next((buffer for buffer in self._pool if buffer.size >= size_bytes), None)
         if fitting is None:
             return self._pool.pop() if self._pool else SharedBuffer()
         self._pool.remove(fitting)
@@ -102,16 +102,16 @@ class FileStream:
                     raise self._error
                 if not self._waiting:
                     return
-                arena, tasks = self._waiting.popleft()
+                buffer, tasks = self._waiting.popleft()
             try:
-                yield arena, tasks
+                yield buffer, tasks
             finally:
                 with self._turn:
-                    self._pool.append(arena)
+                    self._pool.append(buffer)
 
     def release(self) -> None:
         """The save is over: take back what was not written. On the background thread."""
         with self._turn:
-            self._pool.extend(arena for arena, _ in self._waiting)
+            self._pool.extend(buffer for buffer, _ in self._waiting)
             self._waiting.clear()
             self._ended = True

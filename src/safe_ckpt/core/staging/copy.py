@@ -48,7 +48,7 @@ class StagingCopy:
     def __init__(
         self,
         name: str,
-        arena: SharedBuffer,
+        buffer: SharedBuffer,
         moves: Sequence[TensorCopy],
         end: int,
         witness: MutationDetector | None = None,
@@ -56,20 +56,20 @@ class StagingCopy:
     ) -> None:
         self.error: Exception | None = None
         self._name = name
-        self._arena = arena
+        self._buffer = buffer
         self._now = [move for move in moves if not move.deferred]
         self._later = [move for move in moves if move.deferred]
         self._end = end
         self._witness = witness
-        self._memory: torch.Tensor | None = arena.bytes  # held: it must stay mapped under the copying
+        self._memory: torch.Tensor | None = buffer.bytes  # held: it must stay mapped under the copying
         self._stopped = False
         self._taken_over = False
         self._claiming = threading.Lock()
         self._marked = 0
         self._over = threading.Event()
         self._hearing = threading.Lock()
-        self._devices = DeviceCopies(arena, cuda)
-        arena.mark(0)
+        self._devices = DeviceCopies(buffer, cuda)
+        buffer.mark(0)
 
     def run(self) -> bool:
         """Copy what cannot wait, on the caller's thread. What goes wrong is in ``error``.
@@ -203,4 +203,4 @@ class StagingCopy:
         self._devices.settle()
         if not self._stopped:
             self._marked = end
-            self._arena.mark(end)
+            self._buffer.mark(end)

@@ -50,8 +50,8 @@ class DeviceCopies:
         cuda: the devices.
     """
 
-    def __init__(self, arena: SharedBuffer, cuda: Cuda | None = None) -> None:
-        self._arena = arena
+    def __init__(self, buffer: SharedBuffer, cuda: Cuda | None = None) -> None:
+        self._buffer = buffer
         self._cuda = cuda or Cuda()
         self._streams: dict[torch.device, Any] = {}
         self._begun: dict[torch.device, Any] = {}  # where the trainer was when the snapshot was asked for
@@ -68,12 +68,12 @@ class DeviceCopies:
         for device in {move.tensor.device for move in chosen}:
             # Another thread's stream knows nothing of the trainer's, which may not be the device's default one.
             self._begun[device] = self._cuda.mark(self._cuda.current(device))
-        if not chosen or not self._arena.pin(chosen[0].tensor.device, self._cuda):
+        if not chosen or not self._buffer.pin(chosen[0].tensor.device, self._cuda):
             return  # into pageable memory a copy would block: they are made one by one when their turn comes
         for move in chosen:
             side = self._side_of(move.tensor.device)
             with self._cuda.on(side):
-                self._cuda.copy(move, self._arena.bytes, non_blocking=True)
+                self._cuda.copy(move, self._buffer.bytes, non_blocking=True)
             self._done[move] = self._cuda.mark(side)
 
     def copy(self, move: TensorCopy) -> None:
@@ -82,7 +82,7 @@ class DeviceCopies:
         if event is not None:
             event.synchronize()
         elif not self._cuda.has(move.tensor):
-            move.into(self._arena.bytes)  # some other device, which torch waits for
+            move.into(self._buffer.bytes)  # some other device, which torch waits for
         else:
             self._copy_now(move)
 
@@ -127,7 +127,7 @@ class DeviceCopies:
             stream = self._cuda.current(device)
             if device in self._begun:
                 stream.wait_event(self._begun[device])
-            pinned = self._arena.pin(device, self._cuda)
+            pinned = self._buffer.pin(device, self._cuda)
             if pinned:
                 self._loose[device] = stream  # before the copy: one that fails halfway may have been queued
-            self._cuda.copy(move, self._arena.bytes, non_blocking=pinned)
+            self._cuda.copy(move, self._buffer.bytes, non_blocking=pinned)

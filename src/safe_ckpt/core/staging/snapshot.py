@@ -37,7 +37,7 @@ def arena_bytes(images: Sequence[FilePlan]) -> int:
 
 def lay_out(
     images: Sequence[FilePlan],
-    arena: SharedBuffer,
+    buffer: SharedBuffer,
     folder: str,
     manifest: Mapping[str, Any],
     *,
@@ -57,8 +57,8 @@ def lay_out(
     Raises:
         NotEnoughSpaceError: the machine has not that much memory left.
     """
-    arena.reserve(arena_bytes(images))
-    memory = arena.memory
+    buffer.reserve(arena_bytes(images))
+    memory = buffer.memory
     moves: list[TensorCopy] = []
     tasks = list_tasks(images, folder, manifest)
     for image, task in zip(images, tasks, strict=True):
@@ -70,7 +70,7 @@ def lay_out(
             moves.append(TensorCopy(offset=base + offset, tensor=tensor, deferred=deferred))
     end = max((task.offset + task.length for task in tasks), default=FIRST_BYTE)
     witness = deferral.witness() if deferral is not None and any(move.deferred for move in moves) else None
-    return Snapshot(tasks=tasks, copy=StagingCopy(name, arena, moves, end, witness))
+    return Snapshot(tasks=tasks, copy=StagingCopy(name, buffer, moves, end, witness))
 
 
 def list_tasks(images: Sequence[FilePlan], folder: str, manifest: Mapping[str, Any]) -> list[WriteTask]:
@@ -93,13 +93,13 @@ def list_tasks(images: Sequence[FilePlan], folder: str, manifest: Mapping[str, A
     return tasks
 
 
-def take(images: Sequence[FilePlan], arena: SharedBuffer, folder: str, manifest: Mapping[str, Any]) -> list[WriteTask]:
+def take(images: Sequence[FilePlan], buffer: SharedBuffer, folder: str, manifest: Mapping[str, Any]) -> list[WriteTask]:
     """Copy everything into the arena at once. When this returns the caller may change whatever it likes.
 
     Raises:
         NotEnoughSpaceError: the machine has not that much memory left.
     """
-    snapshot = lay_out(images, arena, folder, manifest)
+    snapshot = lay_out(images, buffer, folder, manifest)
     snapshot.copy.run()
     if snapshot.copy.error is not None:
         raise snapshot.copy.error

@@ -58,7 +58,7 @@ class WriteJob:
 
     name: str
     rank: int
-    arena: SharedBuffer | None = None
+    buffer: SharedBuffer | None = None
     files: Sequence[WriteTask] = ()
     copies: Sequence[FileCopy] = ()
     record: str = ""
@@ -113,7 +113,7 @@ class WriterClient:
         self._page = ProgressPage(page_fd)
         os.close(page_fd)
         self._owner = os.getpid()
-        self._arenas: set[int] = set()
+        self._buffers: set[int] = set()
         self._jobs = 0
         self._buffer = b""
 
@@ -170,10 +170,10 @@ class WriterClient:
         os.close(self._log)
 
     def _send(self, job: WriteJob, plan: bytes) -> None:
-        arena = job.arena
-        place = {"arena": arena.id, "arena_bytes": arena.size} if arena is not None else {}
+        buffer = job.buffer
+        place = {"arena": buffer.id, "arena_bytes": buffer.size} if buffer is not None else {}
         line = json.dumps({"job": self._jobs, **place}).encode() + b"\n"
-        fds = [] if arena is None or arena.id in self._arenas else [arena.fileno()]
+        fds = [] if buffer is None or buffer.id in self._buffers else [buffer.fileno()]
         # The plan may be long, and a socket takes only so much before it blocks: it goes as a file in memory.
         plan_fd = os.memfd_create("safe_ckpt-plan", os.MFD_CLOEXEC)
         try:
@@ -188,8 +188,8 @@ class WriterClient:
             os.close(plan_fd)
         if sent != len(line):
             raise self._ended("does not take jobs")
-        if arena is not None:
-            self._arenas.add(arena.id)
+        if buffer is not None:
+            self._buffers.add(buffer.id)
 
     def _receive(self, job: WriteJob) -> dict[str, Any] | None:
         try:

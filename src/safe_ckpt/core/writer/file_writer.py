@@ -40,7 +40,7 @@ Ready = Callable[[], int]
 
 
 def write_file(
-    task: WriteTask, arena: memoryview, options: WriteOptions, progress: ProgressReporter, ready: Ready | None = None
+    task: WriteTask, buffer: memoryview, options: WriteOptions, progress: ProgressReporter, ready: Ready | None = None
 ) -> WrittenFile:
     """Write one file and make its bytes durable; the directory entry is the caller's to fsync.
 
@@ -54,14 +54,14 @@ def write_file(
     Raises:
         OSError: as the operating system says, with the path.
     """
-    return once_more_after_eio(lambda: _write_file(task, arena, options, progress, ready))
+    return once_more_after_eio(lambda: _write_file(task, buffer, options, progress, ready))
 
 
 def _write_file(
-    task: WriteTask, arena: memoryview, options: WriteOptions, progress: ProgressReporter, ready: Ready | None
+    task: WriteTask, buffer: memoryview, options: WriteOptions, progress: ProgressReporter, ready: Ready | None
 ) -> WrittenFile:
     progress.entered("write")
-    image = arena[task.offset : task.offset + task.length]
+    image = buffer[task.offset : task.offset + task.length]
     hasher = _Hasher(task, image, options.chunk_bytes, progress, ready)
     try:
         fd, direct = create_file(task.path, options.direct, replace=options.replace)

@@ -171,8 +171,8 @@ class WriterSupervisor:
     def _write_here(self, job: WriteJob, stop: Callable[[], None]) -> list[WrittenFile]:
         progress = _OwnProgress(self._moving(stop), stop)
         results = copy_files(job.copies, self._options, progress, job.record)
-        if job.arena is not None:
-            memory = memoryview(job.arena.memory)
+        if job.buffer is not None:
+            memory = memoryview(job.buffer.memory)
             ready = functools.partial(read_mark, memory)
             results += [write_file(task, memory, self._options, progress, ready) for task in job.files]
         for directory in job.directories:

@@ -122,8 +122,8 @@ class _Task:
     def work(self) -> None:
         """On the thread."""
         try:
-            if self._job.arena is not None:
-                self._write(memoryview(self._job.arena.memory))
+            if self._job.buffer is not None:
+                self._write(memoryview(self._job.buffer.memory))
         except BaseException as error:  # it belongs to whoever waits
             self.failure = error
         finally:
