@@ -54,7 +54,7 @@ class ThreadSession(Coordinator):
         self._name, self._meeting, self._closed, self._heartbeat = "threads", None, False, None
         self._calls = LocalChannel(store)
 
-    def channel(self, name: str) -> StoreClient:
+    def store_client(self, name: str) -> StoreClient:
         return self._calls
 
 
@@ -77,7 +77,7 @@ def save(coordinator: Coordinator, rounds: int, shares: bool) -> list[float]:
         )
         board = TwoPhaseCommit(
             coordinator,
-            coordinator.channel("phases"),
+            coordinator.store_client("phases"),
             f"op{number}",
             range(agreed["writers"]),
             lambda: None,

@@ -294,7 +294,7 @@ class Coordinator:
         if self._pid != os.getpid():
             raise ForkedError(what=what, pid=self._pid)
 
-    def channel(self, name: str) -> StoreClient:
+    def store_client(self, name: str) -> StoreClient:
         """One more connection, for a thread of its own; whoever asks for it closes it."""
         if self.size == 1:
             return self._calls

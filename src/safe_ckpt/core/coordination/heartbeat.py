@@ -74,7 +74,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        channel: StoreClient,
+        store_client: StoreClient,
         *,
         rank: int,
         machines: Mapping[int, Machine],
@@ -82,7 +82,7 @@ class Heartbeat:
         interval_s: float,
         progress: Callable[[], int],
     ) -> None:
-        self._channel = channel
+        self._store_client = store_client
         self._rank = rank
         self._machines = dict(machines)
         self._interval_s = interval_s
@@ -115,7 +115,7 @@ class Heartbeat:
         """From now on this is how long a count may stand still, and the time between two beats."""
         self._stall_s, self._interval_s = stall_s, interval_s
         # A connection that went silent is replaced long before the host behind it counts as lost.
-        self._channel.answer_s = min(_SLOWEST_S, max(_QUICKEST_S, stall_s / 4))
+        self._store_client.answer_s = min(_SLOWEST_S, max(_QUICKEST_S, stall_s / 4))
 
     def hears(self) -> bool:
         """Whether the store's host is heard of."""
@@ -152,7 +152,7 @@ class Heartbeat:
         """Stop beating; the others will see that this rank has left."""
         self._stop.set()
         self._thread.join(timeout=2.0)
-        self._channel.close()
+        self._store_client.close()
 
     def _run(self) -> None:
         count = 0
@@ -184,7 +184,7 @@ class Heartbeat:
         self._call(lambda store: store.set(f"beat/{self._rank}", str(beat)))
 
     def _call(self, operation: Callable[[KeyValues], object]) -> object:
-        found = self._channel.call(operation, phase=_PHASE, check=self._judge_silence)
+        found = self._store_client.call(operation, phase=_PHASE, check=self._judge_silence)
         self._heard = time.monotonic()
         return found
 

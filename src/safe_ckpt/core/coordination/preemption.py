@@ -85,7 +85,7 @@ class Preemption:
         self._unwrap = unwrap
         self._previous: dict[int, Any] = {}
         self.stop: Stop | None = None
-        self._channel = coordinator.channel("stop") if coordinator.size > 1 else None
+        self._store_client = coordinator.store_client("stop") if coordinator.size > 1 else None
         for name in signals:
             self._install(signal.Signals[name])
 
@@ -98,7 +98,7 @@ class Preemption:
         """
         if self.stop is not None:
             return True
-        if self._channel is None:
+        if self._store_client is None:
             if self._got is not None:
                 self._decide(*self._got, rank=0)
             return self.stop is not None
@@ -111,11 +111,13 @@ class Preemption:
             if signal.getsignal(number) == self._on_signal and threading.current_thread() is threading.main_thread():
                 signal.signal(number, previous if previous is not None else signal.SIG_DFL)
         self._previous.clear()
-        if self._channel is not None:
+        if self._store_client is not None:
             if self._coordinator.rank == 0:
                 # Whoever waits for the next decision on a thread need not wait for the end of the store.
-                self._channel.begin(lambda store: store.set(self._key(self._number + 2), json.dumps(_NO)), phase=_PHASE)
-            self._channel.close()
+                self._store_client.begin(
+                    lambda store: store.set(self._key(self._number + 2), json.dumps(_NO)), phase=_PHASE
+                )
+            self._store_client.close()
 
     def _install(self, number: signal.Signals) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -165,9 +167,9 @@ class Preemption:
         return pending.result()
 
     def _ask(self) -> Pending[dict[str, Any]]:
-        if self._channel is None:
+        if self._store_client is None:
             raise ValueError("one rank asks itself")
-        return self._channel.begin(self._lead() if self._coordinator.rank == 0 else self._follow, phase=_PHASE)
+        return self._store_client.begin(self._lead() if self._coordinator.rank == 0 else self._follow, phase=_PHASE)
 
     def _lead(self) -> Callable[[KeyValues], dict[str, Any]]:
         """Rank 0: publish the decision that is due at the next check."""

@@ -87,15 +87,15 @@ def meet(
         raise ValueError("a group of several ranks needs a store to meet in")
     meeting = cast("KeyValues", group.meeting_store)
     # The default store may be hosted by a process outside of this group, and that one may be stopped.
-    channel = StoreClient(
+    store_client = StoreClient(
         lambda: meeting, name="meeting", answer_s=timeouts.peer_stall_s, whose="the process group's own store"
     )
     try:
         if group.rank == 0:
-            return _Host(group, timeouts, where, channel, have, call).run()
-        welcome = _ask(group, timeouts, channel, have)
+            return _Host(group, timeouts, where, store_client, have, call).run()
+        welcome = _ask(group, timeouts, store_client, have)
     finally:
-        channel.close()
+        store_client.close()
     return int(welcome["again"]) if "again" in welcome else _join(group, timeouts, welcome)
 
 
@@ -107,12 +107,12 @@ class _Host:
         group: process_groups.Group,
         timeouts: Timeouts,
         where: Network,
-        channel: StoreClient,
+        store_client: StoreClient,
         have: str,
         call: int,
     ) -> None:
         self._root, self._size = f"safe_ckpt/{group.name}", group.size
-        self._timeouts, self._where, self._channel = timeouts, where, channel
+        self._timeouts, self._where, self._store_client = timeouts, where, store_client
         self._have, self._call = have, call
         self._deadline = time.monotonic() + timeouts.barrier_s
         self._came: dict[int, Mapping[str, Any]] = {}  # the newest word of each rank
@@ -136,7 +136,7 @@ class _Host:
         while not done():
             if time.monotonic() >= self._deadline:
                 (off or self._call_off)(self._timeouts.barrier_s)
-            self._channel.call(self._hear, phase=_PHASE)
+            self._store_client.call(self._hear, phase=_PHASE)
             if welcome:
                 self._answer(welcome)
             time.sleep(pause_s)
@@ -166,7 +166,7 @@ class _Host:
                 meeting.set(f"{self._root}/welcome/{nonce}", text)
 
         if new:
-            self._channel.call(tell, phase=_PHASE)
+            self._store_client.call(tell, phase=_PHASE)
 
     def _call_off(self, timeout_s: float) -> None:
         missing = tuple(rank for rank in range(1, self._size) if rank not in self._came)
@@ -229,20 +229,20 @@ def _call_off(store: KeyValues, size: int, timeout_s: float) -> None:
     raise RendezvousTimeout(phase=f"{_PHASE} ({without})" if without else _PHASE, seconds=timeout_s, missing=missing)
 
 
-def _ask(group: process_groups.Group, timeouts: Timeouts, channel: StoreClient, have: str) -> Mapping[str, Any]:
+def _ask(group: process_groups.Group, timeouts: Timeouts, store_client: StoreClient, have: str) -> Mapping[str, Any]:
     """Another rank: say that it is here, and hear from rank 0 where to go."""
     root, nonce = f"safe_ckpt/{group.name}", uuid.uuid4().hex
     hello, said = f"{root}/hello/{group.rank}", {"nonce": nonce, "have": have, "gone": False}
     try:
-        channel.call(lambda store: store.set(hello, json.dumps(said)), phase=_PHASE)
+        store_client.call(lambda store: store.set(hello, json.dumps(said)), phase=_PHASE)
         # Rank 0 has the same deadline and then says who is missing.
         patience_s = timeouts.barrier_s + min(_READ_S, timeouts.barrier_s)
         key = f"{root}/welcome/{nonce}"
-        welcome: Mapping[str, Any] = json.loads(channel.get(key, phase=_PHASE, wait_s=patience_s))
-        channel.call(lambda store: store.delete_key(key), phase=_PHASE)
+        welcome: Mapping[str, Any] = json.loads(store_client.get(key, phase=_PHASE, wait_s=patience_s))
+        store_client.call(lambda store: store.delete_key(key), phase=_PHASE)
     except KeyTimeout:
         gone = json.dumps({**said, "gone": True})  # a rank 0 that comes later must not count on this attempt
-        channel.call(lambda store: store.set(hello, gone), phase=_PHASE)
+        store_client.call(lambda store: store.set(hello, gone), phase=_PHASE)
         raise RendezvousTimeout(phase=_PHASE, seconds=timeouts.barrier_s, missing=(0,)) from None
     if "error" in welcome:
         raise from_wire(welcome["error"])
@@ -262,15 +262,15 @@ def _join(group: process_groups.Group, timeouts: Timeouts, welcome: Mapping[str,
         store.add("joined", 1)
         return store
 
-    channel = StoreClient(connect, name="meeting", answer_s=timeouts.peer_stall_s)
+    store_client = StoreClient(connect, name="meeting", answer_s=timeouts.peer_stall_s)
     try:
-        store = channel.call(join, phase=_PHASE, wait_s=timeouts.barrier_s)
-        missing = tuple(json.loads(channel.get("met", phase=_PHASE, wait_s=2 * timeouts.barrier_s)))
-        channel.call(lambda store: store.add("met/read", 1), phase=_PHASE)
+        store = store_client.call(join, phase=_PHASE, wait_s=timeouts.barrier_s)
+        missing = tuple(json.loads(store_client.get("met", phase=_PHASE, wait_s=2 * timeouts.barrier_s)))
+        store_client.call(lambda store: store.add("met/read", 1), phase=_PHASE)
     except KeyTimeout:
         raise RendezvousTimeout(phase=_PHASE, seconds=2 * timeouts.barrier_s, missing=(0,)) from None
     finally:
-        channel.close()
+        store_client.close()
     if missing:
         raise RendezvousTimeout(phase=_PHASE, seconds=timeouts.barrier_s, missing=missing)
     machines = {0: Machine(host=welcome["host"], pid=welcome["pid"])}

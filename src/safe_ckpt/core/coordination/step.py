@@ -15,9 +15,9 @@ class LogEntry:
     """The keys of one entry of the log. With nobody else there, nothing is written."""
 
     def __init__(
-        self, channel: StoreClient, rank: int, size: int, name: str, kind: str, timeout_s: float, check: Check
+        self, store_client: StoreClient, rank: int, size: int, name: str, kind: str, timeout_s: float, check: Check
     ) -> None:
-        self._channel = channel
+        self._store_client = store_client
         self._rank = rank
         self._others = range(1, size)
         self._prefix = name
@@ -29,7 +29,7 @@ class LogEntry:
         """Rank 0: write one key of the entry."""
         if not self._others:
             return
-        self._channel.call(lambda store: store.set(self._prefix + suffix, json.dumps(value)), phase=self.kind)
+        self._store_client.call(lambda store: store.set(self._prefix + suffix, json.dumps(value)), phase=self.kind)
 
     def get(self, suffix: str, *, patience: int = 1) -> Any:
         """Wait for one key of the entry.
@@ -38,7 +38,7 @@ class LogEntry:
             KeyTimeout: it did not appear in ``patience`` times the step's time.
         """
         key, wait_s = self._prefix + suffix, patience * self.timeout_s
-        return json.loads(self._channel.get(key, phase=self.kind, wait_s=wait_s, check=self._check))
+        return json.loads(self._store_client.get(key, phase=self.kind, wait_s=wait_s, check=self._check))
 
     def answer(self, value: object) -> None:
         """Another rank: say what this rank has to say."""
@@ -48,7 +48,7 @@ class LogEntry:
             if store.add(f"{self._prefix}/count", 1) == len(self._others):
                 store.set(f"{self._prefix}/all", "")
 
-        self._channel.call(arrive, phase=self.kind)
+        self._store_client.call(arrive, phase=self.kind)
 
     def answers(self, mine: Mapping[str, str]) -> dict[int, Any]:
         """Append the entry and collect what every other rank answers to it.
@@ -60,7 +60,7 @@ class LogEntry:
             return {}
         self.put("", mine)
         try:
-            self._channel.get(f"{self._prefix}/all", phase=self.kind, wait_s=self.timeout_s, check=self._check)
+            self._store_client.get(f"{self._prefix}/all", phase=self.kind, wait_s=self.timeout_s, check=self._check)
         except KeyTimeout:
             found = self._answered()
             missing = tuple(rank for rank in self._others if rank not in found)
@@ -75,14 +75,14 @@ class LogEntry:
                 return dict(zip(keys, store.multi_get(list(keys.values())), strict=True))
             return {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
 
-        return {rank: json.loads(value) for rank, value in self._channel.call(read, phase=self.kind).items()}
+        return {rank: json.loads(value) for rank, value in self._store_client.call(read, phase=self.kind).items()}
 
     def hand_out(self, shares: Mapping[int, Any]) -> None:
         """Rank 0: leave a verdict of its own for every rank; each takes its share and drops it."""
         keys = [self._share(rank) for rank in self._others]
         if keys:
             values = [json.dumps(shares.get(rank)) for rank in self._others]
-            self._channel.call(lambda store: store.multi_set(keys, values), phase=self.kind)
+            self._store_client.call(lambda store: store.multi_set(keys, values), phase=self.kind)
 
     def take_share(self) -> Any:
         """Another rank: its share; there is one when the verdict says so."""
@@ -92,7 +92,7 @@ class LogEntry:
             store.delete_key(self._share(self._rank))
             return found
 
-        return json.loads(self._channel.call(take, phase=self.kind))
+        return json.loads(self._store_client.call(take, phase=self.kind))
 
     def _share(self, rank: int) -> str:
         return f"{self._prefix}/share/{rank}"
@@ -104,7 +104,7 @@ class LogEntry:
     def release(self) -> None:
         """Rank 0: it has failed. What still waits for answers, on a connection that was left, ends."""
         if self._others:
-            self._channel.call(lambda store: store.set(f"{self._prefix}/all", ""), phase=self.kind)
+            self._store_client.call(lambda store: store.set(f"{self._prefix}/all", ""), phase=self.kind)
 
     def forget(self, before: Sequence[str]) -> None:
         """Drop what nobody needs any more: these answers, and the entries ``before``, whose verdicts all have passed."""
@@ -113,7 +113,7 @@ class LogEntry:
         keys = self._answer_keys(self._prefix)
         for name in before:
             keys += [name, f"{name}/verdict", f"{name}/read", *self._answer_keys(name)]
-        self._channel.call(lambda store: [store.delete_key(key) for key in keys], phase=self.kind)
+        self._store_client.call(lambda store: [store.delete_key(key) for key in keys], phase=self.kind)
 
     def _answer_keys(self, name: str) -> list[str]:
         return [f"{name}/count", f"{name}/all", *(f"{name}/{rank}" for rank in self._others)]

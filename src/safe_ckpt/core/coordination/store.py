@@ -213,9 +213,9 @@ class Pending(Generic[_T]):
     """An operation that was begun and not yet waited for."""
 
     def __init__(
-        self, channel: StoreClient, work: object, connected: Connected, future: Future[_T], phase: str
+        self, store_client: StoreClient, work: object, connected: Connected, future: Future[_T], phase: str
     ) -> None:
-        self._channel = channel
+        self._store_client = store_client
         self._work = work
         self._connected = connected
         self._future = future
@@ -236,13 +236,13 @@ class Pending(Generic[_T]):
     def abandon(self) -> None:
         """Nobody waits for it any more: what comes next must not queue up behind it."""
         if not self._future.done():
-            self._channel.leave(self._work)
+            self._store_client.leave(self._work)
 
     def result(self, *, wait_s: float = 0.0, check: Check | None = None) -> _T:
         """Wait for it and return what it returned. Raises as ``StoreClient.call`` does."""
         if self._future.done() and self._future.exception() is None:
             return self._future.result(timeout=0)
-        return self._channel.settle(self._work, self._connected, self._future, self._phase, wait_s, check)
+        return self._store_client.settle(self._work, self._connected, self._future, self._phase, wait_s, check)
 
 
 class LocalChannel(StoreClient):

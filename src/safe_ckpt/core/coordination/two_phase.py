@@ -35,7 +35,7 @@ class TwoPhaseCommit:
     def __init__(
         self,
         coordinator: Coordinator,
-        channel: StoreClient,
+        store_client: StoreClient,
         op_id: str,
         writers: Sequence[int],
         check: Check,
@@ -43,7 +43,7 @@ class TwoPhaseCommit:
     ) -> None:
         self._call = call
         self._coordinator = coordinator
-        self._channel = channel
+        self._store_client = store_client
         self._check = check
         self._writers = tuple(writers)
         self._prefix = f"op/{op_id}"
@@ -73,7 +73,7 @@ class TwoPhaseCommit:
             if store.add(f"{self._prefix}/count", 1) >= len(self._writers) or "error" in value:
                 store.set(f"{self._prefix}/wake", "")
 
-        self._channel.call(arrive, phase="write")
+        self._store_client.call(arrive, phase="write")
 
     def reports(self, timeout_s: float) -> dict[int, Any]:
         """Rank 0: what the writing ranks reported; fewer than all only when one of them reported an error.
@@ -114,7 +114,7 @@ class TwoPhaseCommit:
             PeerLostError: rank 0 died or stopped.
         """
         found = self._get("verdict", "commit", timeout_s)
-        self._channel.acknowledge(f"{self._prefix}/read", phase="commit")
+        self._store_client.acknowledge(f"{self._prefix}/read", phase="commit")
         return found
 
     def leave(self) -> None:
@@ -142,7 +142,7 @@ class TwoPhaseCommit:
     def failed_elsewhere(self) -> SafeCheckpointError | None:
         """What another rank failed with, so that this one can stop working for a save that will not be."""
         name = "wake" if self._coordinator.rank == 0 else "verdict"
-        if not self._channel.call(lambda store: store.check([f"{self._prefix}/{name}"]), phase="write"):
+        if not self._store_client.call(lambda store: store.check([f"{self._prefix}/{name}"]), phase="write"):
             return None
         found = self._reported().values() if name == "wake" else [self._get(name, "write", 1.0)]
         return next((from_wire(value["error"]) for value in found if "error" in value), None)
@@ -150,12 +150,12 @@ class TwoPhaseCommit:
     def forget(self) -> bool:
         """Rank 0: drop the keys if every rank has read the verdict. Returns whether they are gone."""
         key = f"{self._prefix}/read"
-        read = self._channel.call(lambda store: store.add(key, 0), phase="commit")
+        read = self._store_client.call(lambda store: store.add(key, 0), phase="commit")
         if read + len(self._coordinator.have_left(self._call)) < self._coordinator.size - 1:
             return False
         names = ["prepared", "verdict", "count", "wake", "read", *(f"wrote/{rank}" for rank in self._writers)]
         keys = [f"{self._prefix}/{name}" for name in names]
-        self._channel.call(lambda store: [store.delete_key(key) for key in keys], phase="commit")
+        self._store_client.call(lambda store: [store.delete_key(key) for key in keys], phase="commit")
         self._coordinator.reads.pop(key, None)
         return True
 
@@ -166,15 +166,15 @@ class TwoPhaseCommit:
                 return {rank: json.loads(v) for rank, v in zip(keys, store.multi_get(list(keys.values())), strict=True)}
             return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
 
-        return self._channel.call(reported, phase="write")
+        return self._store_client.call(reported, phase="write")
 
     def _set(self, name: str, value: Mapping[str, Any]) -> None:
-        self._channel.call(lambda store: store.set(f"{self._prefix}/{name}", json.dumps(value)), phase=name)
+        self._store_client.call(lambda store: store.set(f"{self._prefix}/{name}", json.dumps(value)), phase=name)
 
     def _get(self, name: str, phase: str, timeout_s: float, needed: Sequence[int] = (0,)) -> Any:
         def check() -> None:
             self._check()
             self._check_peers(needed)
 
-        value = self._channel.get(f"{self._prefix}/{name}", phase=phase, wait_s=timeout_s, check=check)
+        value = self._store_client.get(f"{self._prefix}/{name}", phase=phase, wait_s=timeout_s, check=check)
         return json.loads(value) if value else {}

@@ -55,7 +55,7 @@ class SaveQueue:
         give_back: Callable[[SharedBuffer], None],
     ) -> None:
         self._coordinator = coordinator
-        self._channel = coordinator.channel("phases")
+        self._store_client = coordinator.store_client("phases")
         self._config = config
         self._emit = emit
         self._give_back = give_back
@@ -115,7 +115,7 @@ class SaveQueue:
         finally:
             self._coordinator.movers.remove(self._writer.progress)
             self._writer.close()
-            self._channel.close()
+            self._store_client.close()
 
     def _drain(self, within_s: float | None) -> None:
         thread = self._background
@@ -163,7 +163,7 @@ class SaveQueue:
     def _process(self, job: SaveJob) -> None:
         self._boards = [board for board in self._boards if not self._forget(board)]
         give_up = functools.partial(self._check_giving_up, job.name)
-        board = TwoPhaseCommit(self._coordinator, self._channel, job.op_id, job.writers, give_up, job.call)
+        board = TwoPhaseCommit(self._coordinator, self._store_client, job.op_id, job.writers, give_up, job.call)
         phases = CommitProtocol(job, board, self._writer, self._config, self._coordinator.rank, give_up)
         self._emit(save_events.agreed(job, self._coordinator.rank))
         info, failure = None, None

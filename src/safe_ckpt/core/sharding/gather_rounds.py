@@ -34,7 +34,7 @@ class RoundBarrier:
 
     def __init__(self, coordinator: Coordinator, op_id: str, *, timeout_s: float, late_s: float) -> None:
         self._coordinator = coordinator
-        self._channel = coordinator.channel("gather")
+        self._store_client = coordinator.store_client("gather")
         self._prefix = f"gather/{op_id}"
         self._timeout_s = timeout_s
         self._late_s = late_s
@@ -70,11 +70,11 @@ class RoundBarrier:
                 store.delete_key(self._go(number - 2))
                 store.delete_key(self._count(number - 2))
 
-        self._channel.call(arrive, phase=phase)
+        self._store_client.call(arrive, phase=phase)
         self._next = number + 1
         wait_s = self._late_s if rank == 0 else self._timeout_s + self._late_s
         try:
-            value = self._channel.get(self._go(number), phase=phase, wait_s=wait_s, check=self._check_peers)
+            value = self._store_client.get(self._go(number), phase=phase, wait_s=wait_s, check=self._check_peers)
         except KeyTimeout:
             raise RendezvousTimeout(phase=phase, seconds=wait_s, missing=self._missing(number)) from None
         self._hear(value)
@@ -87,7 +87,7 @@ class RoundBarrier:
         self._looked = time.monotonic()
         self._check_peers()
         key = self._go(self._next)
-        value = self._channel.call(lambda store: store.get(key) if store.check([key]) else b"{}", phase="gather")
+        value = self._store_client.call(lambda store: store.get(key) if store.check([key]) else b"{}", phase="gather")
         # One that left behind this round took part in it: it will end.
         if json.loads(value).get("done", 0) < self._next:
             self._hear(value)
@@ -115,11 +115,11 @@ class RoundBarrier:
             for key in keys:
                 store.set(key, text)
 
-        self._channel.call(tell, phase="gather")
+        self._store_client.call(tell, phase="gather")
 
     def close(self) -> None:
         """Give the connection back. Rank 0 notes which keys are left; the next gather, to which all come, drops them."""
-        self._channel.close()
+        self._store_client.close()
         if self._coordinator.rank == 0 and not self.alone:
             rounds = range(max(0, self._next - 2), self._next + 1)
             self._coordinator.stale += [*map(self._go, rounds), *map(self._count, rounds), self._read]
@@ -130,7 +130,7 @@ class RoundBarrier:
             for key in keys:
                 store.delete_key(key)
 
-        self._channel.call(drop, phase="gather")
+        self._store_client.call(drop, phase="gather")
         for key in keys:
             self._coordinator.reads.pop(key, None)
 
@@ -148,7 +148,7 @@ class RoundBarrier:
             keys = {rank: f"{self._prefix}/at/{rank}" for rank in range(self._coordinator.size)}
             return tuple(r for r, key in keys.items() if not store.check([key]) or int(store.get(key)) <= number)
 
-        return self._channel.call(late, phase="gather")
+        return self._store_client.call(late, phase="gather")
 
     def _hear(self, value: bytes) -> None:
         told = json.loads(value)
@@ -159,7 +159,7 @@ class RoundBarrier:
         if self._coordinator.rank == 0:
             self._await_readers(self._coordinator.size - 1 - max(1, _lost_with(error, 0)))
         else:
-            self._channel.acknowledge(self._read, phase="gather")
+            self._store_client.acknowledge(self._read, phase="gather")
         raise error
 
     def _await_readers(self, count: int) -> None:
