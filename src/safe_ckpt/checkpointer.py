@@ -134,7 +134,7 @@ class Checkpointer:
             error=error,
             view=view,
             retain=lambda new: self._ledger.retain(new, retention.chooser(self.config.retention)),
-            deferral=self._deferral(state) if error is None else None,
+            overlap_plan=self._overlap_plan(state) if error is None else None,
         )
         return self._engine.save(request)
 
@@ -162,7 +162,7 @@ class Checkpointer:
         except Exception as problem:  # on this rank alone: the others learn of it when they agree on the save
             return [], problem
 
-    def _deferral(self, state: Mapping[str, Any]) -> OverlapPlan | None:
+    def _overlap_plan(self, state: Mapping[str, Any]) -> OverlapPlan | None:
         # A plain loop may do anything to its parameters between two steps, so "auto" is eager here.
         if self.config.snapshot != "overlapped" or not isinstance(state, Mapping):
             return None

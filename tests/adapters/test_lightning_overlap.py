@@ -17,16 +17,16 @@ class Spy:
 
     def __init__(self, monkeypatch):
         self.taken, self.weights = [], []
-        decide = overlapping.deferral
+        decide = overlapping.overlap_plan
 
-        def deferral(trainer, mode):
+        def overlap_plan(trainer, mode):
             found = decide(trainer, mode)
             self.taken.append(found is not None)
             state = trainer.lightning_module.state_dict()
             self.weights.append((trainer.global_step, {key: value.clone() for key, value in state.items()}))
             return found
 
-        monkeypatch.setattr(overlapping, "deferral", deferral)
+        monkeypatch.setattr(overlapping, "deferral", overlap_plan)
 
 
 def run(folder, module, *callbacks, snapshot, pl=None, **more):

@@ -109,9 +109,9 @@ def _request(
     nested = engines.collect(engine, accelerator, options.arguments)
     if nested is not None:
         planned, error = [*planned, *nested.images], error or nested.error
-    deferral = None
+    overlap_plan = None
     if options.overlap and planned:
-        deferral = OverlapPlan(accelerator._models, plain_optimizers(accelerator)) or None
+        overlap_plan = OverlapPlan(accelerator._models, plain_optimizers(accelerator)) or None
     return SaveRequest(
         workspace=target.place.workspace,
         path=target.path,
@@ -123,7 +123,7 @@ def _request(
         notes={"adapter": ADAPTER, "iteration": target.number, **(nested.notes if nested is not None else {})},
         same=view,
         retain=lambda new: places.retain(target.place, new),
-        deferral=deferral,
+        overlap_plan=overlap_plan,
         begun=target.begun,
         folders=nested.folders if nested is not None else strategies.folders(accelerator),
         copies=nested.copies if nested is not None else (),

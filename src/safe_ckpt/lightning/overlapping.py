@@ -13,7 +13,7 @@ from safe_ckpt.core.staging.overlap import OverlapPlan
 _SWAPPERS = frozenset({"StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning"})
 
 
-def deferral(trainer: Any, mode: Literal["auto", "eager", "overlapped"]) -> OverlapPlan | None:
+def overlap_plan(trainer: Any, mode: Literal["auto", "eager", "overlapped"]) -> OverlapPlan | None:
     """What may be copied after ``save`` has returned; None for nothing.
 
     Args:

@@ -479,7 +479,9 @@ class TrainerSaver:
             },
             view={"names": ", ".join([*intents.saves, *intents.links])},
             retain=lambda _: Decision(to_delete=to_delete) if to_delete else None,
-            deferral=overlapping.deferral(self._trainer, self.config.snapshot) if files.images and overlap else None,
+            overlap_plan=overlapping.overlap_plan(self._trainer, self.config.snapshot)
+            if files.images and overlap
+            else None,
         )
 
     def _root_of(self, path: Path) -> Workspace:

@@ -87,7 +87,7 @@ class SaveRequest:
     view: Mapping[str, str] = field(default_factory=dict)
     same: Mapping[str, str] = field(default_factory=dict)
     retain: Retain | None = None
-    deferral: OverlapPlan | None = None
+    overlap_plan: OverlapPlan | None = None
     begun: Path | None = None
     carry: Callable[[str], bool] | None = None
     patient: bool = False

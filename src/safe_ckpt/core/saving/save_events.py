@@ -78,7 +78,7 @@ def occupied_bytes(path: Path) -> int:
 def _mode(job: SaveJob) -> Literal["eager", "overlapped", "streamed"]:
     if job.streamed:
         return "streamed"
-    return "eager" if job.request.deferral is None else "overlapped"
+    return "eager" if job.request.overlap_plan is None else "overlapped"
 
 
 def _own_bytes(stat: os.stat_result) -> int:

@@ -98,7 +98,7 @@ class Stager:
                 str(job.folder),
                 job.manifest.to_json(),
                 name=job.name,
-                deferral=request.deferral,
+                overlap_plan=request.overlap_plan,
             )
             job.tasks, job.copy, job.error = found.tasks, found.copy, None
         except Exception as error:  # as the docstring says
@@ -107,7 +107,7 @@ class Stager:
     def copy(self, job: SaveJob) -> None:
         """Copy what cannot wait; the rest on a thread, behind the gate. Without an arena wait until all is written."""
         copy = job.copy
-        if copy is not None and job.request.deferral is not None:
+        if copy is not None and job.request.overlap_plan is not None:
             optimizer_gate.close(copy, self._config.timeouts.barrier_s)
         if job.streamed and job.request.feed is not None:
             job.request.feed(job)

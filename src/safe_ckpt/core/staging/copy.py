@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from safe_ckpt.core.cuda import Cuda
 from safe_ckpt.core.staging.buffer import SharedBuffer
+from safe_ckpt.core.staging.detector import MutationDetector
 from safe_ckpt.core.staging.device_copies import DeviceCopies, TensorCopy
-from safe_ckpt.core.staging.witness import MutationDetector
 from safe_ckpt.errors import SaveError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class StagingCopy:
         buffer: SharedBuffer,
         moves: Sequence[TensorCopy],
         end: int,
-        witness: MutationDetector | None = None,
+        detector: MutationDetector | None = None,
         cuda: Cuda | None = None,
     ) -> None:
         self.error: Exception | None = None
@@ -60,7 +60,7 @@ class StagingCopy:
         self._now = [move for move in moves if not move.deferred]
         self._later = [move for move in moves if move.deferred]
         self._end = end
-        self._witness = witness
+        self._detector = detector
         self._memory: torch.Tensor | None = buffer.bytes  # held: it must stay mapped under the copying
         self._stopped = False
         self._taken_over = False
@@ -150,13 +150,13 @@ class StagingCopy:
             self.fail(error)
         finally:
             self._over.set()
-            self._now, self._later, self._witness = [], [], None  # let go of the tensors, and of the arena
+            self._now, self._later, self._detector = [], [], None  # let go of the tensors, and of the arena
             self._memory = None
 
     def _hear(self) -> None:
         with self._hearing:  # whoever comes second waits: the step that follows will change what the witness looks at
-            witness, self._witness = self._witness, None
-            changed = witness.changed() if witness is not None else ""
+            detector, self._detector = self._detector, None
+            changed = detector.changed() if detector is not None else ""
             if changed:
                 cause = f"{changed} changed while it was copied, outside an optimizer's step. "
                 cause += 'Change it after handle.wait_snapshot(), or use snapshot="eager"'

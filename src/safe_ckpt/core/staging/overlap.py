@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from safe_ckpt.core.sharding.dtensor import local_of
-from safe_ckpt.core.staging.witness import MutationDetector
+from safe_ckpt.core.staging.detector import MutationDetector
 
 _OPTIMIZERS = (
     "Adadelta",
@@ -78,7 +78,7 @@ class OverlapPlan:
         """Whether ``tensor`` lies in memory that may be copied later."""
         return bool(tensor.numel()) and _home(tensor) in self._storages
 
-    def witness(self) -> MutationDetector:
+    def detector(self) -> MutationDetector:
         """Remembers what they are now."""
         return MutationDetector(self._tensors)
 

@@ -42,7 +42,7 @@ def lay_out(
     manifest: Mapping[str, Any],
     *,
     name: str = "",
-    deferral: OverlapPlan | None = None,
+    overlap_plan: OverlapPlan | None = None,
 ) -> Snapshot:
     """Make room for everything and fill in all but the tensors.
 
@@ -66,11 +66,11 @@ def lay_out(
         for offset, data in image.pieces:
             memory[base + offset : base + offset + len(data)] = data
         for offset, tensor in image.tensors:
-            deferred = deferral is not None and deferral.covers(tensor)
+            deferred = overlap_plan is not None and overlap_plan.covers(tensor)
             moves.append(TensorCopy(offset=base + offset, tensor=tensor, deferred=deferred))
     end = max((task.offset + task.length for task in tasks), default=FIRST_BYTE)
-    witness = deferral.witness() if deferral is not None and any(move.deferred for move in moves) else None
-    return Snapshot(tasks=tasks, copy=StagingCopy(name, buffer, moves, end, witness))
+    detector = overlap_plan.detector() if overlap_plan is not None and any(move.deferred for move in moves) else None
+    return Snapshot(tasks=tasks, copy=StagingCopy(name, buffer, moves, end, detector))
 
 
 def list_tasks(images: Sequence[FilePlan], folder: str, manifest: Mapping[str, Any]) -> list[WriteTask]:
