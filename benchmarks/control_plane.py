@@ -75,7 +75,7 @@ def save(coordinator: Coordinator, rounds: int, shares: bool) -> list[float]:
         agreed = coordinator.agree(
             "save", {"step": number}, timeout_s=60, answer=answer, decide=lambda a: {"writers": len(a)}
         )
-        board = TwoPhaseCommit(
+        two_phase = TwoPhaseCommit(
             coordinator,
             coordinator.store_client("phases"),
             f"op{number}",
@@ -85,17 +85,17 @@ def save(coordinator: Coordinator, rounds: int, shares: bool) -> list[float]:
         )
         entry = {"path": f"model/__{coordinator.rank}_0.distcp", "size_bytes": 1 << 30, "xxh3_128": "0" * 32}
         if coordinator.rank == 0:
-            board.prepared()
-            board.report({"files": [entry], "items": {}})
-            reports = board.reports(60)
-            board.conclude({"ok": {"files": sum(len(report["files"]) for report in reports.values())}})
+            two_phase.prepared()
+            two_phase.report({"files": [entry], "items": {}})
+            reports = two_phase.reports(60)
+            two_phase.conclude({"ok": {"files": sum(len(report["files"]) for report in reports.values())}})
         else:
-            board.await_prepared(60)
-            board.report({"files": [entry], "items": {}})
-            board.verdict(60)
+            two_phase.await_prepared(60)
+            two_phase.report({"files": [entry], "items": {}})
+            two_phase.verdict(60)
         found.append(time.monotonic() - begun)
         if coordinator.rank == 0:
-            while not board.forget():
+            while not two_phase.forget():
                 time.sleep(0.001)
     return found
 

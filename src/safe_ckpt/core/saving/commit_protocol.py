@@ -67,14 +67,14 @@ class CommitProtocol:
     def __init__(
         self,
         job: SaveJob,
-        board: TwoPhaseCommit,
+        two_phase: TwoPhaseCommit,
         writer: WriterSupervisor,
         config: CheckpointConfig,
         rank: int,
         give_up: Callable[[], None],
     ) -> None:
         self._job = job
-        self._board = board
+        self._two_phase = two_phase
         self._writer = writer
         self._config = config
         self._rank = rank
@@ -99,10 +99,10 @@ class CommitProtocol:
             if job.error is not None:
                 raise job.error
             self._prepare()
-            self._board.prepared()
+            self._two_phase.prepared()
             if 0 in job.writers:
-                self._board.report(self._write())
-            reports = self._board.reports(self._left_s()) if job.writers else {}
+                self._two_phase.report(self._write())
+            reports = self._two_phase.reports(self._left_s()) if job.writers else {}
             for rank in sorted(reports):
                 if "error" in reports[rank]:
                     raise from_wire(reports[rank]["error"])
@@ -110,13 +110,13 @@ class CommitProtocol:
         except BaseException as error:
             ours = self._named(self._taken_over(error) or error, "commit")
             # The cause first: nobody should wait for the tidying up.
-            self._board.conclude({"error": to_wire(ours, rank=0, phase="save")})
+            self._two_phase.conclude({"error": to_wire(ours, rank=0, phase="save")})
             if not isinstance(ours, CommitOutcomeUnknown):
                 job.request.workspace.drop_staging(job.op_id, keep_copies=job.request.keep_copies)
                 if job.request.begun is not None:
                     job.request.workspace.drop_staging(job.request.begun.parent.name)
             raise ours from error
-        self._board.conclude({"ok": info.to_json()})
+        self._two_phase.conclude({"ok": info.to_json()})
         return info
 
     def _follow(self) -> CheckpointInfo:
@@ -125,14 +125,14 @@ class CommitProtocol:
             try:
                 if job.error is not None:
                     raise job.error
-                self._board.await_prepared(self._left_s())
-                if self._board.failed_elsewhere() is None:
+                self._two_phase.await_prepared(self._left_s())
+                if self._two_phase.failed_elsewhere() is None:
                     self._await_folder()
                     report = self._write()
                     reporting = True
-                    self._board.report(report)
+                    self._two_phase.report(report)
             except PeerLostError as error:
-                self._board.leave()
+                self._two_phase.leave()
                 if not reporting:
                     raise
                 # Rank 0 may have heard it all the same, and committed.
@@ -143,15 +143,15 @@ class CommitProtocol:
 
     def _report_failure(self, error: SafeCheckpointError) -> None:
         try:
-            self._board.report({"error": to_wire(error, rank=self._rank, phase="write")})
+            self._two_phase.report({"error": to_wire(error, rank=self._rank, phase="write")})
         except PeerLostError:
-            self._board.leave()
+            self._two_phase.leave()
             raise error from None
 
     def _read_verdict(self) -> CheckpointInfo:
         try:
             # Rank 0 has the same deadline and then says so: a little patience turns a guess into an answer.
-            verdict = self._board.verdict(self._left_s() + self._config.timeouts.peer_stall_s)
+            verdict = self._two_phase.verdict(self._left_s() + self._config.timeouts.peer_stall_s)
         except (KeyTimeout, PeerLostError) as error:
             cause = str(error) if isinstance(error, PeerLostError) else "rank 0 gave no verdict in time"
             raise CommitOutcomeUnknown(name=self._job.name, cause=cause, phase="commit") from error
@@ -269,12 +269,12 @@ class CommitProtocol:
         if now < self._next_look:
             return
         self._next_look = now + _LOOK_S
-        if (failure := self._board.failed_elsewhere()) is not None:
+        if (failure := self._two_phase.failed_elsewhere()) is not None:
             raise failure
 
     def _commit(self, reports: Mapping[int, Any]) -> CheckpointInfo:
         request = self._job.request
-        self._board.refuse_left()
+        self._two_phase.refuse_left()
         entries = tuple(FileEntry(**row) for rank in sorted(reports) for row in reports[rank]["files"])
         self._check_staged(entries)
         if request.parts is not None and not entries:

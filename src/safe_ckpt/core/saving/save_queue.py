@@ -161,10 +161,10 @@ class SaveQueue:
                 raise  # Ctrl-C is the caller's
 
     def _process(self, job: SaveJob) -> None:
-        self._boards = [board for board in self._boards if not self._forget(board)]
+        self._boards = [two_phase for two_phase in self._boards if not self._forget(two_phase)]
         give_up = functools.partial(self._check_giving_up, job.name)
-        board = TwoPhaseCommit(self._coordinator, self._store_client, job.op_id, job.writers, give_up, job.call)
-        phases = CommitProtocol(job, board, self._writer, self._config, self._coordinator.rank, give_up)
+        two_phase = TwoPhaseCommit(self._coordinator, self._store_client, job.op_id, job.writers, give_up, job.call)
+        phases = CommitProtocol(job, two_phase, self._writer, self._config, self._coordinator.rank, give_up)
         self._emit(save_events.agreed(job, self._coordinator.rank))
         info, failure = None, None
         try:
@@ -173,7 +173,7 @@ class SaveQueue:
             failure = error
         finally:
             if self._coordinator.rank == 0:
-                self._boards.append(board)
+                self._boards.append(two_phase)
             self._free(job)
         if info is not None:
             self.last_save_s = time.monotonic() - job.started
@@ -234,9 +234,9 @@ class SaveQueue:
         job.handle.finish(info, failure)
         self._open.remove(job)
 
-    def _forget(self, board: TwoPhaseCommit) -> bool:
+    def _forget(self, two_phase: TwoPhaseCommit) -> bool:
         try:
-            return board.forget()
+            return two_phase.forget()
         except CoordinationError:
             return True
 
