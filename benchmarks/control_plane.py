@@ -1,8 +1,8 @@
 """What it costs many ranks to act as one: agree on a save, report, commit. No files, no tensors, only the control plane.
 
 Every rank is a thread of this process with a store connection of its own, against one real TCPStore; the protocol objects are
-those of a real save (``Coordinator.agree``, ``TwoPhaseCommit``). All threads share one interpreter lock and these few cores: the times are
-upper bounds, and what counts is their shape and the number of store operations per rank. Connecting takes longer than it all.
+those of a real save (``Coordinator.agree``, ``TwoPhaseCommit``). All threads share one interpreter lock and few cores: the
+times are upper bounds, and what counts is their shape and the number of store operations per rank. Connecting takes longer.
 
     python benchmarks/control_plane.py [ranks ...]
 """

@@ -67,7 +67,7 @@ class SingleFile(Way):
         overlapped = self._config.snapshot == "overlapped"
         self._handle = self._engine.save(
             SaveRequest(
-                root=self._root,
+                workspace=self._root,
                 path=self._path,
                 kind="file",
                 step=step,

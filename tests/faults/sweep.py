@@ -183,7 +183,7 @@ class Files(Numbered):
             image = file_plan.torch_image(self.name(number), state(number), strict=False, key="checkpoint")
             to_delete = [path for path in folder.glob("step=*.ckpt") if path.name != self.name(number)]
             request = SaveRequest(
-                root=root,
+                workspace=root,
                 path=folder / self.name(number),
                 kind="file",
                 step=number,

@@ -35,7 +35,7 @@ class SaveTarget:
     """A directory of tags that is held.
 
     Attributes:
-        root: it.
+        workspace: it.
         ledger: what is in it; counts on rank 0 only.
         tops: where a ``latest`` may name a tag of it: itself, and for tags such as ``"warmup/step10"`` the one above.
     """

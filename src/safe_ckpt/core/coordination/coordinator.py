@@ -466,4 +466,4 @@ def _refuse_differences(mine: Mapping[str, str], answers: Mapping[int, Any]) -> 
             raise DesyncError(what=name, values=values)
 
 
-__all__ = ["Decide", "PeerLostError", "Coordinator", "Scatter", "open_coordinator", "raise_first"]
+__all__ = ["Coordinator", "Decide", "PeerLostError", "Scatter", "open_coordinator", "raise_first"]

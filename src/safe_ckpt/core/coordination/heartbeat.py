@@ -61,7 +61,7 @@ class Heartbeat:
     """Beats for this rank and watches others, on a thread of its own.
 
     Args:
-        channel: a connection of its own.
+        store_client: a connection of its own.
         rank: this rank.
         machines: the ranks to watch and where they run.
         stall_s: how long a count may stand still.

@@ -25,7 +25,7 @@ class TwoPhaseCommit:
 
     Args:
         coordinator: where the ranks meet.
-        channel: the connection of the thread that this is used on.
+        store_client: the connection of the thread that this is used on.
         op_id: unique to this save.
         writers: the ranks that have something to write.
         check: called while waiting; raises when the save is to be given up.

@@ -65,10 +65,10 @@ def list_directories(
     problem_of_stock: Callable[[Path], str] | None = None,
     on_error: OnError | None = None,
 ) -> list[Candidate]:
-    """The directory checkpoints below ``workspace``, in no order. A folder with neither such a name nor our manifest is not one.
+    """The directory checkpoints below ``workspace``, unordered. A folder with neither such a name nor our manifest is none.
 
     Args:
-        root: where to look.
+        workspace: where to look.
         step_of: the number in a name that a checkpoint would have; None for the names that ``step_name`` gives.
         problem_of_stock: why a directory of such a name, without a manifest, cannot be used; "" if another tool may have
             written it. None when only ours count.
@@ -135,7 +135,7 @@ def list_files(
     A folder below it that a job holds, or held, for itself has an order of its own and is left out.
 
     Args:
-        root: where to look.
+        workspace: where to look.
         suffix: how their names end.
         is_directory: which directories of such a name are checkpoints although they have no manifest of ours.
         on_error: told of a file or folder that cannot be looked at, which is then left out; None to raise instead.

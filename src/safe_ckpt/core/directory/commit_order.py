@@ -1,8 +1,8 @@
 """The place in the order of commits of a file that is saved past a running pipeline.
 
-Nothing is listed for it. All numbers are at least the clock's, see ``workspace.sequence_after``, so that those that were given out
-without knowing of each other can be compared. What a directory's jobs committed is in the record that lies in its hidden
-folder, and such a file is noted down there, too: with it a clock that goes back changes no order.
+Nothing is listed for it. All numbers are at least the clock's, see ``workspace.sequence_after``, so that those that were
+given out without knowing of each other can be compared. What a directory's jobs committed is in the record that lies in
+its hidden folder, and such a file is noted down there, too: with it a clock that goes back changes no order.
 """
 
 from __future__ import annotations

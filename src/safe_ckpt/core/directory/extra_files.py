@@ -26,7 +26,7 @@ def open_folder(coordinator: Coordinator, workspace: Workspace, key: str, timeou
 
     Args:
         coordinator: where the ranks meet.
-        root: the directory that is held.
+        workspace: the directory that is held.
         key: unique to the save, equal on all ranks.
         timeout_s: how long to wait for the others.
 

@@ -137,7 +137,7 @@ def agree_parts(
         engine: where the ranks meet.
         sources: see ``consolidate_offloaded``.
         ignore: the same.
-        root: holds what an earlier attempt copied; None when that is not wanted.
+        workspace: holds what an earlier attempt copied; None when that is not wanted.
         prefix: of every path, with a slash at its end.
         destination: must not lie in a source, nor a source in it; None when that cannot be.
 

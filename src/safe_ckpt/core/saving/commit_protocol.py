@@ -51,8 +51,8 @@ class CommitProtocol:
     """Runs one save on one rank, on the background thread.
 
     Args:
-        op: the save.
-        board: where the ranks tell each other how it goes.
+        job: the save.
+        two_phase: where the ranks tell each other how it goes.
         writer: writes this rank's files.
         config: settings.
         rank: this rank.

@@ -210,7 +210,7 @@ class Engine:
         """Have rank 0 look at what lies in a directory that was just taken. Every rank calls this.
 
         Args:
-            root: the directory; given back if this fails. Held and not known, its order of commits would begin anew.
+            workspace: the directory; given back if this fails. Held and not known, its order of commits would begin anew.
             view: what must be equal on all ranks.
             look: what rank 0 does.
             kind: the name of the step.

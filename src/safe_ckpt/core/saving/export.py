@@ -29,7 +29,7 @@ class Exporter:
 
     Args:
         engine: where the ranks meet.
-        roots: where directories are held.
+        workspaces: where directories are held.
     """
 
     def __init__(self, engine: Engine, workspaces: HeldDirectories) -> None:

@@ -47,7 +47,7 @@ class SaveRequest:
     """One save as an adapter asks for it, on one rank.
 
     Attributes:
-        root: the directory that is held.
+        workspace: the directory that is held.
         path: the final name.
         kind: whether ``path`` becomes a directory with a manifest in it or a single file.
         step: the training step.
@@ -60,7 +60,7 @@ class SaveRequest:
         view: what else must be equal on all ranks.
         same: the same, but known only where planning went well: compared when no rank has an ``error``.
         retain: what to delete after the commit.
-        deferral: which tensors may be copied after ``save`` has returned; None for none.
+        overlap_plan: which tensors may be copied after ``save`` has returned; None for none.
         begun: a folder from ``extras.open_folder`` that already holds files of the checkpoint; None for none.
         carry: which files in a directory of this name, of those that no save of ours wrote, go along to the new one.
         patient: wait for saves that are in flight, also where ``on_busy`` says to skip.

@@ -73,7 +73,7 @@ def choose(
 
     Args:
         engine: where the ranks meet.
-        root: the directory that is held.
+        workspace: the directory that is held.
         list_candidates: lists what there is; called on rank 0.
         load: reads a candidate; called on every rank.
         view: what else must be equal on all ranks.

@@ -35,10 +35,10 @@ class StagingCopy:
 
     Args:
         name: of the checkpoint, for messages.
-        arena: filled with everything but the tensors already.
+        buffer: filled with everything but the tensors already.
         moves: in the order of their offsets.
         end: where the last file image ends, to the byte.
-        witness: tells of what changed although it should not have; None when nothing is deferred.
+        detector: tells of what changed although it should not have; None when nothing is deferred.
         cuda: the devices; None for those of this machine.
 
     Attributes:

@@ -46,7 +46,7 @@ class DeviceCopies:
     """The part of one snapshot that comes from devices.
 
     Args:
-        arena: filled.
+        buffer: filled.
         cuda: the devices.
     """
 

@@ -48,11 +48,11 @@ def lay_out(
 
     Args:
         images: the planned files.
-        arena: where to; holds nothing else.
+        buffer: where to; holds nothing else.
         folder: the staging directory that the files will be written to.
         manifest: goes into files that carry their manifest inside.
         name: of the checkpoint, for messages.
-        deferral: which tensors may be copied later; None for none.
+        overlap_plan: which tensors may be copied later; None for none.
 
     Raises:
         NotEnoughSpaceError: the machine has not that much memory left.

@@ -49,7 +49,7 @@ class WriteJob:
     Attributes:
         name: of the checkpoint, for messages.
         rank: the same.
-        arena: holds the images of ``files``; None when there are only copies.
+        buffer: holds the images of ``files``; None when there are only copies.
         files: to be written from the arena.
         copies: files to be copied.
         record: see ``copier.copy_files``.

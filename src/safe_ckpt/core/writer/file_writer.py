@@ -46,7 +46,7 @@ def write_file(
 
     Args:
         task: what and where.
-        arena: the memory that holds its image, or will.
+        buffer: the memory that holds its image, or will.
         options: how.
         progress: told of every step; while there is nothing to write yet, of none.
         ready: tells how far the arena is filled; None when all of it is.
