@@ -179,16 +179,16 @@ def test_other_tools_read_and_write_beside_us(tmp_path):
 LOST = """
     import signal, time
     if __name__ == "__main__":
-        from safe_ckpt.core import exchange
+        from safe_ckpt.core.sharding import gather_transport
         rank = int(os.environ.get("LOCAL_RANK", 0))
-        real, calls = exchange.to_rank_0, []
+        real, calls = gather_transport.to_rank_0, []
         def stop(*args, **more):
             calls.append(1)
             if rank == 1 and len(calls) > 2:
                 (folder / "pid").write_text(str(os.getpid()))
                 os.kill(os.getpid(), signal.SIGSTOP)
             return real(*args, **more)
-        exchange.to_rank_0 = stop
+        gather_transport.to_rank_0 = stop
         begun = time.monotonic()
         try:
             fit(folder, "full", 9)

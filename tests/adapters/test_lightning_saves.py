@@ -578,14 +578,14 @@ def test_killed_between_commit_and_link(tmp_path, last):
         sys.path[:0] = {sys.path!r}
         from pathlib import Path
         import test_lightning_saves as t
-        from safe_ckpt.core import commit
-        real = commit.publish_link
+        from safe_ckpt.core.storage import durable
+        real = durable.publish_link
         def publish_link(existing, staged, link, aside):
             if "step=9" in str(existing):
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(existing, staged, link, aside)
         if sys.argv[1] == "kill":
-            commit.publish_link = publish_link
+            durable.publish_link = publish_link
         folder = Path({str(tmp_path / "exp")!r})
         made, callback, module = t.fit(folder, resume="auto", filename="{{step}}", save_last={last!r})
         if sys.argv[1] == "go":

@@ -213,9 +213,9 @@ def test_no_descriptor_left_is_named():
     code = """
         import os, resource
         import torch.distributed as dist
-        from safe_ckpt.core import meeting, network, ranks
+        from safe_ckpt.core.coordination import network, process_groups, rendezvous
         listening = network.listen("127.0.0.1", 0)
-        connect = meeting._Connector(["127.0.0.1"], listening.getsockname()[1], "token", "secret")
+        connect = rendezvous._Connector(["127.0.0.1"], listening.getsockname()[1], "token", "secret")
         network.CONNECT_S = 1.0
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
         held = []
