@@ -205,9 +205,9 @@ def _job(rank, folder):
 
 def copied_in(destination):
     """The names of the folders of ranks of which something is being copied."""
-    return {
-        path.name for path in (hidden(destination) / "staging").glob(f"*/{destination.name}/*") if any(path.iterdir())
-    }
+    with contextlib.suppress(FileNotFoundError):  # it is being renamed
+        return {file.parent.name for file in (hidden(destination) / "staging").glob(f"*/{destination.name}/*/*")}
+    return set()
 
 
 def stop_and_kill(folder, ranks):
