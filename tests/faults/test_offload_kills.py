@@ -1,5 +1,6 @@
 """Consolidating offloaded folders while ranks, or the whole job, are killed: one call's files or another's, never a mix."""
 
+import contextlib
 import json
 import os
 import random
