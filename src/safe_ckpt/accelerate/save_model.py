@@ -24,7 +24,7 @@ from huggingface_hub import (
 from safe_ckpt.accelerate import offloaded_models, strategies
 from safe_ckpt.accelerate.directories import CheckpointDirectory
 from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
-from safe_ckpt.core.formats import file_plan, hugging_face
+from safe_ckpt.core.formats import file_plan, hugging_face, safetensors, torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.saving import export
@@ -137,12 +137,12 @@ def _images(state: Mapping[str, LazyTensor | torch.Tensor], most_bytes: int, opt
             filename_pattern=utils.SAFE_WEIGHTS_PATTERN_NAME,
             max_shard_size=most_bytes,
         )
-        return _files(lazies, split, file_plan.named_safetensors_image, utils.SAFE_WEIGHTS_NAME)
+        return _files(lazies, split, safetensors.named_safetensors_image, utils.SAFE_WEIGHTS_NAME)
     fetched = _fetched(state)
     split = split_torch_state_dict_into_shards(
         fetched, filename_pattern=utils.WEIGHTS_PATTERN_NAME, max_shard_size=most_bytes
     )
-    archive = functools.partial(file_plan.torch_image, strict=False, key="model")
+    archive = functools.partial(torch_archive.torch_image, strict=False, key="model")
     return _files(fetched, split, archive, utils.WEIGHTS_NAME)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 
 from safe_ckpt.core.coordination.coordinator import raise_first
-from safe_ckpt.core.formats import file_plan
+from safe_ckpt.core.formats import torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.sharding import wholes
@@ -91,5 +91,5 @@ def _whole(engine: Engine, states: Mapping[str, Any], problem: Exception | None)
     for folder, state in found.items():
         (inner,) = state.values()
         name = f"{folder.removesuffix('_0')}.bin"  # as Accelerate: the first one has no number
-        planned.append(file_plan.torch_image(name, inner, strict=False, key=name))
+        planned.append(torch_archive.torch_image(name, inner, strict=False, key=name))
     return planned

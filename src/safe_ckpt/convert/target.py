@@ -18,8 +18,9 @@ from safe_ckpt.checkpointer import Checkpointer
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.directory.catalog import WEIGHTS
 from safe_ckpt.core.formats import hugging_face
-from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, single, torch_image
+from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, single
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest
+from safe_ckpt.core.formats.torch_archive import torch_image
 from safe_ckpt.core.saving import export
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import HeldDirectories

@@ -21,7 +21,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.utils import groups
 
 from safe_ckpt.adapters.patch import Patch
-from safe_ckpt.core.formats import file_plan
+from safe_ckpt.core.formats import torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.errors import StateError
 
@@ -131,7 +131,7 @@ class Listener(CheckpointEngine):  # type: ignore[misc]
         name = os.path.relpath(path, self._folder)
         if os.path.dirname(name):
             raise StateError(key=name, message="DeepSpeed writes it to a folder of its own, which is not covered")
-        self._found.images.append(file_plan.torch_image(name, state_dict, strict=False, key=name))
+        self._found.images.append(torch_archive.torch_image(name, state_dict, strict=False, key=name))
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """As the engine's own."""

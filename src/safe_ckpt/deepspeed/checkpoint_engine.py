@@ -18,7 +18,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.agreed_config import config_of_all
-from safe_ckpt.core.formats import file_plan
+from safe_ckpt.core.formats import torch_archive
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.formats.verify import verify_entry
 from safe_ckpt.core.saving.engine import Engine
@@ -152,7 +152,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         try:
             if target.parent != self._open.path:
                 raise ConfigError(key=f"save: {path}", message=f"expected a file in {self._open.path}")
-            self._open.parts.add(file_plan.torch_image(target.name, state_dict, strict=False, key=target.name))
+            self._open.parts.add(torch_archive.torch_image(target.name, state_dict, strict=False, key=target.name))
         except BaseException as error:
             if isinstance(error, StateError | NotEnoughSpaceError):
                 error.rank = self._core.rank

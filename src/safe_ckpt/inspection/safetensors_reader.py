@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt.core.formats.json_text import parse_json
-from safe_ckpt.core.formats.safetensors import ALIASES_KEY, DTYPES, STRIDES_KEY, VERSIONS_KEY
+from safe_ckpt.core.formats.safetensors_names import ALIASES_KEY, DTYPES, STRIDES_KEY, VERSIONS_KEY
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError
 from safe_ckpt.inspection.files import Window
 from safe_ckpt.inspection.tensors import ITEM_BYTES, Content, Entry, Piece, Value

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.core.coordination.coordinator import raise_first
-from safe_ckpt.core.formats import file_plan
+from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.storage.copier import FileCopy
@@ -67,7 +67,7 @@ def images(
     if found is None or error is not None:
         return Files(error=error)
     try:
-        image = file_plan.torch_image(path.name, found, strict=False, key="checkpoint")
+        image = torch_archive.torch_image(path.name, found, strict=False, key="checkpoint")
     except Exception as problem:
         return Files(error=problem)
     return Files([file_plan.single(image, path.name)])

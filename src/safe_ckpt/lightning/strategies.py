@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.core.formats import file_plan
+from safe_ckpt.core.formats import torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.formats.verify import verify_share
@@ -97,7 +97,7 @@ def split(checkpoint: Mapping[str, Any], form: Layout) -> tuple[dict[str, Any], 
 
 def meta_image(rest: Mapping[str, Any]) -> FilePlan:
     """The file for what is not sharded."""
-    return file_plan.torch_image(META, dict(rest), strict=False, key="checkpoint")
+    return torch_archive.torch_image(META, dict(rest), strict=False, key="checkpoint")
 
 
 def whole(engine: Engine, trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any] | None:

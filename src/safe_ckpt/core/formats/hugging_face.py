@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 import torch
 
-from safe_ckpt.core.formats.file_plan import SAFETENSORS_DTYPES, FilePlan, LazyTensor, named_safetensors_image
+from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
+from safe_ckpt.core.formats.safetensors import SAFETENSORS_DTYPES, named_safetensors_image
 from safe_ckpt.errors import ConfigError, StateError
 
 STEM = "model"

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from safe_ckpt.core.formats import file_plan, parsing
+from safe_ckpt.core.formats import file_plan, safetensors, torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest
 from safe_ckpt.core.sharding import dtensor
@@ -213,11 +213,11 @@ def _plan_item(name: str, inner: Any, form: str, rank: int | None) -> Item:
 
 
 def _image(stem: str, inner: Any, key: str) -> FilePlan:
-    if file_plan.fits_safetensors(inner):
-        return file_plan.safetensors_image(f"{stem}.safetensors", inner)
+    if safetensors.fits_safetensors(inner):
+        return safetensors.safetensors_image(f"{stem}.safetensors", inner)
     if file_plan.is_exact_json(inner):
         return file_plan.json_image(f"{stem}.json", inner)
-    return file_plan.torch_image(f"{stem}.pt", inner, strict=True, key=key)
+    return torch_archive.torch_image(f"{stem}.pt", inner, strict=True, key=key)
 
 
 def files_for(manifest: Manifest, state: Mapping[str, Any], *, rank: int, path: Path) -> dict[str, str]:
@@ -274,8 +274,8 @@ def load_file(folder: Path, entry: FileEntry, item: Mapping[str, Any], name: str
         message = f"its {found} bytes are not the {entry.size_bytes} that were written"
         raise CorruptCheckpointError(path=str(folder), file=entry.path, message=message)
     if file.suffix == ".json":
-        return parsing.parse_json(memory, entry.size_bytes)
-    parse = parsing.parse_safetensors if file.suffix == ".safetensors" else parsing.parse_archive
+        return file_plan.parse_json(memory, entry.size_bytes)
+    parse = safetensors.parse_safetensors if file.suffix == ".safetensors" else torch_archive.parse_archive
     loaded = parse(memory, entry.size_bytes)
     return loaded[name] if item["form"] == "tensor" else loaded
 
