@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 from safe_ckpt.core.formats.write_task import WriteTask
-from safe_ckpt.core.storage import direct_io, durable, reader, space
+from safe_ckpt.core.storage import direct_io, durable, reader
 from safe_ckpt.core.storage.direct_io import WriteOptions
 from safe_ckpt.core.writer.file_writer import write_file
 from safe_ckpt.testing import FaultyStorage
@@ -203,8 +203,8 @@ def test_calls_that_some_file_systems_do_not_know(tmp_path, syscall):
 
 def test_a_size_of_zeros_is_no_full_disk(tmp_path):
     """``statfs`` with zeros, or without an answer: saves are made."""
-    assert space.judge_free(0, 0) is None
-    assert space.judge_free(1000, 0) == 0
+    assert durable.judge_free(0, 0) is None
+    assert durable.judge_free(1000, 0) == 0
     (tmp_path / "job.py").write_text(textwrap.dedent(REPLACES))
     for how in ("error=ENOSYS", "retval=0"):  # without the call the answer stays what it was: zeros
         command = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", "trace=statfs,fstatfs", "-e"]

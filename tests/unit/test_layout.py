@@ -15,8 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safe_ckpt.core.formats import file_plan, safetensors, safetensors_names, torch_archive
+from safe_ckpt.core.formats import file_plan, safetensors_names, torch_archive
 from safe_ckpt.core.formats.manifest import RECORD_NAME, archive_digest, read_manifest
+from safe_ckpt.core.formats.safetensors import fits_safetensors, safetensors_image
 from safe_ckpt.core.formats.verify import verify, verify_if_ours
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
@@ -176,8 +177,8 @@ def test_any_tensor_round_trips(tmp_path_factory, dtype, shape, skip, transpose)
     tensor = tensor.transpose(0, -1) if transpose and len(shape) > 1 else tensor
     folder = tmp_path_factory.mktemp("x")
     same(tensor, torch.load(torch_file({"t": tensor}, folder), weights_only=True)["t"])
-    if safetensors.fits_safetensors({"t": tensor}):
-        file, _ = write(safetensors.safetensors_image("x.safetensors", {"t": tensor}), folder)
+    if fits_safetensors({"t": tensor}):
+        file, _ = write(safetensors_image("x.safetensors", {"t": tensor}), folder)
         found = safetensors.torch.load_file(file)["t"]
         assert found.dtype == dtype
         assert bits(found).equal(bits(tensor))
@@ -263,8 +264,8 @@ def test_safetensors_is_read_by_its_own_library(tmp_path):
     tied = torch.randn(4, 4)
     tensors = {"b": tied, "a": tied, "half": torch.ones(3, dtype=torch.float16), "flag": torch.tensor([True]),
                "image": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), "none": torch.empty(0)}  # fmt: skip
-    assert safetensors.fits_safetensors(tensors)
-    file, _ = write(safetensors.safetensors_image("x.safetensors", tensors), tmp_path)
+    assert fits_safetensors(tensors)
+    file, _ = write(safetensors_image("x.safetensors", tensors), tmp_path)
     loaded = safetensors.torch.load_file(file)
     assert set(loaded) == {"b", "half", "flag", "image", "none"}
     for name in loaded:
@@ -290,14 +291,14 @@ def test_safetensors_is_read_by_its_own_library(tmp_path):
 )
 def test_safetensors_is_chosen_only_where_it_is_exact(data, fits):
     """A dict goes to safetensors exactly when that format can hold it without loss."""
-    assert safetensors.fits_safetensors(data) is fits
+    assert fits_safetensors(data) is fits
 
 
 def test_overlapping_tensors_do_not_go_to_safetensors():
     """Partly shared memory cannot be expressed there."""
     base = torch.arange(10)
-    assert not safetensors.fits_safetensors({"a": base[:6], "b": base[4:]})
-    assert safetensors.fits_safetensors({"a": base, "b": base})
+    assert not fits_safetensors({"a": base[:6], "b": base[4:]})
+    assert fits_safetensors({"a": base, "b": base})
 
 
 @pytest.mark.parametrize(

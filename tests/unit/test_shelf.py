@@ -188,7 +188,7 @@ def test_ctrl_c_ends_a_verification(tmp_path):
 import os, signal, sys, threading
 from pathlib import Path
 from safe_ckpt.inspection.check import Task, judge
-from safe_ckpt.inspection.scanning import scan
+from safe_ckpt.core.storage.reader import scan
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 file = Path(sys.argv[1])
 def job(told):

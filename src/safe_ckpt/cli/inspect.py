@@ -22,7 +22,6 @@ from safe_ckpt.cli.output import (
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.errors import SafeCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection.content import read_content
-from safe_ckpt.inspection.equality import same
 from safe_ckpt.inspection.files import walk
 from safe_ckpt.inspection.kinds import kind_of
 from safe_ckpt.inspection.listing import find_shelf
@@ -147,6 +146,8 @@ def _compare(first: Content, second: Content, *, as_json: bool) -> bool:
 
 
 def _different_values(first: Content, second: Content) -> list[dict[str, Any]]:
+    from safe_ckpt.inspection.values import same
+
     here, there = ({value.name: value for value in content.values} for content in (first, second))
     rows: list[dict[str, Any]] = []
     for name in sorted({*here, *there}):

@@ -12,9 +12,8 @@ import typer
 from safe_ckpt.cli.output import CANNOT_TELL, DAMAGED, AsJson, Directory, print_json, say
 from safe_ckpt.core.directory.catalog import Candidate, newest_first
 from safe_ckpt.errors import DirectoryError, SafeCheckpointError
-from safe_ckpt.inspection.check import judge, plan
+from safe_ckpt.inspection.check import Verdict, judge, plan
 from safe_ckpt.inspection.listing import Listing, find_shelf, look_inside
-from safe_ckpt.inspection.verdict import Verdict
 
 _ATTEMPTS = 5
 

@@ -23,9 +23,8 @@ from safe_ckpt.cli.output import (
 )
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.errors import DirectoryError, SafeCheckpointError, UnsupportedFormatError
-from safe_ckpt.inspection.check import Task, judge, plan
+from safe_ckpt.inspection.check import Judgement, Task, Verdict, judge, plan
 from safe_ckpt.inspection.listing import find_shelf
-from safe_ckpt.inspection.verdict import Judgement, Verdict
 from safe_ckpt.text import bytes_text
 
 _MOST_NAMES = 8

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt.errors import StateError, UnsupportedFormatError
-from safe_ckpt.inspection.objects import Global, Opaque, Ordered
+from safe_ckpt.inspection.pickle_objects import Global, Opaque, Ordered
 from safe_ckpt.inspection.structure import tensors_in
 from safe_ckpt.inspection.tensors import Entry, describe
 

@@ -26,9 +26,9 @@ from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import HeldDirectories
 from safe_ckpt.core.saving.request import SaveRequest
 from safe_ckpt.core.storage import durable
+from safe_ckpt.core.storage.reader import scan
 from safe_ckpt.errors import ConfigError, DirectoryError
 from safe_ckpt.inspection.files import walk
-from safe_ckpt.inspection.scanning import scan
 from safe_ckpt.inspection.tensors import Entry
 from safe_ckpt.inspection.values import Mapped
 

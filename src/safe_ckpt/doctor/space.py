@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
-from safe_ckpt.core.storage import space as disk
+from safe_ckpt.core.storage import durable as disk
 from safe_ckpt.doctor.examined import Examined
 from safe_ckpt.doctor.finding import Finding, fail, ok, refused, skipped, warn
 from safe_ckpt.text import bytes_text

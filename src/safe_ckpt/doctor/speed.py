@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-from safe_ckpt.core.storage import space
+from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.checksum import crc32
 from safe_ckpt.core.storage.direct_io import create_file
 from safe_ckpt.doctor.examined import Examined
@@ -49,7 +49,7 @@ class Pass:
 
 def throughput(examined: Examined) -> list[Finding]:
     """Write a file directly and through the page cache, each with its fsync, and read it back from the disk."""
-    free, wanted = space.free_bytes(examined.existing), examined.options.probe_bytes
+    free, wanted = durable.free_bytes(examined.existing), examined.options.probe_bytes
     wanted = (wanted if free is None else min(wanted, free // 10)) // _BLOCK_BYTES * _BLOCK_BYTES
     if wanted <= 0:
         return [skipped("speed", "not measured: --mebibytes 0, or too little space")]

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from safe_ckpt.core.formats.json_text import MOST_BYTES, parse_json
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, MOST_BYTES, parse_json
 from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection import dcp_reader, safetensors_reader, torch_reader
 from safe_ckpt.inspection.files import Found, Window, walk

@@ -11,7 +11,7 @@ from typing import Any
 
 from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.inspection.files import Window, inside
-from safe_ckpt.inspection.objects import Global, Opaque
+from safe_ckpt.inspection.pickle_objects import Global, Opaque
 from safe_ckpt.inspection.pickle_reader import MOST_BYTES, read_pickle
 from safe_ckpt.inspection.tensors import Content, Entry, Piece
 from safe_ckpt.inspection.torch_reader import Archive, content_of, looks_like_archive, open_archive

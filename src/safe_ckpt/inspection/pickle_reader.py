@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from safe_ckpt.errors import HostileCheckpointError, UnsupportedFormatError
-from safe_ckpt.inspection.objects import Global, Opaque, Ordered
-from safe_ckpt.inspection.pickle_objects import DICTS, key_of, made_of, pairs_of, storage_of
+from safe_ckpt.inspection.pickle_objects import DICTS, Global, Opaque, Ordered, key_of, made_of, pairs_of, storage_of
 
 MOST_BYTES = 64 << 20
 """A larger pickle is refused: 20,000 tensors take 4 MiB."""

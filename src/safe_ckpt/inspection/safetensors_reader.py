@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.core.formats.json_text import parse_json
+from safe_ckpt.core.formats.manifest import parse_json
 from safe_ckpt.core.formats.safetensors_names import ALIASES_KEY, DTYPES, STRIDES_KEY, VERSIONS_KEY
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError
 from safe_ckpt.inspection.files import Window

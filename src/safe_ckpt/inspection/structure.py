@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.core.formats.json_text import MOST_BYTES, parse_json
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, MOST_BYTES, parse_json
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection import dcp_reader, safetensors_reader, torch_reader
 from safe_ckpt.inspection.content import stem_of
 from safe_ckpt.inspection.files import Found, Window, inside, walk
-from safe_ckpt.inspection.objects import Ordered, Tensor
+from safe_ckpt.inspection.pickle_objects import Ordered, Tensor
 from safe_ckpt.inspection.tensors import Entry
 
 _MOST_NODES = 2_000_000

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from safe_ckpt.core.storage.reader import Span
 from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.inspection.files import Readable
-from safe_ckpt.inspection.objects import Storage, Tensor
+from safe_ckpt.inspection.pickle_objects import Storage, Tensor
 from safe_ckpt.inspection.pickle_reader import MOST_BYTES, read_pickle, read_pickles
-from safe_ckpt.inspection.scanning import Span
 from safe_ckpt.inspection.tensors import ITEM_BYTES, Content, Entry, Piece, Value, describe, leaves
 from safe_ckpt.inspection.zip_reader import Member, is_archive, read_members
 

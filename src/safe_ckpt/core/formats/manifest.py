@@ -27,10 +27,36 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from safe_ckpt.core.formats.json_text import MOST_BYTES, parse_json
 from safe_ckpt.core.formats.zip_archive import COMMENT_BYTES, COMMENT_PREFIX
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, StateError, UnsupportedFormatError
+
+MOST_BYTES = 64 << 20
+_MOST_VALUES = 3_000_000  # each takes some 60 to 100 bytes in memory
+
+
+def parse_json(text: bytes) -> Any:
+    """Parse it.
+
+    Raises:
+        ValueError: it is no JSON, has one key twice in one object, or is larger than any checkpoint needs.
+    """
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"{len(text)} bytes are too many")
+    if sum(text.count(mark) for mark in (b",", b"[", b"{")) > _MOST_VALUES:
+        raise ValueError(f"more than {_MOST_VALUES} values are too many")
+    try:
+        return json.loads(text, object_pairs_hook=_without_twins)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands in it twice")
+    return found
+
 
 FORMAT = "safe_ckpt"
 FORMAT_VERSION = 1

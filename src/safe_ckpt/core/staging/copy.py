@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from safe_ckpt.core.cuda import Cuda
 from safe_ckpt.core.staging.buffer import SharedBuffer
-from safe_ckpt.core.staging.detector import MutationDetector
 from safe_ckpt.core.staging.device_copies import DeviceCopies, TensorCopy
+from safe_ckpt.core.staging.overlap import MutationDetector
 from safe_ckpt.errors import SaveError
 
 if TYPE_CHECKING:
