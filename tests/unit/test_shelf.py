@@ -188,11 +188,11 @@ def test_ctrl_c_ends_a_verification(tmp_path):
 import os, signal, sys, threading
 from pathlib import Path
 from safe_ckpt.inspection.check import Task, judge
-from safe_ckpt.core.storage.reader import scan
+from safe_ckpt.core.storage.reader import digest_of
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 file = Path(sys.argv[1])
 def job(told):
-    scan(file, file.stat().st_size, progress=lambda count: (print("reading", flush=True), told(count)), whole=True)
+    digest_of(file, file.stat().st_size, progress=lambda count: (print("reading", flush=True), told(count)))
 try:
     judge([Task(path=file, kind="x", size_bytes=1, jobs=[job])])
 except KeyboardInterrupt:

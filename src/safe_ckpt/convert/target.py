@@ -26,7 +26,7 @@ from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import HeldDirectories
 from safe_ckpt.core.saving.request import SaveRequest
 from safe_ckpt.core.storage import durable
-from safe_ckpt.core.storage.reader import scan
+from safe_ckpt.core.storage.reader import digest_of
 from safe_ckpt.errors import ConfigError, DirectoryError
 from safe_ckpt.inspection.files import walk
 from safe_ckpt.inspection.tensors import Entry
@@ -103,7 +103,7 @@ def write_dcp(path: Path, state: Mapping[str, Any]) -> CheckpointInfo:
 def _manifest_of(folder: Path, name: str) -> Manifest:
     entries = []
     for file in walk(folder):
-        digest, _ = scan(file.path, file.size_bytes, whole=True)
+        digest = digest_of(file.path, file.size_bytes, cached=None)
         entries.append(FileEntry(path=file.name, size_bytes=file.size_bytes, xxh3_128=digest, rank=0))
     return Manifest(
         name=name,

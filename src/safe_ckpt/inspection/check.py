@@ -20,9 +20,9 @@ from safe_ckpt.core.formats.manifest import (
     parse_json,
     read_manifest,
 )
-from safe_ckpt.core.formats.zip_archive import COMMENT_BYTES
-from safe_ckpt.core.storage.reader import Progress, Span, scan
-from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from safe_ckpt.core.formats.verify import UNEQUAL, verify_archive, verify_entry
+from safe_ckpt.core.storage.reader import ReadProgress, Span, wrong_spans
+from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection import dcp_reader, torch_reader
 from safe_ckpt.inspection.files import Found, Window, inside, walk
 from safe_ckpt.inspection.kinds import kind_of
@@ -31,7 +31,6 @@ from safe_ckpt.inspection.zip_reader import read_members
 
 State = Literal["valid", "damaged", "cannot tell"]
 NO_CHECKSUMS = "carries no checksums"
-UNEQUAL = "its bytes are not those that were written"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +88,8 @@ def damaged(file: str, reason: str, *, size: int = 0, names: tuple[str, ...] = (
     return Judgement(file=file, state="damaged", reason=reason, names=names, size_bytes=size)
 
 
-def untold(file: str, reason: str, *, size: int, covered: int = 0) -> Judgement:
-    """Nothing is wrong as far as can be told."""
+def unverifiable(file: str, reason: str, *, size: int, covered: int = 0) -> Judgement:
+    """No damage was found, but part of the data carries no checksums and could not be verified."""
     return Judgement(file=file, state="cannot tell", reason=reason, size_bytes=size, covered_bytes=covered)
 
 
@@ -99,7 +98,7 @@ def of_error(error: CorruptCheckpointError | UnsupportedFormatError, file: str =
     return damaged(file or getattr(error, "file", "") or Path(error.path).name, error.message)
 
 
-Job = Callable[["Progress | None"], Judgement]
+Job = Callable[[ReadProgress | None], Judgement]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +134,7 @@ def plan(path: Path, *, follow_symlinks: bool = False) -> Task:
         return Task(path=path, kind="unreadable", size_bytes=0, jobs=[_known(of_error(error, told_by))])
 
 
-def judge(tasks: Iterable[Task], *, progress: Progress | None = None) -> list[Verdict]:
+def judge(tasks: Iterable[Task], *, progress: ReadProgress | None = None) -> list[Verdict]:
     """Read everything, several files at a time. One verdict per task.
 
     Raises:
@@ -143,7 +142,7 @@ def judge(tasks: Iterable[Task], *, progress: Progress | None = None) -> list[Ve
     """
     tasks, stop = list(tasks), threading.Event()
 
-    def told(count: int) -> None:
+    def report(count: int) -> None:
         if stop.is_set():
             raise InterruptedError(errno.EINTR, "interrupted")
         if progress is not None:
@@ -151,7 +150,7 @@ def judge(tasks: Iterable[Task], *, progress: Progress | None = None) -> list[Ve
 
     with ThreadPoolExecutor(max(2, min(8, os.cpu_count() or 2)), thread_name_prefix="safe_ckpt-verify") as pool:
         try:
-            futures = [[pool.submit(job, told) for job in task.jobs] for task in tasks]
+            futures = [[pool.submit(job, report) for job in task.jobs] for task in tasks]
             return [
                 Verdict(path=task.path, kind=task.kind, files=tuple(f.result() for f in found), remarks=task.remarks)
                 for task, found in zip(tasks, futures, strict=True)
@@ -173,7 +172,7 @@ def _ours(path: Path, *, follow_symlinks: bool) -> Task | None:
         with contextlib.suppress(UnsupportedFormatError):  # a file out of a directory has its manifest there
             read_manifest(path)
         size = path.stat().st_size
-        return Task(path=path, kind="safe_ckpt file", size_bytes=size, jobs=[lambda told: _archive(path, told)])
+        return Task(path=path, kind="safe_ckpt file", size_bytes=size, jobs=[lambda progress: _archive(path, progress)])
     if not (path / MANIFEST_NAME).exists():
         return None
     manifest = read_manifest(path)
@@ -187,29 +186,27 @@ def _ours(path: Path, *, follow_symlinks: bool) -> Task | None:
 
 
 def _entry(folder: Path, entry: FileEntry) -> Job:
-    def job(told: Progress | None) -> Judgement:
-        file = folder / entry.path
+    def job(progress: ReadProgress | None) -> Judgement:
         try:
-            with Window(file) as window:
-                size = window.size
-        except FileNotFoundError:
+            verify_entry(folder, entry, cached=None, links=True, progress=progress)
+        except IncompleteCheckpointError:
             if not folder.exists():
                 raise FileNotFoundError(errno.ENOENT, "was deleted meanwhile", str(folder)) from None
             return damaged(entry.path, "is missing", size=entry.size_bytes)
         except CorruptCheckpointError as error:
+            if error.message == UNEQUAL:
+                return _located(folder, entry.path, entry.size_bytes)
             return of_error(error, entry.path)
-        if size != entry.size_bytes:
-            return damaged(entry.path, f"has {size} bytes instead of {entry.size_bytes}", size=size)
-        digest, _ = scan(file, size, progress=told, whole=True)
-        return valid(entry.path, size) if digest == entry.xxh3_128 else _located(folder, entry.path, size)
+        return valid(entry.path, entry.size_bytes)
 
     return job
 
 
-def _archive(path: Path, told: Progress | None) -> Judgement:
-    size, expected = path.stat().st_size, archive_digest(path)
-    digest, _ = scan(path, size - COMMENT_BYTES, progress=told, whole=True)
-    return valid(path.name, size) if digest == expected else _located(path.parent, path.name, size)
+def _archive(path: Path, progress: ReadProgress | None) -> Judgement:
+    try:
+        return valid(path.name, verify_archive(path, cached=None, progress=progress))
+    except CorruptCheckpointError:
+        return _located(path.parent, path.name, path.stat().st_size)
 
 
 def _located(folder: Path, name: str, size: int) -> Judgement:
@@ -248,7 +245,7 @@ def _others(path: Path, *, follow_symlinks: bool) -> Task:
 
 
 def _other(file: Found, metadata: Metadata) -> Job:
-    return lambda told: check_file(file, metadata, told)
+    return lambda progress: check_file(file, metadata, progress)
 
 
 def _missing(path: Path, files: Sequence[Found], known: dict[Path, Metadata]) -> list[tuple[str, str]]:
@@ -276,7 +273,7 @@ Metadata = dcp_reader.Directory | CorruptCheckpointError | UnsupportedFormatErro
 """What ``.metadata`` beside a file says; the error if it is damaged or too long; None where there is none."""
 
 
-def check_file(file: Found, metadata: Metadata, told: Progress | None) -> Judgement:
+def check_file(file: Found, metadata: Metadata, progress: ReadProgress | None) -> Judgement:
     """Read a file and judge it.
 
     Raises:
@@ -285,90 +282,96 @@ def check_file(file: Found, metadata: Metadata, told: Progress | None) -> Judgem
     name, size = file.name, file.size_bytes
     if not size:
         tensors = file.path.suffix in (*torch_reader.SUFFIXES, SUFFIX)
-        return damaged(name, "is empty") if tensors else untold(name, "is empty", size=0)
+        return damaged(name, "is empty") if tensors else unverifiable(name, "is empty", size=0)
     try:
         if file.path.name == dcp_reader.METADATA:
             if isinstance(metadata, CorruptCheckpointError):
                 return of_error(metadata, name)
             if isinstance(metadata, UnsupportedFormatError):
-                return untold(name, metadata.message, size=size)
-            return untold(name, f"its structure is in order, and it {NO_CHECKSUMS}", size=size)
-        return _by_suffix(file, metadata, told)
+                return unverifiable(name, metadata.message, size=size)
+            return unverifiable(name, f"its structure is in order, and it {NO_CHECKSUMS}", size=size)
+        return _by_suffix(file, metadata, progress)
     except CorruptCheckpointError as error:
         return of_error(error, name)
 
 
-def _by_suffix(file: Found, metadata: Metadata, told: Progress | None) -> Judgement:
+def _by_suffix(file: Found, metadata: Metadata, progress: ReadProgress | None) -> Judgement:
     suffix = file.path.suffix
     if suffix == ".distcp":
-        return _check_distcp(file, metadata, told)
+        return _check_distcp(file, metadata, progress)
     if suffix == SUFFIX:
         read_safetensors(file.path)
-        return untold(file.name, f"its header fits the file, and safetensors {NO_CHECKSUMS}", size=file.size_bytes)
-    return _check_json(file) if suffix == ".json" else _check_torch(file, told)
+        return unverifiable(
+            file.name, f"its header fits the file, and safetensors {NO_CHECKSUMS}", size=file.size_bytes
+        )
+    return _check_json(file) if suffix == ".json" else _check_torch(file, progress)
 
 
 def _check_json(file: Found) -> Judgement:
     if file.size_bytes > MOST_BYTES:
-        return untold(file.name, "is too large to be looked at", size=file.size_bytes)
+        return unverifiable(file.name, "is too large to be looked at", size=file.size_bytes)
     with Window(file.path) as window:
         text = window.read(0, window.size)
     try:
         parse_json(text)
     except ValueError as error:
         return damaged(file.name, f"is no JSON: {error}", size=file.size_bytes)
-    return untold(file.name, f"is JSON, which {NO_CHECKSUMS}", size=file.size_bytes)
+    return unverifiable(file.name, f"is JSON, which {NO_CHECKSUMS}", size=file.size_bytes)
 
 
-def _check_torch(file: Found, told: Progress | None) -> Judgement:
+def _check_torch(file: Found, progress: ReadProgress | None) -> Judgement:
     with Window(file.path) as window:
         if not torch_reader.looks_like_archive(window):
             return _check_old(file, window)
         try:
             archive = torch_reader.open_archive(window)
         except UnsupportedFormatError as error:
-            return _check_records(file, window, error, told)
-        _, bad = scan(file.path, window.size, archive.spans(), progress=told)
+            return _check_records(file, window, error, progress)
+        bad = wrong_spans(file.path, window.size, archive.spans(), progress)
         torch_reader.content_of(archive)
         names = tuple(torch_reader.names_in(archive, bad)) if bad else ()
     if bad:
         return damaged(file.name, UNEQUAL, size=file.size_bytes, names=names)
-    return _as_far_as_covered(file, file.size_bytes - archive.untold_bytes)
+    return _as_far_as_covered(file, file.size_bytes - archive.unverifiable_bytes)
 
 
-def _check_records(file: Found, window: Window, error: UnsupportedFormatError, told: Progress | None) -> Judgement:
+def _check_records(
+    file: Found, window: Window, error: UnsupportedFormatError, progress: ReadProgress | None
+) -> Judgement:
     """An archive of which only the structure cannot be looked at: its checksums can."""
     records = torch_reader.Archive(source=window, members=read_members(window), root=None)
-    _, bad = scan(file.path, window.size, records.spans(), progress=told)
+    bad = wrong_spans(file.path, window.size, records.spans(), progress)
     if bad:
         return damaged(file.name, UNEQUAL, size=file.size_bytes, names=tuple(torch_reader.names_in(records, bad)))
-    return untold(file.name, error.message, size=file.size_bytes, covered=file.size_bytes - records.untold_bytes)
+    return unverifiable(
+        file.name, error.message, size=file.size_bytes, covered=file.size_bytes - records.unverifiable_bytes
+    )
 
 
 def _as_far_as_covered(file: Found, covered: int) -> Judgement:
     size = file.size_bytes
     if covered == size:
         return valid(file.name, size)
-    return untold(file.name, f"{size - covered} of its bytes carry no checksums", size=size, covered=covered)
+    return unverifiable(file.name, f"{size - covered} of its bytes carry no checksums", size=size, covered=covered)
 
 
 def _check_old(file: Found, window: Window) -> Judgement:
     if file.path.suffix not in torch_reader.SUFFIXES:
-        return untold(file.name, f"is of no known format, and {NO_CHECKSUMS}", size=file.size_bytes)
+        return unverifiable(file.name, f"is of no known format, and {NO_CHECKSUMS}", size=file.size_bytes)
     try:
         found = torch_reader.read_old_file(window)
     except UnsupportedFormatError as error:
-        return untold(file.name, error.message, size=file.size_bytes)
+        return unverifiable(file.name, error.message, size=file.size_bytes)
     if found is None:
         return damaged(file.name, "is neither an archive nor a pickle", size=file.size_bytes)
-    return untold(file.name, f"is a plain pickle, which {NO_CHECKSUMS}", size=file.size_bytes)
+    return unverifiable(file.name, f"is a plain pickle, which {NO_CHECKSUMS}", size=file.size_bytes)
 
 
-def _check_distcp(file: Found, metadata: Metadata, told: Progress | None) -> Judgement:
+def _check_distcp(file: Found, metadata: Metadata, progress: ReadProgress | None) -> Judgement:
     size = file.size_bytes
     if not isinstance(metadata, dcp_reader.Directory):
         reason = "its .metadata is missing, damaged or too long, so that nothing says what is in it"
-        return untold(file.name, reason, size=size)
+        return unverifiable(file.name, reason, size=size)
     spans: list[Span] = []
     names: dict[int, str] = {}
     covered = 0
@@ -378,8 +381,8 @@ def _check_distcp(file: Found, metadata: Metadata, told: Progress | None) -> Jud
             if archive is not None:
                 spans += archive.spans()
                 names |= {span.start: item.name for span in archive.spans()}
-                covered += item.size - archive.untold_bytes
-        _, bad = scan(file.path, window.size, spans, progress=told)
+                covered += item.size - archive.unverifiable_bytes
+        bad = wrong_spans(file.path, window.size, spans, progress)
     if bad:
         return damaged(file.name, UNEQUAL, size=size, names=tuple(sorted({names[span.start] for span in bad})))
     return _as_far_as_covered(file, covered)

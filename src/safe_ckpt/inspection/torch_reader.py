@@ -29,20 +29,20 @@ class Archive:
 
     def spans(self) -> list[Span]:
         """The records' bytes within the file, with their checksums, where they have one."""
-        start, told = self.source.start, [member for member in self.members if not _is_untold(member)]
-        return [Span(start=start + m.data_offset, end=start + m.data_offset + m.size, crc=m.crc) for m in told]
+        start, known = self.source.start, [member for member in self.members if not _lacks_checksum(member)]
+        return [Span(start=start + m.data_offset, end=start + m.data_offset + m.size, crc=m.crc) for m in known]
 
     @property
-    def untold_bytes(self) -> int:
+    def unverifiable_bytes(self) -> int:
         """How many of its bytes have no checksum."""
-        return sum(member.size for member in self.members if _is_untold(member))
+        return sum(member.size for member in self.members if _lacks_checksum(member))
 
     def member(self, name: str) -> Member | None:
         """A record by its name behind the archive's own."""
         return next((member for member in self.members if member.name.partition("/")[2] == name), None)
 
 
-def _is_untold(member: Member) -> bool:
+def _lacks_checksum(member: Member) -> bool:
     # torch under ``skip_data``, and this package in the files of DCP, where their digest is in the manifest, leave it 0.
     return member.crc == 0 and member.size > 0
 

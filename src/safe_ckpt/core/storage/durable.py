@@ -316,9 +316,4 @@ def free_bytes(path: Path) -> int | None:
         if error.errno in _NOT_TOLD:
             return None
         raise
-    return judge_free(found.total, found.free)
-
-
-def judge_free(total_bytes: int, free_bytes: int) -> int | None:
-    """The same of figures. What is full has a size; what has no size says nothing."""
-    return free_bytes if total_bytes else None
+    return found.free if found.total else None  # what is full has a size; what has no size says nothing

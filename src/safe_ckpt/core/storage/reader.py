@@ -26,6 +26,19 @@ _AHEAD = 4  # reads under way at a time
 _DIRECT_FROM = 1 << 20  # below this the page cache is as good
 
 
+ReadProgress = Callable[[int], None]
+"""Called with the number of bytes that were read since the last call, on any thread."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Bytes ``start`` to ``end`` of a file, and the CRC-32 that they should have."""
+
+    start: int
+    end: int
+    crc: int
+
+
 def read_whole(file: Path, length: int) -> tuple[mmap.mmap, str]:
     """Read the first ``length`` bytes of a file into memory of their own.
 
@@ -48,24 +61,59 @@ def read_whole(file: Path, length: int) -> tuple[mmap.mmap, str]:
     return memory, digest.hexdigest()
 
 
-def digest_of(file: Path, length: int, *, cached: bool = False) -> str:
+def digest_of(file: Path, length: int, *, cached: bool | None = False, progress: ReadProgress | None = None) -> str:
     """xxh3-128 of the first ``length`` bytes, keeping no more than a few pieces in memory.
 
     Args:
         file: which one.
         length: how much of it.
-        cached: through the page cache, for a file that is read once more in a moment.
+        cached: through the page cache, for a file that is read once more in a moment; None if it is there already.
+        progress: told what was read.
 
     Raises:
-        OSError: it could not be read.
+        OSError: it could not be read. A file that is shorter gives another digest, not an error.
     """
     digest = xxhash.xxh3_128()
+    for piece in _pieces(file, length, cached=cached):
+        digest.update(piece)
+        if progress is not None:
+            progress(len(piece))
+    return digest.hexdigest()
+
+
+def wrong_spans(file: Path, size: int, spans: Sequence[Span], progress: ReadProgress | None = None) -> list[Span]:
+    """Read a file once and compare the CRC-32 of spans within it. Returns those that differ.
+
+    Args:
+        file: which one.
+        size: how many bytes of it.
+        spans: what to check in it; in order, without overlap.
+        progress: told what was read.
+
+    Raises:
+        CorruptCheckpointError: the file is shorter.
+        OSError: it could not be read; it is not treated as corrupt.
+    """
+    if spans and is_cached(file, size):
+        return _cached_spans(file, size, spans, progress)
+    checker = _Checker(file, spans, 0, progress)
+    for piece in _pieces(file, size, cached=None):
+        checker.take(piece)
+    checker.end(size)
+    return checker.wrong
+
+
+def _pieces(file: Path, length: int, *, cached: bool | None) -> Iterator[memoryview]:
+    """A file piece by piece; each is valid until the next one is asked for."""
+    resident = cached is None and is_cached(file, length)
+    if resident:
+        yield from _one_by_one(file, 0, length)
+        return
     room = min(length, (_AHEAD + 1) * _CHUNK)
     with mmap.mmap(-1, max(1, -(-room // PAGE)) * PAGE) as memory, memoryview(memory) as view:
-        for start, end in read_ahead(file, length, view, cached=cached):
+        for start, end in read_ahead(file, length, view, cached=bool(cached)):
             with view[start:end] as piece:
-                digest.update(piece)
-    return digest.hexdigest()
+                yield piece
 
 
 def read_ahead(file: Path, length: int, memory: memoryview, *, cached: bool = False) -> Iterator[tuple[int, int]]:
@@ -150,91 +198,20 @@ class _Source:
                 os.close(fd)
 
 
-_ROOM = 5 * (8 << 20)  # what read_ahead needs to be several pieces ahead
 _CACHED_ROOM = 512 << 10  # stays in the processor's own cache: 23 GB/s where 8 MiB, read by other threads, gave 8
 _SHARED_FROM = 32 << 20
 _SAMPLES = 16
-Progress = Callable[[int], None]
-"""Called with the number of bytes that were read since the last call, on any thread."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """Bytes ``start`` to ``end`` of a file, and the CRC-32 that they should have."""
-
-    start: int
-    end: int
-    crc: int
-
-
-def scan(
-    file: Path, size: int, spans: Sequence[Span] = (), *, progress: Progress | None = None, whole: bool = False
-) -> tuple[str, list[Span]]:
-    """Read a file once.
-
-    Args:
-        file: which one.
-        size: how many bytes of it.
-        spans: what to check in it; in order, without overlap.
-        progress: told what was read.
-        whole: whether the digest is wanted.
-
-    Returns:
-        xxh3-128 of the first ``size`` bytes, "" if it is not wanted; and the spans that are not what they should be.
-
-    Raises:
-        CorruptCheckpointError: the file is shorter.
-        OSError: it could not be read; that condemns nothing.
-    """
-    cached = is_cached(file, size)
-    if cached and spans and not whole:
-        return "", _scan_spans(file, size, spans, progress)
-    digest, checker = xxhash.xxh3_128(), _Checker(spans)
-
-    def take(piece: memoryview, at: int) -> None:
-        if whole:
-            digest.update(piece)
-        checker.take(piece, at)
-
-    room = max(1, min(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE, _CACHED_ROOM if cached else _ROOM))
-    with mmap.mmap(-1, room) as memory, memoryview(memory) as view:
-        pieces = _one_by_one(file, 0, size, view) if cached else read_ahead(file, size, view)
-        _take_all(file, pieces, view, 0, size, take, progress)
-    return digest.hexdigest() if whole else "", checker.bad
-
-
-def _take_all(
-    file: Path,
-    pieces: Iterator[tuple[int, int]],
-    memory: memoryview,
-    at: int,
-    end: int,
-    take: Callable[[memoryview, int], None],
-    progress: Progress | None,
-) -> None:
-    """Hand over bytes ``at`` to ``end`` of a file, each piece with where it begins."""
-    for start, stop in pieces:
-        with memory[start:stop] as piece:
-            take(piece, at)
-        at += stop - start
-        if progress is not None:
-            progress(stop - start)
-    if at < end:
-        raise CorruptCheckpointError(path=str(file), message=f"is cut off at byte {at} of {end}")
-
-
-def _scan_spans(file: Path, size: int, spans: Sequence[Span], progress: Progress | None) -> list[Span]:
+def _cached_spans(file: Path, size: int, spans: Sequence[Span], progress: ReadProgress | None) -> list[Span]:
     """Checksums of spans have nothing to do with each other: of a large file in memory, each processor takes some."""
     workers = min(4, os.cpu_count() or 1) if size >= _SHARED_FROM else 1
     groups = _shares(spans, workers)
-    if len(groups) == 1:
-        bad = [_scan_group(file, groups[0], progress)]
-    else:
-        with ThreadPoolExecutor(workers, thread_name_prefix="safe_ckpt-scan") as pool:
-            bad = list(pool.map(lambda group: _scan_group(file, group, progress), groups))
+    with ThreadPoolExecutor(workers, thread_name_prefix="safe_ckpt-scan") as pool:
+        wrong = list(pool.map(lambda group: _wrong_in(file, group, progress), groups))
     if progress is not None:
         progress(size - sum(group[-1].end - group[0].start for group in groups))
-    return [span for found in bad for span in found]
+    return [span for some in wrong for span in some]
 
 
 def _shares(spans: Sequence[Span], count: int) -> list[Sequence[Span]]:
@@ -247,38 +224,50 @@ def _shares(spans: Sequence[Span], count: int) -> list[Sequence[Span]]:
     return [group for group in groups if group]
 
 
-def _scan_group(file: Path, spans: Sequence[Span], progress: Progress | None) -> list[Span]:
-    checker, at, end = _Checker(spans), spans[0].start, spans[-1].end
-    with mmap.mmap(-1, _CACHED_ROOM) as memory, memoryview(memory) as view:
-        _take_all(file, _one_by_one(file, at, end, view), view, at, end, checker.take, progress)
-    return checker.bad
+def _wrong_in(file: Path, spans: Sequence[Span], progress: ReadProgress | None) -> list[Span]:
+    start, end = spans[0].start, spans[-1].end
+    checker = _Checker(file, spans, start, progress)
+    for piece in _one_by_one(file, start, end):
+        checker.take(piece)
+    checker.end(end)
+    return checker.wrong
 
 
-def _one_by_one(file: Path, at: int, size: int, memory: memoryview) -> Iterator[tuple[int, int]]:
+def _one_by_one(file: Path, at: int, end: int) -> Iterator[memoryview]:
     """As ``read_ahead`` for what is in memory already, where handing pieces from thread to thread costs more than reading."""
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        while at < size:
-            with memory[: min(len(memory), size - at)] as room:
-                count = os.preadv(fd, [room], at)
-            if not count:
-                return
-            at += count
-            yield 0, count
+        with mmap.mmap(-1, _CACHED_ROOM) as memory, memoryview(memory) as view:
+            while at < end:
+                with view[: min(_CACHED_ROOM, end - at)] as room:
+                    count = os.preadv(fd, [room], at)
+                if not count:
+                    return
+                at += count
+                with view[:count] as piece:
+                    yield piece
     finally:
         os.close(fd)
 
 
 class _Checker:
-    def __init__(self, spans: Sequence[Span]) -> None:
+    """Takes a file's bytes from ``at`` on and compares the spans in them."""
+
+    def __init__(self, file: Path, spans: Sequence[Span], at: int, progress: ReadProgress | None) -> None:
+        self._file = file
         self._spans = spans
+        self._at = at
+        self._progress = progress
         self._index = 0
         self._crc = 0
-        self.bad: list[Span] = [span for span in spans if span.start == span.end and span.crc != 0]
+        self.wrong: list[Span] = [span for span in spans if span.start == span.end and span.crc != 0]
 
-    def take(self, piece: memoryview, at: int) -> None:
-        """The next bytes of the file, which begin at ``at``."""
-        end = at + len(piece)
+    def take(self, piece: memoryview) -> None:
+        """The next bytes of the file."""
+        at, end = self._at, self._at + len(piece)
+        self._at = end
+        if self._progress is not None:
+            self._progress(len(piece))
         while self._index < len(self._spans):
             span = self._spans[self._index]
             if span.start >= end:
@@ -288,9 +277,14 @@ class _Checker:
             if span.end > end:
                 return
             if self._crc != span.crc and span.end > span.start:
-                self.bad.append(span)
+                self.wrong.append(span)
             self._index += 1
             self._crc = 0
+
+    def end(self, end: int) -> None:
+        """All bytes up to ``end`` should have come."""
+        if self._at < end:
+            raise CorruptCheckpointError(path=str(self._file), message=f"is cut off at byte {self._at} of {end}")
 
 
 def is_cached(file: Path, size: int) -> bool:
