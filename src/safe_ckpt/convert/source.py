@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt.errors import StateError, UnsupportedFormatError
+from safe_ckpt.inspection.content import tensors_in
 from safe_ckpt.inspection.pickle_objects import Global, Opaque, Ordered
-from safe_ckpt.inspection.structure import tensors_in
 from safe_ckpt.inspection.tensors import Entry, describe
 
 _USUAL = ("state_dict", "model", "model_state_dict", "module", "pytorch_model", "weights")

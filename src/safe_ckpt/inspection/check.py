@@ -14,17 +14,15 @@ from typing import Literal
 
 from safe_ckpt.core.formats.manifest import (
     MANIFEST_NAME,
-    MOST_BYTES,
     FileEntry,
     archive_digest,
-    parse_json,
     read_manifest,
 )
 from safe_ckpt.core.formats.verify import UNEQUAL, verify_archive, verify_entry
 from safe_ckpt.core.storage.reader import ReadProgress, Span, wrong_spans
 from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection import dcp_reader, torch_reader
-from safe_ckpt.inspection.files import Found, Window, inside, walk
+from safe_ckpt.inspection.files import Found, Window, inside, read_json, walk
 from safe_ckpt.inspection.kinds import kind_of
 from safe_ckpt.inspection.safetensors_reader import SUFFIX, read_safetensors
 from safe_ckpt.inspection.zip_reader import read_members
@@ -258,8 +256,7 @@ def _missing(path: Path, files: Sequence[Found], known: dict[Path, Metadata]) ->
     for file in files:
         if file.name.endswith(".safetensors.index.json") and path.is_dir():
             try:
-                with Window(file.path) as window:
-                    where = parse_json(window.read(0, min(window.size, MOST_BYTES + 1))).get("weight_map", {})
+                where = read_json(file).get("weight_map", {})
                 names = sorted({str(name) for name in where.values()})
                 absent = [name for name in names if not inside(file.path.parent, name).is_file()]
             except (ValueError, AttributeError) as error:
@@ -308,14 +305,10 @@ def _by_suffix(file: Found, metadata: Metadata, progress: ReadProgress | None) -
 
 
 def _check_json(file: Found) -> Judgement:
-    if file.size_bytes > MOST_BYTES:
-        return unverifiable(file.name, "is too large to be looked at", size=file.size_bytes)
-    with Window(file.path) as window:
-        text = window.read(0, window.size)
     try:
-        parse_json(text)
-    except ValueError as error:
-        return damaged(file.name, f"is no JSON: {error}", size=file.size_bytes)
+        read_json(file)
+    except UnsupportedFormatError as error:
+        return unverifiable(file.name, error.message, size=file.size_bytes)
     return unverifiable(file.name, f"is JSON, which {NO_CHECKSUMS}", size=file.size_bytes)
 
 

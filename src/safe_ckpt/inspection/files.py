@@ -6,10 +6,12 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import Self
 
-from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError
+from safe_ckpt.core.formats.manifest import MOST_BYTES, parse_json
+from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 
 MOST_FILES = 200_000
 """More files than this no checkpoint has."""
@@ -135,6 +137,24 @@ def walk(path: Path, *, follow_symlinks: bool = False) -> list[Found]:
                     message = f"has more than {MOST_FILES} files: this is no checkpoint"
                     raise HostileCheckpointError(path=str(path), message=message)
     return sorted(found, key=lambda file: file.name)
+
+
+def read_json(file: Found) -> Any:
+    """A JSON file.
+
+    Raises:
+        UnsupportedFormatError: it is larger than any that belongs to a checkpoint.
+        CorruptCheckpointError: it is no JSON.
+        OSError: it could not be read.
+    """
+    if file.size_bytes > MOST_BYTES:
+        raise UnsupportedFormatError(path=str(file.path), message="is too large to be looked at")
+    with Window(file.path) as window:
+        text = window.read(0, window.size)
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise CorruptCheckpointError(path=str(file.path), message=f"is no JSON: {error}") from error
 
 
 def _lies_in(place: Path, home: Path) -> bool:

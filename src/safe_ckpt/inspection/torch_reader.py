@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,22 +77,23 @@ def content_of(archive: Archive) -> Content:
     Raises:
         CorruptCheckpointError: a tensor reaches behind its record, or has none.
     """
-    locate = Locator(archive)
-    tensors, values = [], []
-    for name, leaf in leaves(archive.root, str(archive.source.path)):
-        if isinstance(leaf, Tensor):
-            tensors.append(locate(name, leaf))
-        elif not isinstance(leaf, Storage):
-            values.append(value_of(name, leaf))
-    return Content(tensors=tuple(tensors), values=tuple(values))
+    return _content(archive.root, str(archive.source.path), Locator(archive))
 
 
 def without_places(root: object, path: str) -> Content:
     """Tensors and values of a file from before the zip format: the tensors' shapes, not where their bytes are."""
+
+    def describe_tensor(name: str, tensor: Tensor) -> Entry:
+        return Entry(name=name, dtype=tensor.dtype, shape=tensor.shape, note="in torch's format before 1.6")
+
+    return _content(root, path, describe_tensor)
+
+
+def _content(root: object, path: str, entry_of: Callable[[str, Tensor], Entry]) -> Content:
     tensors, values = [], []
     for name, leaf in leaves(root, path):
         if isinstance(leaf, Tensor):
-            tensors.append(Entry(name=name, dtype=leaf.dtype, shape=leaf.shape, note="in torch's format before 1.6"))
+            tensors.append(entry_of(name, leaf))
         elif not isinstance(leaf, Storage):
             values.append(value_of(name, leaf))
     return Content(tensors=tuple(tensors), values=tuple(values))
