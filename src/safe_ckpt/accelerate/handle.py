@@ -16,10 +16,9 @@ from safe_ckpt.accelerate import save_model as models
 from safe_ckpt.accelerate.dataloaders import Loaders
 from safe_ckpt.accelerate.directories import CheckpointDirectory
 from safe_ckpt.accelerate.trackers import Trackers
+from safe_ckpt.adapters import Engine, plan
 from safe_ckpt.adapters.patch import Patch
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.state import plan
 from safe_ckpt.errors import ClosedError
 from safe_ckpt.events import Hook
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.request import SaveHandle
+from safe_ckpt.adapters import Engine, SaveHandle
 from safe_ckpt.hooks.scalars import Scalars, ScalarsHook
 
 logger = logging.getLogger(__name__)

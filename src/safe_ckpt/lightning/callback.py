@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import proxy
 
+from safe_ckpt.adapters import CheckpointInfo
+from safe_ckpt.adapters.directories import HIDDEN
+from safe_ckpt.adapters.weights import parse_size
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.directory.workspace import HIDDEN
-from safe_ckpt.core.formats.hugging_face import parse_size
-from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.events import Hook
 from safe_ckpt.lightning import loop_state, requeueing

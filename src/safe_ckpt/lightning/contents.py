@@ -8,17 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.core.coordination.coordinator import raise_first
-from safe_ckpt.core.formats import file_plan
-from safe_ckpt.core.formats.file_plan import FilePlan
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.storage.file_copy import FileCopy
+from safe_ckpt.adapters import Engine, FileCopy, FilePlan, file_plan, raise_first
 from safe_ckpt.errors import CoordinationError, to_wire
 from safe_ckpt.lightning import engines, loop_state, strategies
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 
 if TYPE_CHECKING:
-    from safe_ckpt.core.sharding.dcp_plan import ShardPlanner
+    from safe_ckpt.adapters import ShardPlanner
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.storage import presence
+from safe_ckpt.adapters import Engine, presence
 
 if TYPE_CHECKING:
     from safe_ckpt.deepspeed.nested import Nested

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from safe_ckpt.core.state.rng import get_rng_state
+from safe_ckpt.adapters import get_rng_state
 from safe_ckpt.lightning import stand_ins
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from safe_ckpt.core.state.rng import get_rng_state, set_rng_state
+from safe_ckpt.adapters import get_rng_state, set_rng_state
 from safe_ckpt.lightning import dataloader, epochs, stand_ins
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from safe_ckpt.core.staging.overlap import OverlapPlan
+from safe_ckpt.adapters import OverlapPlan
 
 _SWAPPERS = frozenset({"StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning"})
 

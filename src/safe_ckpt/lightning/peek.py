@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from typing_extensions import Self
 
-from safe_ckpt.core.storage.presence import ends_as_archive
+from safe_ckpt.adapters.directories import ends_as_archive
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,15 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from safe_ckpt.core.directory import catalog
-from safe_ckpt.core.directory.catalog import Candidate
-from safe_ckpt.core.directory.workspace import Workspace
-from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
-from safe_ckpt.core.formats.verify import verify_if_ours, verify_share
-from safe_ckpt.core.saving import resume
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.storage import durable, presence
-from safe_ckpt.core.storage.durable import Link
+from safe_ckpt.adapters import CheckpointInfo, Engine, Link, presence
+from safe_ckpt.adapters.directories import (
+    Candidate,
+    Workspace,
+    catalog,
+    durable,
+    read_manifest,
+    resume,
+    verify_if_ours,
+    verify_share,
+)
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, NoValidCheckpointError, SafeCheckpointError
 from safe_ckpt.lightning import requeueing, stand_ins
 from safe_ckpt.lightning.peek import peek

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from safe_ckpt.adapters import (
+    CheckpointInfo,
+    Engine,
+    Link,
+    SaveHandle,
+    SaveRequest,
+    open_coordinator,
+    plan,
+    raise_first,
+)
+from safe_ckpt.adapters.directories import Decision, HeldDirectories, Workspace, catalog, commit_order, one_shot, resume
+from safe_ckpt.adapters.weights import Exporter
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.coordinator import open_coordinator, raise_first
-from safe_ckpt.core.directory import catalog, commit_order
-from safe_ckpt.core.directory.ledger import Decision
-from safe_ckpt.core.directory.workspace import Workspace
-from safe_ckpt.core.formats.manifest import CheckpointInfo
-from safe_ckpt.core.saving import one_shot, resume
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.export import Exporter
-from safe_ckpt.core.saving.held_directories import HeldDirectories
-from safe_ckpt.core.saving.request import SaveHandle, SaveRequest
-from safe_ckpt.core.state import plan
-from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.errors import (
     CoordinationError,
     RendezvousTimeout,
@@ -45,7 +45,7 @@ from safe_ckpt.lightning.signals import in_signal_handler
 if TYPE_CHECKING:
     import torch
 
-    from safe_ckpt.core.sharding.dcp_plan import ShardPlanner
+    from safe_ckpt.adapters import ShardPlanner
 
 logger = logging.getLogger(__name__)
 
@@ -289,7 +289,7 @@ class TrainerSaver:
         form = strategies.layout_of(self._trainer.strategy)
         if form is None or not form.sharded or form.engine:
             return None
-        from safe_ckpt.core.sharding.dcp_plan import ShardPlanner  # DCP takes a while to import
+        from safe_ckpt.adapters import ShardPlanner  # DCP takes a while to import
 
         return ShardPlanner(self.engine.coordinator, barrier_s=self.engine.config.timeouts.barrier_s, strict=False)
 

@@ -11,14 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.core.formats import file_plan
-from safe_ckpt.core.formats.file_plan import FilePlan
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME
-from safe_ckpt.core.formats.verify import verify_share
-from safe_ckpt.core.saving import resume
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.sharding import wholes
-from safe_ckpt.core.storage import presence
+from safe_ckpt.adapters import Engine, FilePlan, file_plan, presence
+from safe_ckpt.adapters.directories import MANIFEST_NAME, resume, verify_share
+from safe_ckpt.adapters.weights import wholes
 from safe_ckpt.lightning import engines, stand_ins
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ import safetensors.torch
 import torch
 from transformers import modeling_utils
 
-from safe_ckpt.core.formats import file_plan
-from safe_ckpt.core.formats.file_plan import FilePlan
+from safe_ckpt.adapters import FilePlan, file_plan
 
 
 class Catch:
