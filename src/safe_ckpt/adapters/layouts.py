@@ -53,6 +53,19 @@ class Kind:
         match = self.named.search(name) if self.named is not None else None
         return int(match.group(1)) if match else None
 
+    def layout_of(self, path: Path) -> Layout:
+        """What is at ``path``, which is of this kind."""
+        number, problem = self.number_of(path.name), self.problem(path)
+        return Layout(
+            name=self.name,
+            step=-1 if number is None else number,
+            problem=problem,
+            complete=not problem,
+            resumable=self.resumable and not problem,
+            weights_only=None if self.facts is not None else False,
+            facts=self.facts(path) if self.facts is not None else None,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -101,18 +114,8 @@ def kind_of(path: Path) -> Layout | None:
     if not is_directory and not presence.is_file(path):
         return None
     for kind in KINDS if is_directory else (LIGHTNING_FILE,):
-        number = kind.number_of(path.name)
-        if kind.is_one(path) or (number is not None and is_directory):
-            problem = kind.problem(path)
-            return Layout(
-                name=kind.name,
-                step=-1 if number is None else number,
-                problem=problem,
-                complete=not problem,
-                resumable=kind.resumable and not problem,
-                weights_only=None if kind.facts is not None else False,
-                facts=kind.facts(path) if kind.facts is not None else None,
-            )
+        if kind.is_one(path) or (is_directory and kind.number_of(path.name) is not None):
+            return kind.layout_of(path)
     return None
 
 
