@@ -14,8 +14,7 @@ from accelerate import utils
 from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard, SeedableRandomSampler
 
 from safe_ckpt.accelerate import engines
-from safe_ckpt.core.formats import safetensors, torch_archive
-from safe_ckpt.core.formats.file_plan import FilePlan
+from safe_ckpt.adapters import FilePlan, safetensors, torch_archive
 from safe_ckpt.errors import StateError
 
 _DEVICES = ("xpu", "mlu", "sdaa", "musa", "hpu", "neuron", "cuda")

@@ -13,17 +13,23 @@ from typing import Any
 
 from accelerate import utils
 
+from safe_ckpt.adapters import CheckpointInfo, Engine, presence, raise_first
+from safe_ckpt.adapters.directories import (
+    HIDDEN,
+    WEIGHTS,
+    Candidate,
+    Catalog,
+    Decision,
+    HeldDirectories,
+    Workspace,
+    catalog,
+    extra_files,
+    is_of,
+    refuse,
+    resume,
+    retention,
+)
 from safe_ckpt.config import Retention
-from safe_ckpt.core.coordination.coordinator import raise_first
-from safe_ckpt.core.directory import catalog, extra_files, retention
-from safe_ckpt.core.directory.catalog import WEIGHTS, Candidate
-from safe_ckpt.core.directory.ledger import Catalog, Decision, is_of
-from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
-from safe_ckpt.core.formats.manifest import CheckpointInfo
-from safe_ckpt.core.saving import resume
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
-from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import ConfigError, to_wire
 
 ADAPTER = "accelerate"

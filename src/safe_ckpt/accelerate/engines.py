@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate import utils
 from accelerate.utils import DistributedType
 
-from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.adapters import Engine
 
 if TYPE_CHECKING:
     from safe_ckpt.deepspeed.nested import Nested

@@ -15,11 +15,10 @@ from safe_ckpt.accelerate import engines, load, save, strategies, support
 from safe_ckpt.accelerate import save_model as models
 from safe_ckpt.accelerate.dataloaders import Loaders
 from safe_ckpt.accelerate.directories import CheckpointDirectory
-from safe_ckpt.accelerate.trackers import Trackers
+from safe_ckpt.adapters import Engine, plan
 from safe_ckpt.adapters.patch import Patch
+from safe_ckpt.adapters.tracking import Tracking
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.state import plan
 from safe_ckpt.errors import ClosedError
 from safe_ckpt.events import Hook
 
@@ -52,7 +51,11 @@ class Handle:
         self.config = config
         self._accelerator = accelerator
         self._engine = Engine(config, hooks=hooks, owner=_OWNER)
-        self._trackers = Trackers(accelerator, self._engine)
+        self._trackers = Tracking(
+            self._engine,
+            lambda: [("a tracker", accelerator.log)] if accelerator.is_main_process else [],
+            facts=True,
+        )
         self._ended = ""
         try:
             self._places = CheckpointDirectory(self._engine, accelerator, support.retention(accelerator, config))
@@ -114,7 +117,7 @@ class Handle:
                 ``async_save=False`` also that of this one.
         """
         self._refuse_ended("save_state")
-        self._trackers.tell()
+        self._trackers.report()
         if save_model_func_kwargs and not engines.of(self._accelerator):
             logger.warning("save_state ignores %s: only DeepSpeed has them", ", ".join(save_model_func_kwargs))
         options = save.Options(
@@ -130,7 +133,7 @@ class Handle:
         self._trackers.follow(handle, step)
         if not async_save:
             handle.result()
-            self._trackers.tell()
+            self._trackers.report()
         return path
 
     def load_state(
@@ -209,7 +212,7 @@ class Handle:
             SafeCheckpointError: it could not be written; the same on every rank.
         """
         self._refuse_ended("save_model")
-        self._trackers.tell()
+        self._trackers.report()
         options = models.Options(max_shard_size=max_shard_size, safe_serialization=safe_serialization, dtype=dtype)
         with self._engine.together():
             return models.save(self._engine, self._places, self._accelerator, model, save_directory, options)
@@ -255,7 +258,7 @@ class Handle:
         try:
             self._engine.wait()
         finally:
-            self._trackers.tell()
+            self._trackers.report()
 
     def prepare(self) -> None:
         """Make host memory for snapshots of what ``prepare()`` was given ready, in the background.
@@ -313,7 +316,7 @@ class Handle:
 
     def _land(self) -> None:
         self._engine.settle()
-        self._trackers.tell()
+        self._trackers.report()
 
     def _finish(self, by: str) -> None:
         if self._ended:

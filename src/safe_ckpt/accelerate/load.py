@@ -12,11 +12,8 @@ from accelerate import utils
 
 from safe_ckpt.accelerate.dataloaders import KEY, Loaders
 from safe_ckpt.accelerate.directories import CheckpointDirectory, next_number
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
-from safe_ckpt.core.formats.verify import verify_share
-from safe_ckpt.core.saving import resume
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.storage import presence
+from safe_ckpt.adapters import Engine, presence
+from safe_ckpt.adapters.directories import MANIFEST_NAME, read_manifest, resume, verify_share
 from safe_ckpt.errors import NoValidCheckpointError
 
 logger = logging.getLogger(__name__)

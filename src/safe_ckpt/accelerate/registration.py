@@ -11,8 +11,8 @@ from typing import Any
 
 from safe_ckpt.accelerate import support
 from safe_ckpt.accelerate.handle import Handle
+from safe_ckpt.adapters import config_of_all
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.agreed_config import config_of_all
 from safe_ckpt.events import Hook
 
 logger = logging.getLogger(__name__)

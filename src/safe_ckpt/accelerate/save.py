@@ -11,14 +11,10 @@ from typing import TYPE_CHECKING, Any
 from safe_ckpt.accelerate import contents, engines, strategies
 from safe_ckpt.accelerate.dataloaders import KEY, Loaders
 from safe_ckpt.accelerate.directories import ADAPTER, CheckpointDirectory, Target
-from safe_ckpt.core.formats.file_plan import FilePlan
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.request import SaveHandle, SaveRequest
-from safe_ckpt.core.staging.overlap import OverlapPlan
-from safe_ckpt.core.state import plan
+from safe_ckpt.adapters import Engine, FilePlan, OverlapPlan, SaveHandle, SaveRequest, plan
 
 if TYPE_CHECKING:
-    from safe_ckpt.core.sharding.dcp_plan import ShardPlanner
+    from safe_ckpt.adapters import ShardPlanner
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 
-from safe_ckpt.core.coordination.coordinator import raise_first
-from safe_ckpt.core.formats import torch_archive
-from safe_ckpt.core.formats.file_plan import FilePlan
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.sharding import wholes
+from safe_ckpt.adapters import Engine, FilePlan, raise_first, torch_archive
+from safe_ckpt.adapters.weights import wholes
 from safe_ckpt.errors import CoordinationError, to_wire
 
 if TYPE_CHECKING:
-    from safe_ckpt.core.sharding.dcp_plan import ShardPlanner
+    from safe_ckpt.adapters import ShardPlanner
 
 
 def is_sharding(accelerator: Any) -> bool:
@@ -31,7 +28,7 @@ def planner(engine: Engine, accelerator: Any) -> ShardPlanner | None:
     """What plans the shards; None where nothing is sharded."""
     if not is_sharding(accelerator):
         return None
-    from safe_ckpt.core.sharding.dcp_plan import ShardPlanner  # DCP takes a while to import
+    from safe_ckpt.adapters import ShardPlanner  # DCP takes a while to import
 
     return ShardPlanner(engine.coordinator, barrier_s=engine.config.timeouts.barrier_s, strict=False)
 

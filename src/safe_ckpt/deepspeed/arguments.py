@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.core.coordination.coordinator import raise_first
-from safe_ckpt.core.directory.workspace import HIDDEN
-from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.adapters import Engine, raise_first
+from safe_ckpt.adapters.directories import HIDDEN
 from safe_ckpt.errors import ConfigError, CoordinationError, DesyncError, SafeCheckpointError, to_wire
 
 LATEST = "latest"

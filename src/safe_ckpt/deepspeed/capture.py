@@ -20,9 +20,8 @@ import deepspeed.runtime.engine as upstream
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.utils import groups
 
+from safe_ckpt.adapters import FilePlan, torch_archive
 from safe_ckpt.adapters.patch import Patch
-from safe_ckpt.core.formats import torch_archive
-from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.errors import StateError
 
 logger = logging.getLogger(__name__)

@@ -16,15 +16,18 @@ from typing import Any
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
+from safe_ckpt.adapters import (
+    Engine,
+    FileStream,
+    Pointer,
+    SaveHandle,
+    SaveRequest,
+    SharedBuffer,
+    config_of_all,
+    torch_archive,
+)
+from safe_ckpt.adapters.directories import MANIFEST_NAME, read_manifest, verify_entry
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.agreed_config import config_of_all
-from safe_ckpt.core.formats import torch_archive
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
-from safe_ckpt.core.formats.verify import verify_entry
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.request import Pointer, SaveHandle, SaveRequest
-from safe_ckpt.core.saving.streamed_files import FileStream
-from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.deepspeed.arguments import LATEST
 from safe_ckpt.deepspeed.directories import ADAPTER, CheckpointDirectory, step_of
 from safe_ckpt.deepspeed.save import agree_place

@@ -10,15 +10,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from safe_ckpt.adapters import CheckpointInfo, Engine, presence
+from safe_ckpt.adapters.directories import (
+    HIDDEN,
+    MANIFEST_NAME,
+    NAMES,
+    Candidate,
+    Catalog,
+    Decision,
+    Workspace,
+    catalog,
+    refuse,
+    retention,
+)
 from safe_ckpt.config import Retention
-from safe_ckpt.core.directory import catalog, retention
-from safe_ckpt.core.directory.catalog import Candidate
-from safe_ckpt.core.directory.ledger import Catalog, Decision
-from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.held_directories import NAMES, refuse
-from safe_ckpt.core.storage import presence
 from safe_ckpt.deepspeed.arguments import LATEST, is_tag
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 

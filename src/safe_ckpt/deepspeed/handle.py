@@ -9,11 +9,10 @@ from typing import Any, cast
 
 from typing_extensions import Self
 
+from safe_ckpt.adapters import Engine, config_of_all
+from safe_ckpt.adapters.directories import HeldDirectories
 from safe_ckpt.adapters.patch import Patch
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.agreed_config import config_of_all
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.held_directories import HeldDirectories
 from safe_ckpt.deepspeed import load, save, support
 from safe_ckpt.deepspeed.directories import CheckpointDirectory
 from safe_ckpt.errors import ClosedError

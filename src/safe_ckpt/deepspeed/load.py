@@ -14,13 +14,9 @@ import deepspeed.runtime.engine as upstream
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from safe_ckpt import events
+from safe_ckpt.adapters import Engine, presence
+from safe_ckpt.adapters.directories import HIDDEN, MANIFEST_NAME, read_manifest, resume, verify_share
 from safe_ckpt.adapters.patch import Patch
-from safe_ckpt.core.directory.workspace import HIDDEN
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
-from safe_ckpt.core.formats.verify import verify_share
-from safe_ckpt.core.saving import resume
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.storage import presence
 from safe_ckpt.deepspeed import arguments, directories, nvme, universal
 from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError
 

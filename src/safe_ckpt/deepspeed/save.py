@@ -7,12 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.core.directory.catalog import WEIGHTS
-from safe_ckpt.core.formats import file_plan
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.held_directories import HeldDirectories
-from safe_ckpt.core.saving.request import Pointer, SaveHandle, SaveRequest
-from safe_ckpt.core.storage import presence
+from safe_ckpt.adapters import Engine, Pointer, SaveHandle, SaveRequest, file_plan, presence
+from safe_ckpt.adapters.directories import WEIGHTS, HeldDirectories
 from safe_ckpt.deepspeed import arguments, directories, nvme
 from safe_ckpt.deepspeed.capture import Captured, capture, capture_weights
 from safe_ckpt.errors import DirectoryError

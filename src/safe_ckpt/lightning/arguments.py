@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from safe_ckpt.adapters import refused_retention
 from safe_ckpt.config import CheckpointConfig, Retention
-from safe_ckpt.core.coordination.agreed_config import refused_retention
 from safe_ckpt.errors import ConfigError
 
 

@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import proxy
 
+from safe_ckpt.adapters import CheckpointInfo
+from safe_ckpt.adapters.directories import HIDDEN
+from safe_ckpt.adapters.weights import parse_size
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.directory.workspace import HIDDEN
-from safe_ckpt.core.formats.hugging_face import parse_size
-from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.events import Hook
-from safe_ckpt.lightning import loop_state, requeueing
+from safe_ckpt.lightning import loop_state, signals
 from safe_ckpt.lightning import resume as resuming
 from safe_ckpt.lightning.arguments import check_arguments, refuse_remote
 from safe_ckpt.lightning.callback_state import PendingActions, SavedCallbackState, known_paths, reconcile
 from safe_ckpt.lightning.compat import ModelCheckpoint
 from safe_ckpt.lightning.install import install, install_for_loading, overrides_saving
 from safe_ckpt.lightning.saver import TrainerSaver
-from safe_ckpt.lightning.stopping import STOPPED_NAME, end_fit
+from safe_ckpt.lightning.signals import STOPPED_NAME, end_fit
 
 logger = logging.getLogger(__name__)
 COMMITTED_HOOK = "on_checkpoint_committed"
@@ -220,7 +220,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         path = directory / f"{STOPPED_NAME}{self.FILE_EXTENSION}"
         due = not saver.has_whole(directory, trainer.global_step)
         if saver.agree_on_requeue() and saver.auto_directory is None:
-            path, due = requeueing.save_path(trainer), True  # the one file that the requeued job will look for
+            path, due = signals.requeue_save_path(trainer), True  # the one file that the requeued job will look for
         if due:
             saver.save(
                 PendingActions(saves=[str(path)]), self, SavedCallbackState.of(self), weights_only=False, wait=False
@@ -235,7 +235,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         saver = self._saver
         if saver is not None and saver.stopper is self and saver.requeue_due:
             saver.requeue_due = False
-            requeueing.requeue(trainer)
+            signals.requeue(trainer)
 
     def _should_skip_saving_checkpoint(self, trainer: Any) -> bool:
         stopping = self._saver is not None and self._saver.stopping

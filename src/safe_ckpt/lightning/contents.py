@@ -1,4 +1,8 @@
-"""What a Trainer saves: its own checkpoint, with what the ranks add to it for an exact continuation, planned as files."""
+"""What a Trainer saves: its own checkpoint, with what the ranks add to it for an exact continuation, planned as files.
+
+In Lightning forward and backward run inside ``optimizer.step``, as its closure, and the optimizer gate waits behind the
+closure. Whatever else a module or a callback does to parameters in between cannot be known from outside: ``"auto"`` is eager.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,17 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from safe_ckpt.core.coordination.coordinator import raise_first
-from safe_ckpt.core.formats import file_plan, torch_archive
-from safe_ckpt.core.formats.file_plan import FilePlan
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.storage.copier import FileCopy
+from safe_ckpt.adapters import Engine, FileCopy, FilePlan, OverlapPlan, file_plan, raise_first, torch_archive
 from safe_ckpt.errors import CoordinationError, to_wire
-from safe_ckpt.lightning import engines, loop_state, strategies
+from safe_ckpt.lightning import loop_state, strategies
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 
 if TYPE_CHECKING:
-    from safe_ckpt.core.sharding.dcp_plan import ShardPlanner
+    from safe_ckpt.adapters import ShardPlanner
+
+_SWAPPERS = frozenset({"StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning"})
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def images(
 
 def _of_an_engine(engine: Engine, trainer: Any, checkpoint: dict[str, Any] | None, error: Exception | None) -> Files:
     try:
-        found = engines.collect(engine, trainer.strategy, checkpoint, error)
+        found = strategies.collect_engine(engine, trainer.strategy, checkpoint, error)
     except CoordinationError:
         raise
     except Exception as problem:  # the same on all ranks
@@ -179,3 +181,17 @@ def numbers(trainer: Any) -> dict[str, float]:
         except (TypeError, ValueError, RuntimeError):
             continue
     return found
+
+
+def overlap_plan(trainer: Any, mode: Literal["auto", "eager", "overlapped"]) -> OverlapPlan | None:
+    """What may be copied after ``save`` has returned; None for nothing.
+
+    Args:
+        trainer: in ``fit``.
+        mode: ``CheckpointConfig.snapshot``. Also with ``"overlapped"`` nothing is deferred beside callbacks that are known to
+            change parameters between steps, nor with DeepSpeed.
+    """
+    kinds = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
+    if mode != "overlapped" or kinds & _SWAPPERS or hasattr(trainer.strategy, "deepspeed_engine"):
+        return None
+    return OverlapPlan([trainer.lightning_module], trainer.optimizers) or None

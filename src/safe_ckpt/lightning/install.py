@@ -7,7 +7,7 @@ from typing import Any
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.lightning import requeueing, strategies
+from safe_ckpt.lightning import signals, strategies
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 from safe_ckpt.lightning.saver import TrainerSaver
 
@@ -20,7 +20,7 @@ def install(trainer: Any, config: CheckpointConfig) -> TrainerSaver:
     Raises:
         ConfigError: the strategy is not covered, another CheckpointIO is in use, or the callbacks disagree.
     """
-    config = requeueing.watching(trainer, config)
+    config = signals.with_requeue_signal(trainer, config)
     strategy = trainer.strategy
     present = strategy.checkpoint_io
     if isinstance(present, SafeCheckpointIO) and isinstance(present.saver, TrainerSaver) and not present.saver.closed:

@@ -12,19 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from safe_ckpt.adapters import (
+    CheckpointInfo,
+    Engine,
+    Link,
+    SaveHandle,
+    SaveRequest,
+    open_coordinator,
+    plan,
+    raise_first,
+)
+from safe_ckpt.adapters.directories import Decision, HeldDirectories, Workspace, catalog, commit_order, one_shot, resume
+from safe_ckpt.adapters.tracking import Tracking
+from safe_ckpt.adapters.weights import Exporter
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.coordinator import open_coordinator, raise_first
-from safe_ckpt.core.directory import catalog, commit_order
-from safe_ckpt.core.directory.ledger import Decision
-from safe_ckpt.core.directory.workspace import Workspace
-from safe_ckpt.core.formats.manifest import CheckpointInfo
-from safe_ckpt.core.saving import one_shot, resume
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.export import Exporter
-from safe_ckpt.core.saving.held_directories import HeldDirectories
-from safe_ckpt.core.saving.request import SaveHandle, SaveRequest
-from safe_ckpt.core.state import plan
-from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.errors import (
     CoordinationError,
     RendezvousTimeout,
@@ -33,19 +34,17 @@ from safe_ckpt.errors import (
     to_wire,
 )
 from safe_ckpt.events import Hook
-from safe_ckpt.lightning import contents, overlapping, requeueing, stopping, strategies
+from safe_ckpt.lightning import contents, signals, strategies
 from safe_ckpt.lightning import resume as resuming
 from safe_ckpt.lightning.callback_state import PendingActions, SavedCallbackState
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
-from safe_ckpt.lightning.epochs import BreakingOff
-from safe_ckpt.lightning.loop_state import Continuation
-from safe_ckpt.lightning.scalars import LoggerScalars
+from safe_ckpt.lightning.loop_state import BreakingOff, Continuation
 from safe_ckpt.lightning.signals import in_signal_handler
 
 if TYPE_CHECKING:
     import torch
 
-    from safe_ckpt.core.sharding.dcp_plan import ShardPlanner
+    from safe_ckpt.adapters import ShardPlanner
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +84,9 @@ class TrainerSaver:
     def __init__(self, trainer: Any, config: CheckpointConfig, io: SafeCheckpointIO) -> None:
         self.config = config
         self.engine = Engine(config, owner="a Trainer; it is free when fit() has ended")
-        self._scalars = LoggerScalars(trainer, self.engine)
+        self._tracking = Tracking(
+            self.engine, lambda: [(type(one).__name__, one.log_metrics) for one in trainer.loggers]
+        )
         self._hooks: list[Hook] = []
         self._trainer = trainer
         self._io = io
@@ -97,7 +98,7 @@ class TrainerSaver:
         self.requeue_due = False
         self.continuation: Continuation | None = None
         self._breaking_off = BreakingOff()
-        self._wish = requeueing.Wish()
+        self._wish = signals.RequeueWish()
         self._last_whole: SaveHandle | None = None
         self._shards = self._shard_planner()
         self._workspaces: dict[Path, Workspace] = {}
@@ -289,7 +290,7 @@ class TrainerSaver:
         form = strategies.layout_of(self._trainer.strategy)
         if form is None or not form.sharded or form.engine:
             return None
-        from safe_ckpt.core.sharding.dcp_plan import ShardPlanner  # DCP takes a while to import
+        from safe_ckpt.adapters import ShardPlanner  # DCP takes a while to import
 
         return ShardPlanner(self.engine.coordinator, barrier_s=self.engine.config.timeouts.barrier_s, strict=False)
 
@@ -378,7 +379,7 @@ class TrainerSaver:
                 self.land()
         finally:
             self._closed = True
-            stopping.restore(self._trainer)
+            signals.undo_end_fit(self._trainer)
             self._breaking_off.forget(self._trainer)
             self.engine.close(quiet=interrupted, within_s=self._left_s() if interrupted else None)
 
@@ -400,7 +401,7 @@ class TrainerSaver:
             state: dict[str, Any] = {"module": self._trainer.lightning_module}
             state.update({f"optimizer {number}": one for number, one in enumerate(self._trainer.optimizers)})
             self.engine.prepare(plan.expected_bytes(state, rank=self.rank))
-            self.engine.watch_signals(self._wish.take_from(stopping.without_lightnings))
+            self.engine.watch_signals(self._wish.take_from(signals.without_lightnings))
 
     def agree_on_exception(self) -> None:
         """Learn whether all ranks are about to save at an exception, within ``peer_stall_s``. Each that is calls this.
@@ -439,7 +440,7 @@ class TrainerSaver:
         info = flight.handle.outcome
         if info is None and flight.owner is not None and flight.shadow is not None:
             flight.shadow.restore(flight.owner)
-        self._scalars.tell(flight.handle.name)
+        self._tracking.report_one(flight.handle)
         if flight.owner is not None:
             flight.owner.settled(self._trainer, info)
 
@@ -479,7 +480,7 @@ class TrainerSaver:
             },
             view={"names": ", ".join([*intents.saves, *intents.links])},
             retain=lambda _: Decision(to_delete=to_delete) if to_delete else None,
-            overlap_plan=overlapping.overlap_plan(self._trainer, self.config.snapshot)
+            overlap_plan=contents.overlap_plan(self._trainer, self.config.snapshot)
             if files.images and overlap
             else None,
         )

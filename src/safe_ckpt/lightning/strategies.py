@@ -2,30 +2,29 @@
 
 ``ModelParallelStrategy`` (FSDP2, tensor parallelism) was run with two processes on the CPU. ``FSDPStrategy`` needs a GPU: its
 sharded layout is covered by the same code and was never run; its full checkpoints are gathered by Lightning itself.
+
+DeepSpeed: Lightning starts it on CUDA GPUs only. It was run here with a strategy that is not asked for one, on two processes on
+the CPU; on GPUs it was never run.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.core.formats import torch_archive
-from safe_ckpt.core.formats.file_plan import FilePlan
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME
-from safe_ckpt.core.formats.verify import verify_share
-from safe_ckpt.core.saving import resume
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.sharding import wholes
-from safe_ckpt.core.storage import presence
-from safe_ckpt.lightning import engines, stand_ins
+from safe_ckpt.adapters import Engine, FilePlan, layouts, patch, presence, torch_archive
+from safe_ckpt.adapters.directories import MANIFEST_NAME, resume, verify_share
+from safe_ckpt.adapters.weights import wholes
 
 if TYPE_CHECKING:
     import torch
 
-META = "meta.pt"
-METADATA = ".metadata"
+    from safe_ckpt.deepspeed.nested import Nested
+
+_LEFT_OUT = ("state_dict", "optimizer_states")  # DeepSpeed has them, in parts
 
 
 @dataclass(frozen=True)
@@ -57,18 +56,6 @@ def layout_of(strategy: Any) -> Layout | None:
     return None
 
 
-def is_sharded_directory(path: Path) -> bool:
-    """Whether a directory is a sharded checkpoint: ours, or one that Lightning wrote to its end, for this file comes last."""
-    return presence.is_file(path / META) or engines.is_tag_directory(path)
-
-
-def facts_file(path: Path) -> Path:
-    """Where a checkpoint says how far the training was: in itself, or in one of the files of a directory."""
-    if not presence.is_directory(path):
-        return path
-    return path / META if presence.is_there(path / META) else engines.facts_file(path)
-
-
 def dump(trainer: Any, form: Layout, weights_only: bool | None) -> dict[str, Any]:
     """The Trainer's checkpoint with this rank's parts in it; with what Lightning has gathered where it does that.
 
@@ -97,7 +84,7 @@ def split(checkpoint: Mapping[str, Any], form: Layout) -> tuple[dict[str, Any], 
 
 def meta_image(rest: Mapping[str, Any]) -> FilePlan:
     """The file for what is not sharded."""
-    return torch_archive.torch_image(META, dict(rest), strict=False, key="checkpoint")
+    return torch_archive.torch_image(layouts.META, dict(rest), strict=False, key="checkpoint")
 
 
 def whole(engine: Engine, trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
@@ -158,18 +145,62 @@ def guard(trainer: Any, engine: Engine, before: Callable[[], None], end: Callabl
             resume.check(engine, path, lambda found: verify_share(found, rank, size))
         if form is None or not form.engine or not is_folder:
             return original(strategy, checkpoint_path, *args, **kwargs)
-        with engines.loading(engine, strategy, path):
+        with _engine_loading(engine, strategy, path):
             loaded = original(strategy, checkpoint_path, *args, **kwargs)
         fitting = str(getattr(trainer.state.fn, "value", "")) == "fit"
-        engines.resume(engine, strategy, path, fitting=fitting)
+        _resume_engine(engine, strategy, path, fitting=fitting)
         return loaded
 
     def teardown() -> None:
-        stand_ins.take_away(strategy, "load_checkpoint", "teardown")
+        patch.take_away(strategy, "load_checkpoint", "teardown")
         try:
             end()
         finally:
             type(strategy).teardown(strategy)
 
-    stand_ins.put(strategy, "load_checkpoint", load)
-    stand_ins.put(strategy, "teardown", teardown)
+    patch.put(strategy, "load_checkpoint", load)
+    patch.put(strategy, "teardown", teardown)
+
+
+def collect_engine(
+    core: Engine, strategy: Any, checkpoint: Mapping[str, Any] | None, error: Exception | None
+) -> Nested:
+    """What the engine writes, with the rest of the Trainer's checkpoint in it. Every rank calls this.
+
+    Raises:
+        SafeCheckpointError: see ``nested.collect``.
+    """
+    from safe_ckpt.deepspeed import nested
+
+    client = {key: value for key, value in (checkpoint or {}).items() if key not in _LEFT_OUT}
+    collected = nested.collect(
+        core,
+        {layouts.LIGHTNING_TAG: strategy.deepspeed_engine},
+        client,
+        exclude_frozen_parameters=bool(getattr(strategy, "exclude_frozen_parameters", False)),
+    )
+    if error is None:
+        return collected
+    return nested.Nested(folders=collected.folders, notes=collected.notes, error=error)
+
+
+def _engine_loading(core: Engine, strategy: Any, path: Path) -> contextlib.AbstractContextManager[None]:
+    """Within this block the strategy may load. Every rank enters it.
+
+    Raises:
+        SafeCheckpointError: see ``nested.loading``.
+    """
+    from safe_ckpt.deepspeed import nested
+
+    return nested.loading(core, {layouts.LIGHTNING_TAG: strategy.deepspeed_engine}, path)
+
+
+def _resume_engine(core: Engine, strategy: Any, path: Path, *, fitting: bool) -> None:
+    """After the strategy has loaded: what DeepSpeed leaves out with NVMe offload. Every rank calls this.
+
+    Raises:
+        SafeCheckpointError: see ``nested.resume_swapped``.
+    """
+    from safe_ckpt.deepspeed import nested
+
+    nested.resume_swapped(core, {layouts.LIGHTNING_TAG: strategy.deepspeed_engine}, path, optimizer_states=fitting)

@@ -18,9 +18,8 @@ import safetensors.torch
 import torch
 from transformers import modeling_utils
 
-from safe_ckpt.core.formats import safetensors as safetensors_format
-from safe_ckpt.core.formats import torch_archive
-from safe_ckpt.core.formats.file_plan import FilePlan
+from safe_ckpt.adapters import FilePlan, torch_archive
+from safe_ckpt.adapters import safetensors as safetensors_format
 
 
 class Catch:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from transformers import trainer as upstream
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from safe_ckpt.adapters import config_of_all, refused_retention
 from safe_ckpt.adapters.patch import Patch
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.agreed_config import config_of_all, refused_retention
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
 from safe_ckpt.transformers import strategies

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from safe_ckpt.core.formats.manifest import CheckpointInfo
+from safe_ckpt.adapters import CheckpointInfo
 
 
 def to_delete(infos: Sequence[CheckpointInfo], limit: int | None, best: Path | None) -> list[CheckpointInfo]:

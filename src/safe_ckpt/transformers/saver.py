@@ -15,17 +15,18 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import Self
 
+from safe_ckpt.adapters import CheckpointInfo, Engine, SaveRequest, presence
+from safe_ckpt.adapters.directories import (
+    MANIFEST_NAME,
+    Candidate,
+    Catalog,
+    Workspace,
+    catalog,
+    extra_files,
+    resume,
+    verify_share,
+)
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.directory import catalog, extra_files
-from safe_ckpt.core.directory.catalog import Candidate
-from safe_ckpt.core.directory.ledger import Catalog
-from safe_ckpt.core.directory.workspace import Workspace
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
-from safe_ckpt.core.formats.verify import verify_share
-from safe_ckpt.core.saving import resume
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.request import SaveRequest
-from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.events import Hook
 from safe_ckpt.transformers import rotation

@@ -20,12 +20,9 @@ from typing import Any
 import transformers.trainer as upstream
 
 from safe_ckpt.accelerate import support
+from safe_ckpt.adapters import Engine, FileCopy, FilePlan, raise_first
 from safe_ckpt.adapters.patch import Patch
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.coordinator import raise_first
-from safe_ckpt.core.formats.file_plan import FilePlan
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.errors import ConfigError, CoordinationError, to_wire
 from safe_ckpt.transformers.contents import Catch
 
@@ -153,7 +150,7 @@ class Sharing:
     def _plan(self, trainer: Any, noted: Noted, caught: Catch) -> Added:
         if trainer.is_fsdp_enabled:
             if self._shards is None:
-                from safe_ckpt.core.sharding.dcp_plan import ShardPlanner  # DCP takes a while to import
+                from safe_ckpt.adapters import ShardPlanner  # DCP takes a while to import
 
                 self._shards = ShardPlanner(
                     self._core.coordinator, barrier_s=self._core.config.timeouts.barrier_s, strict=False
