@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention
 from safe_ckpt.cli.app import app
-from safe_ckpt.report import charts, event_log, history, page, scale, summary, words
+from safe_ckpt.report import charts, event_log, history, page, scale, summary
 from safe_ckpt.report.existing import list_existing
 from safe_ckpt.report.sections import Subject
 from safe_ckpt.report.style import CSS
-from safe_ckpt.text import bytes_text
+from safe_ckpt.text import age, bytes_text, clean, counted, duration, percent, rate
 from support import flip_bit
 
 START = 1_800_000_000.0
@@ -457,25 +457,25 @@ def test_every_axis_begins_at_zero_and_has_room(values, quantity):
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        (words.duration(0), "0 s"),
-        (words.duration(0.00025), "250 µs"),
-        (words.duration(0.01234), "12.3 ms"),
-        (words.duration(0.9999), "1 s"),
-        (words.duration(600), "10 min"),
-        (words.duration(9000), "2.5 h"),
-        (words.duration(None), ""),
-        (words.age(0.5), "a moment"),
-        (words.age(1), "1 second"),
-        (words.age(7199), "1 hour"),
-        (words.percent(0.00312), "0.31 %"),
-        (words.percent(1e-6), "less than 0.01 %"),
-        (words.percent(0), "0 %"),
-        (words.rate(1.234), "1.23 GB/s"),
-        (words.rate(0.0456), "45.6 MB/s"),
+        (duration(0), "0 s"),
+        (duration(0.00025), "250 µs"),
+        (duration(0.01234), "12.3 ms"),
+        (duration(0.9999), "1 s"),
+        (duration(600), "10 min"),
+        (duration(9000), "2.5 h"),
+        (duration(None), ""),
+        (age(0.5), "a moment"),
+        (age(1), "1 second"),
+        (age(7199), "1 hour"),
+        (percent(0.00312), "0.31 %"),
+        (percent(1e-6), "less than 0.01 %"),
+        (percent(0), "0 %"),
+        (rate(1.234), "1.23 GB/s"),
+        (rate(0.0456), "45.6 MB/s"),
         (bytes_text(1536), "1.5 KiB"),
-        (words.counted(20000, "save"), "20\xa0000 saves"),
-        (words.clean("a\nb\x1b[2J"), "a b�[2J"),
-        (words.clean("x" * 5, most=3), "xxx…"),
+        (counted(20000, "save"), "20\xa0000 saves"),
+        (clean("a\nb\x1b[2J"), "a b�[2J"),
+        (clean("x" * 5, most=3), "xxx…"),
     ],
 )
 def test_words(said, expected):

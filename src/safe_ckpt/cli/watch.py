@@ -13,9 +13,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from safe_ckpt import text
 from safe_ckpt.cli.output import DAMAGED, AsJson, console, print_json, say, tell
 from safe_ckpt.cli.report import AnyDirectory, as_data, nothing_in, unreadable
-from safe_ckpt.report import summary, words
+from safe_ckpt.report import summary
 from safe_ckpt.report.follow import Follower
 from safe_ckpt.report.history import History, Notice, Save
 from safe_ckpt.text import bytes_text
@@ -81,7 +82,7 @@ def _stream(follower: Follower, every_s: float) -> None:
 def view(told: History | None, directory: Path, now: float) -> RenderableType:
     """What the terminal shows at ``now``, seconds since the epoch."""
     if told is None:
-        return Text(f"{words.clean(str(directory))}: nothing recorded yet, waiting. Ctrl-C ends this.")
+        return Text(f"{text.clean(str(directory))}: nothing recorded yet, waiting. Ctrl-C ends this.")
     figures = summary.total(told)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column, justify in _COLUMNS:
@@ -92,7 +93,7 @@ def view(told: History | None, directory: Path, now: float) -> RenderableType:
     failed = [Text(f"{_time(save.ended)}  {save.name}: {save.error}", style="red") for save in _failures(told)]
     notices = [Text(line_of_notice(notice), style="yellow") for notice in told.notices[: -_SHOWN_NOTICES - 1 : -1]]
     parts: list[RenderableType] = [
-        Text(words.clean(str(directory)), style="dim"),
+        Text(text.clean(str(directory)), style="dim"),
         Text(summary.verdict(figures), style="bold red" if figures.failed + figures.unknown else "bold green"),
         Text(" ".join(summary.sentences(figures, now))),
         Text(_in_short(figures), style="dim"),
@@ -129,17 +130,15 @@ def after(happened: list[str], printed: list[str]) -> list[str]:
 def line_of(save: Save) -> str:
     """One save."""
     if save.outcome != "committed":
-        return f"{words.clock(save.ended)}  {save.outcome}  {save.name}: {save.error or 'its run ended before the save did'}"
+        return f"{text.clock(save.ended)}  {save.outcome}  {save.name}: {save.error or 'its run ended before the save did'}"
     name, held, total, rate, size = _cells(save)
     facts = (f"size {size}", f"stall {held}", f"durable after {total}", rate)
-    return (
-        f"{words.clock(save.ended)}  committed  {name}: {', '.join(fact for fact in facts if not fact.endswith(' '))}"
-    )
+    return f"{text.clock(save.ended)}  committed  {name}: {', '.join(fact for fact in facts if not fact.endswith(' '))}"
 
 
 def line_of_notice(notice: Notice) -> str:
     """One resume or mishap."""
-    return f"{words.clock(notice.at)}  {notice.kind}  {notice.text}"
+    return f"{text.clock(notice.at)}  {notice.kind}  {notice.text}"
 
 
 _COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
@@ -154,8 +153,8 @@ _COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
 
 
 def _cells(save: Save) -> tuple[str, ...]:
-    times = (words.duration(save.stall_s), words.duration(save.total_s))
-    return (save.name, *times, words.rate(save.gbps), bytes_text(save.size_bytes))
+    times = (text.duration(save.stall_s), text.duration(save.total_s))
+    return (save.name, *times, text.rate(save.gbps), bytes_text(save.size_bytes))
 
 
 def _failures(told: History) -> list[Save]:
@@ -163,14 +162,14 @@ def _failures(told: History) -> list[Save]:
 
 
 def _time(at: float) -> str:
-    return words.clock(at)[11:]
+    return text.clock(at)[11:]
 
 
 def _in_short(figures: summary.Totals) -> str:
     facts = (
-        ("stall per save", words.duration(figures.median_stall_s)),
-        ("durable after", words.duration(figures.median_total_s)),
-        ("throughput", words.rate(figures.median_gbps)),
-        ("most work at risk", words.duration(figures.at_risk_s)),
+        ("stall per save", text.duration(figures.median_stall_s)),
+        ("durable after", text.duration(figures.median_total_s)),
+        ("throughput", text.rate(figures.median_gbps)),
+        ("most work at risk", text.duration(figures.at_risk_s)),
     )
     return ", ".join(f"{name} {fact}" for name, fact in facts if fact)

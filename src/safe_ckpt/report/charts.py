@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from safe_ckpt.report import scale, words
+from safe_ckpt import text
+from safe_ckpt.report import scale
 from safe_ckpt.report.html import Html, join, tag
 from safe_ckpt.text import bytes_text
 
@@ -15,9 +16,9 @@ _FEWEST_SLOTS = 30
 _HEIGHT = 150
 _ABOVE, _BELOW = 12, 6  # pixels above the plot and below it
 _SHOWN: dict[str, Callable[[float | None], str]] = {
-    "seconds": words.duration,
+    "seconds": text.duration,
     "bytes": bytes_text,
-    "gbps": words.rate,
+    "gbps": text.rate,
 }
 
 

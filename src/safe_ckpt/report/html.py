@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 
-from safe_ckpt.report import words
+from safe_ckpt.text import clean
 
 _EMPTY = frozenset({"meta"})
 
@@ -42,4 +42,4 @@ def _plain(value: str | float) -> str:
 
 def _escaped(text: str) -> str:
     # Quotes too: the same goes for attributes.
-    return html.escape(words.clean(text, 4000), quote=True)
+    return html.escape(clean(text, 4000), quote=True)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import tzinfo
 
-from safe_ckpt.report import charts, strips, words
+from safe_ckpt import text
+from safe_ckpt.report import charts, strips
 from safe_ckpt.report.charts import Bar
 from safe_ckpt.report.existing import Existing
 from safe_ckpt.report.history import UNCOMMITTED, History, Save
@@ -73,7 +74,7 @@ def stalls(history: History, figures: Totals) -> Html:
     )
     if not held and not risk:
         return join()
-    spanned = f"{words.duration(figures.stall_s)} of {words.duration(figures.spanned_s)}"
+    spanned = f"{text.duration(figures.stall_s)} of {text.duration(figures.spanned_s)}"
     lost = f"Between the first save of a run and its last, saves held training for {spanned}."
     return _section("Stalls", tag("p", lost), held, risk)
 
@@ -106,7 +107,7 @@ def failures(history: History, subject: Subject) -> Html:
     shown = alike[: -_MOST_FAILURES - 1 : -1]
     rows = [
         (
-            words.clock(group[-1].ended, subject.zone),
+            text.clock(group[-1].ended, subject.zone),
             _label(group[0]) if len(group) == 1 else f"{_label(group[0])} to {_label(group[-1])}",
             str(len(group)) if len(group) > 1 else "",
             group[-1].phase,
@@ -132,7 +133,7 @@ def retention(history: History, figures: Totals) -> Html:
         "bytes",
         "largest",
     )
-    removed = f"{words.counted(figures.removed, 'checkpoint')} removed, {bytes_text(figures.freed_bytes)} freed."
+    removed = f"{text.counted(figures.removed, 'checkpoint')} removed, {bytes_text(figures.freed_bytes)} freed."
     return _section("Retention", tag("p", removed), held)
 
 
@@ -165,10 +166,10 @@ def notices(history: History, subject: Subject) -> Html:
     shown = history.notices[: -_MOST_NOTICES - 1 : -1]
     rows = [
         (
-            words.clock(notice.at, subject.zone),
+            text.clock(notice.at, subject.zone),
             _KINDS.get(notice.kind, notice.kind),
             str(notice.step) if notice.step is not None else "",
-            words.duration(notice.seconds),
+            text.duration(notice.seconds),
             notice.text,
         )
         for notice in shown
@@ -188,12 +189,12 @@ def all_saves(history: History, subject: Subject) -> Html:
     shown = history.saves[: -_MOST_SAVES - 1 : -1]
     rows = [
         (
-            words.clock(save.ended, subject.zone),
+            text.clock(save.ended, subject.zone),
             _label(save),
             save.outcome,
-            words.duration(save.stall_s),
-            words.duration(save.total_s),
-            words.rate(save.gbps),
+            text.duration(save.stall_s),
+            text.duration(save.total_s),
+            text.rate(save.gbps),
             bytes_text(save.size_bytes),
         )
         for save in shown
@@ -233,7 +234,7 @@ def _series(history: History, value: str, *, failed_too: bool = True) -> list[Ba
 
 
 def _some(shown: Sequence[object], of: Sequence[object], noun: str) -> str:
-    all_of_them = words.counted(len(of), noun)
+    all_of_them = text.counted(len(of), noun)
     return (
         f"The last {len(shown)} of {all_of_them}, newest first"
         if len(shown) < len(of)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import tzinfo
 
-from safe_ckpt.report import words
 from safe_ckpt.report.charts import CROSS, failures, shape
 from safe_ckpt.report.history import UNCOMMITTED, History, Notice, Run, Save
 from safe_ckpt.report.html import Html, join, tag
+from safe_ckpt.text import clock, counted, duration, unbroken
 
 _MOST_RUNS = 12
 _MOST_MARKS = 200  # per strip, of what did not go well
@@ -27,10 +27,8 @@ def timeline(history: History, zone: tzinfo | None) -> Html:
     notices = {run.number: [notice for notice in history.notices if notice.run == run.number] for run in runs}
     rows = [_row(run, saves[run.number], notices[run.number], longest_s, zone) for run in runs]
     hidden = len(history.runs) - len(runs)
-    before = (
-        [tag("p", f"{words.counted(hidden, 'earlier run')} not drawn; the figures above count them.")] if hidden else []
-    )
-    axis = tag("div", tag("span", "start of the run"), tag("span", f"{words.duration(longest_s)} later"), class_="ends")
+    before = [tag("p", f"{counted(hidden, 'earlier run')} not drawn; the figures above count them.")] if hidden else []
+    axis = tag("div", tag("span", "start of the run"), tag("span", f"{duration(longest_s)} later"), class_="ends")
     return join(*before, tag("ol", *rows, class_="runs"), axis, _legend())
 
 
@@ -38,16 +36,16 @@ def _row(run: Run, saves: Sequence[Save], notices: Sequence[Notice], longest_s: 
     committed = [save for save in saves if save.outcome == "committed"]
     bad = [save for save in saves if save.outcome in UNCOMMITTED]
     unknown = sum(save.outcome == "outcome unknown" for save in bad)
-    outcomes = [words.counted(len(committed), "save")]
+    outcomes = [counted(len(committed), "save")]
     outcomes += [f"{len(bad) - unknown} not committed"] if len(bad) > unknown else []
     outcomes += [f"{unknown} with an unknown outcome"] if unknown else []
     outcome = ", ".join(outcomes)
-    facts = [words.clock(run.begun, zone)[:16], words.duration(run.seconds), outcome]
+    facts = [clock(run.begun, zone)[:16], duration(run.seconds), outcome]
     if run.world_size:
-        facts.append(words.counted(run.world_size, "rank"))
+        facts.append(counted(run.world_size, "rank"))
     if run.host:
         facts.append(f"host {run.host}")
-    heading = tag("p", tag("strong", f"Run {run.number}"), " ", tag("span", " · ".join(map(words.unbroken, facts))))
+    heading = tag("p", tag("strong", f"Run {run.number}"), " ", tag("span", " · ".join(map(unbroken, facts))))
     strip = tag(
         "svg",
         tag("rect", width="100%", height=12, y=_MIDDLE - 6, rx=3, class_="track"),
@@ -89,7 +87,7 @@ def _marks_in_words(notices: Sequence[Notice]) -> str:
     kinds: dict[str, int] = {}
     for notice in notices:
         kinds[notice.kind] = kinds.get(notice.kind, 0) + 1
-    return ", ".join(f"{kind} {words.counted(count, 'time')}" for kind, count in kinds.items())
+    return ", ".join(f"{kind} {counted(count, 'time')}" for kind, count in kinds.items())
 
 
 def _legend() -> Html:

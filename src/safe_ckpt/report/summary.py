@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from safe_ckpt.report import words
+from safe_ckpt import text
 from safe_ckpt.report.history import History, Save
 
 
@@ -85,7 +85,7 @@ def verdict(totals: Totals) -> str:
         return "No saves recorded."
     failed = f"{totals.failed} failed" if totals.failed else "none failed"
     unknown = f", {totals.unknown} with an unknown outcome" if totals.unknown else ""
-    return f"{words.counted(totals.committed, 'save')} committed, {failed}{unknown}."
+    return f"{text.counted(totals.committed, 'save')} committed, {failed}{unknown}."
 
 
 def sentences(totals: Totals, now: float) -> list[str]:
@@ -93,9 +93,9 @@ def sentences(totals: Totals, now: float) -> list[str]:
     said = []
     if (last := totals.last) is not None:
         which = f"step {last.step}" if last.step is not None else last.name
-        said.append(f"Last committed: {which}, {words.age(max(0.0, now - last.ended))} ago.")
+        said.append(f"Last committed: {which}, {text.age(max(0.0, now - last.ended))} ago.")
     if totals.stall_share is not None:
-        said.append(f"Stalls took {words.percent(totals.stall_share)} of the time.")
+        said.append(f"Stalls took {text.percent(totals.stall_share)} of the time.")
     return said
 
 
