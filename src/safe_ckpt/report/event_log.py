@@ -97,16 +97,16 @@ def find_events(directory: Path) -> tuple[Path, ...]:
         places.append(directory)
     if directory.name == _ACCELERATE or _is_file(directory / MANIFEST_NAME):
         places.append(directory.absolute().parent / HIDDEN)
-    found, refused = [], []
+    series, refused = [], []
     for place in places:
         try:
-            found.append(_series(place))
+            series.append(_series(place))
         except OSError as error:
             refused.append(error)
-    found = [files for files in found if files]
-    if refused and not found:
+    series = [files for files in series if files]
+    if refused and not series:
         raise refused[0]
-    return max(found, key=lambda files: _changed(files[0]), default=())
+    return max(series, key=lambda files: _changed(files[0]), default=())
 
 
 def _series(place: Path) -> tuple[Path, ...]:

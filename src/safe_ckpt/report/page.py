@@ -5,15 +5,17 @@ from __future__ import annotations
 import base64
 import hashlib
 from datetime import datetime
+from importlib import resources
 
 from safe_ckpt import text
 from safe_ckpt.report import sections, summary
 from safe_ckpt.report.history import History
 from safe_ckpt.report.html import Html, tag
 from safe_ckpt.report.sections import Subject
-from safe_ckpt.report.style import CSS
 from safe_ckpt.report.summary import Totals
 from safe_ckpt.text import bytes_text
+
+CSS = resources.files("safe_ckpt.report").joinpath("page.css").read_text(encoding="utf-8")
 
 
 def render(history: History, subject: Subject) -> str:
