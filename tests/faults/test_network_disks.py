@@ -92,7 +92,7 @@ def test_timestamps_mean_nothing(tmp_path, matrix):
 def test_no_source_looks_at_a_modification_time():
     """Nothing that saves, chooses or deletes reads mtimes, but to see that a file to be copied is still what it was.
 
-    doctor measures the skew of clocks with them, and report and watch see by them that a record has grown.
+    doctor sees by them which of its folders are old, and report and watch see by them that a record has grown.
     """
     import safe_ckpt
 

@@ -13,8 +13,8 @@ from safe_ckpt import Checkpointer
 from safe_ckpt.cli.app import app
 from safe_ckpt.core.directory import unlock
 from safe_ckpt.core.directory.lock import JobLock
-from safe_ckpt.doctor import Options, locking
-from safe_ckpt.doctor.examined import Examined, known_size
+from safe_ckpt.doctor import Examined, Options, durability
+from safe_ckpt.doctor.runner import known_size
 from safe_ckpt.inspection.listing import find_shelf
 from safe_ckpt.report import event_log
 from safe_ckpt.report.existing import list_existing
@@ -45,7 +45,7 @@ def test_the_lock_of_a_killed_job_keeps_nobody_out(tmp_path):
     told = run("unlock", tmp_path, "--json")
     holder = json.loads(told.stdout)["holder"]
     assert (told.exit_code, holder["alive"], holder["pid"]) == (0, False, job.pid)
-    found = locking.holder(Examined(asked=tmp_path, existing=tmp_path))[0]
+    found = durability.holder(Examined(asked=tmp_path, existing=tmp_path))[0]
     assert f"process {job.pid} " in found.measured
     assert "is gone" in found.measured
     assert {path.name: path.read_bytes() for path in hidden.iterdir()} == before
@@ -181,7 +181,7 @@ def test_all_commands_have_one_idea_of_a_directory(tmp_path, layout):
     try:
         shelf = find_shelf(asked)
         unlocked = json.loads(run("unlock", asked, "--json").stdout)
-        found = locking.holder(Examined(asked=asked, existing=asked))[0]
+        found = durability.holder(Examined(asked=asked, existing=asked))[0]
     finally:
         lock.release()
     assert shelf.hidden == hidden

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from safe_ckpt import text
 from safe_ckpt.core.directory.catalog import Candidate
 from safe_ckpt.inspection.listing import find_shelf
-from safe_ckpt.report import words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +33,10 @@ def list_existing(directory: Path) -> tuple[tuple[Existing, ...], str]:
         shelf = find_shelf(directory)
         found = [_described(candidate, directory) for candidate in (*shelf.usable, *shelf.unusable)]
     except OSError as error:
-        return (), words.clean(str(error))
+        return (), text.clean(str(error))
     problems = [f"{path.name}: {problem}" for path, problem in shelf.unreadable.items()]
     rows = [row for row in found if row is not None]
-    return (*rows, *map(_set_aside, shelf.quarantined)), words.clean("; ".join(problems))
+    return (*rows, *map(_set_aside, shelf.quarantined)), text.clean("; ".join(problems))
 
 
 def _described(candidate: Candidate, directory: Path) -> Existing | None:
@@ -48,18 +48,18 @@ def _described(candidate: Candidate, directory: Path) -> Existing | None:
     metrics = {} if info is None else info.metrics
     by_name = candidate.step if candidate.step >= 0 else None
     return Existing(
-        name=words.clean(candidate.path.relative_to(directory).as_posix()),
+        name=text.clean(candidate.path.relative_to(directory).as_posix()),
         step=info.step if info else by_name,
-        created_at=words.clean(info.created_at[:19].replace("T", " ") + " UTC") if info else "",
+        created_at=text.clean(info.created_at[:19].replace("T", " ") + " UTC") if info else "",
         size_bytes=info.size_bytes if info else None,
-        metrics=words.clean(", ".join(f"{key} {_short(value)}" for key, value in metrics.items())),
-        state=words.clean(state),
+        metrics=text.clean(", ".join(f"{key} {_short(value)}" for key, value in metrics.items())),
+        state=text.clean(state),
         good=not candidate.problem,
     )
 
 
 def _set_aside(path: Path) -> Existing:
-    name, state = words.clean(path.name), "quarantined: its bytes were wrong"
+    name, state = text.clean(path.name), "quarantined: its bytes were wrong"
     return Existing(name=name, step=None, created_at="", size_bytes=None, metrics="", state=state, good=False)
 
 
