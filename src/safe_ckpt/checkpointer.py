@@ -78,7 +78,7 @@ class Checkpointer:
             timeouts = self.config.timeouts
             self._engine.agree(
                 "list",
-                {"directory": self.directory},
+                must_match={"directory": self.directory},
                 decide=lambda _: self._take_stock(resume.listed(self._listed, timeouts)),
             )
             self._engine.watch_signals()
@@ -107,6 +107,10 @@ class Checkpointer:
             RendezvousTimeout: some ranks did not call ``save``; names them.
             SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started.
         """
+        with self._engine.together():
+            return self._save(step, state, metrics or {})
+
+    def _save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any]) -> SaveHandle:
         number = step if isinstance(step, int) else -1
         error: Exception | None = None
         planned = plan.Plan()
@@ -114,7 +118,7 @@ class Checkpointer:
         numbers: dict[str, float] = {}
         try:
             plan.check_step(step)
-            numbers = plan.checked_metrics(metrics or {})
+            numbers = plan.checked_metrics(metrics)
             planned = plan.plan(state, rank=self._engine.rank)
         except Exception as problem:  # whatever a state_dict() raises: the other ranks must learn of it
             error = problem
@@ -156,7 +160,7 @@ class Checkpointer:
 
         if self._shards is None:
             self._shards = ShardPlanner(self._engine.coordinator, barrier_s=self._engine.config.timeouts.barrier_s)
-        parts = self._shards.agree(states, kind="save", view=view)
+        parts = self._shards.agree(states, kind="save", must_match=view)
         try:
             return self._shards.lay_out(parts), None
         except Exception as problem:  # on this rank alone: the others learn of it when they agree on the save
@@ -205,7 +209,9 @@ class Checkpointer:
             self.prepare(state)
             return None
         resume.apply(self._engine, lambda: restore.restore(state, chosen.loaded, chosen.info.path))
-        self._engine.agree("list", {"directory": self.directory}, decide=lambda _: self._take_stock(self._listed()))
+        self._engine.agree(
+            "list", must_match={"directory": self.directory}, decide=lambda _: self._take_stock(self._listed())
+        )
         self.prepare(state)
         return chosen.info
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from accelerate import utils
 
-from safe_ckpt.adapters import CheckpointInfo, Engine, presence, raise_first
+from safe_ckpt.adapters import CheckpointInfo, Engine, presence, reraise
 from safe_ckpt.adapters.directories import (
     HIDDEN,
     WEIGHTS,
@@ -30,7 +30,7 @@ from safe_ckpt.adapters.directories import (
     retention,
 )
 from safe_ckpt.config import Retention
-from safe_ckpt.errors import ConfigError, to_wire
+from safe_ckpt.errors import ConfigError
 
 ADAPTER = "accelerate"
 FOLDER = "checkpoints"
@@ -166,19 +166,15 @@ class CheckpointDirectory:
             DirectoryError: it is a checkpoint, or no directory.
         """
 
-        def decide(answers: Mapping[int, Any]) -> bool:
-            raise_first(answers)
+        def decide(_: object) -> bool:
             whole = not path.is_symlink() and not _has_folders(path)
             refuse(path if whole else path.resolve(), WEIGHTS, _is_stock, whole=whole)
             return whole
 
-        wire = to_wire(error, rank=self._engine.rank, phase="planning the weights") if error is not None else None
-        try:
-            whole = self._engine.agree("weights", {"save_directory": path, **view}, answer=wire, decide=decide)
-        except Exception:
-            if error is not None:
-                raise error from None
-            raise
+        values = {"save_directory": path, **view}
+        whole = self._engine.agree(
+            "weights", must_match=values, local=reraise(error), decide=decide, phase="planning the weights"
+        )
         self._take_over(path)
         return bool(whole)
 
@@ -204,7 +200,9 @@ class CheckpointDirectory:
             number = iteration if place is None else max(iteration, next_number(place.workspace.path))
             return {"number": number, "hooks": any(answers.values()), "key": uuid.uuid4().hex}
 
-        agreed = self._engine.agree("name", {"output_dir": own or "automatic"}, answer=hooks, decide=decide)
+        agreed = self._engine.agree(
+            "name", must_match={"output_dir": own or "automatic"}, local=lambda: hooks, decide=decide
+        )
         if place is not None:
             path = place.workspace.path / f"checkpoint_{agreed['number']}"
         else:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 
-from safe_ckpt.adapters import Engine, FilePlan, raise_first, torch_archive
-from safe_ckpt.adapters.weights import wholes
-from safe_ckpt.errors import CoordinationError, to_wire
+from safe_ckpt.adapters import Engine, FilePlan, reraise, torch_archive
+from safe_ckpt.adapters.weights import gather_nested
+from safe_ckpt.errors import CoordinationError
 
 if TYPE_CHECKING:
     from safe_ckpt.adapters import ShardPlanner
@@ -79,9 +79,8 @@ def _states(accelerator: Any) -> dict[str, Any]:
 
 
 def _whole(engine: Engine, states: Mapping[str, Any], problem: Exception | None) -> list[FilePlan]:
-    wire = to_wire(problem, rank=engine.rank, phase="planning the save") if problem else None
-    engine.agree("gather", {}, answer=wire, decide=raise_first)
-    found = wholes.whole(states, engine.config.timeouts.lengthy_s, engine.group)
+    engine.agree("gather", local=reraise(problem), phase="planning the save")
+    found = gather_nested(states, engine.config.timeouts.lengthy_s, engine.group)
     if found is None:
         return []
     planned = []

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from safe_ckpt.core.coordination.agreed_config import config_of_all, refused_retention
-    from safe_ckpt.core.coordination.coordinator import open_coordinator, raise_first
+    from safe_ckpt.core.coordination.coordinator import open_coordinator
+    from safe_ckpt.core.coordination.log_entry import refuse_differences, reraise
     from safe_ckpt.core.formats import file_plan, safetensors, torch_archive
     from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
     from safe_ckpt.core.formats.manifest import CheckpointInfo
@@ -50,8 +51,9 @@ __all__ = [
     "open_coordinator",
     "plan",
     "presence",
-    "raise_first",
+    "refuse_differences",
     "refused_retention",
+    "reraise",
     "safetensors",
     "set_rng_state",
     "torch_archive",
@@ -77,8 +79,9 @@ _HOMES = {
     "open_coordinator": "coordination.coordinator",
     "plan": "state",
     "presence": "storage",
-    "raise_first": "coordination.coordinator",
+    "refuse_differences": "coordination.log_entry",
     "refused_retention": "coordination.agreed_config",
+    "reraise": "coordination.log_entry",
     "safetensors": "formats",
     "set_rng_state": "state.rng",
     "torch_archive": "formats",

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from safe_ckpt.config import CheckpointConfig, Network, Timeouts
-from safe_ckpt.core.coordination import process_groups
+from safe_ckpt.core.coordination import process_groups, processes
 from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.coordination.process_groups import Store
-from safe_ckpt.core.coordination.rendezvous import Found, meet
+from safe_ckpt.core.coordination.rendezvous import Rendezvous, rendezvous
 from safe_ckpt.core.directory import shared
 from safe_ckpt.doctor import machine, rank_findings
 from safe_ckpt.doctor.checks import ON_MACHINE
@@ -73,12 +73,12 @@ def follow(world: World, path: Path, options: Options) -> None:
         size, known_from = _or(lambda: known_size(asked, options), timeout_s / 3, (None, ""))
         existing = _or(lambda: nearest_existing(asked), timeout_s / 3, asked)
         examined = Examined(asked=asked, existing=existing, options=options, state_bytes=size, state_from=known_from)
-        shown = coordinator.agree("doctor", {}, timeout_s=timeout_s, answer=_self(path))
+        shown = coordinator.agree("doctor", timeout_s=timeout_s, local=lambda: _self(path))
         answer = _look(asked, shown, coordinator.rank, timeout_s)
         answer["findings"] = [finding.to_json() for finding in run_checks(examined, ON_MACHINE)]
-        coordinator.agree("doctor: seen", {}, timeout_s=2 * timeout_s, answer=answer)
+        coordinator.agree("doctor: seen", timeout_s=2 * timeout_s, local=lambda: answer)
         answer = {"group": _try_group(coordinator, store, timeout_s)}
-        coordinator.agree("doctor: end", {}, timeout_s=2 * timeout_s, answer=answer)
+        coordinator.agree("doctor: end", timeout_s=2 * timeout_s, local=lambda: answer)
 
 
 def _lead(
@@ -99,14 +99,14 @@ def _lead(
     def close(answers: Answers) -> None:
         reported["end"] = answers
 
-    coordinator.agree("doctor", {}, timeout_s=timeout_s, answer=_self(examined.asked), decide=show)
+    coordinator.agree("doctor", timeout_s=timeout_s, local=lambda: _self(examined.asked), decide=show)
     findings += [*rank_findings.versions(reported["self"]), rank_findings.settings(reported["self"])]
-    coordinator.agree("doctor: seen", {}, timeout_s=2 * timeout_s, answer={"seen": bool(token)}, decide=gather)
+    coordinator.agree("doctor: seen", timeout_s=2 * timeout_s, local=lambda: {"seen": bool(token)}, decide=gather)
     if token:
         findings += rank_findings.directories(reported["self"], reported["seen"])
     findings += rank_findings.machines(reported["self"], reported["seen"])
     answer = {"group": _try_group(coordinator, store, timeout_s)}
-    coordinator.agree("doctor: end", {}, timeout_s=2 * timeout_s, answer=answer, decide=close)
+    coordinator.agree("doctor: end", timeout_s=2 * timeout_s, local=lambda: answer, decide=close)
     findings.append(rank_findings.groups(reported["end"]))
 
 
@@ -118,8 +118,8 @@ def _coordinator(world: World, timeout_s: float) -> Iterator[tuple[Coordinator, 
     )
     name = f"doctor-{world.attempt}"
     group = process_groups.Group(rank=world.rank, size=world.size, meeting_store=store, name=name)
-    found = meet(group, timeouts, Network())
-    coordinator = Coordinator(group, timeouts, found if isinstance(found, Found) else None)
+    met = rendezvous(group, timeouts, Network())
+    coordinator = Coordinator(group, timeouts, met if isinstance(met, Rendezvous) else None)
     try:
         yield coordinator, store
     finally:
@@ -185,7 +185,7 @@ def _self(path: Path) -> dict[str, Any]:
         settings, problem = "", str(error)
     return {
         "host": socket.gethostname(),
-        "machine": process_groups.machine_id(),
+        "machine": processes.machine_id(),
         "path": os.path.abspath(path),
         "versions": machine.versions_here(),
         "settings": settings,
