@@ -12,7 +12,6 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -163,7 +162,7 @@ HEAVY = {f"{number:02}.tensor": (8 << 20) + number for number in range(12)}
 
 def _lost(rank, folder, when):
     def watch():
-        while not ((folder / "ckpt").exists() if when == "after the commit" else records(folder / "ckpt")):
+        while not ((folder / "ckpt").exists() if when == "after the commit" else copied_in(folder / "ckpt")):
             pass
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -205,22 +204,17 @@ def _job(rank, folder):
     consolidate(rank, folder)
 
 
-def records(destination):
-    """What is written down of the copies under way: path below the destination -> inode."""
-    found = {}
+def copied_in(destination):
+    """The names of the folders of ranks of which something is being copied."""
     with contextlib.suppress(FileNotFoundError):  # it is being renamed
-        for record in (hidden(destination) / "staging").glob("*/copied.*.jsonl"):
-            for line in record.read_text().splitlines(keepends=True):
-                if line.endswith("\n"):
-                    path = Path(json.loads(line)["copy"]["path"])
-                    found[path.relative_to(record.parent / destination.name).as_posix()] = path.stat().st_ino
-    return found
+        return {file.parent.name for file in (hidden(destination) / "staging").glob(f"*/{destination.name}/*/*")}
+    return set()
 
 
 def stop_and_kill(folder, ranks):
-    """Stop the whole job once it has copied something, look at what is there, then SIGKILL all of it. Returns the copies."""
+    """SIGKILL the whole job once every rank is copying. Returns the processes."""
     deadline = time.monotonic() + 60
-    while len({name.split("/")[0] for name in records(folder / "ckpt")}) < ranks and time.monotonic() < deadline:
+    while len(copied_in(folder / "ckpt")) < ranks and time.monotonic() < deadline:
         time.sleep(0.001)
     pids = [int((folder / f"pid{rank}").read_text()) for rank in range(ranks)]
     everybody = [*pids, *(writer for pid in pids for writer in writers_of(pid))]
@@ -231,9 +225,9 @@ def stop_and_kill(folder, ranks):
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_job_leaves_the_old_and_copies_for_the_next(tmp_path, matrix):
-    """SIGKILL of all processes in the middle of copying: the old content is untouched; the next call has all of the new,
-    takes over what was copied, and sweeps the rest.
+def test_a_killed_job_leaves_the_old_and_nothing_behind_after_the_next(tmp_path, matrix):
+    """SIGKILL of all processes in the middle of copying: the old content is untouched; the next call has all of the new
+    and sweeps what was left.
     """
     destination, outcomes, old = tmp_path / "ckpt", Counter(), 1
     fill(tmp_path, old, 2, HEAVY)
@@ -246,14 +240,12 @@ def test_a_killed_job_leaves_the_old_and_copies_for_the_next(tmp_path, matrix):
             assert [outcome.exit_code for outcome in job.result()] == [-signal.SIGKILL] * 2
         while set(killed) & set(processes_of_this_test()):
             time.sleep(0.001)
-        copied = records(destination)
-        assert 2 <= len(copied) < 2 * len(HEAVY)
+        assert len(copied_in(destination)) == 2
         assert generation_at(destination, 2, HEAVY) == old
         values(spawn_ranks(consolidate, 2, tmp_path))
         assert generation_at(destination, 2, HEAVY) == old + 1
-        assert {name: (destination / name).stat().st_ino for name in copied} == copied
         assert not hidden(destination).exists()
-        outcomes["the old one, then the new one with the copies that were made"] += 1
+        outcomes["the old one, then the new one"] += 1
         old += 1
     matrix("SIGKILL of the job", "in the middle of consolidate_offloaded, 2 ranks", outcomes)
 

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from safe_ckpt import consolidate_offloaded, restore_offloaded
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.storage.copier import copy_files
+from safe_ckpt.core.storage.copier import FileCopy, Stamp, copy_files
 from safe_ckpt.core.storage.direct_io import WriteOptions
-from safe_ckpt.core.storage.file_copy import FileCopy, Stamp
 from safe_ckpt.core.storage.reader import digest_of
 from safe_ckpt.errors import (
     ConfigError,
@@ -466,68 +465,38 @@ def test_targets_that_do_not_fit_together_are_told_on_every_rank(tmp_path):
             assert isinstance(error, NotEnoughSpaceError), repr(error)
 
 
-def kept_in(destination):
-    """Copies that an earlier attempt left: path below the destination -> inode."""
-    folders = list((hidden(destination) / "kept").glob(f"*/{destination.name}"))
-    return {name: (folder / name, (folder / name).stat().st_ino) for folder in folders for name in files_in(folder)}
+EARLY = {"intact.tensor": 3 * CHUNK + 5, "empty.tensor": 0, "edited.tensor": 10_000}
 
 
-EARLY = {"intact.tensor": 3 * CHUNK + 5, "empty.tensor": 0, "damaged.tensor": 10_000, "edited.tensor": 10_000}
-
-
-def _taken_over(rank, folder):
-    own, destination, before = folder / f"disk{rank}", folder / "ckpt", {}
+def _again(rank, folder):
+    own, destination = folder / f"disk{rank}", folder / "ckpt"
     fill(own, EARLY if rank == 0 else {"intact.tensor": 5000, "long.tensor": LONG}, rank)
     with changing(own / "long.tensor", _append, destination) if rank else contextlib.nullcontext():
         error = told(consolidate_offloaded, {f"rank{rank}": own}, destination)
     dist.barrier()
+    left = files_in(hidden(destination)) if hidden(destination).exists() else []
+    dist.barrier()
     if rank == 0:
-        kept = kept_in(destination)
-        flip_bit(kept["rank0/damaged.tensor"][0], 5000)
-        with (own / "edited.tensor").open("r+b") as stream:
-            stream.write(body("edited", 10_000))
-        before = {name: inode for name, (_, inode) in kept.items()}
+        (own / "edited.tensor").write_bytes(body("edited", 10_000))
     else:
         fill(own, {"long.tensor": LONG}, "second")
     dist.barrier()
     consolidate_offloaded({f"rank{rank}": own}, destination)
-    return error, before
+    return error, [name for name in left if "tensor" in name]
 
 
-def test_a_call_after_a_failed_one_takes_over_what_is_intact(tmp_path):
-    """The same inode for a copy that is what it was; damaged copies and those of edited sources are made anew; none is left."""
-    (error, before), _ = values(spawn_ranks(_taken_over, 2, tmp_path))
-    assert isinstance(error, SourceChangedError), repr(error)
+def test_a_call_after_a_failed_one_has_all_of_the_new(tmp_path):
+    """What a failed call copied is gone; the next one copies everything as it is then, and nothing is left beside it."""
+    for error, left in values(spawn_ranks(_again, 2, tmp_path)):
+        assert isinstance(error, SourceChangedError), repr(error)
+        assert not left
     destination = tmp_path / "ckpt"
     verify(destination, read_manifest(destination))
-    after = {name: (destination / name).stat().st_ino for name in files_in(destination)}
-    taken_over = {name for name, inode in after.items() if before.get(name) == inode}
-    assert taken_over == {"rank0/intact.tensor", "rank0/empty.tensor", "rank1/intact.tensor"}
     assert (destination / "rank0/edited.tensor").read_bytes() == body("edited", 10_000)
     (destination / "rank0/edited.tensor").write_bytes(body((0, "edited.tensor"), 10_000))
     expect(destination / "rank0", EARLY, 0)
+    assert (destination / "rank1/intact.tensor").read_bytes() == body((1, "intact.tensor"), 5000)
     assert (destination / "rank1/long.tensor").read_bytes() == body(("second", "long.tensor"), LONG)
-    assert not hidden(destination).exists()
-
-
-def test_copies_outlast_many_failures(tmp_path):
-    """However often a call fails, what its first attempt copied is still taken over by the one that succeeds."""
-    source, destination = tmp_path / "disk", tmp_path / "ckpt"
-    fill(source, {f"{number:03}": 5000 for number in range(256)})  # a batch of their own
-    # Says that it has 4096 bytes and gives a few: a copy of it fails, each time.
-    (source / "short").symlink_to("/sys/devices/system/cpu/online")
-    inodes = []
-    for _ in range(6):
-        with pytest.raises(SafeCheckpointError):
-            consolidate_offloaded({"a": source}, destination)
-        inodes.append({name: inode for name, (_, inode) in kept_in(destination).items() if name != "a/short"})
-    (source / "short").unlink()
-    consolidate_offloaded({"a": source}, destination)
-    inodes.append({name: (destination / name).stat().st_ino for name in files_in(destination)})
-    del inodes[-1]["manifest.json"]
-    assert len(inodes[0]) == 256
-    anew = [sum(inodes[0][name] != inode for name, inode in found.items()) for found in inodes]
-    assert anew == [0] * len(inodes)
     assert not hidden(destination).exists()
 
 
@@ -541,20 +510,13 @@ class Counting(Quiet):
         self.bytes += count
 
 
-def test_checking_a_copy_that_is_there_shows_progress(tmp_path):
-    """A large kept copy takes long to be read: the watchdog is told of its bytes, and does not take the writer for stalled."""
+def test_copying_a_large_file_shows_progress(tmp_path):
+    """A large file takes long to be copied: the watchdog is told of its bytes, and does not take the writer for stalled."""
     fill(tmp_path, {"source": LONG})
-    shutil.copy(tmp_path / "source", tmp_path / "kept")
-    copy = FileCopy(
-        source=str(tmp_path / "source"),
-        path=str(tmp_path / "copy"),
-        stamp=Stamp.of((tmp_path / "source").stat()),
-        kept=str(tmp_path / "kept"),
-        kept_xxh3_128=digest_of(tmp_path / "source", LONG),
-    )
+    stamp = Stamp.of((tmp_path / "source").stat())
+    copy = FileCopy(source=str(tmp_path / "source"), path=str(tmp_path / "copy"), stamp=stamp)
     progress = Counting()
     copy_files([copy], WriteOptions(direct=True, chunk_bytes=CHUNK, flush_every_bytes=LONG), progress)
-    assert not (tmp_path / "kept").exists()
     assert progress.bytes >= LONG
 
 

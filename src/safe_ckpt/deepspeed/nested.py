@@ -12,7 +12,7 @@ from typing import Any
 from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.storage.file_copy import FileCopy
+from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.deepspeed import nvme, support
 from safe_ckpt.deepspeed.arguments import LATEST
 from safe_ckpt.deepspeed.capture import capture

@@ -12,7 +12,7 @@ from safe_ckpt.core.coordination.coordinator import raise_first
 from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.storage.file_copy import FileCopy
+from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.errors import CoordinationError, to_wire
 from safe_ckpt.lightning import engines, loop_state, strategies
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO

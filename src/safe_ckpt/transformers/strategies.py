@@ -25,7 +25,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import raise_first
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.storage.file_copy import FileCopy
+from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.errors import ConfigError, CoordinationError, to_wire
 from safe_ckpt.transformers.contents import Catch
 

@@ -2,8 +2,7 @@
 
 ``.safe_ckpt/`` lies in it, or beside it where a framework lists what is in it; always on the same file system. It holds
 ``staging`` (saves under way), ``trash`` (on the way out; a half-deleted checkpoint can never be picked), ``quarantine``
-(damaged, kept for people to look at), ``kept`` (copies that an attempt made before it failed, for the next one), the lock and
-``events.jsonl``. Used on rank 0 only.
+(damaged, kept for people to look at), the lock and ``events.jsonl``. Used on rank 0 only.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from safe_ckpt.core.directory.lock import JobLock
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.storage import durable
-from safe_ckpt.core.storage.file_copy import records_in
 from safe_ckpt.errors import CorruptCheckpointError, DirectoryError, UnsupportedFormatError
 
 logger = logging.getLogger(__name__)
@@ -51,7 +49,6 @@ class Workspace:
         self.staging = self.hidden / "staging"
         self.trash = self.hidden / "trash"
         self._quarantine = self.hidden / "quarantine"
-        self.kept = self.hidden / "kept"
         self._lock = JobLock(self.hidden, subject=path, lease_s=lease_s, owner=owner)
         self._swept = swept
         self._sequence = 0
@@ -97,7 +94,7 @@ class Workspace:
         if not self._lock.is_held:
             return
         if self._lock.is_seen:  # else the folders are another job's by now
-            _remove_empty([self.staging, self.trash, self._quarantine, self.kept])
+            _remove_empty([self.staging, self.trash, self._quarantine])
         self._lock.release()
         # Whoever comes in this moment makes anew what is gone.
         _remove_empty([self.hidden, *self._missing])
@@ -142,14 +139,10 @@ class Workspace:
         folder.mkdir(parents=True, exist_ok=True)
         return folder / path.name
 
-    def drop_staging(self, op_id: str, *, keep_copies: bool = False) -> None:
+    def drop_staging(self, op_id: str) -> None:
         """Remove the staging directory of a save that is over, and what it replaced. Never raises.
 
         What was moved aside stays when nothing stands in its place: the next start brings it back.
-
-        Args:
-            op_id: of the save.
-            keep_copies: it failed, and what it copied is kept for the next attempt.
         """
         aside = self.trash / op_id
         try:
@@ -162,8 +155,6 @@ class Workspace:
         if unreplaced:
             logger.error("%s was moved aside and not replaced: the next start brings it back", aside)
             return
-        if keep_copies:
-            self._keep_copies(self.staging / op_id)
         for folder in (self.staging / op_id, aside):
             self._delete(folder)
 
@@ -177,12 +168,6 @@ class Workspace:
         except FileNotFoundError:
             return  # committed in the last moment, or it tidied up itself
         self._delete(target)
-
-    def drop_kept(self, but: Collection[str] = ()) -> None:
-        """Delete what earlier attempts copied, but for the folders of these names. Never raises."""
-        for folder in _listed(self.kept):
-            if folder.name not in but:
-                self._delete(folder)
 
     def discard(self, paths: Iterable[Path]) -> list[Path]:
         """Delete checkpoints, directories by way of the trash. Returns those that are gone; a failure is logged."""
@@ -259,7 +244,7 @@ class Workspace:
 
     def _refuse_links(self) -> None:
         above = [folder for folder in self.hidden.parents if self.path in folder.parents]
-        for folder in (*above, self.hidden, self.staging, self.trash, self._quarantine, self.kept):
+        for folder in (*above, self.hidden, self.staging, self.trash, self._quarantine):
             if folder.is_symlink():
                 message = "is a link, and what is behind it would be deleted: put the folder itself there"
                 raise DirectoryError(path=str(folder), message=message)
@@ -278,16 +263,6 @@ class Workspace:
                 logger.warning("%s: finished an interrupted replacement with %s", self.path / old.name, chosen)
                 durable.publish_directory(chosen, self.path / old.name, self.trash / folder.name / "unused")
 
-    def _keep_copies(self, left: Path) -> None:
-        """What was copied by a save that did not succeed may be large: the next attempt takes it over."""
-        if not left.is_dir() or not any(record.stat().st_size for record in records_in(left)):
-            return
-        try:
-            self.kept.mkdir(exist_ok=True)
-            os.rename(left, self.kept / left.name)
-        except OSError as error:
-            logger.warning("%s could not be kept for the next attempt: %s", left, error)
-
     def _sweep(self) -> None:
         for moving in self._quarantine.glob(f"{_MOVING}*"):
             self.confirm()
@@ -297,10 +272,6 @@ class Workspace:
         self._delete(self.hidden / HIDDEN)  # what a job that was killed on its way in left for the others to look for
         for folder in (self.staging, self.trash):
             for left in _listed(folder):
-                if folder == self.staging:
-                    self._keep_copies(left)
-                    if not left.exists():
-                        continue
                 logger.info("removing what an earlier job left: %s", left)
                 self._sweep_away(left)
 

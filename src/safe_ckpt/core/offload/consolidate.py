@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
 from safe_ckpt.core.saving.request import SaveRequest
-from safe_ckpt.core.storage.file_copy import FileCopy, Stamp, kept_copies
+from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.errors import (
     ConfigError,
     CoordinationError,
@@ -38,7 +37,6 @@ from safe_ckpt.errors import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-logger = logging.getLogger(__name__)
 ADAPTER = "offloaded"
 _RACY_NS = 20_000_000  # twice the longest tick of a kernel's clock
 _REST_S = 5.0
@@ -55,7 +53,7 @@ def consolidate_offloaded(
     """Copy the folders of all ranks into one directory that appears when all of it is durable. Every rank calls this.
 
     The directory is replaced as a whole if an earlier call made it. What one rank could not do, every rank raises. A call
-    after one that failed, or was killed, copies only what is not there yet, or is not intact.
+    that fails, or is killed, leaves what was there before.
 
     Args:
         sources: name of a sub-folder of ``destination`` -> folder that this rank reads; on a disk of its own or a shared
@@ -85,7 +83,7 @@ def consolidate_offloaded(
     engine = Engine(config, group=group)
     try:
         workspace = _held(engine, path)
-        plan = agree_parts(engine, sources, ignore, workspace, destination=path)
+        plan = agree_parts(engine, sources, ignore, destination=path)
         request = SaveRequest(
             workspace=workspace,
             path=path,
@@ -94,12 +92,9 @@ def consolidate_offloaded(
             copies=plan.copies,
             folders=plan.folders,
             notes={"adapter": ADAPTER, "parts": plan.notes},
-            keep_copies=True,
             carry=lambda _: True,
         )
         info = engine.save(request).result()
-        if engine.rank == 0:
-            workspace.drop_kept()
         engine.let_go(workspace)
     except BaseException:
         engine.close(quiet=True, within_s=config.timeouts.shutdown_s)
@@ -127,7 +122,6 @@ def agree_parts(
     engine: Engine,
     sources: Mapping[str, str | os.PathLike[str]],
     ignore: Sequence[str] = (),
-    workspace: Workspace | None = None,
     prefix: str = "",
     destination: Path | None = None,
 ) -> OffloadPlan:
@@ -137,7 +131,6 @@ def agree_parts(
         engine: where the ranks meet.
         sources: see ``consolidate_offloaded``.
         ignore: the same.
-        workspace: holds what an earlier attempt copied; None when that is not wanted.
         prefix: of every path, with a slash at its end.
         destination: must not lie in a source, nor a source in it; None when that cannot be.
 
@@ -169,8 +162,6 @@ def agree_parts(
         if part["writer"] == engine.rank:
             scan = scans[part["asked"]]
             copies += [dataclasses.replace(copy, path=f"{prefix}{part['name']}/{copy.path}") for copy in scan.copies]
-    if workspace is not None:
-        copies = _with_kept(engine, workspace, copies)
     folders = sorted({parent for folder in agreed["folders"] for parent in _with_parents(f"{prefix}{folder}")})
     return OffloadPlan(copies=copies, folders=folders, notes=agreed["parts"])
 
@@ -291,24 +282,3 @@ def _assign(answers: Mapping[int, Any]) -> dict[str, Any]:
 def _with_parents(folder: str) -> list[str]:
     pure = PurePosixPath(folder)
     return [str(parent) for parent in (*list(pure.parents)[-2::-1], pure)]
-
-
-def _with_kept(engine: Engine, workspace: Workspace, copies: Sequence[FileCopy]) -> list[FileCopy]:
-    """Let what an earlier attempt copied stand for what is still the same, and drop what it copied in vain."""
-    try:
-        kept = kept_copies(workspace.kept)
-    except OSError as error:
-        logger.warning("what an earlier attempt copied cannot be looked at and is copied again: %s", error)
-        kept = {}
-    found, used = list(copies), set()
-    for number, copy in enumerate(copies):
-        if (copy.source, copy.stamp) in kept:
-            path, digest = kept[copy.source, copy.stamp]
-            found[number] = dataclasses.replace(copy, kept=str(path), kept_xxh3_128=digest)
-            used.add(path.relative_to(workspace.kept).parts[0])
-
-    def drop(answers: Mapping[int, Any]) -> None:
-        workspace.drop_kept(but={name for names in answers.values() for name in names})
-
-    engine.agree("kept copies", {}, answer=sorted(used), decide=drop)
-    return found

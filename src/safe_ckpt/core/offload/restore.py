@@ -19,10 +19,9 @@ from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.offload.consolidate import ADAPTER, own_part
 from safe_ckpt.core.storage import durable, space
-from safe_ckpt.core.storage.copier import copy_files
+from safe_ckpt.core.storage.copier import FileCopy, Stamp, copy_files
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
 from safe_ckpt.core.storage.durable import sync_directory
-from safe_ckpt.core.storage.file_copy import FileCopy, Stamp
 from safe_ckpt.errors import (
     CoordinationError,
     CorruptCheckpointError,

@@ -9,7 +9,7 @@ from typing import Any
 
 from safe_ckpt.core.formats.manifest import Manifest
 from safe_ckpt.core.saving.request import SaveHandle, SaveRequest
-from safe_ckpt.core.storage.file_copy import FileCopy
+from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.errors import DesyncError, from_wire, to_wire
 
 
@@ -49,7 +49,7 @@ def answer(request: SaveRequest, unreported: SaveHandle | None, rank: int) -> di
 
 def new_bytes(copies: Sequence[FileCopy]) -> int:
     """How many bytes are to be copied; what an earlier attempt left is not copied again."""
-    return sum(copy.stamp.size_bytes for copy in copies if not copy.kept)
+    return sum(copy.stamp.size_bytes for copy in copies)
 
 
 def decide(request: SaveRequest, answers: Mapping[int, Any], *, busy: bool) -> dict[str, Any]:

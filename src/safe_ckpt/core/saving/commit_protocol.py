@@ -25,8 +25,8 @@ from safe_ckpt.core.saving.request import SaveJob
 from safe_ckpt.core.saving.streamed_files import FileStream
 from safe_ckpt.core.storage import durable as commit
 from safe_ckpt.core.storage import space
+from safe_ckpt.core.storage.copier import FileCopy, first_changed
 from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
-from safe_ckpt.core.storage.file_copy import FileCopy, first_changed, record_name
 from safe_ckpt.core.writer.client import WriteJob
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import (
@@ -112,7 +112,7 @@ class CommitProtocol:
             # The cause first: nobody should wait for the tidying up.
             self._two_phase.conclude({"error": to_wire(ours, rank=0, phase="save")})
             if not isinstance(ours, CommitOutcomeUnknown):
-                job.request.workspace.drop_staging(job.op_id, keep_copies=job.request.keep_copies)
+                job.request.workspace.drop_staging(job.op_id)
                 if job.request.begun is not None:
                     job.request.workspace.drop_staging(job.request.begun.parent.name)
             raise ours from error
@@ -226,8 +226,7 @@ class CommitProtocol:
         if not job.request.copies:
             return []
         copies = [dataclasses.replace(copy, path=str(job.folder / copy.path)) for copy in job.request.copies]
-        record = str(job.staged.parent / record_name(self._rank)) if job.request.keep_copies else ""
-        write_job = WriteJob(name=job.name, rank=self._rank, copies=copies, record=record)
+        write_job = WriteJob(name=job.name, rank=self._rank, copies=copies)
         try:
             results = self._writer.write(write_job, self._look_around)
         except OSError:

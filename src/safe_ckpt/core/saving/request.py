@@ -19,8 +19,8 @@ from safe_ckpt.core.saving.streamed_files import FileStream
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.copy import StagingCopy
 from safe_ckpt.core.staging.overlap import OverlapPlan
+from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.durable import Link
-from safe_ckpt.core.storage.file_copy import FileCopy
 from safe_ckpt.errors import ForkedError, RendezvousTimeout, SafeCheckpointError, SaveSkippedError
 
 Retain = Callable[[CheckpointInfo], Decision | None]
@@ -69,7 +69,6 @@ class SaveRequest:
             then. It raises only when it was interrupted.
         folders: below the directory, for images and copies that go into one; the same on all ranks.
         copies: files of this rank that are copied as they are. ``save`` returns when they have been read.
-        keep_copies: whether copies that were made before the save failed, or the job died, are there for the next attempt.
         parts: files of this rank that come one by one, after ``save`` has returned; on every rank then.
         pointers: small files elsewhere that are replaced once the checkpoint has its name, in this order; rank 0's count.
     """
@@ -95,7 +94,6 @@ class SaveRequest:
     feed: Callable[[SaveJob], None] | None = None
     folders: Sequence[str] = ()
     copies: Sequence[FileCopy] = ()
-    keep_copies: bool = False
     parts: FileStream | None = None
     pointers: Sequence[Pointer] = ()
 

@@ -6,14 +6,15 @@ under way at a time, so that reading one goes on while another is written.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import xxhash
 
@@ -27,7 +28,6 @@ from safe_ckpt.core.storage.direct_io import (
     write_rest,
 )
 from safe_ckpt.core.storage.durable import WrittenFile
-from safe_ckpt.core.storage.file_copy import FileCopy, Recorder
 
 _AT_A_TIME = 4
 _CHUNK = 4 << 20
@@ -35,17 +35,74 @@ _OPEN = 256
 _FICLONE = 0x40049409  # linux/fs.h
 
 
-def copy_files(
-    copies: Sequence[FileCopy], options: WriteOptions, progress: ProgressReporter, record: str = ""
-) -> list[WrittenFile]:
+@dataclass(frozen=True, kw_only=True)
+class Stamp:
+    """What changes when a file does. ``of`` reads it; two that are equal stand for the same bytes.
+
+    A file's times are those of the kernel's last tick: a file that changed within ``racy_ns`` of being looked at may change
+    once more without showing it.
+    """
+
+    size_bytes: int
+    device: int
+    inode: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Stamp:
+        """From what ``os.stat`` returned."""
+        return cls(
+            size_bytes=status.st_size,
+            device=status.st_dev,
+            inode=status.st_ino,
+            mtime_ns=status.st_mtime_ns,
+            ctime_ns=status.st_ctime_ns,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileCopy:
+    """One file to copy.
+
+    Attributes:
+        source: where its bytes are.
+        path: where they go: relative to the checkpoint in a request, absolute in a job.
+        stamp: of the source when the copy was planned.
+    """
+
+    source: str
+    path: str
+    stamp: Stamp
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON-able data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> FileCopy:
+        """From what ``to_json`` returned."""
+        return cls(**{**data, "stamp": Stamp(**data["stamp"])})
+
+
+def first_changed(copies: Sequence[FileCopy]) -> str | None:
+    """The first source that is not what it was when its copy was planned; None when all are."""
+    for copy in copies:
+        try:
+            if Stamp.of(os.stat(copy.source)) != copy.stamp:
+                return copy.source
+        except FileNotFoundError:
+            return copy.source
+    return None
+
+
+def copy_files(copies: Sequence[FileCopy], options: WriteOptions, progress: ProgressReporter) -> list[WrittenFile]:
     """Copy files and make their bytes durable; the directory entries are the caller's to fsync.
 
     Args:
         copies: what and where to. The directories exist.
         options: how to write.
         progress: told of every step, from several threads.
-        record: a file that gets a line for every copy that is complete, so that a later attempt need not make it again; ""
-            for none.
 
     Returns:
         What is on disk now, in the order of ``copies``.
@@ -53,27 +110,22 @@ def copy_files(
     Raises:
         OSError: as the operating system says, with the path. The others end before this is raised.
     """
-    with contextlib.closing(Recorder(record)) as note:
-        results: list[WrittenFile] = []
-        for start in range(0, len(copies), _OPEN):
-            batch = copies[start : start + _OPEN]
-            results += once_more_after_eio(lambda: _copy_batch(batch, options, progress, note))  # noqa: B023
-        return results
+    results: list[WrittenFile] = []
+    for start in range(0, len(copies), _OPEN):
+        batch = copies[start : start + _OPEN]
+        results += once_more_after_eio(lambda: _copy_batch(batch, options, progress))  # noqa: B023
+    return results
 
 
-def _copy_batch(
-    copies: Sequence[FileCopy], options: WriteOptions, progress: ProgressReporter, note: Recorder
-) -> list[WrittenFile]:
+def _copy_batch(copies: Sequence[FileCopy], options: WriteOptions, progress: ProgressReporter) -> list[WrittenFile]:
     batch = _Batch(options, progress, ahead=len(copies) < _AT_A_TIME)
 
     def one(copy: FileCopy) -> WrittenFile:
         try:
-            found = batch.take_over(copy) or batch.copy(copy)
-            note.add(copy, found)
+            return batch.copy(copy)
         except BaseException:
             batch.failed.set()
             raise
-        return found
 
     try:
         with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="safe_ckpt-copy") as pool:
@@ -120,26 +172,6 @@ class _Batch:
         except OSError as error:
             raise OSError(error.errno, error.strerror, error.filename or copy.path) from error
         return WrittenFile(path=copy.path, size_bytes=copy.stamp.size_bytes, xxh3_128=digest)
-
-    def take_over(self, copy: FileCopy) -> WrittenFile | None:
-        """Let an earlier attempt's copy stand for this one, if there is one and it is intact."""
-        if not copy.kept:
-            return None
-        try:
-            fd = os.open(copy.kept, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return None
-        try:
-            intact = os.fstat(fd).st_size == copy.stamp.size_bytes and self._move(copy, fd, -1, direct=False)
-            if intact != copy.kept_xxh3_128:
-                return None
-            os.fsync(fd)
-            os.rename(copy.kept, copy.path)
-        except OSError:  # then it is copied once more
-            return None
-        finally:
-            os.close(fd)
-        return WrittenFile(path=copy.path, size_bytes=copy.stamp.size_bytes, xxh3_128=copy.kept_xxh3_128)
 
     def sync(self) -> None:
         """Make durable what was copied."""

@@ -23,9 +23,9 @@ from safe_ckpt.core.coordination.processes import process_state
 from safe_ckpt.core.formats.write_task import WriteTask
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.progress import Progress, ProgressPage, new_page
+from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.direct_io import write_without_direct
 from safe_ckpt.core.storage.durable import WrittenFile
-from safe_ckpt.core.storage.file_copy import FileCopy
 from safe_ckpt.core.writer.process import STACK_SIGNAL
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,6 @@ class WriteJob:
         buffer: holds the images of ``files``; None when there are only copies.
         files: to be written from the arena.
         copies: files to be copied.
-        record: see ``copier.copy_files``.
         directories: made durable afterwards.
     """
 
@@ -61,7 +60,6 @@ class WriteJob:
     buffer: SharedBuffer | None = None
     files: Sequence[WriteTask] = ()
     copies: Sequence[FileCopy] = ()
-    record: str = ""
     directories: Sequence[str] = ()
 
     @property

@@ -24,10 +24,9 @@ from typing import Any
 
 from safe_ckpt.core.formats.write_task import WriteTask
 from safe_ckpt.core.staging.progress import ProgressPage, read_mark
-from safe_ckpt.core.storage.copier import copy_files
+from safe_ckpt.core.storage.copier import FileCopy, copy_files
 from safe_ckpt.core.storage.direct_io import WriteOptions, refused_direct
 from safe_ckpt.core.storage.durable import sync_directory
-from safe_ckpt.core.storage.file_copy import FileCopy
 from safe_ckpt.core.writer.file_writer import write_file
 
 STACK_SIGNAL = signal.SIGUSR2
@@ -95,7 +94,7 @@ def _serve(
         options = WriteOptions(**plan["options"])
         page.begin(0)
         copies = [FileCopy.from_json(entry) for entry in plan["copies"]]
-        found = copy_files(copies, options, page, plan["record"])
+        found = copy_files(copies, options, page)
         memory = memoryview(_mapped(job, arenas, maps)) if plan["files"] else memoryview(b"")
         ready = functools.partial(read_mark, memory)
         for index, entry in enumerate(plan["files"], len(copies)):

@@ -162,7 +162,6 @@ class WriterSupervisor:
         plan = {
             "files": [task.to_json() for task in job.files],
             "copies": [copy.to_json() for copy in job.copies],
-            "record": job.record,
             "directories": list(job.directories),
             "options": dataclasses.asdict(self._options),
         }
@@ -170,7 +169,7 @@ class WriterSupervisor:
 
     def _write_here(self, job: WriteJob, stop: Callable[[], None]) -> list[WrittenFile]:
         progress = _OwnProgress(self._moving(stop), stop)
-        results = copy_files(job.copies, self._options, progress, job.record)
+        results = copy_files(job.copies, self._options, progress)
         if job.buffer is not None:
             memory = memoryview(job.buffer.memory)
             ready = functools.partial(read_mark, memory)
