@@ -84,7 +84,9 @@ def traced(folder: Path, mebibytes: int) -> dict[str, dict[str, int]]:
     writers = folder / "writer"
     writers.touch()
     boot = _BOOT.format(folder=str(Path(__file__).parent), target=str(writers))
-    client._BOOT = client._BOOT.replace("from safe_ckpt", boot.replace("{", "{{").replace("}", "}}") + "from safe_ckpt", 1)
+    client._BOOT = client._BOOT.replace(
+        "from safe_ckpt", boot.replace("{", "{{").replace("}", "}}") + "from safe_ckpt", 1
+    )
     route = Route()
     route.install()
     model = torch.nn.Linear(mebibytes * 256, 1024, bias=False)

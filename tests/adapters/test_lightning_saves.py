@@ -21,7 +21,7 @@ from lightning_runs import PACKAGES, Stop, fingerprint, module_class, package, s
 from safe_ckpt import CheckpointConfig, Retention, Timeouts, WriterConfig
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.saving.request import SaveHandle
+from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.errors import (
     ConfigError,
     CorruptCheckpointError,

@@ -28,11 +28,12 @@ import torch
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, SafeCheckpointError, Timeouts, WriterConfig
 from safe_ckpt.core.directory import catalog
+from safe_ckpt.core.directory.retention import DeleteListed
 from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.request import SaveRequest
+from safe_ckpt.core.saving.request import Destination, Facts, OnCommit, SaveRequest, Snapshot
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.testing import FaultyStorage
@@ -183,13 +184,13 @@ class Files(Numbered):
             image = file_plan.torch_image(self.name(number), state(number), strict=False, key="checkpoint")
             to_delete = [path for path in folder.glob("step=*.ckpt") if path.name != self.name(number)]
             request = SaveRequest(
-                workspace=root,
-                path=folder / self.name(number),
-                kind="file",
-                step=number,
-                images=[file_plan.single(image, self.name(number))],
-                links=[Link(path=folder / "last.ckpt")],
-                retain=lambda _: to_delete,
+                destination=Destination(workspace=root, path=folder / self.name(number), kind="file"),
+                content=Snapshot(files=[file_plan.single(image, self.name(number))]),
+                facts=Facts(step=number),
+                on_commit=OnCommit(
+                    links=[Link(path=folder / "last.ckpt")],
+                    retention=DeleteListed(paths=to_delete) if to_delete else None,
+                ),
             )
             engine.save(request).result()
             reported()

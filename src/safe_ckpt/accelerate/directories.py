@@ -16,10 +16,8 @@ from accelerate import utils
 from safe_ckpt.config import Retention
 from safe_ckpt.core.coordination.coordinator import raise_first
 from safe_ckpt.core.directory import catalog, extra_files, retention
-from safe_ckpt.core.directory.catalog import WEIGHTS, Candidate
-from safe_ckpt.core.directory.ledger import Catalog, Decision, is_of
+from safe_ckpt.core.directory.catalog import WEIGHTS, Candidate, Catalog, is_of
 from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
-from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.saving import resume
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
@@ -75,21 +73,18 @@ class CheckpointDirectory:
 
     Attributes:
         named: the directories that the user names one by one.
+        retention: what is deleted after a commit; None for nothing.
     """
 
     def __init__(self, engine: Engine, accelerator: Any, policy: Retention) -> None:
         self._engine = engine
         self._accelerator = accelerator
-        self._policy = policy
+        self.retention = retention.policy_of(policy)
         self._automatic: SaveTarget | None = None
         self.named = HeldDirectories(engine)
         self._ledgers: dict[Path, Catalog] = {}
         self._last: Path | None = None
         _living.add(self)
-
-    def retain(self, place: SaveTarget, new: CheckpointInfo) -> Decision | None:
-        """``new`` was committed in ``place``. Says what is to be deleted now. Called on the background thread."""
-        return place.ledger.retain(new, retention.chooser(self._policy))
 
     def automatic(self) -> Path | None:
         """Where checkpoints go that Accelerate names itself; None when it does not."""

@@ -13,7 +13,8 @@ from safe_ckpt.accelerate.dataloaders import KEY, Loaders
 from safe_ckpt.accelerate.directories import ADAPTER, CheckpointDirectory, Target
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.request import SaveHandle, SaveRequest
+from safe_ckpt.core.saving.handle import SaveHandle
+from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit, SaveRequest, Snapshot, Unplanned
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state import plan
 
@@ -109,23 +110,27 @@ def _request(
     nested = engines.collect(engine, accelerator, options.arguments)
     if nested is not None:
         planned, error = [*planned, *nested.images], error or nested.error
-    overlap_plan = None
-    if options.overlap and planned:
-        overlap_plan = OverlapPlan(accelerator._models, plain_optimizers(accelerator)) or None
+    content: Content
+    if error is not None:
+        content = Unplanned(error=error)
+    else:
+        overlap = options.overlap and bool(planned)
+        content = Snapshot(
+            files=planned,
+            copies=nested.copies if nested is not None else (),
+            folders=nested.folders if nested is not None else strategies.folders(accelerator),
+            overlap=(OverlapPlan(accelerator._models, plain_optimizers(accelerator)) or None) if overlap else None,
+        )
     return SaveRequest(
-        workspace=target.place.workspace,
-        path=target.path,
-        kind="directory",
-        step=step if isinstance(step, int) else -1,
-        metrics=metrics,
-        images=planned,
-        error=error,
-        notes={"adapter": ADAPTER, "iteration": target.number, **(nested.notes if nested is not None else {})},
-        same=view,
-        retain=lambda new: places.retain(target.place, new),
-        overlap_plan=overlap_plan,
-        begun=target.begun,
-        folders=nested.folders if nested is not None else strategies.folders(accelerator),
-        copies=nested.copies if nested is not None else (),
-        carry=lambda _: True,
+        destination=Destination(workspace=target.place.workspace, path=target.path, kind="directory"),
+        content=content,
+        facts=Facts(
+            step=step if isinstance(step, int) else -1,
+            metrics=metrics,
+            notes={"adapter": ADAPTER, "iteration": target.number, **(nested.notes if nested is not None else {})},
+        ),
+        must_match=view,
+        on_commit=OnCommit(
+            prefilled=target.begun, carry=lambda _: True, catalog=target.place.ledger, retention=places.retention
+        ),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import logging
@@ -31,6 +30,7 @@ from safe_ckpt.core.saving import export
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.export import Exporter
 from safe_ckpt.core.saving.held_directories import NAMES
+from safe_ckpt.core.saving.request import Streamed, Unplanned
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.durable import sync_directory
@@ -208,8 +208,8 @@ def _replace(
     engine: Engine, workspace: Workspace, path: Path, planned: Sequence[FilePlan], error: Exception | None
 ) -> None:
     """The directory as a whole, in one step."""
-    request = dataclasses.replace(export.request_of(workspace, path, planned, error), streamed=True)
-    engine.save(request).result()
+    content = Unplanned(error=error) if error is not None else Streamed(files=planned)
+    engine.save(export.request_of(workspace, path, content)).result()
 
 
 def _replace_each(engine: Engine, path: Path, planned: Sequence[FilePlan], error: Exception | None) -> None:

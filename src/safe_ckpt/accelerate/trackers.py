@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.request import SaveHandle
+from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.hooks.scalars import Scalars, ScalarsHook
 
 logger = logging.getLogger(__name__)

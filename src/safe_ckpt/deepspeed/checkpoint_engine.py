@@ -22,7 +22,8 @@ from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.formats.verify import verify_entry
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.request import Pointer, SaveHandle, SaveRequest
+from safe_ckpt.core.saving.handle import SaveHandle
+from safe_ckpt.core.saving.request import Destination, Facts, FileByFile, OnCommit, Pointer, SaveRequest
 from safe_ckpt.core.saving.streamed_files import FileStream
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.deepspeed.arguments import LATEST
@@ -116,16 +117,19 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         latest = [Pointer(path=top / LATEST, data=tag.encode())] if info.save_latest else []
         handle = self._core.save(
             SaveRequest(
-                workspace=place.workspace,
-                path=path,
-                kind="directory",
-                step=step_of(path.name),
-                parts=parts,
-                notes={"adapter": ADAPTER, "latest": bool(info.save_latest), "tag": tag},
-                view={"save_latest": str(info.save_latest)},
-                retain=lambda new: self._places.retain(place, new),
-                carry=lambda name: not name.endswith("_states.pt"),
-                pointers=latest,
+                destination=Destination(workspace=place.workspace, path=path, kind="directory"),
+                content=FileByFile(stream=parts),
+                facts=Facts(
+                    step=step_of(path.name),
+                    notes={"adapter": ADAPTER, "latest": bool(info.save_latest), "tag": tag},
+                ),
+                must_match={"save_latest": str(info.save_latest)},
+                on_commit=OnCommit(
+                    carry=lambda name: not name.endswith("_states.pt"),
+                    pointers=latest,
+                    catalog=place.ledger,
+                    retention=self._places.retention,
+                ),
                 patient=True,
             )
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -17,18 +17,17 @@ from typing_extensions import Self
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.directory import catalog, extra_files
-from safe_ckpt.core.directory.catalog import Candidate
-from safe_ckpt.core.directory.ledger import Catalog
+from safe_ckpt.core.directory.catalog import Candidate, Catalog
+from safe_ckpt.core.directory.retention import KeepNewest
 from safe_ckpt.core.directory.workspace import Workspace
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.formats.verify import verify_share
 from safe_ckpt.core.saving import resume
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.request import SaveRequest
+from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit, SaveRequest, Snapshot, Unplanned
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.events import Hook
-from safe_ckpt.transformers import rotation
 from safe_ckpt.transformers.contents import Catch, catching
 from safe_ckpt.transformers.strategies import Sharing
 
@@ -133,23 +132,26 @@ class TrainerSaver:
                 error = problem
         added = self._sharing.plan(trainer, noted, caught, error)
 
-        def choose(infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-            return rotation.to_delete(infos, limit, Path(best) if best else None)
-
+        content: Content
+        if added.error is not None:
+            content = Unplanned(error=added.error)
+        else:
+            files = [*caught.images, *added.images]
+            content = Snapshot(files=files, copies=added.copies, folders=added.folders)
         return SaveRequest(
-            workspace=workspace,
-            path=path,
-            kind="directory",
-            step=int(trainer.state.global_step),
-            metrics=_metrics(trainer),
-            images=[] if added.error is not None else [*caught.images, *added.images],
-            error=added.error,
-            notes={"adapter": ADAPTER, **added.notes},
-            retain=lambda new: ledger.retain(new, choose if limit else None),
-            begun=begun,
-            folders=added.folders,
-            copies=added.copies,
-            carry=lambda _: True,
+            destination=Destination(workspace=workspace, path=path, kind="directory"),
+            content=content,
+            facts=Facts(
+                step=int(trainer.state.global_step),
+                metrics=_metrics(trainer),
+                notes={"adapter": ADAPTER, **added.notes},
+            ),
+            on_commit=OnCommit(
+                prefilled=begun,
+                carry=lambda _: True,
+                catalog=ledger,
+                retention=KeepNewest(limit=limit, best=Path(best) if best else None) if limit else None,
+            ),
         )
 
     def _hold(self, folder: Path) -> tuple[Workspace, Catalog]:

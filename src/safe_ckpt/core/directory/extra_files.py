@@ -22,7 +22,7 @@ from safe_ckpt.errors import DirectoryError, SafeCheckpointError
 
 
 def open_folder(coordinator: Coordinator, workspace: Workspace, key: str, timeout_s: float) -> Path:
-    """Make a folder for what hooks write, to be given to a ``SaveRequest`` as ``begun``. Every rank calls this.
+    """Make a folder for what hooks write, to be given to ``OnCommit`` as ``prefilled``. Every rank calls this.
 
     Args:
         coordinator: where the ranks meet.
@@ -50,14 +50,14 @@ def open_folder(coordinator: Coordinator, workspace: Workspace, key: str, timeou
     return folder
 
 
-def enter(begun: Path, staged: Path) -> None:
+def enter(prefilled: Path, staged: Path) -> None:
     """The folder of the hooks becomes the staging directory. On rank 0.
 
     Raises:
         OSError: as the operating system says.
     """
-    os.rename(begun, staged)
-    begun.parent.rmdir()
+    os.rename(prefilled, staged)
+    prefilled.parent.rmdir()
 
 
 def adopt(staged: Path, written: Collection[str]) -> list[FileEntry]:

@@ -23,7 +23,7 @@ from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
-from safe_ckpt.core.saving.request import SaveRequest
+from safe_ckpt.core.saving.request import Copies, Destination, Facts, OnCommit, SaveRequest
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.errors import (
     ConfigError,
@@ -85,14 +85,10 @@ def consolidate_offloaded(
         workspace = _held(engine, path)
         plan = agree_parts(engine, sources, ignore, destination=path)
         request = SaveRequest(
-            workspace=workspace,
-            path=path,
-            kind="directory",
-            step=0,
-            copies=plan.copies,
-            folders=plan.folders,
-            notes={"adapter": ADAPTER, "parts": plan.notes},
-            carry=lambda _: True,
+            destination=Destination(workspace=workspace, path=path, kind="directory"),
+            content=Copies(copies=plan.copies, folders=plan.folders),
+            facts=Facts(step=0, notes={"adapter": ADAPTER, "parts": plan.notes}),
+            on_commit=OnCommit(carry=lambda _: True),
         )
         info = engine.save(request).result()
         engine.let_go(workspace)

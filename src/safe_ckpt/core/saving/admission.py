@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from safe_ckpt.core.formats.manifest import Manifest
-from safe_ckpt.core.saving.request import SaveHandle, SaveRequest
-from safe_ckpt.core.storage.copier import FileCopy
+from safe_ckpt.core.saving.handle import SaveHandle
+from safe_ckpt.core.saving.request import SaveRequest
 from safe_ckpt.errors import DesyncError, from_wire, to_wire
 
 
@@ -39,17 +39,12 @@ def answer(request: SaveRequest, unreported: SaveHandle | None, rank: int) -> di
         failure = to_wire(unreported.unreported, rank=rank, phase="save")
         earlier = {"op_id": unreported.op_id, "error": failure}
     return {
-        "bytes": sum(image.total_bytes for image in request.images) + new_bytes(request.copies),
-        "writes": bool(request.images or request.copies) or request.parts is not None,
+        "bytes": request.content.new_bytes,
+        "writes": request.content.writes,
         "error": error,
-        "same": dict(request.same),
+        "must_match": dict(request.must_match),
         "earlier": earlier,
     }
-
-
-def new_bytes(copies: Sequence[FileCopy]) -> int:
-    """How many bytes are to be copied; what an earlier attempt left is not copied again."""
-    return sum(copy.stamp.size_bytes for copy in copies)
 
 
 def decide(request: SaveRequest, answers: Mapping[int, Any], *, busy: bool) -> dict[str, Any]:
@@ -71,8 +66,8 @@ def decide(request: SaveRequest, answers: Mapping[int, Any], *, busy: bool) -> d
     sharded = {str(rank): ", ".join(answers[rank].get("items", ["none"])) for rank in ranks}
     if len(set(sharded.values())) > 1:
         raise DesyncError(what="sharded items", values=sharded)
-    for what in dict.fromkeys(key for rank in ranks for key in answers[rank]["same"]):
-        values = {str(rank): str(answers[rank]["same"].get(what)) for rank in ranks}
+    for what in dict.fromkeys(key for rank in ranks for key in answers[rank]["must_match"]):
+        values = {str(rank): str(answers[rank]["must_match"].get(what)) for rank in ranks}
         if len(set(values.values())) > 1:
             raise DesyncError(what=what, values=values)
     for rank in ranks:
@@ -81,13 +76,13 @@ def decide(request: SaveRequest, answers: Mapping[int, Any], *, busy: bool) -> d
     if busy:
         return {}
     manifest = Manifest(
-        name=request.path.name,
-        sequence=request.workspace.next_sequence(),
-        step=request.step,
+        name=request.name,
+        sequence=request.destination.workspace.next_sequence(),
+        step=request.facts.step,
         op_id=uuid.uuid4().hex,
         world_size=len(ranks),
-        metrics=dict(request.metrics),
-        notes=dict(request.notes),
+        metrics=dict(request.facts.metrics),
+        notes=dict(request.facts.notes),
     )
     return {
         "manifest": manifest.to_json(),

@@ -28,7 +28,8 @@ from safe_ckpt.core.directory import shared
 from safe_ckpt.core.directory.workspace import EVENTS, Workspace
 from safe_ckpt.core.formats.manifest import Manifest, versions
 from safe_ckpt.core.saving import admission, save_events
-from safe_ckpt.core.saving.request import SaveHandle, SaveJob, SaveRequest
+from safe_ckpt.core.saving.handle import SaveHandle
+from safe_ckpt.core.saving.request import SaveJob, SaveRequest
 from safe_ckpt.core.saving.save_queue import SaveQueue
 from safe_ckpt.core.saving.stager import Stager
 from safe_ckpt.errors import (
@@ -243,20 +244,21 @@ class Engine:
             StateError: this or another rank has something that cannot be saved; nothing was started.
             DesyncError: the ranks asked for different saves.
             RendezvousTimeout: some ranks did not come.
-            SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started.
+            SafeCheckpointError: the error of an earlier save that was not reported yet; this one was not started.
         """
         started = time.monotonic()
         granted = self._agree_save(request)
         agreed_s = time.monotonic() - started
         if granted.manifest is None:
-            if request.begun is not None and self.rank == 0:
-                request.workspace.drop_staging(request.begun.parent.name)
-            return _skipped(request.path.name)
-        manifest = Manifest.from_json(dict(granted.manifest), str(request.path))
+            prefilled = request.on_commit.prefilled
+            if prefilled is not None and self.rank == 0:
+                request.destination.workspace.drop_staging(prefilled.parent.name)
+            return _skipped(request.name)
+        manifest = Manifest.from_json(dict(granted.manifest), str(request.destination.path))
         # Its own deadline once its turn comes, plus what follows the verdict: deleting what retention lets go.
         turns = 1 + self.in_flight
         limit_s = turns * (self.config.timeouts.lengthy_s + self.config.timeouts.barrier_s)
-        handle = SaveHandle(request.path.name, limit_s, manifest.op_id)
+        handle = SaveHandle(request.name, limit_s, manifest.op_id)
         job = SaveJob(
             request=request,
             manifest=manifest,
@@ -343,7 +345,7 @@ class Engine:
         """Wait until everything in flight is over.
 
         Raises:
-            SafeCheckpointError: the error of a save that nobody was told of yet, the same on every rank.
+            SafeCheckpointError: the error of a save that was not reported yet, the same on every rank.
         """
         self.settle()
         self.raise_unreported()
@@ -354,7 +356,7 @@ class Engine:
             handle.settle()
 
     def raise_unreported(self) -> None:
-        """Raise the first error of a finished save that nobody was told of yet."""
+        """Raise the first error of a finished save that was not reported yet."""
         self._handles = [handle for handle in self._handles if not handle.done() or handle.unreported is not None]
         for handle in self._handles:
             error = handle.unreported
@@ -378,7 +380,7 @@ class Engine:
 
         Raises:
             ForkedError: this process was forked from the one that opened this.
-            SafeCheckpointError: the error of a save that nobody was told of yet.
+            SafeCheckpointError: the error of a save that was not reported yet.
         """
         if self._closed:
             return
@@ -414,14 +416,14 @@ class Engine:
         try:
             decision = self.agree(
                 "save",
-                {"step": request.step, "path": request.path, **request.view},
+                {"step": request.facts.step, "path": request.destination.path},
                 answer=admission.answer(request, unreported, self.rank),
                 decide=lambda answers: admission.decide(request, answers, busy=busy),
             )
         except SafeCheckpointError as problem:
             error: SafeCheckpointError = problem
             if self.coordinator.unsure:  # rank 0 has this rank's answer, and may have gone on to commit
-                cause, name = str(error), request.path.name
+                cause, name = str(error), request.name
                 error = CommitOutcomeUnknown(name=name, cause=cause, rank=self.rank, phase="commit")
             self.emit(save_events.refused(request, error, self.rank, time.monotonic() - begun))
             if request.error is None or isinstance(error, CoordinationError | CommitOutcomeUnknown):
@@ -445,22 +447,24 @@ class Engine:
             if self.in_flight < self.config.max_in_flight:
                 break
             handle.settle()
-        # With several in flight some ranks may know already of a failure and others not: it is told at the next agreement.
+        # With several in flight some ranks may know already of a failure and others not: it is reported at the next agreement.
 
     def _start(self, job: SaveJob) -> None:
-        told = False
+        reported = False
         try:
             self._await_room()
             if self.config.max_in_flight == 1 and self._unreported() is not None:
                 # Nothing is in flight any more, so every rank knows of it and raises here.
-                told = True
+                reported = True
                 self.raise_unreported()
-            if self.rank == 0 and self._save_queue.writer.needs_process(sum(i.total_bytes for i in job.request.images)):
+            if self.rank == 0 and self._save_queue.writer.needs_process(
+                sum(i.total_bytes for i in job.request.content.files)
+            ):
                 self._save_queue.writer.start()  # while the copy is taken
             self._stager.lay_out(job)
         finally:
             # Also when this was interrupted: the other ranks wait for what becomes of it here.
-            if not told:
+            if not reported:
                 self._handles.append(job.handle)
                 self._save_queue.put(job)
 
