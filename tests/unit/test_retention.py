@@ -97,7 +97,7 @@ def test_the_catalog_decides_with_the_policy(tmp_path):
     assert decision == Decision(to_delete=[made[0].path, made[3].path], kept=["step-2", "step-5"])
     assert [one.step for one in catalog.committed] == [2, 3, 5]
     listed = after_commit(made[4], None, DeleteListed(paths=[tmp_path / "old"]))
-    assert listed == Decision(to_delete=[tmp_path / "old"])
+    assert listed == Decision(to_delete=[tmp_path / "old"], kept=[])
 
 
 def _committed(path, step):
