@@ -323,7 +323,7 @@ def trial(storage, folder, scenario, fault, at):
 
     def find():
         found = scenario.find(folder)
-        left = [str(p) for part in ("staging", "trash") for p in (folder / ".safe_ckpt" / part).glob("*")]
+        left = [str(p) for part in ("pending", "trash") for p in (folder / ".safe_ckpt" / part).glob("*")]
         notes.write_text(json.dumps({"found": found, "left": left, "reported": seen.get("reported", False)}))
 
     notes.unlink(missing_ok=True)
@@ -334,8 +334,8 @@ def trial(storage, folder, scenario, fault, at):
 
 def busy(folder):
     """Whether a save is at work in ``folder``."""
-    staging = folder / ".safe_ckpt/staging"
-    return staging.is_dir() and any(staging.iterdir())
+    pending = folder / ".safe_ckpt/pending"
+    return pending.is_dir() and any(pending.iterdir())
 
 
 def start(scenario, folder, notes):
@@ -389,7 +389,7 @@ def random_kills(folder, scenario, count, seed):
 
         def find(reported=reported, within=within, number=number):
             found = scenario.find(folder)
-            left = [str(p) for part in ("staging", "trash") for p in (folder / ".safe_ckpt" / part).glob("*")]
+            left = [str(p) for part in ("pending", "trash") for p in (folder / ".safe_ckpt" / part).glob("*")]
             line = {"at": number, "found": found, "left": left, "reported": reported, "within": within, "restart": 0}
             print(json.dumps(line), flush=True)
 

@@ -108,7 +108,7 @@ def test_a_stopped_holder_is_taken_over_and_told_by_name(tmp_path):
     """Stopped beyond its lease and then continued: it is told who has the directory, and what it moves then goes nowhere."""
     first, second = Workspace(tmp_path, lease_s=6), Workspace(tmp_path, lease_s=6)
     first.open()
-    staged = first.stage("op") / "step-1"
+    staged = first.make_pending("op") / "step-1"
     staged.mkdir()
     aside = first.aside("op", tmp_path / "step-0")
     first.confirm()  # and here it is stopped

@@ -56,7 +56,7 @@ def save(
         handle = engine.save(_request(engine, places, accelerator, loaders, target, options))
     except BaseException:
         if target.begun is not None and engine.rank == 0:
-            target.place.workspace.drop_staging(target.key)
+            target.place.workspace.drop_pending(target.key)
         raise
     if not handle.skipped:
         accelerator.project_configuration.iteration = target.number + 1

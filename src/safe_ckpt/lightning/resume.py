@@ -172,10 +172,10 @@ def _link_again(workspace: Workspace, info: CheckpointInfo, path: Path, target: 
         done = (path.is_symlink() and os.readlink(path) == target) or not (path.parent / target).exists()
     if done:
         return
-    staged = workspace.stage(f"link-{uuid.uuid4().hex}")
+    staged = workspace.make_pending(f"link-{uuid.uuid4().hex}")
     link = Link(path=path, target=target)
     durable.publish_link(info.path, staged / path.name, link, lambda: workspace.aside(staged.name, path))
-    workspace.drop_staging(staged.name)
+    workspace.drop_pending(staged.name)
     logger.info("made %s again, as was due when %s was saved", path, info.name)
 
 

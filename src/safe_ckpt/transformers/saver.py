@@ -98,7 +98,7 @@ class TrainerSaver:
             self._engine.save(self._request(trainer, path, workspace, begun, ledger))
         except BaseException:
             if self._engine.rank == 0:
-                workspace.drop_staging(key)
+                workspace.drop_pending(key)
             raise
         return path
 

@@ -1,7 +1,7 @@
 """Offloaded tensors of all ranks, consolidated: folders of files here and there become one directory, complete or absent.
 
 DeepSpeed keeps optimizer states on NVMe, each rank in a folder of its own. Copying those into a checkpoint that is there
-already is where ranks collide and half a copy passes for a whole one. Here every rank copies its part into a fresh staging
+already is where ranks collide and half a copy passes for a whole one. Here every rank copies its part into a fresh pending
 directory, and rank 0 gives the whole its name once every byte of every rank is durable.
 """
 

@@ -1,6 +1,6 @@
 """The background phases of a save: prepare, write, commit, retain. They issue no collectives.
 
-Rank 0 leads: it makes the staging directory, collects what every writing rank reports, commits and publishes the verdict.
+Rank 0 leads: it makes the pending directory, collects what every writing rank reports, commits and publishes the verdict.
 The others write, report and wait for the verdict.
 """
 
@@ -112,9 +112,9 @@ class CommitProtocol:
             # The cause first: nobody should wait for the tidying up.
             self._two_phase.conclude({"error": to_wire(ours, rank=0, phase="save")})
             if not isinstance(ours, CommitOutcomeUnknown):
-                job.workspace.drop_staging(job.op_id)
+                job.workspace.drop_pending(job.op_id)
                 if job.request.on_commit.prefilled is not None:
-                    job.workspace.drop_staging(job.request.on_commit.prefilled.parent.name)
+                    job.workspace.drop_pending(job.request.on_commit.prefilled.parent.name)
             raise ours from error
         self._two_phase.conclude({"ok": info.to_json()})
         return info
@@ -171,7 +171,7 @@ class CommitProtocol:
                 free_bytes=free,
                 phase="prepare",
             )
-        job.workspace.stage(job.op_id)
+        job.workspace.make_pending(job.op_id)
         if job.request.destination.kind == "directory":
             if job.request.on_commit.prefilled is not None:
                 extra_files.enter(job.request.on_commit.prefilled, job.staged)

@@ -252,7 +252,7 @@ class Engine:
         if granted.manifest is None:
             prefilled = request.on_commit.prefilled
             if prefilled is not None and self.rank == 0:
-                request.destination.workspace.drop_staging(prefilled.parent.name)
+                request.destination.workspace.drop_pending(prefilled.parent.name)
             return _skipped(request.name)
         manifest = Manifest.from_json(dict(granted.manifest), str(request.destination.path))
         # Its own deadline once its turn comes, plus what follows the verdict: deleting what retention lets go.

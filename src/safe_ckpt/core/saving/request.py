@@ -309,13 +309,13 @@ class SaveJob:
 
     @property
     def op_id(self) -> str:
-        """Unique to this save; its staging directory is named after it."""
+        """Unique to this save; its pending directory is named after it."""
         return self.manifest.op_id
 
     @property
     def staged(self) -> Path:
         """Where the checkpoint is built: it has its final name already, in a folder of its own."""
-        return self.workspace.staging / self.op_id / self.name
+        return self.workspace.pending / self.op_id / self.name
 
     @property
     def folders(self) -> list[Path]:

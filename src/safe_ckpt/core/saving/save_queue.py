@@ -205,7 +205,7 @@ class SaveQueue:
                 self._carry_out(decision, job.workspace, begun)
         except Exception:  # the save is committed; tidying up must not turn it into a failure
             logger.warning("could not remove old checkpoints after %s", info.path, exc_info=True)
-        job.workspace.drop_staging(job.op_id)
+        job.workspace.drop_pending(job.op_id)
 
     def _carry_out(self, decision: Decision, workspace: Workspace, begun: float) -> None:
         rank = self._coordinator.rank
