@@ -207,8 +207,8 @@ def test_a_lock_that_another_took_meanwhile_is_given_back(tmp_path):
         answers = iter([True, False])  # the judged one when looked at, the other when it was renamed
         with pytest.MonkeyPatch.context() as patch:
             if refused:
-                patch.setattr(locks.os, "link", lambda *_: (_ for _ in ()).throw(OSError(95, "no links")))
-            assert not locks.take_away(tmp_path, lambda _, answers=answers: next(answers))
+                patch.setattr(leases.os, "link", lambda *_: (_ for _ in ()).throw(OSError(95, "no links")))
+            assert not leases.take_away(tmp_path, lambda _, answers=answers: next(answers))
         assert (tmp_path / "lock").read_bytes() == mine
         assert os.listdir(tmp_path) == ["lock"]
 

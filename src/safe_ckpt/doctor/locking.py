@@ -10,8 +10,7 @@ from pathlib import Path
 import filelock
 
 import safe_ckpt
-from safe_ckpt.core.directory import unlock
-from safe_ckpt.core.directory.lock import JobLock
+from safe_ckpt.core.directory.lock import JobLock, holder_of
 from safe_ckpt.doctor.examined import PREFIX, Examined
 from safe_ckpt.doctor.finding import Figure, Finding, fail, ok, skipped, time_text, warn
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
@@ -95,7 +94,7 @@ def holder(examined: Examined) -> list[Finding]:
         return []
     if not examined.asked.is_dir():
         return []
-    found = unlock.holder(find_shelf(examined.asked).hidden)
+    found = holder_of(find_shelf(examined.asked).hidden)
     if found is None:
         return [ok("held by", "no job")]
     who = f"process {found.pid} on host {found.host}" if found.host else "a job that has not written its name"
