@@ -22,8 +22,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from safe_ckpt.core.coordination.coordinator import Coordinator, Scatter
-from safe_ckpt.core.coordination.store import LocalChannel, StoreClient
+from safe_ckpt.core.coordination.coordinator import Coordinator
+from safe_ckpt.core.coordination.log_entry import Scatter
+from safe_ckpt.core.coordination.mailbox import Receipts
+from safe_ckpt.core.coordination.store import LocalStoreClient, StoreClient
 from safe_ckpt.core.coordination.two_phase import TwoPhaseCommit
 
 
@@ -47,12 +49,12 @@ class ThreadSession(Coordinator):
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
         self.rank, self.size = rank, size
-        self.users, self.reads, self.movers = 1, {}, []
+        self.users, self.receipts, self.movers = 1, Receipts(), []
         self.at_exit, self._pid = None, os.getpid()
         self._call, self._part, self._depth, self._goes_on, self._ended, self.unsure = -1, 0, 0, False, [], False
         self._shutdown_s, self._answer_s = 5.0, 5.0
         self._name, self._meeting, self._closed, self._heartbeat = "threads", None, False, None
-        self._calls = LocalChannel(store)
+        self._calls = LocalStoreClient(store)
 
     def store_client(self, name: str) -> StoreClient:
         return self._calls
@@ -60,20 +62,23 @@ class ThreadSession(Coordinator):
 
 def save(coordinator: Coordinator, rounds: int, shares: bool) -> list[float]:
     """One rank's part in ``rounds`` saves: seconds of each."""
+    answer = {"bytes": 1 << 30, "writes": True, "earlier": None}
     found = []
     for number in range(rounds):
         begun = time.monotonic()
-        answer = {"bytes": 1 << 30, "writes": True, "error": None, "same": {}, "earlier": None}
         if shares:
             coordinator.agree(
                 "shards",
-                {},
                 timeout_s=60,
-                answer=answer,
+                local=lambda: answer,
                 decide=lambda a: Scatter({rank: {"kept": [rank]} for rank in a}),
             )
         agreed = coordinator.agree(
-            "save", {"step": number}, timeout_s=60, answer=answer, decide=lambda a: {"writers": len(a)}
+            "save",
+            must_match={"step": number},
+            timeout_s=60,
+            local=lambda: answer,
+            decide=lambda a: {"writers": len(a)},
         )
         two_phase = TwoPhaseCommit(
             coordinator,

@@ -79,7 +79,7 @@ class Checkpointer:
             timeouts = self.config.timeouts
             self._engine.agree(
                 "list",
-                {"directory": self.directory},
+                must_match={"directory": self.directory},
                 decide=lambda _: self._take_stock(resume.listed(self._listed, timeouts)),
             )
             self._engine.watch_signals()
@@ -108,6 +108,10 @@ class Checkpointer:
             RendezvousTimeout: some ranks did not call ``save``; names them.
             SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started.
         """
+        with self._engine.together():
+            return self._save(step, state, metrics or {})
+
+    def _save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any]) -> SaveHandle:
         number = step if isinstance(step, int) else -1
         error: Exception | None = None
         planned = plan.Plan()
@@ -115,13 +119,14 @@ class Checkpointer:
         numbers: dict[str, float] = {}
         try:
             plan.check_step(step)
-            numbers = plan.checked_metrics(metrics or {})
+            numbers = plan.checked_metrics(metrics)
             planned = plan.plan(state, rank=self._engine.rank)
         except Exception as problem:  # whatever a state_dict() raises: the other ranks must learn of it
             error = problem
         path = self.directory / catalog.step_name(number)
+        must_match = {"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"}
         if planned.sharded:
-            images, error = self._plan_shards(planned.sharded, {"step": number, "path": path})
+            images, error = self._plan_shards(planned.sharded, {"step": number, "path": path, **must_match})
         content: Content
         if error is not None:
             content = Unplanned(error=error)
@@ -133,7 +138,7 @@ class Checkpointer:
                 destination=Destination(workspace=self._workspace, path=path, kind="directory"),
                 content=content,
                 facts=Facts(step=number, metrics=numbers, items=planned.described(self._engine.rank)),
-                must_match={"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"},
+                must_match=must_match,
                 on_commit=OnCommit(catalog=self._catalog, retention=retention.policy_of(self.config.retention)),
             )
         )
@@ -156,7 +161,7 @@ class Checkpointer:
 
         if self._shards is None:
             self._shards = ShardPlanner(self._engine.coordinator, barrier_s=self._engine.config.timeouts.barrier_s)
-        parts = self._shards.agree(states, kind="save", view=view)
+        parts = self._shards.agree(states, kind="save", must_match=view)
         try:
             return self._shards.lay_out(parts), None
         except Exception as problem:  # on this rank alone: the others learn of it when they agree on the save
@@ -205,7 +210,9 @@ class Checkpointer:
             self.prepare(state)
             return None
         resume.apply(self._engine, lambda: restore.restore(state, chosen.loaded, chosen.info.path))
-        self._engine.agree("list", {"directory": self.directory}, decide=lambda _: self._take_stock(self._listed()))
+        self._engine.agree(
+            "list", must_match={"directory": self.directory}, decide=lambda _: self._take_stock(self._listed())
+        )
         self.prepare(state)
         return chosen.info
 

@@ -443,18 +443,21 @@ def _tree(root: type[SafeCheckpointError]) -> dict[str, type[SafeCheckpointError
     return found
 
 
-def to_wire(error: BaseException, *, rank: int, phase: str) -> dict[str, Any]:
-    """Turn an error into JSON-able data for other ranks and processes.
-
-    Errors of ours travel with all their fields. An ``OSError`` becomes a ``DirectoryError`` and anything else an
-    ``UnexpectedError``, because a foreign class may not be importable where the data arrives.
-    """
+def named(error: BaseException, *, rank: int, phase: str) -> SafeCheckpointError:
+    """An error of ours that says the same: of an ``OSError`` a ``DirectoryError``, of another an ``UnexpectedError``."""
     if isinstance(error, SafeCheckpointError):
-        ours = error
-    elif isinstance(error, OSError):
-        ours = DirectoryError.of(error, path=str(error.filename or "?"), rank=rank, phase=phase)
-    else:
-        ours = UnexpectedError(phase=phase, rank=rank, cause=f"{type(error).__name__}: {error}")
+        return error
+    if isinstance(error, OSError):
+        return DirectoryError.of(error, path=str(error.filename or "?"), rank=rank, phase=phase)
+    return UnexpectedError(phase=phase, rank=rank, cause=f"{type(error).__name__}: {error}")
+
+
+def to_wire(error: BaseException, *, rank: int, phase: str) -> dict[str, Any]:
+    """Turn an error into JSON-able data for other ranks and processes, with all its fields.
+
+    A foreign one travels as ``named`` has it: its class may not be importable where the data arrives.
+    """
+    ours = named(error, rank=rank, phase=phase)
     return {"type": type(ours).__name__, "fields": _facts(ours)}
 
 

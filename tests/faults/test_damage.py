@@ -36,17 +36,15 @@ def damage_all(rank, folder, name, stride=1):
         for file in files[::stride]:
             for kind, harm in DAMAGES.items():
                 entry.save(2).result(timeout_s=30)
-                path = Path(
-                    entry.engine.agree("harm", {}, decide=lambda _, file=file, harm=harm: do(harm, entry, file))
-                )
+                path = Path(entry.engine.agree("harm", decide=lambda _, file=file, harm=harm: do(harm, entry, file)))
                 number = entry.load()
                 aside = len(names_in(folder / ".safe_ckpt/quarantine"))
                 found.append((file, kind, number, aside, path.exists()))
-                entry.engine.agree("looked", {})
+                entry.engine.agree("looked")
                 if kind == "deleted":  # what stays where it is would be waited for again and again
-                    entry.engine.agree("remove", {}, decide=lambda _, path=path: shutil.rmtree(path))
+                    entry.engine.agree("remove", decide=lambda _, path=path: shutil.rmtree(path))
         entry.save(2).result(timeout_s=30)
-        entry.engine.agree("extra", {}, decide=lambda _: (entry.path(2) / ".nfs0001").touch())
+        entry.engine.agree("extra", decide=lambda _: (entry.path(2) / ".nfs0001").touch())
         extra = entry.load()
     return found, extra
 

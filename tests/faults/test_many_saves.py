@@ -55,7 +55,7 @@ def save_often(rank, folder, count):
         for step in range(31, 31 + count):
             ckpt.save(step, state)
         ckpt.wait()
-        keys = ckpt._engine.coordinator._calls.call(lambda store: store.num_keys(), phase="test")
+        keys = ckpt._engine.coordinator._calls.call(lambda store: store._store.num_keys(), phase="test")
         dist.barrier()
         after = standing()
     closed = standing()

@@ -145,7 +145,9 @@ def _meet_in_the_second_host(rank):
     for ranks, one in (((2, 3), group), ((1, 2), odd)):
         if rank in ranks:
             coordinator = open_coordinator(one, TIMES)
-            found = coordinator.agree("x", {}, timeout_s=10, answer=rank, decide=lambda given: sorted(given.values()))
+            found = coordinator.agree(
+                "x", timeout_s=10, local=lambda: rank, decide=lambda given: sorted(given.values())
+            )
             coordinator.release()
     dist.barrier()
     return found, time.monotonic() - begun
@@ -170,7 +172,7 @@ def _listen_on_one(rank):
         with open("/proc/net/tcp", encoding="utf-8") as table:
             rows = [line.split() for line in table.readlines()[1:]]
         ports = {row[1] for row in rows if row[3] == "0A" and int(row[1].split(":")[1], 16) in range(28000, 28016)}
-    coordinator.agree("x", {}, timeout_s=10)
+    coordinator.agree("x", timeout_s=10)
     coordinator.release()
     return ports
 

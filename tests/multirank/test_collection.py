@@ -66,7 +66,7 @@ def _one_has_it_no_more(rank):
     if rank == 1:
         kept.release()  # the last user here, not there
     second = open_coordinator(None, TIMES)
-    found = second.agree("x", {}, timeout_s=10, answer=rank, decide=sum)
+    found = second.agree("x", timeout_s=10, local=lambda: rank, decide=sum)
     same = second is kept
     third = open_coordinator(None, TIMES)
     assert third is second

@@ -329,9 +329,9 @@ def _odd_gathers(rank):
     keys = []
     for _ in range(4):
         list(iter_full_tensors(_sharded(), staging_bytes=1 << 16))
-        keys.append(coordinator.store_client("count").call(lambda store: store.num_keys(), phase="test"))
+        keys.append(coordinator.store_client("count").call(lambda store: store._store.num_keys(), phase="test"))
     coordinator.release(keep=True)
-    return told, keys, len(coordinator.reads)
+    return told, keys, len(coordinator.receipts)
 
 
 def test_leaving_between_sums_is_told_and_keys_do_not_pile_up():

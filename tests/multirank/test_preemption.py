@@ -93,7 +93,7 @@ def many_askings(rank, folder, count):
             if ckpt._engine._preemption._every > 4:
                 ckpt._engine._preemption._every = 4  # so that decisions come thick and are tidied up
         if rank == 0:
-            return ckpt._engine.coordinator._calls.call(lambda store: store.num_keys(), phase="test")
+            return ckpt._engine.coordinator._calls.call(lambda store: store._store.num_keys(), phase="test")
     return None
 
 

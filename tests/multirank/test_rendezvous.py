@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from safe_ckpt import Timeouts
 from safe_ckpt.core.coordination.coordinator import open_coordinator
+from safe_ckpt.core.coordination.log_entry import reraise
 from safe_ckpt.core.coordination.processes import process_state
 from safe_ckpt.errors import CoordinationError, DesyncError, PeerLostError, RendezvousTimeout, UnexpectedError
 from safe_ckpt.testing import free_port, spawn_ranks, values
@@ -17,12 +18,16 @@ from safe_ckpt.testing import free_port, spawn_ranks, values
 QUICK = Timeouts(barrier_s=20, peer_stall_s=2, shutdown_s=5)
 
 
+def _total(answers):
+    return sum(answers.values())
+
+
 def _sum(rank):
     coordinator = open_coordinator(None, QUICK)
     results = []
     for number in range(200):
         view = {"number": number}
-        results.append(coordinator.agree("sum", view, timeout_s=10, answer=rank, decide=lambda a: sum(a.values())))
+        results.append(coordinator.agree("sum", must_match=view, timeout_s=10, local=lambda: rank, decide=_total))
     begun = time.monotonic()
     coordinator.release()
     return set(results), time.monotonic() - begun, threading.active_count()
@@ -45,10 +50,10 @@ def _fail_on_zero(rank):
     errors = []
     for _ in range(2):
         try:
-            coordinator.agree("x", {}, timeout_s=10, decide=decide)
+            coordinator.agree("x", timeout_s=10, decide=decide)
         except Exception as error:
             errors.append(error)
-    after = coordinator.agree("x", {}, timeout_s=10, decide=lambda _: "fine")
+    after = coordinator.agree("x", timeout_s=10, decide=lambda _: "fine")
     coordinator.release()
     return errors, after
 
@@ -61,13 +66,63 @@ def test_an_error_on_rank_zero_is_everybodys():
         assert after == "fine"
 
 
+def _fail_on_some(rank):
+    coordinator = open_coordinator(None, QUICK)
+    causes = {1: KeyError("loss"), 2: OSError(28, "No space left on device", "/x")}
+
+    def local():
+        if rank in causes:
+            raise causes[rank]
+        return rank
+
+    try:
+        # What a rank got wrong may be why it differs: its own error comes first.
+        coordinator.agree("x", must_match={"n": rank}, timeout_s=10, local=local, decide=_total, phase="counting")
+    except Exception as error:
+        found = error
+    else:
+        raise AssertionError
+    same = found is causes.get(rank)
+    after = coordinator.agree("x", timeout_s=10, local=lambda: rank, decide=_total)
+    coordinator.release()
+    return same, found, after
+
+
+def test_an_error_of_one_rank_is_everybodys():
+    """A rank that fails in its own part raises its own exception; the others raise that of the lowest, named; all go on."""
+    outcomes = values(spawn_ranks(_fail_on_some, 4))
+    assert [same for same, _, _ in outcomes] == [False, True, True, False]
+    for rank in (0, 3):
+        error = outcomes[rank][1]
+        assert isinstance(error, UnexpectedError)
+        assert (error.rank, error.phase) == (1, "counting")
+        assert "KeyError" in error.cause
+    assert [after for _, _, after in outcomes] == [6] * 4
+
+
+def _fail_at_another_step(rank):
+    coordinator = open_coordinator(None, QUICK)
+    try:
+        coordinator.agree("save" if rank else "resume", timeout_s=10, local=reraise(KeyError("x") if rank else None))
+    except DesyncError as error:
+        return error.what
+    finally:
+        coordinator.release()
+    return None
+
+
+def test_ranks_at_different_steps_are_named_first():
+    """A rank that fails in a step that the others do not make: all are told that the steps differ."""
+    assert values(spawn_ranks(_fail_at_another_step, 3)) == ["kind"] * 3
+
+
 def _differ_then_agree(rank):
     coordinator = open_coordinator(None, QUICK)
     try:
-        coordinator.agree("save", {"step": 2 if rank == 1 else 1}, timeout_s=10)
+        coordinator.agree("save", must_match={"step": 2 if rank == 1 else 1}, timeout_s=10)
     except DesyncError as error:
         found = error
-    after = coordinator.agree("save", {"step": 5}, timeout_s=10, decide=lambda _: "fine")
+    after = coordinator.agree("save", must_match={"step": 5}, timeout_s=10, decide=lambda _: "fine")
     coordinator.release()
     return found, after
 
@@ -99,10 +154,10 @@ def _come_late(rank, late):
         time.sleep(3)
     error = None
     try:
-        coordinator.agree("save", {"step": 1}, timeout_s=1.5)
+        coordinator.agree("save", must_match={"step": 1}, timeout_s=1.5)
     except RendezvousTimeout as problem:
         error = problem
-    after = coordinator.agree("save", {"step": 2}, timeout_s=15, decide=lambda _: "fine")
+    after = coordinator.agree("save", must_match={"step": 2}, timeout_s=15, decide=lambda _: "fine")
     coordinator.release()
     return error, after
 
@@ -129,12 +184,12 @@ def test_a_lost_rank_is_named_long_before_the_deadline(victim, number):
 
 def _lose(rank, victim, number):
     coordinator = open_coordinator(None, Timeouts(barrier_s=300, peer_stall_s=2, shutdown_s=2))
-    coordinator.agree("warm", {}, timeout_s=20)
+    coordinator.agree("warm", timeout_s=20)
     if rank == victim:
         os.kill(os.getpid(), number)
     if number == signal.SIGSTOP:
         time.sleep(0.5)
-    coordinator.agree("save", {}, timeout_s=300)
+    coordinator.agree("save", timeout_s=300)
 
 
 def _retry_after_failed_meeting(rank):
@@ -145,7 +200,7 @@ def _retry_after_failed_meeting(rank):
     else:
         time.sleep(3)
     coordinator = open_coordinator(None, QUICK)
-    result = coordinator.agree("x", {}, timeout_s=10, decide=lambda _: 7)
+    result = coordinator.agree("x", timeout_s=10, decide=lambda _: 7)
     coordinator.release()
     return result
 
@@ -158,7 +213,7 @@ def test_a_failed_meeting_can_be_repeated():
 def _outlive_the_group(rank):
     coordinator = open_coordinator(None, QUICK)
     dist.destroy_process_group()
-    result = coordinator.agree("x", {}, timeout_s=10, answer=rank, decide=len)
+    result = coordinator.agree("x", timeout_s=10, local=lambda: rank, decide=len)
     coordinator.release()
     return result
 
@@ -172,7 +227,7 @@ def _subgroup(rank):
     evens = dist.new_group([0, 2])
     odds = dist.new_group([1, 3])
     coordinator = open_coordinator(evens if rank % 2 == 0 else odds, QUICK)
-    result = coordinator.agree("x", {}, timeout_s=10, answer=rank, decide=lambda a: [a[r] for r in sorted(a)])
+    result = coordinator.agree("x", timeout_s=10, local=lambda: rank, decide=lambda a: [a[r] for r in sorted(a)])
     coordinator.release()
     return result
 
@@ -185,12 +240,12 @@ def test_subgroups_do_not_meet():
 def _again_and_again(rank, port):
     for number in range(5):
         coordinator = open_coordinator(None, QUICK)
-        assert coordinator.agree("x", {"n": number}, timeout_s=10, decide=lambda _, n=number: n) == number
+        assert coordinator.agree("x", must_match={"n": number}, timeout_s=10, decide=lambda _, n=number: n) == number
         coordinator.release(keep=number % 2 == 0)
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     coordinator = open_coordinator(None, QUICK)
-    assert coordinator.agree("x", {}, timeout_s=10, decide=lambda _: 1) == 1
+    assert coordinator.agree("x", timeout_s=10, decide=lambda _: 1) == 1
     coordinator.release()
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safe_ckpt import CheckpointConfig, Checkpointer, Network, Timeouts
 from safe_ckpt.core.coordination import network, process_groups
 from safe_ckpt.core.coordination.coordinator import open_coordinator
-from safe_ckpt.core.coordination.sealed_store import SealedStore
+from safe_ckpt.core.coordination.store import SealedStore
 from safe_ckpt.errors import ConfigError, SafeCheckpointError, TamperedError
 from safe_ckpt.testing import free_port, spawn_ranks, values
 from support import run_script
@@ -97,7 +97,8 @@ def _disturbed(rank):
             with socket.create_connection(("127.0.0.1", coordinator._connect._port), timeout=5) as stranger:
                 stranger.sendall(garbage)
     found = [
-        coordinator.agree("x", {"n": n}, timeout_s=10, answer=rank, decide=lambda a: sum(a.values())) for n in range(20)
+        coordinator.agree("x", must_match={"n": n}, timeout_s=10, local=lambda: rank, decide=lambda a: sum(a.values()))
+        for n in range(20)
     ]
     coordinator.release()
     return set(found)
@@ -127,7 +128,7 @@ def _several_sessions(rank, port):
     where = Network(interface="127.0.0.1", port=port)
     coordinators = [open_coordinator(one, TIMES, network=where) for one in (None, group)]
     found = [
-        coordinator.agree("x", {}, timeout_s=10, answer=rank, decide=lambda a: sum(a.values()))
+        coordinator.agree("x", timeout_s=10, local=lambda: rank, decide=lambda a: sum(a.values()))
         for coordinator in coordinators
     ]
     ports = sorted(coordinator._connect._port for coordinator in coordinators)

@@ -14,7 +14,7 @@ from typing import Any
 from accelerate import utils
 
 from safe_ckpt.config import Retention
-from safe_ckpt.core.coordination.coordinator import raise_first
+from safe_ckpt.core.coordination.log_entry import reraise
 from safe_ckpt.core.directory import catalog, extra_files, retention
 from safe_ckpt.core.directory.catalog import WEIGHTS, Candidate, Catalog, is_of
 from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
@@ -22,7 +22,7 @@ from safe_ckpt.core.saving import resume
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
 from safe_ckpt.core.storage import presence
-from safe_ckpt.errors import ConfigError, to_wire
+from safe_ckpt.errors import ConfigError
 
 ADAPTER = "accelerate"
 FOLDER = "checkpoints"
@@ -155,19 +155,15 @@ class CheckpointDirectory:
             DirectoryError: it is a checkpoint, or no directory.
         """
 
-        def decide(answers: Mapping[int, Any]) -> bool:
-            raise_first(answers)
+        def decide(_: object) -> bool:
             whole = not path.is_symlink() and not _has_folders(path)
             refuse(path if whole else path.resolve(), WEIGHTS, _is_stock, whole=whole)
             return whole
 
-        wire = to_wire(error, rank=self._engine.rank, phase="planning the weights") if error is not None else None
-        try:
-            whole = self._engine.agree("weights", {"save_directory": path, **view}, answer=wire, decide=decide)
-        except Exception:
-            if error is not None:
-                raise error from None
-            raise
+        values = {"save_directory": path, **view}
+        whole = self._engine.agree(
+            "weights", must_match=values, local=reraise(error), decide=decide, phase="planning the weights"
+        )
         self._take_over(path)
         return bool(whole)
 
@@ -193,7 +189,9 @@ class CheckpointDirectory:
             number = iteration if place is None else max(iteration, next_number(place.workspace.path))
             return {"number": number, "hooks": any(answers.values()), "key": uuid.uuid4().hex}
 
-        agreed = self._engine.agree("name", {"output_dir": own or "automatic"}, answer=hooks, decide=decide)
+        agreed = self._engine.agree(
+            "name", must_match={"output_dir": own or "automatic"}, local=lambda: hooks, decide=decide
+        )
         if place is not None:
             path = place.workspace.path / f"checkpoint_{agreed['number']}"
         else:

@@ -47,7 +47,7 @@ def load(
         path = _newest(engine, places)
     else:
         path = Path(os.path.abspath(os.path.expanduser(input_dir)))
-        engine.agree("load_state", {"path": path}, decide=lambda _: _expect(path))
+        engine.agree("load_state", must_match={"path": path}, decide=lambda _: _expect(path))
         resume.check(engine, path, lambda found: _verify_share(engine, found))
     if engine.rank == 0 and not presence.is_there(path / MANIFEST_NAME):
         logger.warning("%s was not written by safe_ckpt: it is loaded without verification", path)
@@ -60,7 +60,7 @@ def load(
 
     resume.apply(engine, apply)
     own = accelerator.project_configuration.iteration
-    number = engine.agree("iteration", {"path": path}, decide=lambda _: max(own, _next(places, path)))
+    number = engine.agree("iteration", must_match={"path": path}, decide=lambda _: max(own, _next(places, path)))
     accelerator.project_configuration.iteration = number
     return path
 

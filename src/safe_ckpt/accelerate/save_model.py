@@ -224,7 +224,7 @@ def _replace_each(engine: Engine, path: Path, planned: Sequence[FilePlan], error
         _replace(engine, workspace, ready, planned, error)
         engine.coordinator.agree(
             "weights replaced",
-            {"path": path},
+            must_match={"path": path},
             timeout_s=engine.config.timeouts.lengthy_s,
             decide=lambda _: _put_in_place(workspace, ready, names),
         )

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 
-from safe_ckpt.core.coordination.coordinator import raise_first
+from safe_ckpt.core.coordination.log_entry import reraise
 from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.sharding import wholes
-from safe_ckpt.errors import CoordinationError, to_wire
+from safe_ckpt.core.sharding.gather import gather_nested
+from safe_ckpt.errors import CoordinationError
 
 if TYPE_CHECKING:
     from safe_ckpt.core.sharding.dcp_plan import ShardPlanner
@@ -82,9 +82,8 @@ def _states(accelerator: Any) -> dict[str, Any]:
 
 
 def _whole(engine: Engine, states: Mapping[str, Any], problem: Exception | None) -> list[FilePlan]:
-    wire = to_wire(problem, rank=engine.rank, phase="planning the save") if problem else None
-    engine.agree("gather", {}, answer=wire, decide=raise_first)
-    found = wholes.whole(states, engine.config.timeouts.lengthy_s, engine.group)
+    engine.agree("gather", local=reraise(problem), phase="planning the save")
+    found = gather_nested(states, engine.config.timeouts.lengthy_s, engine.group)
     if found is None:
         return []
     planned = []

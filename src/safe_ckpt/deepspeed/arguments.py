@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.core.coordination.coordinator import raise_first
+from safe_ckpt.core.coordination.log_entry import refuse_differences
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.errors import ConfigError, CoordinationError, DesyncError, SafeCheckpointError, to_wire
+from safe_ckpt.errors import ConfigError
 
 LATEST = "latest"
 _RESERVED = (".", "..", HIDDEN, LATEST)
@@ -38,29 +38,12 @@ def agree(
         SafeCheckpointError: what ``look`` raised on the lowest rank on which it did, or ``decide``. A rank on which ``look``
             failed raises its own exception.
     """
-    view: Mapping[str, object] = {}
-    problem: Exception | None = None
-    try:
-        view = look()
-    except Exception as error:  # whatever it is: the other ranks must learn of it
-        problem = error
-    wire = to_wire(problem, rank=core.rank, phase=kind) if problem else None
 
-    def judge(answers: Mapping[int, Any]) -> Any:
-        raise_first({rank: answer["error"] for rank, answer in answers.items()})
-        for name in view:
-            values = {str(rank): answer["view"].get(name) for rank, answer in answers.items()}
-            if len(set(values.values())) > 1:
-                raise DesyncError(what=name, values=values)
+    def compare(answers: Mapping[int, Any]) -> Any:
+        refuse_differences(answers)
         return decide()
 
-    answer = {"error": wire, "view": {name: str(value) for name, value in view.items()}}
-    try:
-        return core.agree(kind, {}, answer=answer, decide=judge)
-    except SafeCheckpointError as told:
-        if problem is not None and not isinstance(told, CoordinationError):
-            raise problem from None
-        raise
+    return core.agree(kind, local=lambda: {name: str(value) for name, value in look().items()}, decide=compare)
 
 
 def checked_directory(given: object, name: str) -> Path:

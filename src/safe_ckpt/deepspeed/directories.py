@@ -97,7 +97,7 @@ class CheckpointDirectory:
     def repair(self, folder: Path) -> None:
         """Finish what a job that died was replacing in ``folder``, unless a live job holds it: then that is its own affair."""
         # Rank 0 says for all: when the interpreter collects an engine that nobody closed is not the same on all of them.
-        if self._engine.agree("repair", {"directory": folder}, decide=lambda _: _is_held(folder)):
+        if self._engine.agree("repair", must_match={"directory": folder}, decide=lambda _: _is_held(folder)):
             return
         try:
             workspace = self._engine.hold(folder)

@@ -52,10 +52,10 @@ def load(
         SafeCheckpointError: see ``Handle.load_checkpoint``.
     """
     begun = time.monotonic()
-    plan = core.agree("load_checkpoint", {}, decide=lambda _: _survey(folder, tag))
+    plan = core.agree("load_checkpoint", decide=lambda _: _survey(folder, tag))
     if plan["repair"]:
         held.repair(folder / plan["repair"])
-        plan = core.agree("load_checkpoint", {}, decide=lambda _: _survey(folder, tag))
+        plan = core.agree("load_checkpoint", decide=lambda _: _survey(folder, tag))
     chosen, rejected = _first_good(core, engine, folder, plan["order"], asked=tag is not None)
     result: Any = None
 
@@ -100,7 +100,7 @@ def load_universal(core: Engine, engine: Any, folder: Path, tag: str | None, res
         RestoreError: there is none, or it lacks something; on every rank.
         SafeCheckpointError: whatever else went wrong, on every rank.
     """
-    name = core.agree("load_checkpoint", {}, decide=lambda _: tag if tag is not None else universal.latest(folder))
+    name = core.agree("load_checkpoint", decide=lambda _: tag if tag is not None else universal.latest(folder))
     resume.apply(core, lambda: universal.refuse_incomplete(engine, folder / name))
     found: list[Any] = []
 

@@ -131,7 +131,7 @@ def put_back(core: Engine, engine: Any, checkpoint: Path, below: str = "") -> No
     if not own:
         return
     view = {"tag": checkpoint / below}
-    if not core.agree("swap files", view, decide=lambda _: _were_renamed(checkpoint, below)):
+    if not core.agree("swap files", must_match=view, decide=lambda _: _were_renamed(checkpoint, below)):
         return
 
     def find() -> list[Part]:

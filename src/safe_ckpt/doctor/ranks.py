@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from safe_ckpt.config import CheckpointConfig, Network, Timeouts
-from safe_ckpt.core.coordination import process_groups
+from safe_ckpt.core.coordination import process_groups, processes
 from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.coordination.process_groups import Store
-from safe_ckpt.core.coordination.rendezvous import Found, meet
+from safe_ckpt.core.coordination.rendezvous import Rendezvous, rendezvous
 from safe_ckpt.core.directory import shared
 from safe_ckpt.doctor import rank_findings, surroundings
 from safe_ckpt.doctor.checks import ON_MACHINE
@@ -75,13 +75,13 @@ def follow(world: World, path: Path, options: Options) -> None:
         size, known_from = _or(lambda: known_size(asked, options), timeout_s / 3, (None, ""))
         existing = _or(lambda: nearest_existing(asked), timeout_s / 3, asked)
         examined = Examined(asked=asked, existing=existing, options=options, state_bytes=size, state_from=known_from)
-        shown = coordinator.agree("doctor", {}, timeout_s=timeout_s, answer=_self(path))
+        shown = coordinator.agree("doctor", timeout_s=timeout_s, local=lambda: _self(path))
         answer = _look(asked, shown, coordinator.rank, timeout_s)
         answer["findings"] = [finding.to_json() for finding in run_checks(examined, ON_MACHINE)]
-        coordinator.agree("doctor: seen", {}, timeout_s=2 * timeout_s, answer=answer)
+        coordinator.agree("doctor: seen", timeout_s=2 * timeout_s, local=lambda: answer)
         interval = _clock(coordinator, timeout_s)
-        answer = {"clock": interval, "group": _try_group(coordinator, store, timeout_s)}
-        coordinator.agree("doctor: end", {}, timeout_s=2 * timeout_s, answer=answer)
+        end = {"clock": interval, "group": _try_group(coordinator, store, timeout_s)}
+        coordinator.agree("doctor: end", timeout_s=2 * timeout_s, local=lambda: end)
 
 
 def _lead(
@@ -102,15 +102,15 @@ def _lead(
     def close(answers: Answers) -> None:
         told["end"] = answers
 
-    coordinator.agree("doctor", {}, timeout_s=timeout_s, answer=_self(examined.asked), decide=show)
+    coordinator.agree("doctor", timeout_s=timeout_s, local=lambda: _self(examined.asked), decide=show)
     findings += [*rank_findings.versions(told["self"]), rank_findings.settings(told["self"])]
-    coordinator.agree("doctor: seen", {}, timeout_s=2 * timeout_s, answer={"seen": bool(token)}, decide=gather)
+    coordinator.agree("doctor: seen", timeout_s=2 * timeout_s, local=lambda: {"seen": bool(token)}, decide=gather)
     if token:
         findings += rank_findings.directories(told["self"], told["seen"])
     findings += rank_findings.machines(told["self"], told["seen"])
     _clock(coordinator, timeout_s)
     answer = {"clock": (0.0, 0.0), "group": _try_group(coordinator, store, timeout_s)}
-    coordinator.agree("doctor: end", {}, timeout_s=2 * timeout_s, answer=answer, decide=close)
+    coordinator.agree("doctor: end", timeout_s=2 * timeout_s, local=lambda: answer, decide=close)
     findings += [rank_findings.clocks(told["self"], told["end"]), rank_findings.groups(told["end"])]
 
 
@@ -122,8 +122,8 @@ def _coordinator(world: World, timeout_s: float) -> Iterator[tuple[Coordinator, 
     )
     name = f"doctor-{world.attempt}"
     group = process_groups.Group(rank=world.rank, size=world.size, meeting_store=store, name=name)
-    found = meet(group, timeouts, Network())
-    coordinator = Coordinator(group, timeouts, found if isinstance(found, Found) else None)
+    met = rendezvous(group, timeouts, Network())
+    coordinator = Coordinator(group, timeouts, met if isinstance(met, Rendezvous) else None)
     try:
         yield coordinator, store
     finally:
@@ -189,7 +189,7 @@ def _self(path: Path) -> dict[str, Any]:
         settings, problem = "", str(error)
     return {
         "host": socket.gethostname(),
-        "machine": process_groups.machine_id(),
+        "machine": processes.machine_id(),
         "path": os.path.abspath(path),
         "versions": surroundings.versions_here(),
         "settings": settings,
@@ -254,7 +254,7 @@ def _clock(coordinator: Coordinator, timeout_s: float) -> tuple[float, float]:
     low, high = float("-inf"), float("inf")
     for number in range(_ROUNDS):
         asked_at = time.time()
-        theirs = coordinator.agree(f"doctor: clock {number}", {}, timeout_s=timeout_s, decide=lambda _: time.time())
+        theirs = coordinator.agree(f"doctor: clock {number}", timeout_s=timeout_s, decide=lambda _: time.time())
         low, high = max(low, theirs - time.time()), min(high, theirs - asked_at)
     return low, high
 

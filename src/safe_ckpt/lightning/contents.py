@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.core.coordination.coordinator import raise_first
+from safe_ckpt.core.coordination.log_entry import reraise
 from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.storage.copier import FileCopy
-from safe_ckpt.errors import CoordinationError, to_wire
+from safe_ckpt.errors import CoordinationError
 from safe_ckpt.lightning import engines, loop_state, strategies
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 
@@ -101,7 +101,7 @@ def _whole_checkpoint(
     found, error = dump(trainer, io, path, weights_only)
     texts: dict[int, str] = {}
     if capture is not None:
-        engine.agree("ranks' states", {}, answer=mine, decide=texts.update)
+        engine.agree("ranks' states", local=lambda: mine, decide=texts.update)
     if found is None or failure is not None or error is not None:
         return found, failure or error
     found = dict(found)
@@ -136,9 +136,8 @@ def _sharded(
 def _gathered(
     engine: Engine, trainer: Any, checkpoint: dict[str, Any] | None, error: Exception | None
 ) -> tuple[dict[str, Any] | None, Exception | None]:
-    wire = to_wire(error, rank=engine.rank, phase="planning the save") if error else None
     try:
-        engine.agree("gather", {}, answer=wire, decide=raise_first)
+        engine.agree("gather", local=reraise(error), phase="planning the save")
     except CoordinationError:
         raise
     except Exception as problem:  # the same on all ranks

@@ -92,7 +92,7 @@ def choose(engine: Engine, workspace: Workspace, suffix: str) -> Path | None:
     if chosen is None:
         return None
     info = chosen.info
-    engine.agree("finish", {"path": info.path}, decide=lambda _: _finish(workspace, info))
+    engine.agree("finish", must_match={"path": info.path}, decide=lambda _: _finish(workspace, info))
     if not info.verified:
         logger.warning("%s was written by another tool and carries no checksums: resuming unverified", info.path)
     return info.path
@@ -107,7 +107,7 @@ def choose_beside(engine: Engine, workspace: Workspace, suffix: str, rival: Path
         return None
     if chosen is None:
         return None
-    ours = engine.agree("rival", {"path": rival}, decide=lambda _: _step(chosen) >= _step(rival))
+    ours = engine.agree("rival", must_match={"path": rival}, decide=lambda _: _step(chosen) >= _step(rival))
     return chosen if ours else None
 
 

@@ -7,13 +7,14 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.coordinator import open_coordinator, raise_first
+from safe_ckpt.core.coordination.coordinator import open_coordinator
+from safe_ckpt.core.coordination.log_entry import reraise
 from safe_ckpt.core.directory import catalog, commit_order
 from safe_ckpt.core.directory.retention import DeleteListed
 from safe_ckpt.core.directory.workspace import Workspace
@@ -27,11 +28,8 @@ from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit,
 from safe_ckpt.core.state import plan
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.errors import (
-    CoordinationError,
     RendezvousTimeout,
-    SafeCheckpointError,
     SaveError,
-    to_wire,
 )
 from safe_ckpt.events import Hook
 from safe_ckpt.lightning import contents, overlapping, requeueing, stopping, strategies
@@ -130,7 +128,7 @@ class TrainerSaver:
             self._counted.add((directory, suffix))
             self.engine.agree(
                 "list",
-                {"directory": directory, "suffix": suffix},
+                must_match={"directory": directory, "suffix": suffix},
                 decide=lambda _: workspace.start_after(
                     catalog.newest_sequence(
                         resume.listed(lambda: resuming.listed(directory, suffix), self.engine.config.timeouts)
@@ -307,13 +305,10 @@ class TrainerSaver:
     def _save_without_pipeline(self, path: Path, weights_only: bool | None) -> None:
         """After ``fit``: rank 0 writes in this process, the others wait for what becomes of it."""
         coordinator = open_coordinator(None, self.config.timeouts)
-        error: Exception | None = None
         try:
             checkpoint, error = contents.dump(self._trainer, self._io, path, weights_only)
-            answer = to_wire(error, rank=coordinator.rank, phase=f"saving {path.name}") if error else None
 
-            def write(answers: Mapping[int, Any]) -> None:
-                raise_first(answers)
+            def write(_: object) -> None:
                 if checkpoint is not None:
                     one_shot.save_archive(
                         checkpoint,
@@ -324,12 +319,13 @@ class TrainerSaver:
                     )
 
             coordinator.agree(
-                "save", {"path": path}, timeout_s=self.config.timeouts.lengthy_s, answer=answer, decide=write
+                "save",
+                timeout_s=self.config.timeouts.lengthy_s,
+                must_match={"path": path},
+                local=reraise(error),
+                decide=write,
+                phase=f"saving {path.name}",
             )
-        except SafeCheckpointError as problem:
-            if error is not None and not isinstance(problem, CoordinationError):
-                raise error from None
-            raise
         finally:
             coordinator.release(keep=True)
 
@@ -346,7 +342,9 @@ class TrainerSaver:
         """Which of ``paths`` exist, as rank 0 sees it. Every rank calls this."""
         with self._within():
             found: list[str] = self.engine.agree(
-                "look", {"paths": list(paths)}, decide=lambda _: [path for path in paths if os.path.exists(path)]
+                "look",
+                must_match={"paths": list(paths)},
+                decide=lambda _: [path for path in paths if os.path.exists(path)],
             )
         return found
 
@@ -411,12 +409,12 @@ class TrainerSaver:
         """
         timeout_s = self.config.timeouts.peer_stall_s
         if not self._closed:
-            self.engine.coordinator.agree("exception", {}, timeout_s=timeout_s)
+            self.engine.coordinator.agree("exception", timeout_s=timeout_s)
             return
         timeouts = dataclasses.replace(self.config.timeouts, barrier_s=timeout_s)
         coordinator = open_coordinator(None, timeouts, network=self.config.network)
         try:
-            coordinator.agree("exception", {}, timeout_s=timeout_s)
+            coordinator.agree("exception", timeout_s=timeout_s)
         finally:
             coordinator.release(keep=True)
 
@@ -429,7 +427,7 @@ class TrainerSaver:
         """Whether the signal that ended the run was the one at which Lightning requeues the job. Every rank calls this."""
         with self._within():
             self.requeue_due = self.engine.agree(
-                "requeue", {}, answer=self._wish.made, decide=lambda answers: any(answers.values())
+                "requeue", local=lambda: self._wish.made, decide=lambda answers: any(answers.values())
             )
         return self.requeue_due
 

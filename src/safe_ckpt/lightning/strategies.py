@@ -17,7 +17,7 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.formats.verify import verify_share
 from safe_ckpt.core.saving import resume
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.sharding import wholes
+from safe_ckpt.core.sharding.gather import gather_nested
 from safe_ckpt.core.storage import presence
 from safe_ckpt.lightning import engines, stand_ins
 
@@ -109,7 +109,7 @@ def whole(engine: Engine, trainer: Any, checkpoint: dict[str, Any]) -> dict[str,
     parts: dict[str, Any] = {
         name: checkpoint[name] for name in ("state_dict", "optimizer_states") if name in checkpoint
     }
-    found = wholes.whole(parts, engine.config.timeouts.lengthy_s, engine.group)
+    found = gather_nested(parts, engine.config.timeouts.lengthy_s, engine.group)
     if found is None:
         return None
     model = trainer.strategy.model
@@ -153,7 +153,7 @@ def guard(trainer: Any, engine: Engine, before: Callable[[], None], end: Callabl
             return folder, folder and presence.is_there(path / MANIFEST_NAME)
 
         # As rank 0 sees it: what follows is done on all ranks together or on none.
-        is_folder, is_ours = engine.agree("load", {"path": path}, decide=look)
+        is_folder, is_ours = engine.agree("load", must_match={"path": path}, decide=look)
         if is_ours:
             resume.check(engine, path, lambda found: verify_share(found, rank, size))
         if form is None or not form.engine or not is_folder:

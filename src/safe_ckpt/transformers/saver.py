@@ -70,7 +70,9 @@ class TrainerSaver:
         Raises:
             CorruptCheckpointError: it is damaged.
         """
-        there: bool = self._engine.agree("checkpoint", {"path": path}, decide=lambda _: presence.is_directory(path))
+        there: bool = self._engine.agree(
+            "checkpoint", must_match={"path": path}, decide=lambda _: presence.is_directory(path)
+        )
         if there:  # else the Trainer says what it misses
             resume.check(self._engine, path, self._verify)
             self._warn_if_stock(path)
@@ -90,7 +92,7 @@ class TrainerSaver:
 
     def _save(self, trainer: Any, path: Path) -> Path:
         workspace, ledger = self._hold(path.parent)
-        key = self._engine.agree("save", {"path": path}, decide=lambda _: uuid.uuid4().hex)
+        key = self._engine.agree("save", must_match={"path": path}, decide=lambda _: uuid.uuid4().hex)
         begun = extra_files.open_folder(
             self._engine.coordinator, workspace, key, self._engine.config.timeouts.barrier_s
         )

@@ -22,11 +22,11 @@ import transformers.trainer as upstream
 from safe_ckpt.accelerate import support
 from safe_ckpt.adapters.patch import Patch
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.coordinator import raise_first
+from safe_ckpt.core.coordination.log_entry import reraise
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.storage.copier import FileCopy
-from safe_ckpt.errors import ConfigError, CoordinationError, to_wire
+from safe_ckpt.errors import ConfigError, CoordinationError
 from safe_ckpt.transformers.contents import Catch
 
 
@@ -95,7 +95,7 @@ class Sharing:
         def load(engine: Any, checkpoint: str, *args: Any, **kwargs: Any) -> None:
             path = Path(checkpoint)
             # Decided once: what follows is done by all processes, or by none.
-            tag = self._core.agree("latest", {"path": path}, decide=lambda _: directories.latest_tag(path))
+            tag = self._core.agree("latest", must_match={"path": path}, decide=lambda _: directories.latest_tag(path))
             engines = {tag: engine} if tag else {}
             with nested.loading(self._core, engines, path):
                 stock(engine, checkpoint, *args, **kwargs)
@@ -239,10 +239,10 @@ class Noted:
         return problem or self._failed
 
     def _meet(self, problem: Exception | None) -> None:
-        wire = to_wire(problem, rank=self._core.rank, phase="planning the save") if problem is not None else None
         try:
             # One name for all these places: a process that failed is at the last of them, the others at any.
-            self._core.agree("write", {"path": self._folder}, answer=wire, decide=raise_first)
+            local, phase = reraise(problem), "planning the save"
+            self._core.agree("write", must_match={"path": self._folder}, local=local, phase=phase)
         except Exception as error:
             self._failed = error
             raise

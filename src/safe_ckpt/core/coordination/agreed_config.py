@@ -7,10 +7,11 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.config import CheckpointConfig, Timeouts
+from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination import process_groups
-from safe_ckpt.core.coordination.coordinator import open_coordinator, raise_first
-from safe_ckpt.errors import ConfigError, DesyncError, to_wire
+from safe_ckpt.core.coordination.coordinator import open_coordinator
+from safe_ckpt.core.coordination.log_entry import refuse_differences
+from safe_ckpt.errors import ConfigError
 from safe_ckpt.settings.environment import origin_of
 
 if TYPE_CHECKING:
@@ -35,32 +36,30 @@ def config_of_all(config: CheckpointConfig | None, group: ProcessGroup | None = 
     facts = process_groups.group_of(group)
     if facts.size == 1:
         return CheckpointConfig.from_environment()
-    mine, problem = CheckpointConfig(), None
+    # Its own timeouts and network where they can be had: they are what is to hold for the first meeting too.
     try:
-        mine = CheckpointConfig.from_environment()
-    except ConfigError as error:
-        named = dataclasses.replace(error, message=f"{error.message} (rank {facts.rank})")
-        problem = to_wire(named, rank=facts.rank, phase="settings")
+        mine, problem = CheckpointConfig.from_environment(), None
     except Exception as error:  # whatever it is: the other ranks wait for this one
-        problem = to_wire(error, rank=facts.rank, phase="settings")
-    # Its own timeouts where they can be had: they are what is to hold for the first meeting too.
-    timeouts = Timeouts() if problem else mine.timeouts
-    coordinator = open_coordinator(group, timeouts, observe=False, network=None if problem else mine.network)
+        mine, problem = CheckpointConfig(), error
+        if isinstance(error, ConfigError):
+            problem = dataclasses.replace(error, message=f"{error.message} (rank {facts.rank})")
+
+    def settings() -> str:
+        if problem is not None:
+            raise problem
+        return mine.deviations()
+
+    def compare(answers: Mapping[int, Any]) -> None:
+        refuse_differences({rank: {"settings": answer} for rank, answer in answers.items()})
+
+    kind, barrier_s = "settings of the environment", mine.timeouts.barrier_s
+    network = mine.network if problem is None else None
+    coordinator = open_coordinator(group, mine.timeouts, observe=False, network=network)
     try:
-        answer = {"problem": problem, "settings": mine.deviations()}
-        coordinator.agree(
-            "settings of the environment", {}, timeout_s=timeouts.barrier_s, answer=answer, decide=_refuse
-        )
+        coordinator.agree(kind, timeout_s=barrier_s, local=settings, decide=compare, phase="settings")
     finally:
         coordinator.release(keep=True)
     return mine
-
-
-def _refuse(answers: Mapping[int, Any]) -> None:
-    raise_first({rank: answer["problem"] for rank, answer in answers.items()})
-    said = {str(rank): answer["settings"] for rank, answer in sorted(answers.items())}
-    if len(set(said.values())) > 1:
-        raise DesyncError(what="settings", values=said)
 
 
 def refused_retention(*, key: str, instead: str, from_environment: bool) -> ConfigError:
@@ -71,9 +70,9 @@ def refused_retention(*, key: str, instead: str, from_environment: bool) -> Conf
         instead: which arguments say what to keep.
         from_environment: whether the program gave no settings; then the error names the file or the variable.
     """
-    found = origin_of(CheckpointConfig, os.environ, "retention") if from_environment else None
-    if found is None:
+    place = origin_of(CheckpointConfig, os.environ, "retention") if from_environment else None
+    if place is None:
         return ConfigError(key=key, message=f"{instead}; remove the Retention")
-    path, origin = found
+    path, origin = place
     message = f"{instead}; take the rules of retention out of there, or give this program a CheckpointConfig of its own"
     return ConfigError(key=path, message=message, source=origin.source, line=origin.line)

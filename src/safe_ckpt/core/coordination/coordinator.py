@@ -13,27 +13,25 @@ import logging
 import multiprocessing.util
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.config import CheckpointConfig, Network
-from safe_ckpt.core.coordination import process_groups, rendezvous
+from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.coordination.heartbeat import Heartbeat
-from safe_ckpt.core.coordination.rendezvous import Found
-from safe_ckpt.core.coordination.sealed_store import KeyValues
-from safe_ckpt.core.coordination.step import LogEntry
-from safe_ckpt.core.coordination.store import KeyTimeout, LocalChannel, StoreClient
+from safe_ckpt.core.coordination.log_entry import Decide, LogEntry, Scatter, decided
+from safe_ckpt.core.coordination.mailbox import Receipts
+from safe_ckpt.core.coordination.rendezvous import Rendezvous, rendezvous
+from safe_ckpt.core.coordination.store import KeyTimeout, KeyValues, LocalStoreClient, StoreClient
 from safe_ckpt.errors import (
     ClosedError,
     ConfigError,
     CoordinationError,
-    DesyncError,
     ForkedError,
     PeerLostError,
     RendezvousTimeout,
+    SafeCheckpointError,
     from_wire,
     to_wire,
 )
@@ -44,22 +42,6 @@ if TYPE_CHECKING:
     from safe_ckpt.config import Timeouts
 
 logger = logging.getLogger(__name__)
-_GRACE_S = 3.0
-
-Decide = Callable[[Mapping[int, Any]], Any]
-"""Runs on rank 0 with every rank's answer; what it returns (JSON-able, or ``Scatter``) or raises is what every rank gets."""
-
-
-@dataclass(frozen=True)
-class Scatter:
-    """A verdict of which every rank gets its own part: what all of them together are told may be too much for each to read.
-
-    Attributes:
-        by_rank: JSON-able data for each rank.
-    """
-
-    by_rank: Mapping[int, Any]
-
 
 _open: list[Coordinator] = []
 _open_lock = threading.Lock()
@@ -89,19 +71,18 @@ def open_coordinator(
     have = serving[-1] if serving else None
     if facts.size == 1 and have is not None:
         return _used_once_more(have, timeouts, observe=observe)
-    found = None
+    met: Rendezvous | int | None = None
     if facts.size > 1:
         where = network or (_network_of_environment() if facts.rank == 0 else Network())
         known = (have.id, have.call) if have is not None else ("", -1)
-        met = rendezvous.meet(facts, timeouts, where, *known)
+        met = rendezvous(facts, timeouts, where, *known)
         if isinstance(met, int) and have is not None:
             have.start_at(met)  # a rank that was interrupted in here may have made another number of calls
             return _used_once_more(have, timeouts, observe=observe)
-        found = met if isinstance(met, Found) else None
     for coordinator in serving:
         if coordinator.users == 0:  # some other rank has it no more
             coordinator.close()
-    coordinator = Coordinator(facts, timeouts, found)
+    coordinator = Coordinator(facts, timeouts, met if isinstance(met, Rendezvous) else None)
     with _open_lock:
         _open.append(coordinator)
     # After the engines (priority 100), which finish what is in flight, and also where atexit does not run: atexit's own hooks
@@ -133,13 +114,6 @@ def _close_at_exit(weak: weakref.ref[Coordinator]) -> None:
         coordinator.close()
 
 
-def raise_first(answers: Mapping[int, Any]) -> None:
-    """A ``decide`` for answers that are None or an error as ``to_wire`` makes it: raises that of the lowest rank."""
-    for rank in sorted(answers):
-        if answers[rank]:
-            raise from_wire(answers[rank])
-
-
 class Coordinator:
     """What the ranks of one process group share while somebody saves. Made by ``open_coordinator``.
 
@@ -147,19 +121,19 @@ class Coordinator:
         id: the same on all ranks, and of no other session.
         rank: this process's rank.
         size: number of ranks.
-        reads: on rank 0, by the key that every reading of a verdict counts up: how many to expect, and of which call.
+        receipts: on rank 0, of which verdicts it is still to learn that the others have read them.
         unsure: whether this rank failed in its newest agreement after it had answered: the others may have gone on.
         stale: on rank 0, keys of what is over that some rank may still be reading; dropped when all have come to the next.
         movers: numbers of this rank that change as long as bytes move; the other ranks hear of their sum.
         at_exit: closes it when the process ends; cancelled by ``close``.
     """
 
-    def __init__(self, group: process_groups.Group, timeouts: Timeouts, found: Found | None) -> None:
-        self.id = found.id if found is not None else ""
+    def __init__(self, group: process_groups.Group, timeouts: Timeouts, met: Rendezvous | None) -> None:
+        self.id = met.id if met is not None else ""
         self.rank = group.rank
         self.size = group.size
         self.users = 1
-        self.reads: dict[str, tuple[int, int]] = {}
+        self.receipts = Receipts()
         self.movers: list[Callable[[], int]] = []
         self.stale: list[str] = []
         self.at_exit: multiprocessing.util.Finalize | None = None
@@ -174,22 +148,22 @@ class Coordinator:
         self.unsure = False
         self._closed = False
         self._heartbeat: Heartbeat | None = None
-        if found is None:
-            self._calls: StoreClient = LocalChannel(process_groups.local_store())
+        if met is None:
+            self._calls: StoreClient = LocalStoreClient(process_groups.local_store())
             return
         # On rank 0 this is the store itself; it goes with this reference.
-        self._store: KeyValues | None = found.store
+        self._store: KeyValues | None = met.store
         answer_s = timeouts.peer_stall_s
-        self._connect = found.connect
+        self._connect = met.connect
         self._answer_s = answer_s
         self._calls = StoreClient(
-            found.connect, name="calls", answer_s=answer_s, store=found.store, alive=self._hears_of_rank_0
+            met.connect, name="calls", answer_s=answer_s, store=met.store, alive=self._hears_of_rank_0
         )
-        beats = StoreClient(found.connect, name="heartbeat", answer_s=answer_s)
+        beats = StoreClient(met.connect, name="heartbeat", answer_s=answer_s)
         self._heartbeat = Heartbeat(
             beats,
             rank=group.rank,
-            machines=found.machines,
+            peers=met.peers,
             stall_s=answer_s,
             interval_s=_beat_interval_s(timeouts),
             progress=self._own_progress,
@@ -198,35 +172,54 @@ class Coordinator:
     def agree(
         self,
         kind: str,
-        view: Mapping[str, object],
         *,
         timeout_s: float,
-        answer: object = None,
+        must_match: Mapping[str, object] | None = None,
+        local: Callable[[], object] | None = None,
         decide: Decide | None = None,
+        phase: str = "",
     ) -> Any:
         """Make one agreed step. Every rank calls this, on the thread that drives training.
 
         Args:
-            kind: the name of the step; part of what must be equal on all ranks.
-            view: what must be equal on all ranks.
+            kind: the name of the step, the same on all ranks.
             timeout_s: how long to wait for the others, and for ``decide``.
-            answer: JSON-able data of this rank for ``decide``.
-            decide: runs on rank 0. Without it the result is None.
+            must_match: values that must be equal, as text, on all ranks; compared when ``local`` failed on none.
+            local: this rank's part, done before the ranks meet. What it returns (JSON-able) is this rank's answer for
+                ``decide``; what it raises, all ranks raise.
+            decide: runs on rank 0, when ``local`` failed nowhere. Without it the result is None.
+            phase: what ``local`` does, for errors that are not ours; "" for ``kind``.
 
         Returns:
             What ``decide`` returned, on every rank; of ``Scatter`` this rank's own.
 
         Raises:
-            DesyncError: the ranks' views differ.
+            DesyncError: the ranks are at different steps, or differ in ``must_match``.
             RendezvousTimeout: some ranks did not come; names them.
             PeerLostError: a rank died or stopped.
             ForkedError: this process was forked from the one that opened the session.
-            SafeCheckpointError: what ``decide`` raised, on every rank.
+            SafeCheckpointError: what ``local`` raised on the lowest rank on which it did; a rank on which it failed raises
+                its own exception instead, whatever that is, with its traceback. Or what ``decide`` raised.
         """
         self.refuse_fork(kind)
         if self._closed:
             raise ClosedError(message=f"{kind}: this session was closed")
-        mine = {"kind": kind, **{key: str(value) for key, value in view.items()}}
+        failure: Exception | None = None
+        try:
+            own: dict[str, object] = {"answer": local() if local is not None else None}
+        except Exception as error:  # whatever it is: the other ranks wait for this one
+            failure = error
+            own = {"error": to_wire(error, rank=self.rank, phase=phase or kind)}
+        entry = {"kind": kind, **{key: str(value) for key, value in (must_match or {}).items()}}
+        step = self._next_step(kind, timeout_s)
+        try:
+            return self._lead(step, entry, own, decide) if self.rank == 0 else self._follow(step, entry, own)
+        except SafeCheckpointError as reported:
+            if failure is None or isinstance(reported, CoordinationError):
+                raise
+            raise failure from failure.__cause__
+
+    def _next_step(self, kind: str, timeout_s: float) -> LogEntry:
         needed = [0] if self.rank else range(1, self.size)
         number, part = self._next_number()
 
@@ -235,11 +228,7 @@ class Coordinator:
                 raise RendezvousTimeout(phase=kind, seconds=timeout_s, missing=gone)
             self.check(needed)
 
-        name = f"log/{number}.{part}"
-        step = LogEntry(self._calls, self.rank, self.size, name, kind, timeout_s, check)
-        if self.rank == 0:
-            return self._lead(step, name, mine, answer, decide)
-        return self._follow(step, name, mine, answer)
+        return LogEntry(self._calls, self.rank, self.size, f"log/{number}.{part}", kind, timeout_s, check)
 
     def _next_number(self) -> tuple[int, int]:
         """Of which call this agreement is which part. The number is used up on every rank, whatever comes of it."""
@@ -262,13 +251,9 @@ class Coordinator:
         """From now on calls are counted from here. All ranks do this at the same place."""
         self._call, self._goes_on = call, False
 
-    def keep_together(self) -> None:
-        """The next agreement is a part of the same call: a rank that fails in between begins the next call with the others."""
-        self._goes_on = True
-
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """All agreements within are parts of one call; see ``keep_together``."""
+        """All agreements within are parts of one call: a rank that fails on the way begins the next call with the others."""
         self._depth += 1
         try:
             yield
@@ -358,7 +343,7 @@ class Coordinator:
             _open.remove(self)
         try:
             if self.rank == 0 and self.size > 1:
-                self._linger()
+                self._await_reads()
         except (CoordinationError, KeyTimeout) as error:
             logger.debug("left without waiting for the others: %s", error)
         finally:
@@ -367,11 +352,9 @@ class Coordinator:
             self._calls.close()
             self._store = None
 
-    def _lead(self, step: LogEntry, name: str, mine: Mapping[str, str], answer: object, decide: Decide | None) -> Any:
+    def _lead(self, step: LogEntry, entry: Mapping[str, str], own: Mapping[str, object], decide: Decide | None) -> Any:
         try:
-            answers = {0: {"answer": answer}, **step.answers(mine)}
-            _refuse_differences(mine, answers)
-            result = decide({rank: given["answer"] for rank, given in answers.items()}) if decide else None
+            result = decided(entry, {0: own, **step.answers(entry)}, decide)
             if isinstance(result, Scatter):
                 shares, result = result.by_rank, result.by_rank.get(0)
                 step.hand_out(shares)
@@ -385,22 +368,22 @@ class Coordinator:
             step.release()
             # Where a rank was lost the rest may still be on their way here, and should hear who it was.
             lost = len(error.ranks) if isinstance(error, PeerLostError) else 0
-            self._expect_reads(name, self.size - 1 - lost if lost else step.present())
-            self._ended.append(name)
+            self._expect_reads(step, self.size - 1 - lost if lost else step.present())
+            self._ended += step.keys(answers=True)
             if isinstance(error, Exception) and not isinstance(error, CoordinationError):
                 raise from_wire(wire) from error
             raise
-        self._expect_reads(name, self.size - 1)
+        self._expect_reads(step, self.size - 1)
         step.forget(self._ended)
-        self._ended = [name]
+        self._ended = step.keys()
         return result
 
-    def _follow(self, step: LogEntry, name: str, mine: Mapping[str, str], answer: object) -> Any:
+    def _follow(self, step: LogEntry, entry: Mapping[str, str], own: Mapping[str, object]) -> Any:
         answered = False
         try:
-            entry = step.get("")
+            appended = step.get("")
             answered = True
-            step.answer({"answer": answer} if entry == mine else {"view": mine})
+            step.answer(own if appended == entry else {**own, "view": entry})
             verdict = self._await_verdict(step)
             share = step.take_share() if verdict.get("shared") else None
         except BaseException as error:
@@ -410,7 +393,7 @@ class Coordinator:
             if isinstance(error, KeyTimeout):
                 raise RendezvousTimeout(phase=step.kind, seconds=step.timeout_s, missing=(0,)) from None
             raise
-        self._calls.acknowledge(f"{name}/read", phase=step.kind)
+        self._calls.acknowledge(step.read, phase=step.kind)
         if "error" in verdict:
             raise from_wire(verdict["error"])
         return share if verdict.get("shared") else verdict["ok"]
@@ -422,48 +405,19 @@ class Coordinator:
         except KeyTimeout:
             raise RendezvousTimeout(phase=f"{step.kind}: verdict", seconds=2 * step.timeout_s, missing=(0,)) from None
 
-    def _expect_reads(self, name: str, count: int) -> None:
-        # Who reads a later one has read those before it.
-        self.reads = {key: value for key, value in self.reads.items() if not key.startswith("log/")}
-        self.reads[f"{name}/read"] = (count, self._call)
+    def _expect_reads(self, step: LogEntry, count: int) -> None:
+        self.receipts.expect(step.read, count, self._call, instead_of="log/")
 
-    def _linger(self) -> None:
-        # The store dies with this process. A verdict that nobody can read any more is an unknown outcome for them.
-        deadline = time.monotonic() + self._shutdown_s
-        grace_from: float | None = None
+    def _await_reads(self) -> None:
+        def over() -> bool:
+            return self._heartbeat is not None and self._heartbeat.all_gone()
 
-        def unread(store: KeyValues) -> int:
-            expected = [(count - len(self.have_left(call)), key) for key, (count, call) in list(self.reads.items())]
-            return max((count - store.add(key, 0) for count, key in expected), default=0)
+        def lost() -> int:
+            return self._heartbeat.lost() if self._heartbeat is not None else 0
 
-        while time.monotonic() < deadline and not (self._heartbeat and self._heartbeat.all_gone()):
-            missing = self._calls.call(unread, phase="close")
-            if missing <= 0:
-                return
-            # A lost rank may have read or not, so what is missing may be its reading or that of one that lives: those that
-            # live get a moment more.
-            if self._heartbeat is None or missing > self._heartbeat.lost():
-                grace_from = None
-            elif grace_from is None:
-                grace_from = time.monotonic()
-            elif time.monotonic() - grace_from > _GRACE_S:
-                return
-            time.sleep(0.005)
-        logger.debug("left while some ranks had not read the last verdict")
+        self.receipts.await_all(self._calls, within_s=self._shutdown_s, have_left=self.have_left, lost=lost, over=over)
 
 
 def _beat_interval_s(timeouts: Timeouts) -> float:
     # Often enough to notice a lost rank in time, and progress before a shutdown gives up on it.
     return min(5.0, max(0.02, min(timeouts.peer_stall_s / 6, timeouts.shutdown_s / 4)))
-
-
-def _refuse_differences(mine: Mapping[str, str], answers: Mapping[int, Any]) -> None:
-    views = {rank: given.get("view", mine) for rank, given in answers.items()}
-    fields = dict.fromkeys(key for view in views.values() for key in view)
-    for name in fields:
-        values = {str(rank): str(view.get(name)) for rank, view in sorted(views.items())}
-        if len(set(values.values())) > 1:
-            raise DesyncError(what=name, values=values)
-
-
-__all__ = ["Coordinator", "Decide", "PeerLostError", "Scatter", "open_coordinator", "raise_first"]

@@ -15,14 +15,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from safe_ckpt.core.coordination import process_groups
-from safe_ckpt.core.coordination.processes import process_state
-from safe_ckpt.core.coordination.sealed_store import KeyValues
-from safe_ckpt.core.coordination.store import KeyTimeout, StoreClient
+from safe_ckpt.core.coordination.processes import machine_id, process_state
+from safe_ckpt.core.coordination.store import KeyTimeout, KeyValues, StoreClient
 from safe_ckpt.errors import PeerLostError
 
 if TYPE_CHECKING:
-    from safe_ckpt.core.coordination.rendezvous import Machine
+    from safe_ckpt.core.coordination.rendezvous import Peer
 
 logger = logging.getLogger(__name__)
 _QUICKEST_S = 0.5
@@ -63,7 +61,7 @@ class Heartbeat:
     Args:
         store_client: a connection of its own.
         rank: this rank.
-        machines: the ranks to watch and where they run.
+        peers: the ranks to watch and where they run.
         stall_s: how long a count may stand still.
         interval_s: the time between two beats.
         progress: a number that changes as long as this rank's bytes move; sent along.
@@ -77,17 +75,17 @@ class Heartbeat:
         store_client: StoreClient,
         *,
         rank: int,
-        machines: Mapping[int, Machine],
+        peers: Mapping[int, Peer],
         stall_s: float,
         interval_s: float,
         progress: Callable[[], int],
     ) -> None:
         self._store_client = store_client
         self._rank = rank
-        self._machines = dict(machines)
+        self._peers = dict(peers)
         self._interval_s = interval_s
         self._progress = progress
-        self._here = process_groups.machine_id()
+        self._here = machine_id()
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._lost: dict[int, str] = {}
         self._ended: set[int] = set()
@@ -146,7 +144,7 @@ class Heartbeat:
 
     def all_gone(self) -> bool:
         """Whether nobody is left to wait for."""
-        return all(rank in self._lost for rank in self._machines)
+        return all(rank in self._lost for rank in self._peers)
 
     def close(self) -> None:
         """Stop beating; the others will see that this rank has left."""
@@ -184,9 +182,9 @@ class Heartbeat:
         self._call(lambda store: store.set(f"beat/{self._rank}", str(beat)))
 
     def _call(self, operation: Callable[[KeyValues], object]) -> object:
-        found = self._store_client.call(operation, phase=_PHASE, check=self._judge_silence)
+        answer = self._store_client.call(operation, phase=_PHASE, check=self._judge_silence)
         self._heard = time.monotonic()
-        return found
+        return answer
 
     def _judge_silence(self, reason: str = "") -> None:
         """Another rank: is the store's host lost? Called while waiting for its answer."""
@@ -210,7 +208,7 @@ class Heartbeat:
             logger.info("rank %d is back", rank)
 
     def _look(self) -> None:
-        watched = [rank for rank in self._machines if rank not in self._ended]
+        watched = [rank for rank in self._peers if rank not in self._ended]
         values: dict[int, bytes] = {}
         self._call(lambda store: values.update(_read(store, watched)))
         now = time.monotonic()
@@ -219,7 +217,7 @@ class Heartbeat:
             state = self._state(rank)
             if state in ("", "Z", "X"):
                 self._ended.add(rank)
-                self._lose(rank, f"process {self._machines[rank].pid} has ended")
+                self._lose(rank, f"process {self._peers[rank].pid} has ended")
             elif value != before or rank not in self._seen:
                 self._seen[rank] = (value, now)
                 self._find(rank)
@@ -228,7 +226,7 @@ class Heartbeat:
 
     def _state(self, rank: int) -> str:
         # A late count proves nothing about a process that the kernel calls runnable or in I/O.
-        machine = self._machines[rank]
+        machine = self._peers[rank]
         return process_state(machine.pid) if machine.host == self._here else "?"
 
 

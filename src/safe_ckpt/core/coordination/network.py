@@ -75,13 +75,13 @@ def address_of(interface: str) -> str:
     """
     with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(interface))
-    found = [address for name, address in _interfaces() if name == interface]
-    if not found:
+    own = [address for name, address in _interfaces() if name == interface]
+    if not own:
         names = ", ".join(sorted({name for name, _ in _interfaces()}))
         raise ConfigError(
             key="network.interface", message=f"there is no {interface!r} with an address here, but {names}"
         )
-    return found[0]
+    return own[0]
 
 
 def addresses(listening: str) -> list[str]:
@@ -92,8 +92,8 @@ def addresses(listening: str) -> list[str]:
     master = os.environ.get("MASTER_ADDR", "")
     # Another host's name in MASTER_ADDR would cost its timeout, or lead to a program that listens there.
     first = [_outward_address(master), *([master] if master and _is_own(master, own) else [])]
-    found = [name for name in (*first, *own, socket.gethostname()) if name and name not in ("localhost", "127.0.0.1")]
-    return list(dict.fromkeys(found))[:_MOST]
+    names = [name for name in (*first, *own, socket.gethostname()) if name and name not in ("localhost", "127.0.0.1")]
+    return list(dict.fromkeys(names))[:_MOST]
 
 
 def _is_own(name: str, own: Sequence[str]) -> bool:
@@ -109,26 +109,26 @@ def _outward_address(target: str) -> str:
     for name in (target, "198.51.100.1"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((name, 9))
-            found = str(probe.getsockname()[0])
-            if not ipaddress.ip_address(found).is_loopback:
-                return found
+            address = str(probe.getsockname()[0])
+            if not ipaddress.ip_address(address).is_loopback:
+                return address
     return ""
 
 
 def _interfaces() -> list[tuple[str, str]]:
     """The addresses of this host with the names of their interfaces, IPv4 first; without those of one link only."""
-    found = []
+    interfaces = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # one without an address
                 row = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
-                found.append((name, socket.inet_ntoa(row[20:24])))
+                interfaces.append((name, socket.inet_ntoa(row[20:24])))
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text(encoding="utf-8").splitlines():
             digits, _, _, scope, _, name = line.split()
             if scope != "20":  # link-local
-                found.append((name, str(ipaddress.ip_address(bytes.fromhex(digits)))))
-    return found
+                interfaces.append((name, str(ipaddress.ip_address(bytes.fromhex(digits)))))
+    return interfaces
 
 
 def reachable(hosts: Sequence[str], port: int, within_s: float = CONNECT_S) -> Iterator[str]:

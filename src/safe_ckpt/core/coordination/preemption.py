@@ -19,7 +19,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.core.coordination.sealed_store import KeyValues
+from safe_ckpt.core.coordination.store import KeyValues
 from safe_ckpt.errors import ConfigError, RendezvousTimeout
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Preemption:
         self._grace_s = grace_s
         self._barrier_s = barrier_s
         self._got: tuple[str, float] | None = None
-        self._told = False
+        self._reported = False
         self._asked = 0
         self._due = 1
         self._number = 0
@@ -187,7 +187,7 @@ class Preemption:
             elif store.check(["stop/asked"]):
                 decision.update(json.loads(store.get("stop/asked")))
             store.set(self._key(number), json.dumps(decision))
-            self._coordinator.reads["stop/read"] = ((number - 1) * (size - 1), -1)
+            self._coordinator.receipts.expect("stop/read", (number - 1) * (size - 1))
             if number % _TIDY_EVERY == 0:
                 self._tidy(store)
             return decision
@@ -205,16 +205,16 @@ class Preemption:
     def _follow(self, store: KeyValues) -> dict[str, Any]:
         """Another rank: hand in what it got, and fetch the decision that is due at the next check."""
         rank, number = self._coordinator.rank, self._number + 1
-        if self._got is not None and not self._told:
+        if self._got is not None and not self._reported:
             name, at = self._got
             store.set("stop/asked", json.dumps({"signal": name, "rank": rank, "age_s": time.monotonic() - at}))
-            self._told = True
+            self._reported = True
         if number % _TIDY_EVERY == 0:
             store.set(f"stop/at/{rank}", str(number))
         store.wait([self._key(number)], timedelta(days=7))
-        found: dict[str, Any] = json.loads(store.get(self._key(number)))
+        decision: dict[str, Any] = json.loads(store.get(self._key(number)))
         store.add("stop/read", 1)
-        return found
+        return decision
 
     def _check_rank_0(self) -> None:
         if self._coordinator.rank != 0:

@@ -6,19 +6,16 @@ No collective is issued here: a collective that times out leaves its group broke
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 
-from safe_ckpt.core.coordination.processes import kernel_id
-from safe_ckpt.core.coordination.sealed_store import KeyValues
+from safe_ckpt.core.coordination.store import KeyValues
 from safe_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,15 +68,15 @@ def backend_timeouts(group: ProcessGroup | None) -> list[tuple[Backend, float]]:
     if not (dist.is_available() and dist.is_initialized()):
         return []
     pg: Any = group if group is not None else dist.group.WORLD
-    found: list[tuple[Backend, float]] = []
+    backends: list[tuple[Backend, float]] = []
     for device in ("cpu", "cuda"):
         # torch has no public getter; tests/multirank/test_lengthy.py pins this one.
         with contextlib.suppress(AttributeError, RuntimeError):
             backend = pg._get_backend(torch.device(device))
             timeout_s = backend.options._timeout.total_seconds()
-            if not any(is_same(backend, known) for known, _ in found):
-                found.append((backend, timeout_s))
-    return found
+            if not any(is_same(backend, known) for known, _ in backends):
+                backends.append((backend, timeout_s))
+    return backends
 
 
 def is_same(one: Backend, other: Backend) -> bool:
@@ -111,21 +108,21 @@ def process_groups(groups: object) -> list[ProcessGroup]:
     if not (dist.is_available() and dist.is_initialized()):
         return []
     asked = list(groups) if isinstance(groups, list | tuple | set) else [groups]
-    found: list[ProcessGroup] = []
+    members: list[ProcessGroup] = []
     for one in asked:
         if one is None:
-            found.append(_world())
+            members.append(_world())
         elif isinstance(one, dist.ProcessGroup):
-            found.append(one)
+            members.append(one)
         elif hasattr(one, "get_all_groups"):
             # A mesh has groups of its own, which WORLD's timeout does not reach.
             mesh: Any = one
             inside = mesh.get_coordinate() is not None  # else it has none here
-            found += [_world(), *(mesh.get_all_groups() if inside else ())]
+            members += [_world(), *(mesh.get_all_groups() if inside else ())]
         else:
             message = f"expected a process group that this rank is in, a DeviceMesh or None, got {one!r}"
             raise ConfigError(key="groups", message=message)
-    return list({group.group_name: group for group in found}.values())
+    return list({group.group_name: group for group in members}.values())
 
 
 def meeting_groups(groups: Sequence[ProcessGroup]) -> list[ProcessGroup | None]:
@@ -175,15 +172,3 @@ def connect_store(host: str, port: int, timeout_s: float) -> Store:
     return TCPStore(
         host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, use_libuv=True
     )
-
-
-def machine_id() -> str:
-    """Equal for two processes exactly when each can look up the other by its pid, and reach it through the loopback."""
-    boot, spaces = kernel_id(), []
-    try:
-        spaces = [Path("/proc/self/ns", kind).stat().st_ino for kind in ("pid", "net")]
-    except OSError:
-        boot = ""
-    if not boot:
-        return f"{socket.gethostname()}/{os.getpid()}"
-    return f"{socket.gethostname()}/{boot}/{spaces}"

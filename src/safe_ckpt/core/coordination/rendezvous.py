@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.distributed as dist
 
 from safe_ckpt.core.coordination import network, process_groups
-from safe_ckpt.core.coordination.sealed_store import KeyValues, SealedStore
-from safe_ckpt.core.coordination.store import KeyTimeout, StoreClient
+from safe_ckpt.core.coordination.processes import machine_id
+from safe_ckpt.core.coordination.store import KeyTimeout, KeyValues, SealedStore, StoreClient
 from safe_ckpt.errors import PeerLostError, RendezvousTimeout, TamperedError, from_wire, to_wire
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _answered: dict[tuple[str, int], str] = {}  # the last word of each rank that wa
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class Peer:
     """Where a rank runs."""
 
     host: str
@@ -47,25 +47,25 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class Rendezvous:
     """How to reach the session's store.
 
     Attributes:
         id: unique to the session.
         connect: opens one more connection.
         store: a connection that is open already; on rank 0 the hosted store, which lives as long as this reference.
-        machines: where the ranks run; all of them on rank 0, rank 0 alone elsewhere.
+        peers: where the ranks run; all of them on rank 0, rank 0 alone elsewhere.
     """
 
     id: str
     connect: Callable[[], KeyValues]
     store: KeyValues
-    machines: Mapping[int, Machine]
+    peers: Mapping[int, Peer]
 
 
-def meet(
+def rendezvous(
     group: process_groups.Group, timeouts: Timeouts, where: Network, have: str = "", call: int = -1
-) -> Found | int:
+) -> Rendezvous | int:
     """Find the other ranks of ``group``. Every rank calls this.
 
     Args:
@@ -100,7 +100,7 @@ def meet(
 
 
 class _Host:
-    """Rank 0's part: hear who comes, decide whether the old session serves, else host a store and wait for all."""
+    """Rank 0's part: learn who comes, decide whether the old session serves, else host a store and wait for all."""
 
     def __init__(
         self,
@@ -117,8 +117,8 @@ class _Host:
         self._deadline = time.monotonic() + timeouts.barrier_s
         self._came: dict[int, Mapping[str, Any]] = {}  # the newest word of each rank
 
-    def run(self) -> Found | int:
-        """See ``meet``."""
+    def run(self) -> Rendezvous | int:
+        """See ``rendezvous``."""
         if self._have and self._all_have_it():
             self._answer(json.dumps({"again": self._call}))
             return self._call
@@ -136,13 +136,13 @@ class _Host:
         while not done():
             if time.monotonic() >= self._deadline:
                 (off or self._call_off)(self._timeouts.barrier_s)
-            self._store_client.call(self._hear, phase=_PHASE)
+            self._store_client.call(self._receive, phase=_PHASE)
             if welcome:
                 self._answer(welcome)
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.05)
 
-    def _hear(self, meeting: KeyValues) -> None:
+    def _receive(self, meeting: KeyValues) -> None:
         # Rank by rank: one that is late must not keep the others from their welcome.
         for rank in range(1, self._size):
             key = f"{self._root}/hello/{rank}"
@@ -161,12 +161,12 @@ class _Host:
         }
         _answered.update({(self._root, rank): nonce for rank, nonce in new.items()})
 
-        def tell(meeting: KeyValues) -> None:
+        def reply(meeting: KeyValues) -> None:
             for nonce in new.values():
                 meeting.set(f"{self._root}/welcome/{nonce}", text)
 
         if new:
-            self._store_client.call(tell, phase=_PHASE)
+            self._store_client.call(reply, phase=_PHASE)
 
     def _call_off(self, timeout_s: float) -> None:
         missing = tuple(rank for rank in range(1, self._size) if rank not in self._came)
@@ -174,14 +174,14 @@ class _Host:
         raise RendezvousTimeout(phase=_PHASE, seconds=timeout_s, missing=missing)
 
     def _refuse(self, error: Exception) -> None:
-        """The others need not wait for a store that will not be: those that are here, or come soon, are told."""
+        """The others need not wait for a store that will not be: those that are here, or come soon, get the error."""
         self._deadline = min(self._deadline, time.monotonic() + _READ_S)
         text = json.dumps({"error": to_wire(error, rank=0, phase=_PHASE)})
         with contextlib.suppress(RendezvousTimeout):
             self._poll(lambda: len(self._came) == self._size - 1, welcome=text)
         self._answer(text)
 
-    def _host(self) -> Found:
+    def _host(self) -> Rendezvous:
         try:
             listening, welcome = self._listen()
         except Exception as error:
@@ -198,9 +198,9 @@ class _Host:
         )
         store.set("met", json.dumps([]))
         joined = {rank: json.loads(store.get(f"joined/{rank}")) for rank in range(1, self._size)}
-        machines = {rank: Machine(host=value["host"], pid=value["pid"]) for rank, value in joined.items()}
+        peers = {rank: Peer(host=value["host"], pid=value["pid"]) for rank, value in joined.items()}
         connect = _Connector(welcome["local"], welcome["port"], welcome["token"], welcome["secret"])
-        return Found(id=welcome["token"], connect=connect, store=store, machines=machines)
+        return Rendezvous(id=welcome["token"], connect=connect, store=store, peers=peers)
 
     def _listen(self) -> tuple[socket.socket, dict[str, Any]]:
         problem = network.ensure_descriptors(_CONNECTIONS * self._size + _SPARE)
@@ -213,7 +213,7 @@ class _Host:
             "addresses": network.addresses(address),
             "local": local,
             "port": port,
-            "host": process_groups.machine_id(),
+            "host": machine_id(),
         }
         return listening, {**welcome, "pid": os.getpid(), "token": uuid.uuid4().hex, "secret": secrets.token_hex(32)}
 
@@ -230,7 +230,7 @@ def _call_off(store: KeyValues, size: int, timeout_s: float) -> None:
 
 
 def _ask(group: process_groups.Group, timeouts: Timeouts, store_client: StoreClient, have: str) -> Mapping[str, Any]:
-    """Another rank: say that it is here, and hear from rank 0 where to go."""
+    """Another rank: say that it is here, and learn from rank 0 where to go."""
     root, nonce = f"safe_ckpt/{group.name}", uuid.uuid4().hex
     hello, said = f"{root}/hello/{group.rank}", {"nonce": nonce, "have": have, "gone": False}
     try:
@@ -251,11 +251,11 @@ def _ask(group: process_groups.Group, timeouts: Timeouts, store_client: StoreCli
     return welcome
 
 
-def _join(group: process_groups.Group, timeouts: Timeouts, welcome: Mapping[str, Any]) -> Found:
-    same_host = welcome["host"] == process_groups.machine_id()
+def _join(group: process_groups.Group, timeouts: Timeouts, welcome: Mapping[str, Any]) -> Rendezvous:
+    same_host = welcome["host"] == machine_id()
     hosts = welcome["local"] if same_host else welcome["addresses"]
     connect = _Connector(hosts, welcome["port"], welcome["token"], welcome["secret"])
-    joined = json.dumps({"host": process_groups.machine_id(), "pid": os.getpid()})
+    joined = json.dumps({"host": machine_id(), "pid": os.getpid()})
 
     def join(store: KeyValues) -> KeyValues:
         store.set(f"joined/{group.rank}", joined)
@@ -273,8 +273,8 @@ def _join(group: process_groups.Group, timeouts: Timeouts, welcome: Mapping[str,
         store_client.close()
     if missing:
         raise RendezvousTimeout(phase=_PHASE, seconds=timeouts.barrier_s, missing=missing)
-    machines = {0: Machine(host=welcome["host"], pid=welcome["pid"])}
-    return Found(id=welcome["token"], connect=connect, store=store, machines=machines)
+    peers = {0: Peer(host=welcome["host"], pid=welcome["pid"])}
+    return Rendezvous(id=welcome["token"], connect=connect, store=store, peers=peers)
 
 
 class _Connector:

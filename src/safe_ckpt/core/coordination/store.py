@@ -1,4 +1,9 @@
-"""A connection to the store that can never block its caller for longer than the caller allows.
+"""The store in which ranks meet: values that nobody else can have written, and connections that cannot block their caller.
+
+A ``TCPStore`` asks nobody who he is: whoever reaches its port can read, write and delete. So every value is sealed with a
+secret that the ranks got through their process group's own store. What others write is found out when it is read, and no
+value is ever run: all are JSON. Others who reach the port can still read, delete and count up: they can disturb a job, not
+make it do anything.
 
 When the process that hosts a ``TCPStore`` is stopped, or the network is down, every call on a client blocks, whatever
 timeout the call was given. So the calls run on a daemon thread of ours, the caller waits for a future, and a connection that
@@ -8,22 +13,24 @@ does not answer is left to its fate: the next call opens another.
 from __future__ import annotations
 
 import contextlib
-import logging
+import hashlib
+import hmac
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from safe_ckpt.core.coordination.sealed_store import KeyValues
-from safe_ckpt.errors import PeerLostError, SafeCheckpointError
+from safe_ckpt.errors import PeerLostError, SafeCheckpointError, TamperedError
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from safe_ckpt.core.coordination.process_groups import Store
+
 _T = TypeVar("_T")
 Check = Callable[[], None]
 Alive = Callable[[], bool]
@@ -31,7 +38,108 @@ _SLICE_S = 0.25
 _CONNECT_S = 30.0
 _PATIENCE = 3  # times answer_s for a host that is heard of otherwise: after an outage TCP may wait as long again
 _MOST_LEFT = 3
+_SEAL_BYTES = 16
 _Work: TypeAlias = "queue.SimpleQueue[tuple[Callable[[KeyValues], Any], Future[Any]] | None]"
+
+
+class KeyValues(Protocol):
+    """What this package uses of a store: ``SealedStore``, and a process group's own store as far as ranks first meet there."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+
+    def get(self, key: str) -> bytes:
+        """Read a value; waits for it."""
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
+        """Write several values."""
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Read several values, all of which are there."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Count up, and return the sum."""
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all of ``keys`` are there."""
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        """Wait until all of ``keys`` are there."""
+
+    def delete_key(self, key: str) -> bool:
+        """Drop a key. Returns whether it was there."""
+
+
+class SealedStore:
+    """The part of a store's methods that this package uses, with sealed values. Counters are not sealed.
+
+    Args:
+        store: where everything is kept.
+        secret: the same for all ranks of the session, and known to nobody else.
+    """
+
+    def __init__(self, store: Store, secret: str) -> None:
+        self._store = store
+        self._secret = hashlib.sha256(secret.encode()).digest()
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+        self._store.set(key, self._sealed(key, value))  # type: ignore[arg-type] # the stubs know text only
+
+    def get(self, key: str) -> bytes:
+        """Read a value; waits for it as the store does.
+
+        Raises:
+            TamperedError: no rank of this job wrote it.
+        """
+        return self._opened(key, bytes(self._store.get(key)))
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
+        """Write several values."""
+        sealed = [self._sealed(key, value) for key, value in zip(keys, values, strict=True)]
+        self._store.multi_set(list(keys), sealed)  # type: ignore[attr-defined] # torch's stubs do not know it
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Read several values, all of which are there.
+
+        Raises:
+            TamperedError: no rank of this job wrote one of them.
+        """
+        values = self._store.multi_get(list(keys))
+        return [self._opened(key, bytes(value)) for key, value in zip(keys, values, strict=True)]
+
+    def add(self, key: str, amount: int) -> int:
+        """Count up, and return the sum."""
+        return self._store.add(key, amount)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all of ``keys`` are there."""
+        return self._store.check(list(keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        """Wait until all of ``keys`` are there."""
+        self._store.wait(list(keys), timeout)
+
+    def delete_key(self, key: str) -> bool:
+        """Drop a key. Returns whether it was there."""
+        return self._store.delete_key(key)
+
+    def _sealed(self, key: str, value: str) -> bytes:
+        data = value.encode()
+        return self._seal(key, data) + data
+
+    def _opened(self, key: str, sealed: bytes) -> bytes:
+        seal, data = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
+        if not hmac.compare_digest(seal, self._seal(key, data)):
+            raise TamperedError(key=key)
+        return data
+
+    def _seal(self, key: str, data: bytes) -> bytes:
+        # With the length of the key before it: no other key and value give the same bytes.
+        name = key.encode()
+        seal = hashlib.blake2b(len(name).to_bytes(4, "big") + name, key=self._secret, digest_size=_SEAL_BYTES)
+        seal.update(data)
+        return seal.digest()
 
 
 class KeyTimeout(Exception):
@@ -42,7 +150,7 @@ class StoreClient:
     """One store connection with one daemon thread, opened when first used, replaced after it was abandoned.
 
     Args:
-        connect: opens a connection; called on the channel's thread.
+        connect: opens a connection; called on its thread.
         name: for thread names and messages.
         answer_s: how long the store's host may take beyond what a call itself may wait.
         store: a connection that is open already, to be used first.
@@ -81,7 +189,7 @@ class StoreClient:
         """Run ``operation`` on the store and return what it returns.
 
         Args:
-            operation: called with the store on the channel's thread.
+            operation: called with the store on that thread.
             phase: what this is for; named in errors.
             wait_s: how long the operation itself may wait for a key.
             check: called now and then while waiting; raises when waiting has become pointless.
@@ -141,10 +249,9 @@ class StoreClient:
         try:
             return self._await(connected, future, phase, wait_s, check)
         except (dist.DistNetworkError, OSError) as error:
+            self.abandon(work)
             if isinstance(error, SafeCheckpointError):  # what ``check`` raised, or connecting
-                self._abandon(work)
                 raise
-            self._abandon(work)
             raise PeerLostError(phase=phase, ranks=(0,), reason=_first_line(error)) from error
         except dist.DistStoreError as error:
             raise KeyTimeout(str(error)) from error
@@ -152,7 +259,7 @@ class StoreClient:
             # The thread may sit in a wait for long; whoever calls next must not queue up behind it.
             if not future.done():
                 future.cancel()  # if it has not begun yet, it never will
-                self._abandon(work)
+                self.abandon(work)
             raise
 
     def _await(self, connected: Connected, future: Future[_T], phase: str, wait_s: float, check: Check | None) -> _T:
@@ -189,11 +296,8 @@ class StoreClient:
         self._thread.start()
         return work
 
-    def leave(self, work: object) -> None:
+    def abandon(self, work: object) -> None:
         """Give up a connection that does not answer; for ``Pending`` alone."""
-        self._abandon(work)
-
-    def _abandon(self, work: object) -> None:
         with self._lock:
             if self._work is not None and self._work is work:
                 self._work.put(None)
@@ -236,7 +340,7 @@ class Pending(Generic[_T]):
     def abandon(self) -> None:
         """Nobody waits for it any more: what comes next must not queue up behind it."""
         if not self._future.done():
-            self._store_client.leave(self._work)
+            self._store_client.abandon(self._work)
 
     def result(self, *, wait_s: float = 0.0, check: Check | None = None) -> _T:
         """Wait for it and return what it returned. Raises as ``StoreClient.call`` does."""
@@ -245,7 +349,7 @@ class Pending(Generic[_T]):
         return self._store_client.settle(self._work, self._connected, self._future, self._phase, wait_s, check)
 
 
-class LocalChannel(StoreClient):
+class LocalStoreClient(StoreClient):
     """For a world of one rank: the store is in this process, so calls run on the caller's thread."""
 
     def __init__(self, store: KeyValues) -> None:

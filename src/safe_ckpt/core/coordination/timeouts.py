@@ -42,7 +42,7 @@ def lengthy_timeouts(
     Args:
         groups: process groups and device meshes. A mesh stands for all of its groups and WORLD; None is WORLD.
         seconds: the timeout within the block. One that is longer already stays.
-        hooks: told of it as ``events.TimeoutsRaised`` and ``events.TimeoutsRestored``.
+        hooks: called with it as ``events.TimeoutsRaised`` and ``events.TimeoutsRestored``.
 
     Raises:
         ConfigError: ``seconds`` is not above 0, or a group is none.
@@ -56,16 +56,16 @@ def lengthy_timeouts(
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= _YEAR_S:
         message = f"expected a number above 0, and at most {_YEAR_S} (a year), got {seconds!r:.40}"
         raise ConfigError(key="lengthy_timeouts: seconds", message=message)
-    found = process_groups.process_groups(groups)
+    members = process_groups.process_groups(groups)
     emit = Emitter([LoggingHook(), *hooks])
-    for group in process_groups.meeting_groups(found):
+    for group in process_groups.meeting_groups(members):
         coordinator = open_coordinator(group, Timeouts(), observe=False)
         try:
-            coordinator.agree("lengthy_timeouts", {"seconds": seconds}, timeout_s=Timeouts().barrier_s)
+            coordinator.agree("lengthy_timeouts", must_match={"seconds": seconds}, timeout_s=Timeouts().barrier_s)
         finally:
             coordinator.release(keep=True)
     try:
-        with raised(found, seconds, emit):
+        with raised(members, seconds, emit):
             yield
     finally:
         emit.close()
@@ -78,7 +78,7 @@ def raised(groups: Iterable[ProcessGroup], seconds: float, emit: Emitter | None 
     Args:
         groups: as ``ranks.process_groups`` returns them.
         seconds: the timeout within the block.
-        emit: told of it.
+        emit: called with it.
     """
     names: list[str] = []
     mine: list[_Held] = []

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.core.coordination.sealed_store import KeyValues
+from safe_ckpt.core.coordination.mailbox import Mailbox
 from safe_ckpt.core.coordination.store import KeyTimeout, StoreClient
 from safe_ckpt.errors import PeerLostError, RendezvousTimeout, SafeCheckpointError, from_wire
 
@@ -47,6 +47,7 @@ class TwoPhaseCommit:
         self._check = check
         self._writers = tuple(writers)
         self._prefix = f"op/{op_id}"
+        self._reports = Mailbox(store_client, f"{self._prefix}/wrote", writers)
 
     def prepared(self) -> None:
         """Rank 0: the pending directory exists."""
@@ -66,14 +67,7 @@ class TwoPhaseCommit:
 
     def report(self, value: Mapping[str, Any]) -> None:
         """A writing rank: what it wrote, or ``{"error": ...}``."""
-        rank = self._coordinator.rank
-
-        def arrive(store: KeyValues) -> None:
-            store.set(f"{self._prefix}/wrote/{rank}", json.dumps(value))
-            if store.add(f"{self._prefix}/count", 1) >= len(self._writers) or "error" in value:
-                store.set(f"{self._prefix}/wake", "")
-
-        self._store_client.call(arrive, phase="write")
+        self._reports.post(self._coordinator.rank, value, phase="write", wake="error" in value)
 
     def reports(self, timeout_s: float) -> dict[int, Any]:
         """Rank 0: what the writing ranks reported; fewer than all only when one of them reported an error.
@@ -87,7 +81,7 @@ class TwoPhaseCommit:
         while True:
             left_s = max(0.001, deadline - time.monotonic())
             try:
-                self._get("wake", "write", left_s, needed)
+                self._reports.wait(phase="write", wait_s=left_s, check=self._checked(needed))
                 return self._reported()
             except KeyTimeout:
                 missing = tuple(rank for rank in self._writers if rank not in self._reported())
@@ -100,11 +94,11 @@ class TwoPhaseCommit:
 
     def conclude(self, verdict: Mapping[str, Any]) -> None:
         """Rank 0: publish what came of it. ``prepared`` is set too, so that whoever waits there wakes up."""
-        self._coordinator.reads[f"{self._prefix}/read"] = (self._coordinator.size - 1, self._call)
+        self._coordinator.receipts.expect(self._read, self._coordinator.size - 1, self._call)
         self._set("verdict", verdict)
         self._set("prepared", {})
         if "error" in verdict:
-            self._set("wake", {})  # what still waits for reports, on a connection that was left, ends
+            self._reports.wake({}, phase="write")  # what still waits for reports, on a connection that was left, ends
 
     def verdict(self, timeout_s: float) -> Any:
         """The other ranks: wait for what came of it, and acknowledge that it was read.
@@ -113,9 +107,9 @@ class TwoPhaseCommit:
             KeyTimeout: rank 0 did not conclude in time.
             PeerLostError: rank 0 died or stopped.
         """
-        found = self._get("verdict", "commit", timeout_s)
-        self._store_client.acknowledge(f"{self._prefix}/read", phase="commit")
-        return found
+        verdict = self._get("verdict", "commit", timeout_s)
+        self._store_client.acknowledge(self._read, phase="commit")
+        return verdict
 
     def leave(self) -> None:
         """Another rank: it gives up, and could not say so."""
@@ -141,40 +135,41 @@ class TwoPhaseCommit:
 
     def failed_elsewhere(self) -> SafeCheckpointError | None:
         """What another rank failed with, so that this one can stop working for a save that will not be."""
-        name = "wake" if self._coordinator.rank == 0 else "verdict"
-        if not self._store_client.call(lambda store: store.check([f"{self._prefix}/{name}"]), phase="write"):
+        if self._coordinator.rank == 0:
+            reports = self._reported().values() if self._reports.peek(phase="write") is not None else ()
+            return next((from_wire(report["error"]) for report in reports if "error" in report), None)
+        if not self._store_client.call(lambda store: store.check([f"{self._prefix}/verdict"]), phase="write"):
             return None
-        found = self._reported().values() if name == "wake" else [self._get(name, "write", 1.0)]
-        return next((from_wire(value["error"]) for value in found if "error" in value), None)
+        verdict = self._get("verdict", "write", 1.0)
+        return from_wire(verdict["error"]) if "error" in verdict else None
 
     def forget(self) -> bool:
         """Rank 0: drop the keys if every rank has read the verdict. Returns whether they are gone."""
-        key = f"{self._prefix}/read"
-        read = self._store_client.call(lambda store: store.add(key, 0), phase="commit")
+        read = self._store_client.call(lambda store: store.add(self._read, 0), phase="commit")
         if read + len(self._coordinator.have_left(self._call)) < self._coordinator.size - 1:
             return False
-        names = ["prepared", "verdict", "count", "wake", "read", *(f"wrote/{rank}" for rank in self._writers)]
-        keys = [f"{self._prefix}/{name}" for name in names]
+        keys = [f"{self._prefix}/prepared", f"{self._prefix}/verdict", self._read, *self._reports.keys()]
         self._store_client.call(lambda store: [store.delete_key(key) for key in keys], phase="commit")
-        self._coordinator.reads.pop(key, None)
+        self._coordinator.receipts.drop(self._read)
         return True
 
-    def _reported(self) -> dict[int, Any]:
-        def reported(store: KeyValues) -> dict[int, Any]:
-            keys = {rank: f"{self._prefix}/wrote/{rank}" for rank in self._writers}
-            if store.check(list(keys.values())):
-                return {rank: json.loads(v) for rank, v in zip(keys, store.multi_get(list(keys.values())), strict=True)}
-            return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+    @property
+    def _read(self) -> str:
+        return f"{self._prefix}/read"
 
-        return self._store_client.call(reported, phase="write")
+    def _reported(self) -> dict[int, Any]:
+        return self._reports.messages(phase="write")
 
     def _set(self, name: str, value: Mapping[str, Any]) -> None:
         self._store_client.call(lambda store: store.set(f"{self._prefix}/{name}", json.dumps(value)), phase=name)
 
-    def _get(self, name: str, phase: str, timeout_s: float, needed: Sequence[int] = (0,)) -> Any:
+    def _get(self, name: str, phase: str, timeout_s: float) -> Any:
+        check = self._checked([0])
+        return json.loads(self._store_client.get(f"{self._prefix}/{name}", phase=phase, wait_s=timeout_s, check=check))
+
+    def _checked(self, needed: Sequence[int]) -> Check:
         def check() -> None:
             self._check()
             self._check_peers(needed)
 
-        value = self._store_client.get(f"{self._prefix}/{name}", phase=phase, wait_s=timeout_s, check=check)
-        return json.loads(value) if value else {}
+        return check

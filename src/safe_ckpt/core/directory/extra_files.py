@@ -45,7 +45,7 @@ def open_folder(coordinator: Coordinator, workspace: Workspace, key: str, timeou
             where = error.filename or folder
             raise DirectoryError.of(error, path=where, rank=0, phase="making a folder for hooks") from error
 
-    token = coordinator.agree("folder for hooks", {"key": key}, timeout_s=timeout_s, decide=make)
+    token = coordinator.agree("folder for hooks", must_match={"key": key}, timeout_s=timeout_s, decide=make)
     await_shared(coordinator, folder, token, timeout_s)
     return folder
 

@@ -77,7 +77,7 @@ def set_up_directory(
         act = acts[mode]
         view = {"path": os.fspath(path), "mode": mode}
         token = coordinator.agree(
-            "set_up_directory", view, timeout_s=timeout_s, decide=lambda _: _guarded(act, target, timeout_s)
+            "set_up_directory", must_match=view, timeout_s=timeout_s, decide=lambda _: _guarded(act, target, timeout_s)
         )
         await_shared(coordinator, target, token, timeout_s)
     finally:
@@ -99,8 +99,10 @@ def await_shared(coordinator: Coordinator, path: Path, token: str, timeout_s: fl
     Raises:
         DirectoryNotSharedError: some do not, on every rank.
     """
-    # Less than the others wait for this rank: they are to learn what it did not see, not that it is late.
-    seen = coordinator.rank == 0 or await_visible(path / token, min(timeout_s / 2, _VISIBLE_S))
+
+    def sees() -> bool:
+        # Less than the others wait for this rank: they are to learn what it did not see, not that it is late.
+        return coordinator.rank == 0 or await_visible(path / token, min(timeout_s / 2, _VISIBLE_S))
 
     def judge(answers: object) -> None:
         blind = tuple(rank for rank, sees in dict(answers).items() if not sees)  # type: ignore[call-overload]
@@ -111,7 +113,9 @@ def await_shared(coordinator: Coordinator, path: Path, token: str, timeout_s: fl
             message = "the ranks must share the directory: use a file system that all hosts mount"
             raise DirectoryNotSharedError(path=str(path), message=message, ranks=blind)
 
-    coordinator.agree("directory seen", {"path": os.fspath(path)}, timeout_s=timeout_s, answer=seen, decide=judge)
+    coordinator.agree(
+        "directory seen", must_match={"path": os.fspath(path)}, timeout_s=timeout_s, local=sees, decide=judge
+    )
 
 
 def _guarded(act: Callable[[Path, float], str], path: Path, patience_s: float) -> str:

@@ -17,8 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.config import CheckpointConfig, Timeouts
-from safe_ckpt.core.coordination.coordinator import raise_first
-from safe_ckpt.core.coordination.process_groups import machine_id
+from safe_ckpt.core.coordination.processes import machine_id
 from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
 from safe_ckpt.core.saving.engine import Engine
@@ -27,11 +26,9 @@ from safe_ckpt.core.saving.request import Copies, Destination, Facts, OnCommit, 
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.errors import (
     ConfigError,
-    CoordinationError,
-    SafeCheckpointError,
     SourceChangedError,
     StateError,
-    to_wire,
+    named,
 )
 
 if TYPE_CHECKING:
@@ -133,26 +130,20 @@ def agree_parts(
     Raises:
         SafeCheckpointError: see ``consolidate_offloaded``; the same on every rank.
     """
-    error: Exception | None = None
     scans: dict[str, _Scan] = {}
-    try:
-        _check_patterns(ignore)
-        for name, folder in sources.items():
-            _refuse_nested(folder, destination)
-            rest_s = min(_REST_S, engine.config.timeouts.barrier_s / 3)
-            scans[_checked_name(name)] = _scan(Path(os.path.abspath(folder)), ignore, rest_s)
-    except Exception as problem:  # the other ranks must learn of it
-        error = problem
-    answer: dict[str, Any] = {
-        "error": to_wire(error, rank=engine.rank, phase="looking at the folders") if error else None,
-        "parts": {name: {"folder": scan.identity, "folders": scan.folders} for name, scan in scans.items()},
-    }
-    try:
-        agreed = engine.agree("offloaded parts", {"ignore": list(ignore)}, answer=answer, decide=_assign)
-    except SafeCheckpointError as told:
-        if isinstance(error, SafeCheckpointError) and not isinstance(told, CoordinationError):
-            raise error from None
-        raise
+
+    def look() -> dict[str, Any]:
+        try:
+            _check_patterns(ignore)
+            for name, folder in sources.items():
+                _refuse_nested(folder, destination)
+                rest_s = min(_REST_S, engine.config.timeouts.barrier_s / 3)
+                scans[_checked_name(name)] = _scan(Path(os.path.abspath(folder)), ignore, rest_s)
+        except Exception as error:
+            raise named(error, rank=engine.rank, phase="looking at the folders") from error
+        return {name: {"folder": scan.identity, "folders": scan.folders} for name, scan in scans.items()}
+
+    agreed = engine.agree("offloaded parts", must_match={"ignore": list(ignore)}, local=look, decide=_assign)
     copies: list[FileCopy] = []
     for part in agreed["parts"]:
         if part["writer"] == engine.rank:
@@ -175,7 +166,7 @@ class _Scan:
 
 
 def _held(engine: Engine, path: Path) -> Workspace:
-    engine.agree("consolidate", {"destination": path}, decide=lambda _: refuse(path, ADAPTER, empty=True))
+    engine.agree("consolidate", must_match={"destination": path}, decide=lambda _: refuse(path, ADAPTER, empty=True))
     return HeldDirectories(engine).hold(path)
 
 
@@ -252,13 +243,12 @@ def _identity(folder: Path) -> str:
 
 def _assign(answers: Mapping[int, Any]) -> dict[str, Any]:
     """Rank 0's decision: one part for every folder that is given, under a name of its own."""
-    raise_first({rank: answer["error"] for rank, answer in answers.items()})
     parts: dict[tuple[str, str], dict[str, Any]] = {}
-    wanted = {asked for answer in answers.values() for asked in answer["parts"]}
+    wanted = {asked for answer in answers.values() for asked in answer}
     taken: set[str] = set()
     folders: set[str] = set()
     for rank in sorted(answers):
-        for asked, given in answers[rank]["parts"].items():
+        for asked, given in answers[rank].items():
             part = parts.get((asked, given["folder"]))
             if part is None:
                 name = asked

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.config import Timeouts, WriterConfig
-from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator, raise_first
+from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
 from safe_ckpt.core.coordination.processes import process_state
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
@@ -23,13 +23,11 @@ from safe_ckpt.core.storage.copier import FileCopy, Stamp, copy_files
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
 from safe_ckpt.core.storage.durable import sync_directory
 from safe_ckpt.errors import (
-    CoordinationError,
     CorruptCheckpointError,
     DirectoryError,
     NotEnoughSpaceError,
     RestoreError,
-    SafeCheckpointError,
-    to_wire,
+    named,
 )
 
 if TYPE_CHECKING:
@@ -68,7 +66,7 @@ def restore_offloaded(
     barrier_s = min(timeout_s, Timeouts().barrier_s)
     coordinator = open_coordinator(group, Timeouts(lengthy_s=timeout_s, barrier_s=barrier_s), observe=False)
     try:
-        coordinator.agree("restore offloaded", {"source": path}, timeout_s=barrier_s)
+        coordinator.agree("restore offloaded", must_match={"source": path}, timeout_s=barrier_s)
 
         def find() -> list[Part]:
             manifest = read_manifest(path)
@@ -185,18 +183,13 @@ def _refuse_in_the_way(part: Part) -> None:
 
 
 def _all_or_none(coordinator: Coordinator, phase: str, action: Callable[[], None], timeout_s: float) -> None:
-    failure: Exception | None = None
-    try:
-        action()
-    except Exception as error:
-        failure = error
-    wire = to_wire(failure, rank=coordinator.rank, phase=phase) if failure else None
-    try:
-        coordinator.agree(phase, {}, timeout_s=timeout_s, answer=wire, decide=raise_first)
-    except SafeCheckpointError as told:
-        if isinstance(failure, SafeCheckpointError) and not isinstance(told, CoordinationError):
-            raise failure from None
-        raise
+    def local() -> None:
+        try:
+            action()
+        except Exception as error:
+            raise named(error, rank=coordinator.rank, phase=phase) from error
+
+    coordinator.agree(phase, timeout_s=timeout_s, local=local)
 
 
 def _copy(part: Part, folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from safe_ckpt.core.formats.manifest import Manifest
 from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.core.saving.request import SaveRequest
-from safe_ckpt.errors import DesyncError, from_wire, to_wire
+from safe_ckpt.errors import to_wire
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,18 +31,20 @@ class Admission:
 
 
 def answer(request: SaveRequest, unreported: SaveHandle | None, rank: int) -> dict[str, Any]:
-    """What a rank says: how much it will write, why it cannot, and which earlier failure it knows of."""
-    error, earlier = None, None
+    """What a rank says: how much it will write, and which earlier failure it knows of.
+
+    Raises:
+        Exception: why it cannot.
+    """
     if request.error is not None:
-        error = to_wire(request.error, rank=rank, phase="planning the save")
+        raise request.error
+    earlier = None
     if unreported is not None and unreported.unreported is not None:
         failure = to_wire(unreported.unreported, rank=rank, phase="save")
         earlier = {"op_id": unreported.op_id, "error": failure}
     return {
         "bytes": request.content.new_bytes,
         "writes": request.content.writes,
-        "error": error,
-        "must_match": dict(request.must_match),
         "earlier": earlier,
     }
 
@@ -54,22 +56,8 @@ def decide(request: SaveRequest, answers: Mapping[int, Any], *, busy: bool) -> d
         request: rank 0's own.
         answers: what ``answer`` returned on every rank.
         busy: as many saves are in flight as may be, and this one is not to wait.
-
-    Raises:
-        SafeCheckpointError: the first rank's that cannot save.
-        DesyncError: the ranks differ in what must be the same.
     """
     ranks = sorted(answers)
-    for rank in ranks:
-        if answers[rank]["error"]:
-            raise from_wire(answers[rank]["error"])
-    sharded = {str(rank): ", ".join(answers[rank].get("items", ["none"])) for rank in ranks}
-    if len(set(sharded.values())) > 1:
-        raise DesyncError(what="sharded items", values=sharded)
-    for what in dict.fromkeys(key for rank in ranks for key in answers[rank]["must_match"]):
-        values = {str(rank): str(answers[rank]["must_match"].get(what)) for rank in ranks}
-        if len(set(values.values())) > 1:
-            raise DesyncError(what=what, values=values)
     for rank in ranks:
         if answers[rank]["earlier"]:
             return {"earlier": answers[rank]["earlier"]}

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator, raise_first
+from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
 from safe_ckpt.core.coordination.preemption import Preemption
 from safe_ckpt.core.coordination.process_groups import group_timeout_s
 from safe_ckpt.core.directory import shared
@@ -36,7 +36,6 @@ from safe_ckpt.errors import (
     ClosedError,
     CommitOutcomeUnknown,
     ConfigError,
-    CoordinationError,
     DirectoryError,
     ForkedError,
     SafeCheckpointError,
@@ -44,7 +43,7 @@ from safe_ckpt.errors import (
     SaveSkippedError,
     StateError,
     from_wire,
-    to_wire,
+    named,
 )
 from safe_ckpt.hooks import asked_for
 from safe_ckpt.hooks.event_log import JsonlHook
@@ -104,8 +103,7 @@ class Engine:
         self._closed = False
         self._preemption: Preemption | None = None
         try:
-            problem = self._add_hooks() if self.rank == 0 else None
-            self.agree("open", {"settings": config.deviations()}, answer=problem, decide=raise_first)
+            self.agree("open", must_match={"settings": config.deviations()}, local=self._add_hooks, phase="opening")
         except BaseException:
             self._closed = True
             self._end()
@@ -117,17 +115,18 @@ class Engine:
         weak = weakref.ref(self)
         self._at_exit = multiprocessing.util.Finalize(None, _close_at_exit, (weak,), exitpriority=100)
 
-    def _add_hooks(self) -> dict[str, Any] | None:
-        """What ``telemetry`` asks for. Returns why that cannot be had, for all ranks to raise."""
+    def _add_hooks(self) -> None:
+        """On rank 0: what ``telemetry`` asks for."""
+        if self.rank != 0:
+            return
         try:
             for hook in asked_for(self.config.telemetry):
                 self.emit.add(hook)
-        except ConfigError as error:
-            return to_wire(error, rank=self.rank, phase="opening")
-        except Exception as error:  # whatever an exporter of somebody else's raises: the other ranks must learn of it
-            problem = ConfigError(key="telemetry", message=f"a hook cannot be set up: {type(error).__name__}: {error}")
-            return to_wire(problem, rank=self.rank, phase="opening")
-        return None
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever an exporter of somebody else's raises
+            message = f"a hook cannot be set up: {type(error).__name__}: {error}"
+            raise ConfigError(key="telemetry", message=message) from error
 
     def _warn_of_a_short_group_timeout(self, group: ProcessGroup | None) -> None:
         limit_s = group_timeout_s(group)
@@ -139,9 +138,9 @@ class Engine:
                 limit_s,
             )
 
-    def agree(self, kind: str, view: Mapping[str, object], **options: Any) -> Any:
+    def agree(self, kind: str, **options: Any) -> Any:
         """One agreed step under ``barrier_s``. See ``Coordinator.agree``."""
-        return self.coordinator.agree(kind, view, timeout_s=self.config.timeouts.barrier_s, **options)
+        return self.coordinator.agree(kind, timeout_s=self.config.timeouts.barrier_s, **options)
 
     def together(self) -> AbstractContextManager[None]:
         """All agreements within are one call: a rank that fails on the way begins the next call with the others."""
@@ -174,7 +173,7 @@ class Engine:
         # A holder that cannot be asked is given its lease to show a sign of life.
         patience_s = self.config.timeouts.barrier_s + 2 * self.config.lease_s
         with self.together():
-            token = self.coordinator.agree("hold", {"directory": path}, timeout_s=patience_s, decide=take)
+            token = self.coordinator.agree("hold", must_match={"directory": path}, timeout_s=patience_s, decide=take)
             self._workspaces.append(workspace)
             try:
                 if token:  # there are others, who must see it
@@ -222,7 +221,7 @@ class Engine:
         """
         limit_s = self.config.timeouts.barrier_s if timeout_s is None else timeout_s
         try:
-            self.coordinator.agree(kind, view, timeout_s=limit_s, decide=lambda _: look())
+            self.coordinator.agree(kind, must_match=view, timeout_s=limit_s, decide=lambda _: look())
         except BaseException:
             self.let_go(workspace)
             raise
@@ -299,10 +298,11 @@ class Engine:
         Raises:
             ConfigError: this, on some rank, is not the main thread.
         """
-        config, problem = self.config, None
+        config = self.config
         if not config.save_on_signals or self._preemption is not None:
             return
-        try:
+
+        def watch() -> None:
             self._preemption = Preemption(
                 self.coordinator,
                 config.save_on_signals,
@@ -310,9 +310,8 @@ class Engine:
                 barrier_s=config.timeouts.barrier_s,
                 unwrap=unwrap,
             )
-        except ConfigError as error:
-            problem = to_wire(error, rank=self.rank, phase="opening")
-        self.agree("signals", {}, answer=problem, decide=raise_first)
+
+        self.agree("signals", local=watch, phase="opening")
 
     def stop_requested(self) -> bool:
         """Whether a signal on any rank asks all to save and stop. Every rank asks once per step and gets the same answer.
@@ -416,21 +415,24 @@ class Engine:
         try:
             decision = self.agree(
                 "save",
-                {"step": request.facts.step, "path": request.destination.path},
-                answer=admission.answer(request, unreported, self.rank),
+                must_match={
+                    "step": request.facts.step,
+                    "path": request.destination.path,
+                    **request.must_match,
+                },
+                local=lambda: admission.answer(request, unreported, self.rank),
                 decide=lambda answers: admission.decide(request, answers, busy=busy),
+                phase="planning the save",
             )
-        except SafeCheckpointError as problem:
-            error: SafeCheckpointError = problem
+        except Exception as problem:
+            error = named(problem, rank=self.rank, phase="planning the save")
             if self.coordinator.unsure:  # rank 0 has this rank's answer, and may have gone on to commit
                 cause, name = str(error), request.name
                 error = CommitOutcomeUnknown(name=name, cause=cause, rank=self.rank, phase="commit")
             self.emit(save_events.refused(request, error, self.rank, time.monotonic() - begun))
-            if request.error is None or isinstance(error, CoordinationError | CommitOutcomeUnknown):
-                raise error from (None if error is problem else problem)
-            decision = {}
-        if request.error is not None:
-            raise request.error  # the original, with its traceback
+            if isinstance(error, CommitOutcomeUnknown):
+                raise error from problem
+            raise
         granted = admission.Admission(**decision)
         if granted.earlier is not None:
             for handle in self._handles:

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 
-from safe_ckpt.core.coordination.coordinator import raise_first
 from safe_ckpt.core.directory.catalog import WEIGHTS
 from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats import hugging_face
@@ -31,7 +30,7 @@ from safe_ckpt.core.saving.request import (
 )
 from safe_ckpt.core.sharding import dtensor, gather
 from safe_ckpt.core.sharding.tensor_queue import TensorQueue
-from safe_ckpt.errors import ConfigError, SaveError, to_wire
+from safe_ckpt.errors import ConfigError, SaveError
 
 
 class Exporter:
@@ -57,24 +56,27 @@ class Exporter:
     ) -> SaveHandle:
         """See ``Checkpointer.export``."""
         path = Path(os.path.abspath(directory))
-        error: Exception | None = None
         tensors: dict[str, torch.Tensor] = {}
         most_bytes = 0
-        try:
+
+        def look() -> bool:
+            nonlocal tensors, most_bytes
             if format != "safetensors":
                 raise ConfigError(key="export: format", message=f'expected "safetensors", got {format!r}')
             most_bytes = hugging_face.parse_size(max_shard_size, "export: max_shard_size")
             tensors = _tensors_of(model, dtype)
-        except Exception as problem:  # whatever a state_dict() raises: the other ranks must learn of it
-            error = problem
-        shared = dtype is not None or any(dtensor.is_sharded(tensor) for tensor in tensors.values())
-        kept = self._agree(path, tensors, error, shared=shared, view={"max_shard_size": max_shard_size, "dtype": dtype})
-        if error is not None:
-            raise error
+            return dtype is not None or any(map(dtensor.is_sharded, tensors.values()))
+
+        def decide(gathered: Mapping[int, bool]) -> dict[str, Any]:
+            refuse(path, WEIGHTS)
+            return {"names": _once(tensors), "gathered": any(gathered.values())}
+
+        values = {"path": path, "max_shard_size": max_shard_size, "dtype": dtype}
+        kept = self._engine.agree("export", must_match=values, local=look, decide=decide, phase="planning the export")
         workspace = self._workspaces.hold(path)
         chosen = {name: tensors[name] for name in kept["names"]}
         stream = _Stream(self._engine, path.name, chosen, dtype)
-        planned: list[FilePlan] = []
+        planned, error = list[FilePlan](), None
         try:
             if self._engine.rank == 0:
                 planned = stream.images(most_bytes) if kept["gathered"] else hugging_face.images(chosen, most_bytes)
@@ -88,30 +90,6 @@ class Exporter:
         else:
             content = Snapshot(files=planned)
         return self._engine.save(request_of(workspace, path, content))
-
-    def _agree(
-        self,
-        path: Path,
-        tensors: Mapping[str, torch.Tensor],
-        error: Exception | None,
-        *,
-        shared: bool,
-        view: Mapping[str, Any],
-    ) -> Any:
-        def decide(answers: Mapping[int, Any]) -> dict[str, Any]:
-            raise_first({rank: answer["error"] for rank, answer in answers.items()})
-            refuse(path, WEIGHTS)
-            return {"names": _once(tensors), "gathered": any(answer["shared"] for answer in answers.values())}
-
-        wire = to_wire(error, rank=self._engine.rank, phase="planning the export") if error else None
-        try:
-            return self._engine.agree(
-                "export", {"path": path, **view}, answer={"error": wire, "shared": shared}, decide=decide
-            )
-        except Exception:
-            if error is not None:
-                raise error from None
-            raise
 
 
 def request_of(

@@ -16,7 +16,6 @@ from typing import Any
 
 from safe_ckpt import events
 from safe_ckpt.config import Timeouts
-from safe_ckpt.core.coordination.coordinator import raise_first
 from safe_ckpt.core.directory.catalog import Candidate, newest_first
 from safe_ckpt.core.directory.patience import Patience
 from safe_ckpt.core.directory.shared import await_visible
@@ -27,14 +26,12 @@ from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.presence import ShortReadError
 from safe_ckpt.core.storage.reader import drop_cache
 from safe_ckpt.errors import (
-    CoordinationError,
     CorruptCheckpointError,
     DirectoryNotSharedError,
     IncompleteCheckpointError,
     NoValidCheckpointError,
     SafeCheckpointError,
-    from_wire,
-    to_wire,
+    named,
 )
 
 logger = logging.getLogger(__name__)
@@ -99,7 +96,7 @@ def _choose(
     begun = time.monotonic()
     plan = engine.agree(
         "resume",
-        {"directory": workspace.path, **(view or {})},
+        must_match={"directory": workspace.path, **(view or {})},
         decide=lambda _: _survey(workspace, listed(list_candidates, engine.config.timeouts)),
     )
     rejected: dict[str, str] = dict(plan["rejected"])
@@ -111,7 +108,9 @@ def _choose(
         info = CheckpointInfo.from_json(plan["infos"][name])
         loaded, verdict = _try(engine, path, load, ours=info.verified)
         if verdict is None:
-            engine.agree("resume from", {"name": name}, decide=lambda _: _set_aside(engine, workspace, damaged))
+            engine.agree(
+                "resume from", must_match={"name": name}, decide=lambda _: _set_aside(engine, workspace, damaged)
+            )
             seconds = time.monotonic() - begun
             engine.emit(
                 events.Resumed(
@@ -151,18 +150,7 @@ def apply(engine: Engine, action: Callable[[], None]) -> None:
         SafeCheckpointError: what ``action`` raised on the lowest rank on which it did. A rank on which it failed raises its
             own exception instead, whatever that is, with its traceback.
     """
-    failure: Exception | None = None
-    try:
-        action()
-    except Exception as error:
-        failure = error
-    wire = to_wire(failure, rank=engine.rank, phase="restore") if failure else None
-    try:
-        engine.agree("restored", {}, answer=wire, decide=raise_first)
-    except SafeCheckpointError as told:
-        if failure is not None and not isinstance(told, CoordinationError):
-            raise failure from None
-        raise
+    engine.agree("restored", local=action, phase="restore")
 
 
 def listed(list_candidates: Callable[[], Sequence[Candidate]], timeouts: Timeouts) -> Sequence[Candidate]:
@@ -236,25 +224,34 @@ def _info(candidate: Candidate) -> CheckpointInfo:
 def _try(engine: Engine, path: Path, load: Load, *, ours: bool) -> tuple[Any, dict[str, Any] | None]:
     """Read one candidate on all ranks. Returns what this rank read, and why all pass it over, None when all can use it."""
     loaded: Any = None
-    answer: dict[str, Any] = {}
     patience = Patience(engine.config.timeouts)
-    seen = engine.agree("candidate files", {"path": path}, decide=lambda _: _files(path, patience, ours=ours))
+    seen = engine.agree(
+        "candidate files", must_match={"path": path}, decide=lambda _: _files(path, patience, ours=ours)
+    )
     if seen["missing"]:
         why = f"rank 0: {path} ({', '.join(seen['missing'])}): is missing"
         return None, {"why": why, "damaged": False}
-    try:
-        if engine.rank != 0:
-            _await_files(engine, path, seen)
-        loaded = _read(path, load, Patience(engine.config.timeouts))
-    except IncompleteCheckpointError as error:
-        answer = {"missing": str(error)}
-    except CorruptCheckpointError as error:
-        answer = {"bad": str(error)}
-    except Exception as error:  # whatever it is, the other ranks wait for this answer
-        answer = {"error": to_wire(error, rank=engine.rank, phase=f"reading {path}")}
-    timeout_s = engine.config.timeouts.lengthy_s
+
+    def read() -> dict[str, str]:
+        nonlocal loaded
+        try:
+            if engine.rank != 0:
+                _await_files(engine, path, seen)
+            loaded = _read(path, load, Patience(engine.config.timeouts))
+        except IncompleteCheckpointError as error:
+            return {"missing": str(error)}
+        except CorruptCheckpointError as error:
+            return {"bad": str(error)}
+        except Exception as error:
+            raise named(error, rank=engine.rank, phase=f"reading {path}") from error
+        return {}
+
     verdict = engine.coordinator.agree(
-        "resume candidate", {"path": path}, timeout_s=timeout_s, answer=answer, decide=_judge
+        "resume candidate",
+        timeout_s=engine.config.timeouts.lengthy_s,
+        must_match={"path": path},
+        local=read,
+        decide=_judge,
     )
     return loaded, verdict
 
@@ -313,9 +310,6 @@ def _not_shared(rank: int, path: Path) -> DirectoryNotSharedError:
 
 
 def _judge(answers: Mapping[int, Any]) -> dict[str, Any] | None:
-    for rank in sorted(answers):
-        if "error" in answers[rank]:
-            raise from_wire(answers[rank]["error"])
     for kind in ("bad", "missing"):
         for rank in sorted(answers):
             if kind in answers[rank]:

@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from safe_ckpt.core.coordination.coordinator import Scatter, raise_first
+from safe_ckpt.core.coordination.log_entry import Scatter
 from safe_ckpt.core.formats import dcp
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.torch_archive import pickle_state
 from safe_ckpt.core.sharding import dtensor, plan_data
-from safe_ckpt.errors import CoordinationError, DesyncError, SafeCheckpointError, SaveError, StateError, to_wire
+from safe_ckpt.errors import SaveError, StateError
 
 if TYPE_CHECKING:
     from safe_ckpt.core.coordination.coordinator import Coordinator
@@ -117,46 +117,42 @@ class ShardPlanner:
         problem: Exception | None = None,
         *,
         kind: str = "shards",
-        view: Mapping[str, object] | None = None,
+        must_match: Mapping[str, object] | None = None,
     ) -> ShardPlan:
         """Agree on who writes what. Every rank calls this, on the thread that trains.
 
         Args:
             states: folder (``""`` for the checkpoint's own) to the state dict that goes there.
             problem: why this rank has none to plan; every rank raises it.
-            kind: of the agreement, with ``view``. Those of the save that follows let a rank that knows of no shards, because
-                it failed before, meet the others here: all raise its error.
-            view: what must be equal on all ranks.
+            kind: of the agreement. A rank that knows of no shards, because it failed before, meets the others here when it is
+                that of the save that follows: all raise its error.
+            must_match: further values that must be equal on all ranks.
 
         Raises:
             StateError: something cannot be saved; names it. On every rank.
             DesyncError: the ranks have different items.
         """
         local: dict[str, _Local] = {}
-        said: dict[str, Any] = {}
-        if problem is None:
-            try:
-                local = {folder: self._plan(folder, state) for folder, state in states.items()}
-                said = {folder: self._say(folder, item) for folder, item in local.items()}
-            except Exception as error:  # the others wait for this rank's answer
-                problem = error
-        wire = to_wire(problem, rank=self._coordinator.rank, phase="planning shards") if problem else None
-        answer = {"error": wire, "items": said}
         made: dict[str, tuple[_Global, bytes]] = {}
+
+        def plan() -> dict[str, Any]:
+            if problem is not None:
+                raise problem
+            local.update({folder: self._plan(folder, state) for folder, state in states.items()})
+            return {folder: self._say(folder, item) for folder, item in local.items()}
+
         try:
             share = self._coordinator.agree(
                 kind,
-                view or {},
                 timeout_s=self._barrier_s,
-                answer=answer,
-                decide=lambda given: self._decide(given, made),
+                must_match={**(must_match or {}), "sharded items": ", ".join(states)},
+                local=plan,
+                decide=lambda answers: self._decide(answers, made),
+                phase="planning shards",
             )
-        except SafeCheckpointError as error:
+        except Exception:
             self._agreed.clear()
-            if problem is not None and not isinstance(error, CoordinationError):
-                raise problem from None
             raise
-        self._coordinator.keep_together()
         for folder, item in local.items():
             kept = share[folder]["kept"]
             if kept is None:
@@ -174,12 +170,12 @@ class ShardPlanner:
         Raises:
             StateError: a tensor is not what was planned; names it.
         """
-        found: list[FilePlan] = []
+        files: list[FilePlan] = []
         for folder, item in parts.items.items():
-            found += _lay_out(folder, item, self._agreed[folder].kept, self._coordinator.rank)
+            files += _lay_out(folder, item, self._agreed[folder].kept, self._coordinator.rank)
         for folder, data in parts.metadata.items():
-            found.append(FilePlan(path=_under(folder, METADATA), length=len(data), pieces=[(0, data)]))
-        return found
+            files.append(FilePlan(path=_under(folder, METADATA), length=len(data), pieces=[(0, data)]))
+        return files
 
     def _plan(self, folder: str, state: Any) -> _Local:
         if self._strict:
@@ -212,33 +208,29 @@ class ShardPlanner:
         }
 
     def _decide(self, answers: Mapping[int, Any], made: dict[str, tuple[_Global, bytes]]) -> Scatter:
-        raise_first({rank: answer["error"] for rank, answer in answers.items()})
-        names = {str(rank): ", ".join(answer.get("items", ["none"])) for rank, answer in answers.items()}
-        if len(set(names.values())) > 1:
-            raise DesyncError(what="sharded items", values=names)
         shares: dict[int, dict[str, Any]] = {rank: {} for rank in answers}
-        for folder in answers[0]["items"]:
-            told = {rank: answer["items"][folder] for rank, answer in answers.items()}
-            whole = self._whole(folder, told)
-            made[folder] = whole, self._metadata(folder, whole, told)
-            for rank in answers:
-                kept = None if told[rank]["token"] == whole.token else list(whole.kept[rank])
+        for folder in answers[0]:
+            reports = {rank: answer[folder] for rank, answer in answers.items()}
+            whole = self._whole(folder, reports)
+            made[folder] = whole, self._metadata(folder, whole, reports)
+            for rank, report in reports.items():
+                kept = None if report["token"] == whole.token else list(whole.kept[rank])
                 shares[rank][folder] = {"token": whole.token, "kept": kept}
         return Scatter(shares)
 
-    def _metadata(self, folder: str, whole: _Global, told: Mapping[int, Any]) -> bytes:
-        facts = whole.token, {rank: one["lengths"] for rank, one in told.items()}
+    def _metadata(self, folder: str, whole: _Global, reports: Mapping[int, Any]) -> bytes:
+        facts = whole.token, {rank: one["lengths"] for rank, one in reports.items()}
         if folder not in self._written or self._written[folder][0] != facts:
-            self._written[folder] = facts, _metadata_of(folder, whole, told)
+            self._written[folder] = facts, _metadata_of(folder, whole, reports)
         return self._written[folder][1]
 
-    def _whole(self, folder: str, told: Mapping[int, Any]) -> _Global:
+    def _whole(self, folder: str, reports: Mapping[int, Any]) -> _Global:
         known = self._global.get(folder)
-        if known is not None and all(one["token"] == known.token for one in told.values()):
+        if known is not None and all(one["token"] == known.token for one in reports.values()):
             return known
         plans: dict[int, SavePlan] = {}
         shared: dict[int, SavePlan] = {}
-        for rank, one in told.items():
+        for rank, one in reports.items():
             if one["plan"] is not None:
                 plans[rank] = plan_data.plan_from_json(one["plan"], rank=rank)
             elif known is not None and one["token"] == known.token:
@@ -282,10 +274,10 @@ def _kind(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...]]:
     return item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
 
 
-def _metadata_of(folder: str, whole: _Global, told: Mapping[int, Any]) -> bytes:
+def _metadata_of(folder: str, whole: _Global, reports: Mapping[int, Any]) -> bytes:
     places: dict[MetadataIndex, _StorageInfo] = {}
     for rank, plan in whole.plans.items():
-        lengths = plan_data.lengths_from_json(told[rank]["lengths"], plan, rank=rank)
+        lengths = plan_data.lengths_from_json(reports[rank]["lengths"], plan, rank=rank)
         for item, _, at, length in _entries(plan, whole.kept[rank], lengths):
             places[item.index] = _StorageInfo(_file_of(rank), at, length)
     planned = sum(

@@ -1,7 +1,7 @@
 """Full tensors of a sharded state, one at a time, on the rank that writes.
 
 The collectives run on the calling thread, under the lengthy-operation timeout, and only when every rank is there and the
-writing rank has room: storage is waited for in the store (``flow``), never in a collective. Each round is one uneven
+writing rank has room: storage is waited for in the store (``gather_rounds``), never in a collective. Each round is one uneven
 all-to-all towards rank 0 of at most ``staging_bytes``, awaited by polling, so that a rank that dies or stops within it is
 named by the others instead of waited for.
 """
@@ -11,17 +11,19 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.coordination import process_groups, timeouts
-from safe_ckpt.core.coordination.coordinator import Coordinator, Scatter, open_coordinator, raise_first
+from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
+from safe_ckpt.core.coordination.log_entry import Scatter, refuse_differences
 from safe_ckpt.core.sharding import dtensor, gather_plan, gather_transport
 from safe_ckpt.core.sharding.gather_plan import Chunk, GatherPlan
 from safe_ckpt.core.sharding.gather_rounds import RoundBarrier
-from safe_ckpt.errors import ConfigError, CoordinationError, DesyncError, SafeCheckpointError, StateError, to_wire
+from safe_ckpt.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -58,7 +60,7 @@ def iter_full_tensors(
         timeout_s: how long rank 0 may take between two tensors, and one round of the gather.
         group: the ranks, in which all meshes lie; None means WORLD.
         dtype: floating-point tensors are converted to it before they travel.
-        staging_bytes: what travels at a time. A single row of a chunk travels as a whole.
+        staging_bytes: what travels at a time. A single row of a part travels as a whole.
 
     Yields:
         Each name, in the order of ``state_dict``, with the full tensor on the CPU on rank 0 and None on the others. It is
@@ -125,21 +127,21 @@ class _Gather:
     def run(self, timeout_s: float) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Gather. What is yielded is not held here."""
         late_s = max(_LATE_S, self._coordinator.stall_s + 5)
-        flow = RoundBarrier(self._coordinator, self._op_id, timeout_s=timeout_s, late_s=late_s)
+        barrier = RoundBarrier(self._coordinator, self._op_id, timeout_s=timeout_s, late_s=late_s)
         where, done = "its beginning", 0
         reductions = sum(map(dtensor.is_partial, self.tensors.values()))
         try:
             for index, where in enumerate(self._names):
-                partial = self._reduce(index, flow, timeout_s)
+                partial = self._reduce(index, barrier, timeout_s)
                 reductions -= partial
                 full = self._begin(index) if self._coordinator.rank == 0 else None
                 if full is not None:
                     self._take_own(index, full)
                     self._take(index, full)
                 while done < self._ends[index]:
-                    flow.enter(f"gather of {where}")
-                    self._exchange(done, flow, timeout_s)
-                    flow.passed()
+                    barrier.enter(f"gather of {where}")
+                    self._exchange(done, barrier, timeout_s)
+                    barrier.passed()
                     done += 1
                     if full is not None:
                         self._take(index, full)
@@ -147,53 +149,40 @@ class _Gather:
                 yield where, handed
                 del handed
         except BaseException as error:
-            if (done < len(self._sends) or reductions) and not flow.alone:
-                flow.leave(error, where)
+            if (done < len(self._sends) or reductions) and not barrier.alone:
+                barrier.leave(error, where)
             raise
         finally:
-            flow.close()
+            barrier.close()
 
     def _agree(self, state: Mapping[str, Any] | torch.nn.Module, staging_bytes: int) -> None:
-        problem: Exception | None = None
-        spans: list[dtensor.Span | None] = []
-        try:
+        def describe() -> dict[str, Any]:
             gather_transport.refuse_if_given_up(self._group)
             self.tensors = named_tensors(state)
             spans = [dtensor.chunk_of(tensor) for tensor in self.tensors.values()]
-        except Exception as error:  # the others wait for this rank's answer
-            problem = error
-        described = _describe(self.tensors)
+            lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in self.tensors.items()]
+            digest = hashlib.sha256("\n".join([*lines, str(self._dtype)]).encode()).hexdigest()[:16]
+            return {"spans": spans, "tensors": f"{len(lines)} tensors, digest {digest}", "first": lines[:3]}
 
         def decide(answers: Mapping[int, Any]) -> Scatter:
-            raise_first({rank: answer["error"] for rank, answer in answers.items()})
-            _refuse_other_tensors(described, answers)
+            what = f"the tensors to gather (rank 0 begins with {', '.join(answers[0]['first'])})"
+            refuse_differences({rank: {what: answer["tensors"]} for rank, answer in answers.items()})
             self._rounds = self._plan({rank: answer["spans"] for rank, answer in answers.items()}, staging_bytes)
             common = {"op": uuid.uuid4().hex, "ends": list(self._rounds.ends)}
             return Scatter({rank: {**common, "sends": self._rounds.share(rank)} for rank in answers})
 
-        answer = {
-            "error": to_wire(problem, rank=self._coordinator.rank, phase="gather") if problem else None,
-            "spans": spans,
-            "count": len(described),
-            "digest": hashlib.sha256("\n".join([*described, str(self._dtype)]).encode()).hexdigest()[:16],
-        }
-        try:
-            share = self._coordinator.agree("gather", {}, timeout_s=_TIMEOUTS.barrier_s, answer=answer, decide=decide)
-        except SafeCheckpointError as error:
-            if problem is not None and not isinstance(error, CoordinationError):
-                raise problem from None
-            raise
+        share = self._coordinator.agree("gather", timeout_s=_TIMEOUTS.barrier_s, local=describe, decide=decide)
         self._op_id: str = share["op"]
         self._ends: list[int] = share["ends"]
         self._sends: list[list[Any]] = share["sends"]
 
-    def _plan(self, chunks: Mapping[int, Sequence[dtensor.Span | None]], staging_bytes: int) -> GatherPlan:
+    def _plan(self, parts: Mapping[int, Sequence[dtensor.Span | None]], staging_bytes: int) -> GatherPlan:
         tensors = list(self.tensors.values())
         return gather_plan.plan(
             list(self.tensors),
             [tuple(tensor.shape) for tensor in tensors],
             [self._wire_dtype(tensor).itemsize for tensor in tensors],
-            chunks,
+            parts,
             staging_bytes,
             late=[dtensor.is_partial(tensor) for tensor in tensors],
         )
@@ -205,14 +194,16 @@ class _Gather:
         tensor = self.tensors[self._names[index]]
         return torch.empty(tuple(tensor.shape), dtype=self._wire_dtype(tensor))
 
-    def _reduce(self, index: int, flow: RoundBarrier, timeout_s: float) -> bool:
+    def _reduce(self, index: int, barrier: RoundBarrier, timeout_s: float) -> bool:
         tensor = self.tensors[self._names[index]]
         if not dtensor.is_partial(tensor):
             return False
-        flow.enter(f"gather of {self._names[index]}")
+        barrier.enter(f"gather of {self._names[index]}")
         groups = process_groups.process_groups(dtensor.meshes_of([tensor]))
-        whole = gather_transport.watched(lambda: dtensor.reduced(tensor), groups, look=flow.look, timeout_s=timeout_s)
-        flow.passed()
+        whole = gather_transport.watched(
+            lambda: dtensor.reduced(tensor), groups, look=barrier.look, timeout_s=timeout_s
+        )
+        barrier.passed()
         self._local = index, whole
         return True
 
@@ -229,23 +220,25 @@ class _Gather:
     def _take(self, index: int, full: torch.Tensor) -> None:
         """On rank 0: what has come goes where it belongs."""
         while self._arrived and self._arrived[0][0].tensor == index:
-            box, piece = self._arrived.pop(0)
-            dtensor.cut(full, box.at, box.sizes).copy_(piece.view(full.dtype).view(box.sizes))
+            chunk, piece = self._arrived.pop(0)
+            dtensor.cut(full, chunk.at, chunk.sizes).copy_(piece.view(full.dtype).view(chunk.sizes))
 
-    def _exchange(self, number: int, flow: RoundBarrier, timeout_s: float) -> None:
-        """One round: every rank sends its boxes to rank 0."""
+    def _exchange(self, number: int, barrier: RoundBarrier, timeout_s: float) -> None:
+        """One round: every rank sends its chunks to rank 0."""
         size = self._coordinator.size
         coming = self._rounds.rounds[number] if self._coordinator.rank == 0 else []
-        splits = [sum(gather_plan.padded(box.size_bytes) for box in coming if box.rank == rank) for rank in range(size)]
+        splits = [
+            sum(gather_plan.padded(chunk.size_bytes) for chunk in coming if chunk.rank == rank) for rank in range(size)
+        ]
         if self._buffer.numel() < sum(splits):
             self._buffer = torch.empty(sum(splits), dtype=torch.uint8, device=self._device)
         incoming = self._buffer[: sum(splits)]
         outgoing = self._outgoing(number)
-        gather_transport.to_rank_0(incoming, outgoing, splits, self._group, look=flow.look, timeout_s=timeout_s)
+        gather_transport.to_rank_0(incoming, outgoing, splits, self._group, look=barrier.look, timeout_s=timeout_s)
         at = [sum(splits[:rank]) for rank in range(size)]  # what comes from one rank is in the order of the round
-        for box in coming:
-            self._arrived.append((box, incoming[at[box.rank] : at[box.rank] + box.size_bytes]))
-            at[box.rank] += gather_plan.padded(box.size_bytes)
+        for chunk in coming:
+            self._arrived.append((chunk, incoming[at[chunk.rank] : at[chunk.rank] + chunk.size_bytes]))
+            at[chunk.rank] += gather_plan.padded(chunk.size_bytes)
 
     def _outgoing(self, number: int) -> torch.Tensor:
         parts = []
@@ -266,27 +259,62 @@ def named_tensors(state: Mapping[str, Any] | torch.nn.Module, prefix: str = "") 
     Raises:
         StateError: a value is neither; names it.
     """
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     if isinstance(state, torch.nn.Module):
         dtensor.refuse_partitioned(state)
     for name, value in (state.state_dict() if isinstance(state, torch.nn.Module) else state).items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
-            found.update(named_tensors(value, f"{key}."))
+            tensors.update(named_tensors(value, f"{key}."))
         elif isinstance(value, torch.Tensor) and not value.is_meta:
-            found[key] = value
+            tensors[key] = value
         else:
             what = "a tensor without values (meta)" if isinstance(value, torch.Tensor) else type(value).__name__
             raise StateError(key=key, message=f"expected a tensor, got {what}")
-    return found
+    return tensors
 
 
-def _describe(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    return [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()]
+def gather_nested(state: Mapping[str, Any], timeout_s: float, group: ProcessGroup | None) -> dict[str, Any] | None:
+    """A nested state, such as a model's beside its optimizers', with whole tensors in place of the parts.
+
+    On rank 0; None elsewhere. Every rank calls this.
+
+    Args:
+        state: nested mappings and lists of parts and of anything else, of which rank 0's counts.
+        timeout_s: as for ``iter_full_tensors``.
+        group: the ranks.
+
+    Raises:
+        SafeCheckpointError: as for ``iter_full_tensors``.
+    """
+    parts: dict[tuple[str, ...], torch.Tensor] = {}
+
+    def collect(value: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(value, Mapping):
+            return {key: collect(inner, (*path, str(key))) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(collect(inner, (*path, str(number))) for number, inner in enumerate(value))
+        if dtensor.is_dtensor(value):
+            parts[path] = value
+            return _Part(path)
+        return value
+
+    sketch = collect(state, ())
+    flat = {"/".join(path): tensor for path, tensor in parts.items()}
+    full = dict(zip(parts, (tensor for _, tensor in iterate(flat, timeout_s, group, None)), strict=True))
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, _Part):
+            return full[value.path]
+        if isinstance(value, dict):
+            return {key: fill(inner) for key, inner in value.items()}
+        return type(value)(map(fill, value)) if isinstance(value, list | tuple) else value
+
+    return fill(sketch) if process_groups.group_of(group).rank == 0 else None
 
 
-def _refuse_other_tensors(mine: Sequence[str], answers: Mapping[int, Any]) -> None:
-    digests = {rank: answer["digest"] for rank, answer in answers.items()}
-    if len(set(digests.values())) > 1:
-        values = {str(rank): f"{answers[rank]['count']} tensors, digest {digest}" for rank, digest in digests.items()}
-        raise DesyncError(what=f"the tensors to gather (rank 0 begins with {', '.join(mine[:3])})", values=values)
+@dataclass(frozen=True)
+class _Part:
+    """Stands for a part until the whole has come."""
+
+    path: tuple[str, ...]

@@ -1,6 +1,6 @@
 """Which rank sends which part of which tensor in which round of a gather. Values in, values out.
 
-A box is a part of a chunk that is contiguous in it: chunks are cut along their first dimension that is longer than one.
+What travels is a chunk: a contiguous piece of a rank's part. Parts are cut along their first dimension that is longer than one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Chunk:
     Attributes:
         tensor: its place in the order of tensors.
         rank: who sends it.
-        begin: where it begins in the sender's chunk.
+        begin: where it begins in the sender's part.
         sizes: its shape.
         at: where it begins in the whole tensor.
         size_bytes: as it travels.
@@ -41,7 +41,7 @@ class GatherPlan:
     Attributes:
         rounds: what travels together, in order.
         ends: for every tensor how many rounds must be over before it is complete.
-        own: for every tensor the chunk that the writing rank has itself, None where it has none.
+        own: for every tensor the part that the writing rank has itself, None where it has none.
     """
 
     rounds: Sequence[Sequence[Chunk]]
@@ -50,14 +50,17 @@ class GatherPlan:
 
     def share(self, rank: int) -> list[list[tuple[int, tuple[int, ...], tuple[int, ...]]]]:
         """What ``rank`` sends, round by round: tensor, beginning, sizes."""
-        return [[(box.tensor, box.begin, box.sizes) for box in boxes if box.rank == rank] for boxes in self.rounds]
+        return [
+            [(chunk.tensor, chunk.begin, chunk.sizes) for chunk in chunks if chunk.rank == rank]
+            for chunks in self.rounds
+        ]
 
 
 def plan(
     names: Sequence[str],
     shapes: Sequence[Sequence[int]],
     item_bytes: Sequence[int],
-    chunks: Mapping[int, Sequence[Span | None]],
+    parts: Mapping[int, Sequence[Span | None]],
     most_bytes: int,
     late: Sequence[bool] = (),
 ) -> GatherPlan:
@@ -67,19 +70,19 @@ def plan(
         names: of the tensors, in their order.
         shapes: of the whole tensors.
         item_bytes: bytes of one element of each as it travels.
-        chunks: for every rank and tensor what it has; a part that several ranks have is sent by the lowest of them.
-        most_bytes: of one round, as long as a single row of a chunk is not longer.
+        parts: for every rank and tensor what it has; a part that several ranks have is sent by the lowest of them.
+        most_bytes: of one round, as long as a single row of a part is not longer.
         late: for every tensor whether it must not travel before it is its turn; none when empty.
 
     Raises:
-        StateError: the chunks do not make up a whole tensor.
+        StateError: the parts do not make up a whole tensor.
     """
     rounds: list[list[Chunk]] = []
     ends: list[int] = []
     own: list[Span | None] = []
     filled = 0
     for index, name in enumerate(names):
-        owners = _owners(name, index, shapes[index], chunks)
+        owners = _owners(name, index, shapes[index], parts)
         own.append(next((span for rank, span in owners if rank == 0), None))
         if late and late[index]:
             filled = most_bytes
@@ -99,28 +102,28 @@ def plan(
 
 
 def padded(size_bytes: int) -> int:
-    """The room that a box takes in the buffer, so that the next one is aligned for every type."""
+    """The room that a chunk takes in the buffer, so that the next one is aligned for every type."""
     return -(-size_bytes // 16) * 16
 
 
 def _owners(
-    name: str, index: int, shape: Sequence[int], chunks: Mapping[int, Sequence[Span | None]]
+    name: str, index: int, shape: Sequence[int], parts: Mapping[int, Sequence[Span | None]]
 ) -> list[tuple[int, Span]]:
-    found: dict[tuple[int, ...], tuple[int, Span]] = {}
-    for rank in sorted(chunks):
-        span = chunks[rank][index]
+    owners: dict[tuple[int, ...], tuple[int, Span]] = {}
+    for rank in sorted(parts):
+        span = parts[rank][index]
         if span is not None and 0 not in span[1]:
             offsets, sizes = tuple(span[0]), tuple(span[1])  # lists, where they came as JSON
-            found.setdefault(offsets, (rank, (offsets, sizes)))
+            owners.setdefault(offsets, (rank, (offsets, sizes)))
     whole = math.prod(shape)
-    covered = sum(math.prod(span[1]) for _, span in found.values())
+    covered = sum(math.prod(span[1]) for _, span in owners.values())
     if covered != whole:
         raise StateError(key=name, message=f"the ranks together have {covered} of its {whole} elements")
-    return sorted(found.values(), key=lambda owner: owner[1][0])
+    return sorted(owners.values(), key=lambda owner: owner[1][0])
 
 
 def _cut(sizes: Sequence[int], item_bytes: int, most_bytes: int) -> list[Span]:
-    """Cut a chunk into boxes of at most ``most_bytes``, in the order of its memory."""
+    """Cut a part into chunks of at most ``most_bytes``, in the order of its memory."""
     whole = tuple(sizes)
     if math.prod(whole) * item_bytes <= most_bytes:
         return [((0,) * len(whole), whole)]
@@ -129,10 +132,10 @@ def _cut(sizes: Sequence[int], item_bytes: int, most_bytes: int) -> list[Span]:
         return [((0,) * len(whole), whole)]
     row = math.prod(whole[along + 1 :]) * item_bytes
     step = max(1, most_bytes // max(row, 1))
-    found: list[Span] = []
+    spans: list[Span] = []
     for start in range(0, whole[along], step):
         part = (*whole[:along], min(step, whole[along] - start), *whole[along + 1 :])
         begin = tuple(start if dim == along else 0 for dim in range(len(whole)))
         inner = _cut(part, item_bytes, most_bytes) if step == 1 and row > most_bytes else [((0,) * len(whole), part)]
-        found += [(tuple(a + b for a, b in zip(begin, more, strict=True)), size) for more, size in inner]
-    return found
+        spans += [(tuple(a + b for a, b in zip(begin, more, strict=True)), size) for more, size in inner]
+    return spans

@@ -1,0 +1,166 @@
+"""One entry of the operation log: what rank 0 appends, what every rank answers, and what rank 0 makes of the answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from safe_ckpt.core.coordination.mailbox import Mailbox
+from safe_ckpt.core.coordination.store import Check, KeyTimeout, KeyValues, StoreClient
+from safe_ckpt.errors import DesyncError, RendezvousTimeout, from_wire
+
+Decide = Callable[[Mapping[int, Any]], Any]
+"""Runs on rank 0 with every rank's answer; what it returns (JSON-able, or ``Scatter``) or raises is what every rank gets."""
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """A verdict of which every rank gets its own part: what all of them together are told may be too much for each to read.
+
+    Attributes:
+        by_rank: JSON-able data for each rank.
+    """
+
+    by_rank: Mapping[int, Any]
+
+
+def decided(entry: Mapping[str, str], answers: Mapping[int, Any], decide: Decide | None) -> Any:
+    """What comes of an entry, on rank 0. A rank's error comes before what it may have brought about: different values.
+
+    Args:
+        entry: rank 0's own view.
+        answers: every rank's ``answer`` or ``error``, and its ``view`` where that differs.
+        decide: makes a verdict of the answers.
+
+    Raises:
+        DesyncError: the ranks are at different steps, or differ in a value.
+        SafeCheckpointError: what the lowest rank that has failed reports.
+    """
+    views = {rank: answers[rank].get("view", entry) for rank in sorted(answers)}
+    refuse_differences({rank: {"kind": view["kind"]} for rank, view in views.items()})
+    for rank in views:
+        if "error" in answers[rank]:
+            raise from_wire(answers[rank]["error"])
+    refuse_differences(views)
+    return decide({rank: given["answer"] for rank, given in answers.items()}) if decide is not None else None
+
+
+def reraise(problem: Exception | None) -> Callable[[], None]:
+    """A ``local`` for what happened before the ranks meet: raises ``problem``, if there is one."""
+
+    def local() -> None:
+        if problem is not None:
+            raise problem
+
+    return local
+
+
+def refuse_differences(views: Mapping[int, Mapping[str, object]]) -> None:
+    """Raise where the ranks' values are not equal, as text.
+
+    Raises:
+        DesyncError: names the first such value, and every rank's.
+    """
+    for name in dict.fromkeys(key for view in views.values() for key in view):
+        values = {str(rank): str(view.get(name)) for rank, view in sorted(views.items())}
+        if len(set(values.values())) > 1:
+            raise DesyncError(what=name, values=values)
+
+
+class LogEntry:
+    """The keys of one entry of the log. With nobody else there, nothing is written."""
+
+    def __init__(
+        self, store_client: StoreClient, rank: int, size: int, name: str, kind: str, timeout_s: float, check: Check
+    ) -> None:
+        self._store_client = store_client
+        self._rank = rank
+        self._others = range(1, size)
+        self._check = check
+        self._answers = Mailbox(store_client, name, self._others)
+        self.name = name
+        self.kind = kind
+        self.timeout_s = timeout_s
+
+    def put(self, suffix: str, value: object) -> None:
+        """Rank 0: write one key of the entry."""
+        if not self._others:
+            return
+        self._store_client.call(lambda store: store.set(self.name + suffix, json.dumps(value)), phase=self.kind)
+
+    def get(self, suffix: str, *, patience: int = 1) -> Any:
+        """Wait for one key of the entry.
+
+        Raises:
+            KeyTimeout: it did not appear in ``patience`` times the step's time.
+        """
+        key, wait_s = self.name + suffix, patience * self.timeout_s
+        return json.loads(self._store_client.get(key, phase=self.kind, wait_s=wait_s, check=self._check))
+
+    def answer(self, value: object) -> None:
+        """Another rank: say what this rank has to say."""
+        self._answers.post(self._rank, value, phase=self.kind)
+
+    def answers(self, mine: Mapping[str, str]) -> dict[int, Any]:
+        """Append the entry and collect what every other rank answers to it.
+
+        Raises:
+            RendezvousTimeout: some did not answer in time; names them.
+        """
+        if not self._others:
+            return {}
+        self.put("", mine)
+        try:
+            self._answers.wait(phase=self.kind, wait_s=self.timeout_s, check=self._check)
+        except KeyTimeout:
+            answered = self._answers.messages(phase=self.kind)
+            missing = tuple(rank for rank in self._others if rank not in answered)
+            raise RendezvousTimeout(phase=self.kind, seconds=self.timeout_s, missing=missing) from None
+        return self._answers.messages(phase=self.kind)
+
+    def hand_out(self, shares: Mapping[int, Any]) -> None:
+        """Rank 0: leave a verdict of its own for every rank; each takes its share and drops it."""
+        keys = [self._share(rank) for rank in self._others]
+        if keys:
+            values = [json.dumps(shares.get(rank)) for rank in self._others]
+            self._store_client.call(lambda store: store.multi_set(keys, values), phase=self.kind)
+
+    def take_share(self) -> Any:
+        """Another rank: its share; there is one when the verdict says so."""
+        key = self._share(self._rank)
+
+        def take(store: KeyValues) -> bytes:
+            value = bytes(store.get(key))
+            store.delete_key(key)
+            return value
+
+        return json.loads(self._store_client.call(take, phase=self.kind))
+
+    def _share(self, rank: int) -> str:
+        return f"{self.name}/share/{rank}"
+
+    def present(self) -> int:
+        """How many ranks have answered."""
+        return len(self._answers.messages(phase=self.kind)) if self._others else 0
+
+    def release(self) -> None:
+        """Rank 0: it has failed. What still waits for answers, on a connection that was left, ends."""
+        if self._others:
+            self._answers.wake({}, phase=self.kind)
+
+    def forget(self, before: Sequence[str]) -> None:
+        """Drop what nobody needs any more: the answers to this entry, and keys of entries ``before`` it."""
+        if self._others:
+            keys = [*self._answers.keys(), *before]
+            self._store_client.call(lambda store: [store.delete_key(key) for key in keys], phase=self.kind)
+
+    def keys(self, *, answers: bool = False) -> list[str]:
+        """What is to be dropped when all have passed this entry, with the ``answers`` to it where ``forget`` did not."""
+        return [self.name, f"{self.name}/verdict", self.read, *(self._answers.keys() if answers else ())]
+
+    @property
+    def read(self) -> str:
+        """What every rank counts up that has read the verdict."""
+        return f"{self.name}/read"
