@@ -9,7 +9,8 @@ from backends import Way
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.request import SaveHandle, SaveRequest
+from safe_ckpt.core.saving.handle import SaveHandle
+from safe_ckpt.core.saving.request import Destination, Facts, SaveRequest, Snapshot
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state import plan
 
@@ -67,12 +68,11 @@ class SingleFile(Way):
         overlapped = self._config.snapshot == "overlapped"
         self._handle = self._engine.save(
             SaveRequest(
-                workspace=self._root,
-                path=self._path,
-                kind="file",
-                step=step,
-                images=images,
-                deferral=OverlapPlan([self.model], [self.optimizer]) if overlapped else None,
+                destination=Destination(workspace=self._root, path=self._path, kind="file"),
+                content=Snapshot(
+                    files=images, overlap=OverlapPlan([self.model], [self.optimizer]) if overlapped else None
+                ),
+                facts=Facts(step=step),
             )
         )
 

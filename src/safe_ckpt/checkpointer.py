@@ -15,15 +15,16 @@ from safe_ckpt import versions
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.agreed_config import config_of_all
 from safe_ckpt.core.directory import catalog, retention
-from safe_ckpt.core.directory.ledger import Catalog
+from safe_ckpt.core.directory.catalog import Catalog
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.saving import resume
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.export import Exporter
+from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.core.saving.held_directories import HeldDirectories
-from safe_ckpt.core.saving.request import SaveHandle, SaveRequest
+from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit, SaveRequest, Snapshot, Unplanned
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state import plan, restore
 from safe_ckpt.errors import NoValidCheckpointError
@@ -71,7 +72,7 @@ class Checkpointer:
         self._engine = Engine(self.config, group=group, hooks=hooks, owner="a Checkpointer; its close() frees it")
         try:
             self._workspace = self._engine.hold(self.directory)
-            self._ledger = Catalog()
+            self._catalog = Catalog()
             self._shards: ShardPlanner | None = None
             self._exporter: Exporter | None = None
             # What is not seen for a moment has a place in the order of commits all the same.
@@ -123,24 +124,24 @@ class Checkpointer:
         except Exception as problem:  # whatever a state_dict() raises: the other ranks must learn of it
             error = problem
         path = self.directory / catalog.step_name(number)
-        view = {"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"}
+        must_match = {"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"}
         if planned.sharded:
-            images, error = self._plan_shards(planned.sharded, {"step": number, "path": path, **view})
-        request = SaveRequest(
-            workspace=self._workspace,
-            path=path,
-            kind="directory",
-            step=number,
-            metrics=numbers,
-            images=[*(item.image for item in planned.items), *images],
-            items=planned.described(self._engine.rank),
-            folders=list(planned.sharded),
-            error=error,
-            view=view,
-            retain=lambda new: self._ledger.retain(new, retention.chooser(self.config.retention)),
-            overlap_plan=self._overlap_plan(state) if error is None else None,
+            images, error = self._plan_shards(planned.sharded, {"step": number, "path": path, **must_match})
+        content: Content
+        if error is not None:
+            content = Unplanned(error=error)
+        else:
+            files = [*(item.image for item in planned.items), *images]
+            content = Snapshot(files=files, folders=list(planned.sharded), overlap=self._overlap_plan(state))
+        return self._engine.save(
+            SaveRequest(
+                destination=Destination(workspace=self._workspace, path=path, kind="directory"),
+                content=content,
+                facts=Facts(step=number, metrics=numbers, items=planned.described(self._engine.rank)),
+                must_match=must_match,
+                on_commit=OnCommit(catalog=self._catalog, retention=retention.policy_of(self.config.retention)),
+            )
         )
-        return self._engine.save(request)
 
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Make host memory for snapshots of ``state`` ready in the background, so that the first save is as quick as the rest.
@@ -323,5 +324,5 @@ class Checkpointer:
         return catalog.list_directories(self.directory)
 
     def _take_stock(self, candidates: Sequence[catalog.Candidate]) -> None:
-        self._ledger = Catalog(candidates)
+        self._catalog = Catalog(candidates)
         self._workspace.start_after(catalog.newest_sequence(candidates))

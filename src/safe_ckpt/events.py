@@ -62,7 +62,7 @@ class Snapshotted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Written(Event):
-    """This rank's files are durable in the staging directory."""
+    """This rank's files are durable in the pending directory."""
 
     name: str
     step: int

@@ -113,7 +113,7 @@ def die_in_a_copy(rank, out, run, handle):
         os.kill(writer.pid, signal.SIGSTOP)
 
     def kill_when_copied():
-        while not list((out / ".safe_ckpt" / "staging").glob("*/bad/offloaded_tensors/rank00/*.swp")):
+        while not list((out / ".safe_ckpt" / "pending").glob("*/bad/offloaded_tensors/rank00/*.swp")):
             time.sleep(0.001)
         os.kill(writer.pid, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -146,7 +146,7 @@ def resume(rank, folder, stage, offload, *, stock):
             gathers_whole_weights(run, folder / "whole")
         handle.remove()
         if rank == 0:  # which tidies up behind the verdict
-            assert not list((folder / "out" / ".safe_ckpt" / "staging").glob("*"))
+            assert not list((folder / "out" / ".safe_ckpt" / "pending").glob("*"))
         assert not (folder / "out" / "bad").exists()
     return same, Path(path).parent.name
 

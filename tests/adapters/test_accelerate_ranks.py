@@ -106,7 +106,7 @@ def test_it_survives_kills_bit_for_bit(tmp_path, size):
     reference = run(tmp_path, TRAIN, tmp_path / "reference", width, epochs, size=size)
     seed = int.from_bytes(os.urandom(2))
     chance = random.Random(seed)
-    staging = tmp_path / "exp/.safe_ckpt/staging"
+    pending = tmp_path / "exp/.safe_ckpt/pending"
     reached = within = 0
     for _ in range(kills):
         process = start(tmp_path, TRAIN, tmp_path / "exp", width, epochs, size=size)
@@ -126,7 +126,7 @@ def test_it_survives_kills_bit_for_bit(tmp_path, size):
         kill_all()
         process.wait()
         process.stdout.close()
-        within += any(staging.glob("*"))
+        within += any(pending.glob("*"))
         for path in (tmp_path / "exp/checkpoints").iterdir():
             verify(path, read_manifest(path))
     done = run(tmp_path, TRAIN, tmp_path / "exp", width, epochs, size=size)

@@ -264,14 +264,14 @@ def test_an_error_nobody_saw_reaches_the_next_save_but_not_a_load(tmp_path):
         training.epoch()
         accelerator.save_state(async_save=False)
         expected = training.fingerprint()
-        (tmp_path / ".safe_ckpt/staging").rmdir()
-        (tmp_path / ".safe_ckpt/staging").write_text("in the way")
+        (tmp_path / ".safe_ckpt/pending").rmdir()
+        (tmp_path / ".safe_ckpt/pending").write_text("in the way")
         accelerator.save_state()
         training.scramble()
         accelerator.load_state()
         assert training.fingerprint() == expected
-        (tmp_path / ".safe_ckpt/staging").unlink()
-        (tmp_path / ".safe_ckpt/staging").mkdir()
+        (tmp_path / ".safe_ckpt/pending").unlink()
+        (tmp_path / ".safe_ckpt/pending").mkdir()
         with pytest.raises(DirectoryError):
             accelerator.save_state()
         accelerator.save_state()
@@ -420,7 +420,7 @@ KILLED = """
     os.kill(writer.pid, signal.SIGSTOP)
     accelerator.save_state(f"{folder}/step_60")
     deadline = time.monotonic() + 20
-    while not os.listdir(f"{folder}/.safe_ckpt/names/step_60/staging") and time.monotonic() < deadline:
+    while not os.listdir(f"{folder}/.safe_ckpt/names/step_60/pending") and time.monotonic() < deadline:
         pass
     os.kill(writer.pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -433,10 +433,10 @@ def test_names_of_ones_own_are_recorded_swept_and_in_order(tmp_path):
     """
     assert run_script(KILLED, str(tmp_path), *sys.path).returncode == -signal.SIGKILL
     left = tmp_path / ".safe_ckpt/names/step_60"
-    assert names(left / "staging")
+    assert names(left / "pending")
     before = json.loads(command("list", tmp_path, "--json"))
     assert [row["name"] for row in before if row["state"] == "partial"] == [
-        f".safe_ckpt/names/step_60/staging/{name}" for name in names(left / "staging")
+        f".safe_ckpt/names/step_60/pending/{name}" for name in names(left / "pending")
     ]
     with registered(None) as (accelerator, handle):
         Training(accelerator, width=100_000)
@@ -464,8 +464,8 @@ def test_names_of_ones_own_are_recorded_swept_and_in_order(tmp_path):
 def test_a_sweep_keeps_no_other_job_from_its_name(tmp_path, monkeypatch):
     """What a killed job left there is deleted when its lock has been given back; whoever comes at that moment waits for it."""
     left, held, remove_tree = tmp_path / ".safe_ckpt/names/other", [], durable.remove_tree
-    (left / "staging/half").mkdir(parents=True)
-    (left / "staging/half/file").write_text("half")
+    (left / "pending/half").mkdir(parents=True)
+    (left / "pending/half/file").write_text("half")
     (left / "trash/old").mkdir(parents=True)
     dead = replace(own_lease(token="t", started_at="", lease_s=60.0), pid=2**22 + 1, process_start=1)
     (left / "lock").write_bytes(dead.to_bytes())
@@ -507,7 +507,7 @@ def test_a_save_that_is_skipped_leaves_nothing(tmp_path):
             accelerator.save_state()
         handle.save_model(training.model, tmp_path / "weights")
         assert accelerator.save_iteration == len(checkpoints(tmp_path)) < 4
-        assert list((tmp_path / ".safe_ckpt/staging").glob("*")) == []
+        assert list((tmp_path / ".safe_ckpt/pending").glob("*")) == []
 
 
 def test_the_hidden_folder_is_not_where_accelerate_lists(tmp_path):
@@ -560,7 +560,7 @@ def test_hooks_are_called_as_accelerate_calls_them(tmp_path):
         accelerator.register_save_state_pre_hook(broken)
         with pytest.raises(RuntimeError, match="the hook broke"):
             accelerator.save_state()
-        assert list((tmp_path / ".safe_ckpt/staging").glob("*")) == []
+        assert list((tmp_path / ".safe_ckpt/pending").glob("*")) == []
         assert checkpoints(tmp_path) == [path.name]
 
 

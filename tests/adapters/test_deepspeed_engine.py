@@ -148,13 +148,13 @@ def latest(folder):
 
 def clean(folder):
     """Nothing half done is left, and nobody holds the directory."""
-    assert list((folder / ".safe_ckpt/staging").glob("*")) == []
+    assert list((folder / ".safe_ckpt/pending").glob("*")) == []
     assert not (folder / ".safe_ckpt/lock").exists()
     return True
 
 
 def staged(folder, number, name=MODEL):
-    return next(iter(folder.glob(f".safe_ckpt/staging/*/{tag_of(number)}/{name}")), None)
+    return next(iter(folder.glob(f".safe_ckpt/pending/*/{tag_of(number)}/{name}")), None)
 
 
 def begun_to_write(folder, number, name=MODEL):
@@ -297,7 +297,7 @@ def test_a_full_disk_is_an_error_of_commit_and_leaves_what_was(tmp_path):
         assert names(full) == [tag_of(1), "latest"]
         assert latest(full) == tag_of(1)
         assert complete(full, 1)
-        assert list((full / ".safe_ckpt/staging").glob("*")) == []
+        assert list((full / ".safe_ckpt/pending").glob("*")) == []
         assert engine.commit(save(engine, tmp_path / "room", 2, numel=5_000_000)) is True
         assert complete(tmp_path / "room", 2, numel=5_000_000)
         assert engine.commit(save(engine, full, 3)) is True
@@ -618,7 +618,7 @@ def test_a_closed_engine_holds_nothing(tmp_path):
         replaced = tmp_path / ".safe_ckpt/trash/op"
         replaced.mkdir(parents=True)
         (tmp_path / tag_of(1)).rename(replaced / tag_of(1))
-        (tmp_path / ".safe_ckpt/staging/op").mkdir(parents=True)
+        (tmp_path / ".safe_ckpt/pending/op").mkdir(parents=True)
         other._places.repair(tmp_path)  # as load_checkpoint of an installed engine does
         assert complete(tmp_path, 1)
 

@@ -239,7 +239,7 @@ def check_saving(run, handle, rank, out):
     assert seen(handle, out)[0] == "u2"
     assert (out / "u2" / "notes.txt").read_text() == "mine"
     assert os.access(out / "zero_to_fp32.py", os.X_OK)
-    assert not list((out / ".safe_ckpt" / "staging").glob("*"))
+    assert not list((out / ".safe_ckpt" / "pending").glob("*"))
 
 
 def check_loading(run, handle, rank, out):

@@ -116,7 +116,7 @@ def test_ddp_survives_kills_bit_for_bit(tmp_path):
     assert fingerprints(run_ranks(file, tmp_path / "exp", 1, 3000, "ddp")) == reference, f"random seed {seed}"
     assert len(reference) == 1
     assert sorted(p.name for p in (tmp_path / "exp").glob("*.ckpt")) == ["epoch=19-step=40.ckpt", "last.ckpt"]
-    assert list((tmp_path / "exp/.safe_ckpt/staging").rglob("*")) == []
+    assert list((tmp_path / "exp/.safe_ckpt/pending").rglob("*")) == []
     assert writer_processes() == []
 
 

@@ -73,7 +73,7 @@ TRAIN = """
 def test_killed_runs_go_on_bit_for_bit_and_shapes_of_checkpoints_change(tmp_path):
     """A sharded run that is killed ends as an uninterrupted full one; a full file and a sharded directory replace each other.
 
-    Top-k and ``last`` are directories then, verified, with nothing left in staging; a full run goes on from a sharded one.
+    Top-k and ``last`` are directories then, verified, with nothing left in pending; a full run goes on from a sharded one.
     """
     file = script(tmp_path, BODY + TRAIN)
     exp, over = tmp_path / "exp", tmp_path / "over" / "it.ckpt"
@@ -101,7 +101,7 @@ def test_killed_runs_go_on_bit_for_bit_and_shapes_of_checkpoints_change(tmp_path
     for path in [*kept, over]:
         assert path.is_dir()
         verify(path, read_manifest(path))
-    assert list((exp / ".safe_ckpt/staging").rglob("*")) == []
+    assert list((exp / ".safe_ckpt/pending").rglob("*")) == []
     more = run(file, exp, "full", 15, over)  # resumes from the sharded directory, writes files
     assert more.returncode == 0, more.stderr[-3000:]
     assert over.is_file()

@@ -21,7 +21,7 @@ from lightning_runs import PACKAGES, Stop, fingerprint, module_class, package, s
 from safe_ckpt import CheckpointConfig, Retention, Timeouts, WriterConfig
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.saving.request import SaveHandle
+from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -203,11 +203,11 @@ def test_at_every_instant_one_checkpoint_is_there(tmp_path):
     seen, over = [], threading.Event()
 
     def watch():
-        folder, staging = tmp_path / "exp", tmp_path / "exp/.safe_ckpt/staging"
+        folder, pending = tmp_path / "exp", tmp_path / "exp/.safe_ckpt/pending"
         while not list(folder.glob("*.ckpt")):
             time.sleep(0.0005)
         while not over.is_set():
-            seen.append((bool(list(staging.glob("*"))), any(name.endswith(".ckpt") for name in os.listdir(folder))))
+            seen.append((bool(list(pending.glob("*"))), any(name.endswith(".ckpt") for name in os.listdir(folder))))
 
     slow = CheckpointConfig(writer=WriterConfig(direct_io="off", chunk_bytes=4096, flush_every_bytes=4096))
     watcher = threading.Thread(target=watch)
@@ -253,7 +253,7 @@ def test_a_failed_save_leaves_every_belief_as_it_was(tmp_path, async_save):
         for path in (*callback.best_k_models, callback.best_model_path, callback.last_model_path):
             verify(tmp_path / path, read_manifest(tmp_path / path))
         made.validate(module, ckpt_path="last", verbose=False)
-        assert list((disk / ".safe_ckpt/staging").rglob("*")) == []
+        assert list((disk / ".safe_ckpt/pending").rglob("*")) == []
 
 
 @needs_root
@@ -423,7 +423,7 @@ def test_an_exception_of_the_user_is_the_one_that_is_seen(tmp_path):
     assert names(tmp_path) == ["epoch=1-step=6.ckpt"]
     verify(tmp_path / "epoch=1-step=6.ckpt", read_manifest(tmp_path / "epoch=1-step=6.ckpt"))
     assert writers_of(os.getpid()) == []
-    assert list((tmp_path / ".safe_ckpt/staging").rglob("*")) == []
+    assert list((tmp_path / ".safe_ckpt/pending").rglob("*")) == []
 
 
 def test_save_on_exception(tmp_path):
@@ -636,4 +636,4 @@ def test_ctrl_c_ends_promptly(tmp_path):
     assert len(files) >= 3
     for file in files:
         verify(file, read_manifest(file))
-    assert list((tmp_path / "exp/.safe_ckpt/staging").rglob("*")) == []
+    assert list((tmp_path / "exp/.safe_ckpt/pending").rglob("*")) == []

@@ -66,9 +66,9 @@ def test_lightning_loggers_hear_of_a_failure(tmp_path):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if trainer.global_step == 4:
                 trainer.checkpoint_callback._saver.land()  # the save of step 3 is to succeed
-                staging = tmp_path / "ckpt/.safe_ckpt/staging"
-                shutil.rmtree(staging)
-                staging.touch()
+                pending = tmp_path / "ckpt/.safe_ckpt/pending"
+                shutil.rmtree(pending)
+                pending.touch()
 
     log = Log(tmp_path / "logs")
     with pytest.raises(SafeCheckpointError):
@@ -130,13 +130,13 @@ def test_accelerate_trackers_hear_of_every_save(tmp_path):
         Training(accelerator)
         accelerator.save_state(step=10)
         handle.wait()
-        staging = tmp_path / ".safe_ckpt/staging"
-        shutil.rmtree(staging)
-        staging.touch()
+        pending = tmp_path / ".safe_ckpt/pending"
+        shutil.rmtree(pending)
+        pending.touch()
         accelerator.save_state(step=20)
         with pytest.raises(SafeCheckpointError):
             handle.wait()
-        staging.unlink()
+        pending.unlink()
         accelerator.save_state(step=30)
         assert len(tracker.heard) == 2
         accelerator.end_training()

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -24,10 +22,10 @@ from transformers import (
 )
 
 from safe_ckpt import CheckpointConfig, Retention, Timeouts, events
-from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
+from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, NotEnoughSpaceError, NoValidCheckpointError
-from safe_ckpt.transformers import SafeCheckpointMixin, rotation
+from safe_ckpt.transformers import SafeCheckpointMixin
 from safe_ckpt.transformers.saver import candidates
 from support import flip_bit, kill_all, needs_root, small_disk, writer_processes
 
@@ -358,28 +356,3 @@ def test_it_survives_kills_bit_for_bit(tmp_path):
     assert end("broken") == expected
     assert len(expected) == 1
     assert names(tmp_path / "broken") == ["checkpoint-29", "checkpoint-30"]
-
-
-@given(st.lists(st.integers(0, 1000), unique=True, max_size=12), st.integers(-1, 6), st.integers(-1, 11))
-def test_rotation_is_that_of_the_trainer(sequences, limit, best):
-    """For any history: never the newest, never the best, no more than the limit otherwise, the oldest first."""
-    infos = [
-        CheckpointInfo(
-            path=Path(f"/run/checkpoint-{n}"), name="", step=n, sequence=n, metrics={}, created_at="", world_size=1,
-            size_bytes=0,
-        )
-        for n in sequences
-    ]  # fmt: skip
-    chosen = infos[best].path if 0 <= best < len(infos) else None
-    to_delete = rotation.to_delete(infos, limit, chosen)
-    left = sorted((i for i in infos if i not in to_delete), key=lambda i: i.sequence)
-    assert chosen not in [info.path for info in to_delete]
-    if infos:
-        assert left[-1].sequence == max(sequences)
-    if limit < 1:
-        assert not to_delete
-    else:
-        assert len(left) <= max(limit, 2)
-        assert len(left) >= min(limit, len(infos))
-    plain = [info for info in left if info.path != chosen]
-    assert all(gone.sequence < min(p.sequence for p in plain) for gone in to_delete) if plain else True

@@ -37,7 +37,7 @@ def main(folder, rank, world_size, store):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     ckpt = Checkpointer(folder, CONFIG)
     if rank == 0:
-        say("LEFT", *(len(list((folder / ".safe_ckpt" / part).glob("*"))) for part in ("staging", "trash")))
+        say("LEFT", *(len(list((folder / ".safe_ckpt" / part).glob("*"))) for part in ("pending", "trash")))
     spread = distribute_tensor(torch.zeros(SPREAD), init_device_mesh("cpu", (world_size,)), [Shard(0)])
     state = {
         "w": {"t": torch.zeros(SHARED)},

@@ -28,11 +28,12 @@ import torch
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, SafeCheckpointError, Timeouts, WriterConfig
 from safe_ckpt.core.directory import catalog
+from safe_ckpt.core.directory.retention import DeleteListed
 from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.request import SaveRequest
+from safe_ckpt.core.saving.request import Destination, Facts, OnCommit, SaveRequest, Snapshot
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.testing import FaultyStorage
@@ -183,13 +184,13 @@ class Files(Numbered):
             image = torch_archive.torch_image(self.name(number), state(number), strict=False, key="checkpoint")
             to_delete = [path for path in folder.glob("step=*.ckpt") if path.name != self.name(number)]
             request = SaveRequest(
-                workspace=root,
-                path=folder / self.name(number),
-                kind="file",
-                step=number,
-                images=[file_plan.single(image, self.name(number))],
-                links=[Link(path=folder / "last.ckpt")],
-                retain=lambda _: to_delete,
+                destination=Destination(workspace=root, path=folder / self.name(number), kind="file"),
+                content=Snapshot(files=[file_plan.single(image, self.name(number))]),
+                facts=Facts(step=number),
+                on_commit=OnCommit(
+                    links=[Link(path=folder / "last.ckpt")],
+                    retention=DeleteListed(paths=to_delete) if to_delete else None,
+                ),
             )
             engine.save(request).result()
             reported()
@@ -322,7 +323,7 @@ def trial(storage, folder, scenario, fault, at):
 
     def find():
         found = scenario.find(folder)
-        left = [str(p) for part in ("staging", "trash") for p in (folder / ".safe_ckpt" / part).glob("*")]
+        left = [str(p) for part in ("pending", "trash") for p in (folder / ".safe_ckpt" / part).glob("*")]
         notes.write_text(json.dumps({"found": found, "left": left, "reported": seen.get("reported", False)}))
 
     notes.unlink(missing_ok=True)
@@ -333,8 +334,8 @@ def trial(storage, folder, scenario, fault, at):
 
 def busy(folder):
     """Whether a save is at work in ``folder``."""
-    staging = folder / ".safe_ckpt/staging"
-    return staging.is_dir() and any(staging.iterdir())
+    pending = folder / ".safe_ckpt/pending"
+    return pending.is_dir() and any(pending.iterdir())
 
 
 def start(scenario, folder, notes):
@@ -388,7 +389,7 @@ def random_kills(folder, scenario, count, seed):
 
         def find(reported=reported, within=within, number=number):
             found = scenario.find(folder)
-            left = [str(p) for part in ("staging", "trash") for p in (folder / ".safe_ckpt" / part).glob("*")]
+            left = [str(p) for part in ("pending", "trash") for p in (folder / ".safe_ckpt" / part).glob("*")]
             line = {"at": number, "found": found, "left": left, "reported": reported, "within": within, "restart": 0}
             print(json.dumps(line), flush=True)
 

@@ -26,7 +26,7 @@ BODY = """
 
 def committed(folder):
     found = [path for path in folder.glob("step-*") if verify(path, read_manifest(path))]
-    assert names_in(folder / ".safe_ckpt/staging") == []
+    assert names_in(folder / ".safe_ckpt/pending") == []
     assert not (folder / ".safe_ckpt/lock").exists()
     return [path.name for path in found]
 

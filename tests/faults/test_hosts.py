@@ -163,7 +163,7 @@ def test_kills_over_two_hosts_lose_nothing(tmp_path, matrix, kind):
     outcomes, within, committed = Counter(), 0, 0
     with Hosts(2, tmp_path) as hosts:
         folder = hosts.share(kind)
-        staging = folder.behind / "exp/.safe_ckpt/staging"
+        pending = folder.behind / "exp/.safe_ckpt/pending"
         before, down = None, []
         for trial in range(trials + 1):
             order = [hosts[0], hosts[1]] if chance.random() < 0.5 else [hosts[1], hosts[0]]
@@ -180,7 +180,7 @@ def test_kills_over_two_hosts_lose_nothing(tmp_path, matrix, kind):
                 break
             assert not job.said("ERROR", "FAILED"), f"{where}: {job.text()}"
             before, down = order[0].name, strike(fault, job, chance)
-            within += staging.is_dir() and any(staging.iterdir())
+            within += pending.is_dir() and any(pending.iterdir())
             committed = max([committed, *(line.step for line in job.said("COMMITTED"))])
             outcomes["the next start went on by itself, 0 lost, 0 torn"] += 1
             assert not mixed_up(job), f"{where}, {fault}: {job.text()}"

@@ -43,7 +43,7 @@ def test_the_others_learn_of_it_on_another_host(tmp_path, matrix, name, victim, 
         arguments = (folder.path, name, victim, phase, action)
         outcomes = spawn_over(hosts, 2, lose, *arguments, expendable=stopped)
         (found,) = values(spawn_over([hosts[0]], 1, load, folder.path / "exp", name))
-        assert names_in(folder.behind / "exp/.safe_ckpt/staging") == []
+        assert names_in(folder.behind / "exp/.safe_ckpt/pending") == []
         what = test_lost_ranks.judge(outcomes, found, victim, phase, action)
     matrix(f"rank {victim} {action}", f"2 hosts x 2 ranks; {name}", Counter({what: 1}))
 

@@ -47,7 +47,7 @@ def test_kills_lose_nothing(tmp_path):
     """SIGKILLs of a two-rank job that saves 64 MiB without pause, with keep_last=1: 6 of them, 100 in ``make faults``.
 
     Every restart finds a checkpoint that verifies, is equal in every byte, and is not older than the last one that was
-    reported committed; no staging directory, trash or process is left after it.
+    reported committed; no pending directory, trash or process is left after it.
     """
     seed = int(os.environ.get("SAFE_CKPT_KILL_SEED") or random.randrange(1 << 30))
     trials = int(os.environ.get("SAFE_CKPT_KILLS", "100" if THOROUGH else "6"))
@@ -55,8 +55,8 @@ def test_kills_lose_nothing(tmp_path):
     committed, within = 0, 0
     for trial in range(trials + 1):
         lines = run_and_kill(tmp_path, trial, chance.randint(1, 3), chance.random() * 0.25)
-        staging = tmp_path / "exp/.safe_ckpt/staging"
-        within += staging.is_dir() and any(staging.iterdir())
+        pending = tmp_path / "exp/.safe_ckpt/pending"
+        within += pending.is_dir() and any(pending.iterdir())
         where = f"seed {seed}, trial {trial}: {lines}"
         assert not [line for line in lines if line.startswith("ERROR")], where
         assert "LEFT 0 0" in lines, where

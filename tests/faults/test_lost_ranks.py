@@ -115,7 +115,7 @@ def test_the_others_learn_of_it_in_time(tmp_path, matrix, name, victim, phase, a
     outcomes = spawn_ranks(lose, SIZE, tmp_path, name, victim, phase, action, timeout_s=60)
     with entered(name, tmp_path / "exp", CONFIG) as entry:
         found = entry.load()
-    assert names_in(tmp_path / "exp/.safe_ckpt/staging") == []
+    assert names_in(tmp_path / "exp/.safe_ckpt/pending") == []
     what = judge(outcomes, found, victim, phase, action)
     matrix(f"rank {victim} {action}", f"in each phase, 4 ranks; {name}", Counter({what: 1}))
 

@@ -207,7 +207,7 @@ def _job(rank, folder):
 def copied_in(destination):
     """The names of the folders of ranks of which something is being copied."""
     with contextlib.suppress(FileNotFoundError):  # it is being renamed
-        return {file.parent.name for file in (hidden(destination) / "staging").glob(f"*/{destination.name}/*/*")}
+        return {file.parent.name for file in (hidden(destination) / "pending").glob(f"*/{destination.name}/*/*")}
     return set()
 
 
@@ -320,7 +320,7 @@ class Folders(sweep.Numbered):
         self.save(folder, 2)  # whatever was left, the next call works, and tidies up
         assert self.number(folder) == 2
         if (folder / ".safe_ckpt/names").is_dir():
-            os.rename(folder / ".safe_ckpt/names", folder / ".safe_ckpt/staging")  # sweep.py tells what is left there
+            os.rename(folder / ".safe_ckpt/names", folder / ".safe_ckpt/pending")  # sweep.py tells what is left there
         return found
 
     def number(self, folder):

@@ -344,10 +344,10 @@ CHANGES = {
 @contextlib.contextmanager
 def changing(file, change, destination):
     """From the moment at which copying may begin, ``file`` changes again and again."""
-    over, staging = threading.Event(), hidden(destination) / "staging"
+    over, pending = threading.Event(), hidden(destination) / "pending"
 
     def work():
-        while not over.is_set() and not (staging.is_dir() and any(staging.iterdir())):
+        while not over.is_set() and not (pending.is_dir() and any(pending.iterdir())):
             time.sleep(0.001)
         while not over.is_set():
             change(file)

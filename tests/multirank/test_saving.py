@@ -162,7 +162,7 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all(tmp_path, victim):
             assert isinstance(error, NotEnoughSpaceError)
             assert error.rank == victim
         assert steps(disk) == ["step-00000001", "step-00000003"]
-        assert not list((disk / ".safe_ckpt").glob("staging/*"))
+        assert not list((disk / ".safe_ckpt").glob("pending/*"))
 
 
 def _fill(rank, path, victim):
@@ -267,7 +267,7 @@ def test_a_rank_killed_in_flight_fails_the_save_of_the_others(tmp_path, victim):
     assert steps(tmp_path) == ["step-00000001"]
     with Checkpointer(tmp_path, CONFIG) as ckpt:
         assert ckpt.resume({}).step == 1
-    assert names_in(tmp_path / ".safe_ckpt/staging") == []
+    assert names_in(tmp_path / ".safe_ckpt/pending") == []
 
 
 def _rank_one_opens_elsewhere(rank, path):
@@ -366,7 +366,7 @@ def test_ordinary_processes_that_just_end_lose_nothing(tmp_path):
     said = [process.communicate(timeout=60)[1] for process in started]
     assert [process.returncode for process in started] == [0, 0], said
     assert steps(tmp_path / "exp") == ["step-00000001"], said
-    assert names_in(tmp_path / "exp/.safe_ckpt/staging") == []
+    assert names_in(tmp_path / "exp/.safe_ckpt/pending") == []
     assert time.monotonic() - begun < 40
 
 

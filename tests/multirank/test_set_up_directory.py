@@ -95,7 +95,7 @@ def test_resuming_needs_a_checkpoint(tmp_path):
     cases = {
         "missing": None,
         "empty": [],
-        "hidden": [".safe_ckpt/staging/x"],
+        "hidden": [".safe_ckpt/pending/x"],
         "half": ["epoch=0.ckpt"],
         "text": ["notes.txt"],
     }

@@ -360,12 +360,12 @@ def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path):
             assert caught.value.errno == 28
             ckpt.save(3, {"w": {"t": torch.ones(1000)}}).result(timeout_s=20)
         assert steps(disk) == ["step-00000001", "step-00000003"]
-        assert names_in(disk / ".safe_ckpt/staging") == []
+        assert names_in(disk / ".safe_ckpt/pending") == []
 
 
 @needs_root
 def test_a_disk_that_fills_up_while_writing(tmp_path):
-    """ENOSPC in the middle of a file: the same named error, no staging left, the next save works once there is room."""
+    """ENOSPC in the middle of a file: the same named error, no pending left, the next save works once there is room."""
     with small_disk(tmp_path / "disk", "6m") as disk:
         with Checkpointer(disk, config(writer=WriterConfig(chunk_bytes=4096, flush_every_bytes=4096))) as ckpt:
             ckpt.save(1, {"w": {"t": torch.ones(100_000)}}).result(timeout_s=20)
@@ -381,7 +381,7 @@ def test_a_disk_that_fills_up_while_writing(tmp_path):
             filler.unlink()
             ckpt.save(3, {"w": {"t": torch.ones(1_000_000)}}).result(timeout_s=20)
         assert steps(disk) == ["step-00000001", "step-00000003"]
-        assert names_in(disk / ".safe_ckpt/staging") == []
+        assert names_in(disk / ".safe_ckpt/pending") == []
 
 
 def test_a_directory_in_use_is_refused_and_named(tmp_path):
@@ -410,12 +410,12 @@ def test_the_error_of_a_save_is_told_once(tmp_path):
     """A failure that nobody asked for is raised by the next save, once; the one after that works."""
     with Checkpointer(tmp_path, config()) as ckpt:
         ckpt.save(0, {"a": 0}).result(timeout_s=20)
-        (tmp_path / ".safe_ckpt/staging").rmdir()
-        (tmp_path / ".safe_ckpt/staging").write_text("in the way")
+        (tmp_path / ".safe_ckpt/pending").rmdir()
+        (tmp_path / ".safe_ckpt/pending").write_text("in the way")
         ckpt.save(1, {"a": 1})
         with pytest.raises(DirectoryError):
             ckpt.save(2, {"a": 2})
-        (tmp_path / ".safe_ckpt/staging").unlink()
+        (tmp_path / ".safe_ckpt/pending").unlink()
         ckpt.save(3, {"a": 3}).result(timeout_s=20)
     assert steps(tmp_path) == ["step-00000000", "step-00000003"]
 
@@ -423,8 +423,8 @@ def test_the_error_of_a_save_is_told_once(tmp_path):
 def test_warn_goes_on_until_too_many(tmp_path, caplog):
     """on_failure="warn": training goes on, with a warning each; after max_consecutive_failures it raises."""
     with Checkpointer(tmp_path, config(on_failure="warn", max_consecutive_failures=3)) as ckpt:
-        (tmp_path / ".safe_ckpt/staging").rmdir()
-        (tmp_path / ".safe_ckpt/staging").write_text("in the way")
+        (tmp_path / ".safe_ckpt/pending").rmdir()
+        (tmp_path / ".safe_ckpt/pending").write_text("in the way")
         for step in range(2):
             ckpt.save(step, {"a": 1})
             ckpt.wait()
@@ -437,13 +437,13 @@ def test_warn_goes_on_until_too_many(tmp_path, caplog):
 def test_close_raises_what_nobody_was_told(tmp_path):
     """The last save's error does not vanish at the end of the block, and does not mask another exception."""
     with pytest.raises(DirectoryError), Checkpointer(tmp_path, config()) as ckpt:
-        (tmp_path / ".safe_ckpt/staging").rmdir()
-        (tmp_path / ".safe_ckpt/staging").write_text("in the way")
+        (tmp_path / ".safe_ckpt/pending").rmdir()
+        (tmp_path / ".safe_ckpt/pending").write_text("in the way")
         ckpt.save(1, {"a": 1})
-    (tmp_path / ".safe_ckpt/staging").unlink()
+    (tmp_path / ".safe_ckpt/pending").unlink()
     with pytest.raises(KeyError, match="mine"), Checkpointer(tmp_path, config()) as ckpt:
-        (tmp_path / ".safe_ckpt/staging").rmdir()
-        (tmp_path / ".safe_ckpt/staging").write_text("in the way")
+        (tmp_path / ".safe_ckpt/pending").rmdir()
+        (tmp_path / ".safe_ckpt/pending").write_text("in the way")
         ckpt.save(2, {"a": 1})
         raise KeyError("mine")
 

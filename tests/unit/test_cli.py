@@ -54,7 +54,7 @@ def test_every_state_of_a_checkpoint_is_listed(tmp_path):
     """valid, unverified, damaged, partial, quarantined: each with its reason, and programs get all that is known."""
     save(tmp_path, 1, 2)
     torch.save({"w": torch.ones(1)}, tmp_path / "epoch=1-step=7.ckpt")
-    for name in (".safe_ckpt/staging/x", ".safe_ckpt/quarantine/y", "step-00000009"):
+    for name in (".safe_ckpt/pending/x", ".safe_ckpt/quarantine/y", "step-00000009"):
         (tmp_path / name).mkdir(parents=True)
     flip_bit(tmp_path / "step-00000001/manifest.json", 30)
     done = run("list", tmp_path, "--json")
@@ -65,7 +65,7 @@ def test_every_state_of_a_checkpoint_is_listed(tmp_path):
         "epoch=1-step=7.ckpt": "unverified",
         "step-00000001": "damaged",
         "step-00000009": "damaged",
-        ".safe_ckpt/staging/x": "partial",
+        ".safe_ckpt/pending/x": "partial",
         ".safe_ckpt/quarantine/y": "quarantined",
     }
     best = rows["step-00000002"]
@@ -77,7 +77,7 @@ def test_every_state_of_a_checkpoint_is_listed(tmp_path):
     assert best["size_bytes"] == (tmp_path / "step-00000002/w.safetensors").stat().st_size
     assert best["written_by"]["pid"] == os.getpid()
     assert all(row["reason"] for row in rows.values() if row["state"] in ("damaged", "partial", "quarantined"))
-    assert (tmp_path / ".safe_ckpt/staging/x").exists()
+    assert (tmp_path / ".safe_ckpt/pending/x").exists()
 
 
 def test_verify_and_inspect_as_json(tmp_path):

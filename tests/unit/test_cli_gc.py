@@ -116,22 +116,22 @@ def test_quarantine_only_when_asked_for(folder):
 
 
 def test_leftovers_of_a_killed_job_are_swept(folder):
-    """A job that was killed while it saved: its staging goes, its lock is taken over, what it committed stays."""
+    """A job that was killed while it saved: its pending goes, its lock is taken over, what it committed stays."""
     script = (
         "import os, sys, signal; from safe_ckpt import Checkpointer\n"
         "ckpt = Checkpointer(sys.argv[1]); ckpt.resume({})\n"
-        "half = sys.argv[1] + '/.safe_ckpt/staging/half'\n"
+        "half = sys.argv[1] + '/.safe_ckpt/pending/half'\n"
         "os.makedirs(half); open(half + '/x', 'w').write('x')\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, timeout=60, check=False)
-    assert (done.returncode, (folder / ".safe_ckpt/staging/half").exists()) == (-9, True), done.stderr
+    assert (done.returncode, (folder / ".safe_ckpt/pending/half").exists()) == (-9, True), done.stderr
     assert run(folder).exit_code == 0
-    assert not (folder / ".safe_ckpt/staging/half").exists()
+    assert not (folder / ".safe_ckpt/pending/half").exists()
     assert steps(folder) == [10, 20, 30, 40]
 
 
-@pytest.mark.parametrize("name", ["trash", "staging", "quarantine", "kept", ""])
+@pytest.mark.parametrize("name", ["trash", "pending", "staging", "quarantine", ""])
 def test_a_link_in_the_hidden_folder_is_not_followed(folder, tmp_path, name):
     """Somebody's .safe_ckpt/trash that leads to a home directory does not empty it."""
     home = tmp_path / "home"
@@ -144,7 +144,7 @@ def test_a_link_in_the_hidden_folder_is_not_followed(folder, tmp_path, name):
     place.parent.mkdir(exist_ok=True)
     place.symlink_to(home)
     if not name:
-        for inner in ("trash", "staging", "quarantine"):
+        for inner in ("trash", "pending", "quarantine"):
             (home / inner).mkdir()
             (home / inner / "precious").write_text("x")
     before = sorted(path.relative_to(home) for path in home.rglob("*"))

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from safe_ckpt import Checkpointer
 from safe_ckpt.cli.app import app
-from safe_ckpt.core.directory import unlock
-from safe_ckpt.core.directory.lock import JobLock
+from safe_ckpt.core.directory.lock import JobLock, holder_of
 from safe_ckpt.doctor import Examined, Options, durability
 from safe_ckpt.doctor.runner import known_size
 from safe_ckpt.inspection.listing import find_shelf
@@ -33,7 +32,7 @@ def test_the_lock_of_a_killed_job_keeps_nobody_out(tmp_path):
         said = run("unlock", tmp_path)
         assert (said.exit_code, f"process {job.pid} on host" in said.stdout) == (1, True)
         assert "which is alive" in said.stdout
-        assert unlock.holder(hidden).alive is True
+        assert holder_of(hidden).alive is True
         before = {path.name: path.read_bytes() for path in hidden.iterdir()}
         job.kill()
         job.wait()
@@ -89,12 +88,12 @@ def test_it_names_the_holder_of_this_lock(tmp_path):
     """Who holds it, and since when, come from one file: a record of an earlier job cannot be mistaken for this one's."""
     lock = JobLock(tmp_path, subject=tmp_path, lease_s=60.0)
     lock.acquire()
-    found = unlock.holder(tmp_path)
+    found = holder_of(tmp_path)
     lock.release()
     assert (found.pid, found.host, found.alive) == (os.getpid(), socket.gethostname(), True)
     assert found.started_at.startswith("20")
-    assert unlock.holder(tmp_path) is None
-    assert unlock.holder(None) is None
+    assert holder_of(tmp_path) is None
+    assert holder_of(None) is None
 
 
 def test_names_do_not_act_on_the_terminal(tmp_path):

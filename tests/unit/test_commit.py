@@ -104,7 +104,7 @@ def test_a_copy_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
 @pytest.mark.parametrize("can_exchange", [True, False])
 @pytest.mark.parametrize("there", [True, False])
 def test_a_rename_that_the_disk_does_not_confirm_is_taken_back(tmp_path, monkeypatch, can_exchange, there):
-    """fsync of the parent fails after the new name is there: what had the name has it again, and the new one is in staging."""
+    """fsync of the parent fails after the new name is there: what had the name has it again, and the new one is in pending."""
     if not can_exchange:
         monkeypatch.setattr(durable, "exchange", lambda *_: False)
     final, staged = tmp_path / "final", folder(tmp_path / "staged", "new")

@@ -109,16 +109,16 @@ def test_weights_alone_are_told_apart(tmp_path):
 def test_a_failure_says_where_and_after_how_long(tmp_path):
     """The phase and the seconds; the next save is told as usual."""
     seen = []
-    staging = tmp_path / ".safe_ckpt/staging"
+    pending = tmp_path / ".safe_ckpt/pending"
     with Checkpointer(tmp_path, config(), hooks=[seen.append]) as ckpt:
-        shutil.rmtree(staging)
-        staging.touch()
+        shutil.rmtree(pending)
+        pending.touch()
         with pytest.raises(DirectoryError):
             ckpt.save(1, {"a": 1}).result(timeout_s=20)
-        staging.unlink()
+        pending.unlink()
         ckpt.save(2, {"a": 1}).result(timeout_s=20)
     failed = next(event for event in seen if isinstance(event, Failed))
-    assert str(staging) in failed.error
+    assert str(pending) in failed.error
     assert "saving step-00000001" in failed.phase
     assert failed.seconds > 0
     assert failed.missing == ()

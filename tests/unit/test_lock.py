@@ -108,7 +108,7 @@ def test_a_stopped_holder_is_taken_over_and_told_by_name(tmp_path):
     """Stopped beyond its lease and then continued: it is told who has the directory, and what it moves then goes nowhere."""
     first, second = Workspace(tmp_path, lease_s=6), Workspace(tmp_path, lease_s=6)
     first.open()
-    staged = first.stage("op") / "step-1"
+    staged = first.make_pending("op") / "step-1"
     staged.mkdir()
     aside = first.aside("op", tmp_path / "step-0")
     first.confirm()  # and here it is stopped
@@ -207,8 +207,8 @@ def test_a_lock_that_another_took_meanwhile_is_given_back(tmp_path):
         answers = iter([True, False])  # the judged one when looked at, the other when it was renamed
         with pytest.MonkeyPatch.context() as patch:
             if refused:
-                patch.setattr(locks.os, "link", lambda *_: (_ for _ in ()).throw(OSError(95, "no links")))
-            assert not locks.take_away(tmp_path, lambda _, answers=answers: next(answers))
+                patch.setattr(leases.os, "link", lambda *_: (_ for _ in ()).throw(OSError(95, "no links")))
+            assert not leases.take_away(tmp_path, lambda _, answers=answers: next(answers))
         assert (tmp_path / "lock").read_bytes() == mine
         assert os.listdir(tmp_path) == ["lock"]
 

@@ -1,11 +1,14 @@
 import math
+import uuid
 from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from safe_ckpt import CheckpointInfo, Retention
-from safe_ckpt.core.directory.retention import best, to_delete
+from safe_ckpt.core.directory.catalog import Catalog
+from safe_ckpt.core.directory.retention import Decision, DeleteListed, KeepNewest, after_commit, best, to_delete
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest
 
 
 def info(sequence, step, **metrics):
@@ -54,3 +57,53 @@ def test_an_abandoned_future_does_not_outlive_its_rewind():
     """After a rewind the older step with the newer commit counts as the newest."""
     found = [info(1, 500), info(2, 1000), info(3, 600)]
     assert [i.step for i in to_delete(found, Retention(keep_last=1))] == [500, 1000]
+
+
+@given(st.lists(st.integers(0, 1000), unique=True, max_size=12), st.integers(-1, 6), st.integers(-1, 11))
+def test_rotation_is_that_of_the_trainer(sequences, limit, best):
+    """For any history: never the newest, never the best, no more than the limit otherwise, the oldest first."""
+    committed = [
+        CheckpointInfo(
+            path=Path(f"/run/checkpoint-{n}"), name="", step=n, sequence=n, metrics={}, created_at="", world_size=1,
+            size_bytes=0,
+        )
+        for n in sequences
+    ]  # fmt: skip
+    chosen = committed[best].path if 0 <= best < len(committed) else None
+    paths = KeepNewest(limit=limit, best=chosen).to_delete(committed)
+    gone = [info for info in committed if info.path in paths]
+    left = sorted((i for i in committed if i not in gone), key=lambda i: i.sequence)
+    assert chosen not in [info.path for info in gone]
+    if committed:
+        assert left[-1].sequence == max(sequences)
+    if limit < 1:
+        assert not gone
+    else:
+        assert len(left) <= max(limit, 2)
+        assert len(left) >= min(limit, len(committed))
+    plain = [info for info in left if info.path != chosen]
+    assert all(old.sequence < min(p.sequence for p in plain) for old in gone) if plain else True
+
+
+def test_the_catalog_decides_with_the_policy(tmp_path):
+    """What a pointer names stays, as does what is of another job now; what goes is forgotten; a list needs no catalog."""
+    made = [_committed(tmp_path / f"step-{n}", n) for n in range(1, 6)]
+    (tmp_path / "latest").write_text("step-2\n")
+    catalog = Catalog(pointers=[tmp_path / "latest", tmp_path / "missing"])
+    for one in made[:4]:
+        assert after_commit(one, catalog, None) is None
+    _committed(tmp_path / "step-3", 3)  # saved again by another job
+    decision = after_commit(made[4], catalog, KeepNewest(limit=1))
+    assert decision == Decision(to_delete=[made[0].path, made[3].path], kept=["step-2", "step-5"])
+    assert [one.step for one in catalog.committed] == [2, 3, 5]
+    listed = after_commit(made[4], None, DeleteListed(paths=[tmp_path / "old"]))
+    assert listed == Decision(to_delete=[tmp_path / "old"], kept=[])
+
+
+def _committed(path, step):
+    manifest = Manifest(
+        name=path.name, sequence=step, step=step, op_id=uuid.uuid4().hex, world_size=1, metrics={}, files=()
+    )
+    path.mkdir(exist_ok=True)
+    (path / MANIFEST_NAME).write_bytes(manifest.to_bytes())
+    return CheckpointInfo.of(manifest, path, 0)

@@ -32,44 +32,50 @@ def workspace(tmp_path):
 
 
 def test_leftovers_of_a_dead_job_are_swept(tmp_path):
-    """Half-written saves and half-deleted checkpoints are gone after the next start; checkpoints and quarantine stay."""
+    """Half-written saves and half-deleted checkpoints are gone after the next start; checkpoints and quarantine stay.
+
+    ``staging`` is the former name of ``pending``.
+    """
     exp = tmp_path / "exp"
-    for left in ("staging/abc/step-1", "trash/def", "quarantine/step-2"):
+    for left in ("pending/abc/step-1", "staging/ghi/step-4", "trash/def", "quarantine/step-2"):
         (exp / ".safe_ckpt" / left).mkdir(parents=True)
     (exp / "step-3").mkdir()
     workspace = Workspace(exp, lease_s=6)
     workspace.open()
-    assert not any(workspace.staging.iterdir())
+    assert not any(workspace.pending.iterdir())
+    assert not (exp / ".safe_ckpt/staging").exists()
     assert not any(workspace.trash.iterdir())
     assert [path.name for path in workspace.quarantined()] == ["step-2"]
     assert (exp / "step-3").exists()
     workspace.close()
 
 
+@pytest.mark.parametrize("pending", ["pending", "staging"])
 @pytest.mark.parametrize("complete", [True, False])
-def test_an_interrupted_replacement_is_finished_or_undone(workspace, complete):
+def test_an_interrupted_replacement_is_finished_or_undone(workspace, complete, pending):
     """Killed between "old away" and "new in": a complete new one goes forward, else the old one comes back."""
     final = workspace.path / "step-1"
     final.mkdir()
     checkpoint(final, {"f": b"old"})
-    staged = workspace.stage("op") / "step-1"
+    staged = workspace.make_pending("op") / "step-1"
     staged.mkdir()
     checkpoint(staged, {"f": b"new"})
     if not complete:
         (staged / "f").write_bytes(b"ne")
     final.rename(workspace.aside("op", workspace.path / "step-1"))
     workspace.close()
+    workspace.pending.rename(workspace.hidden / pending)  # the former name, too
     again = Workspace(workspace.path, lease_s=6)
     again.open()
     assert (final / "f").read_bytes() == (b"new" if complete else b"old")
-    assert not any(again.staging.iterdir())
+    assert not any(again.pending.iterdir())
     assert not any(again.trash.iterdir())
     again.close()
 
 
 def test_an_unfinished_save_is_never_rolled_forward(workspace):
     """A complete but uncommitted save of a new name is not a checkpoint."""
-    staged = workspace.stage("op") / "step-1"
+    staged = workspace.make_pending("op") / "step-1"
     staged.mkdir()
     checkpoint(staged, {"f": b"new"})
     workspace.close()
@@ -180,7 +186,7 @@ def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch):
         final = exp / "step-1"
         final.mkdir()
         checkpoint(final, {"f": b"old"})
-        staged = workspace.stage("op") / "step-1"
+        staged = workspace.make_pending("op") / "step-1"
         staged.mkdir()
         checkpoint(staged, {"f": b"new"})
         renames = iter(range(stop_after))
@@ -207,11 +213,11 @@ def test_what_was_moved_aside_outlives_the_tidying_up(tmp_path):
     """A replacement that failed half-way: tidying up after it does not delete the only copy, and the next start restores it."""
     workspace = Workspace(tmp_path, lease_s=60)
     workspace.open()
-    workspace.stage("op")
+    workspace.make_pending("op")
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001/f").touch()
     os.rename(tmp_path / "step-00000001", workspace.aside("op", workspace.path / "step-00000001"))
-    workspace.drop_staging("op")
+    workspace.drop_pending("op")
     workspace.close()
     again = Workspace(tmp_path, lease_s=60)
     again.open()
@@ -230,7 +236,7 @@ def test_a_record_that_cannot_be_written_gives_the_lock_back(tmp_path, monkeypat
     workspace.close()
 
 
-@pytest.mark.parametrize("name", ["", "staging", "trash", "quarantine", "kept"])
+@pytest.mark.parametrize("name", ["", "pending", "staging", "trash", "quarantine"])
 def test_what_a_link_leads_to_is_not_swept(tmp_path, name):
     """A hidden folder that is a link is refused by name: sweeping it would delete somebody else's files."""
     elsewhere = tmp_path / "elsewhere"
@@ -277,7 +283,7 @@ def test_what_was_made_and_is_empty_goes_at_the_end(tmp_path):
     workspace = Workspace(tmp_path / "a/b/exp", lease_s=6)
     workspace.open()
     workspace.aside("op", workspace.path / "x")
-    workspace.drop_staging("op")
+    workspace.drop_pending("op")
     workspace.close()
     workspace.close()
     assert list(tmp_path.iterdir()) == []
@@ -298,7 +304,7 @@ def test_nothing_of_a_job_that_took_over_is_taken_away(tmp_path):
     workspace.open()
     (workspace.hidden / "lock").write_bytes(of_elsewhere())
     workspace.close()
-    assert workspace.staging.is_dir()
+    assert workspace.pending.is_dir()
     assert (workspace.hidden / "lock").exists()
 
 
@@ -317,8 +323,8 @@ def test_jobs_that_end_and_begin_at_once_do_not_disturb_each_other(tmp_path):
             except DirectoryInUseError:
                 continue
             had += 1
-            root.stage("op")
-            root.drop_staging("op")
+            root.make_pending("op")
+            root.drop_pending("op")
             root.close()
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "a/exp")]

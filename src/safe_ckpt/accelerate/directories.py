@@ -13,13 +13,12 @@ from typing import Any
 
 from accelerate import utils
 
-from safe_ckpt.adapters import CheckpointInfo, Engine, presence, reraise
+from safe_ckpt.adapters import Engine, presence, reraise
 from safe_ckpt.adapters.directories import (
     HIDDEN,
     WEIGHTS,
     Candidate,
     Catalog,
-    Decision,
     HeldDirectories,
     Workspace,
     catalog,
@@ -81,21 +80,18 @@ class CheckpointDirectory:
 
     Attributes:
         named: the directories that the user names one by one.
+        retention: what is deleted after a commit; None for nothing.
     """
 
     def __init__(self, engine: Engine, accelerator: Any, policy: Retention) -> None:
         self._engine = engine
         self._accelerator = accelerator
-        self._policy = policy
+        self.retention = retention.policy_of(policy)
         self._automatic: SaveTarget | None = None
         self.named = HeldDirectories(engine)
         self._ledgers: dict[Path, Catalog] = {}
         self._last: Path | None = None
         _living.add(self)
-
-    def retain(self, place: SaveTarget, new: CheckpointInfo) -> Decision | None:
-        """``new`` was committed in ``place``. Says what is to be deleted now. Called on the background thread."""
-        return place.ledger.retain(new, retention.chooser(self._policy))
 
     def automatic(self) -> Path | None:
         """Where checkpoints go that Accelerate names itself; None when it does not."""

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from safe_ckpt.accelerate import contents, engines, strategies
 from safe_ckpt.accelerate.dataloaders import KEY, Loaders
 from safe_ckpt.accelerate.directories import ADAPTER, CheckpointDirectory, Target
-from safe_ckpt.adapters import Engine, FilePlan, OverlapPlan, SaveHandle, SaveRequest, plan
+from safe_ckpt.adapters import Engine, FilePlan, OverlapPlan, SaveHandle, plan
+from safe_ckpt.adapters.requests import Content, Destination, Facts, OnCommit, SaveRequest, Snapshot, Unplanned
 
 if TYPE_CHECKING:
     from safe_ckpt.adapters import ShardPlanner
@@ -51,7 +52,7 @@ def save(
         handle = engine.save(_request(engine, places, accelerator, loaders, target, options))
     except BaseException:
         if target.begun is not None and engine.rank == 0:
-            target.place.workspace.drop_staging(target.key)
+            target.place.workspace.drop_pending(target.key)
         raise
     if not handle.skipped:
         accelerator.project_configuration.iteration = target.number + 1
@@ -105,23 +106,27 @@ def _request(
     nested = engines.collect(engine, accelerator, options.arguments)
     if nested is not None:
         planned, error = [*planned, *nested.images], error or nested.error
-    overlap_plan = None
-    if options.overlap and planned:
-        overlap_plan = OverlapPlan(accelerator._models, plain_optimizers(accelerator)) or None
+    content: Content
+    if error is not None:
+        content = Unplanned(error=error)
+    else:
+        overlap = options.overlap and bool(planned)
+        content = Snapshot(
+            files=planned,
+            copies=nested.copies if nested is not None else (),
+            folders=nested.folders if nested is not None else strategies.folders(accelerator),
+            overlap=(OverlapPlan(accelerator._models, plain_optimizers(accelerator)) or None) if overlap else None,
+        )
     return SaveRequest(
-        workspace=target.place.workspace,
-        path=target.path,
-        kind="directory",
-        step=step if isinstance(step, int) else -1,
-        metrics=metrics,
-        images=planned,
-        error=error,
-        notes={"adapter": ADAPTER, "iteration": target.number, **(nested.notes if nested is not None else {})},
-        same=view,
-        retain=lambda new: places.retain(target.place, new),
-        overlap_plan=overlap_plan,
-        begun=target.begun,
-        folders=nested.folders if nested is not None else strategies.folders(accelerator),
-        copies=nested.copies if nested is not None else (),
-        carry=lambda _: True,
+        destination=Destination(workspace=target.place.workspace, path=target.path, kind="directory"),
+        content=content,
+        facts=Facts(
+            step=step if isinstance(step, int) else -1,
+            metrics=metrics,
+            notes={"adapter": ADAPTER, "iteration": target.number, **(nested.notes if nested is not None else {})},
+        ),
+        must_match=view,
+        on_commit=OnCommit(
+            prefilled=target.begun, carry=lambda _: True, catalog=target.place.ledger, retention=places.retention
+        ),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import logging
@@ -25,6 +24,7 @@ from safe_ckpt.accelerate import offloaded_models, strategies
 from safe_ckpt.accelerate.directories import CheckpointDirectory
 from safe_ckpt.adapters import Engine, FilePlan, LazyTensor, file_plan, safetensors, torch_archive
 from safe_ckpt.adapters.directories import HIDDEN, MANIFEST_NAME, NAMES, Workspace, durable, sync_directory
+from safe_ckpt.adapters.requests import Streamed, Unplanned
 from safe_ckpt.adapters.weights import Exporter, dtensor, export, hugging_face
 from safe_ckpt.errors import ConfigError, DirectoryError, StateError
 
@@ -200,8 +200,8 @@ def _replace(
     engine: Engine, workspace: Workspace, path: Path, planned: Sequence[FilePlan], error: Exception | None
 ) -> None:
     """The directory as a whole, in one step."""
-    request = dataclasses.replace(export.request_of(workspace, path, planned, error), streamed=True)
-    engine.save(request).result()
+    content = Unplanned(error=error) if error is not None else Streamed(files=planned)
+    engine.save(export.request_of(workspace, path, content)).result()
 
 
 def _replace_each(engine: Engine, path: Path, planned: Sequence[FilePlan], error: Exception | None) -> None:

@@ -2,7 +2,8 @@
 
 The names here are what every adapter needs; ``docs/start/write-an-adapter.md`` explains them with an adapter of 60 lines.
 Beside them: ``directories`` (hold a directory, list, number, verify and retain what is in it), ``layouts`` (how the frameworks
-name their checkpoints), ``patch``, ``tracking``, and for some adapters only ``weights`` and ``offload``.
+name their checkpoints), ``requests`` (what one save asks for), ``patch``, ``tracking``, and for some adapters only
+``weights`` and ``offload``.
 
 Names are imported when they are first used, so that ``adapters.layouts`` loads no torch.
 """
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
     from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
     from safe_ckpt.core.formats.manifest import CheckpointInfo
     from safe_ckpt.core.saving.engine import Engine
-    from safe_ckpt.core.saving.request import Pointer, SaveHandle, SaveRequest
-    from safe_ckpt.core.saving.streamed_files import FileStream
+    from safe_ckpt.core.saving.handle import SaveHandle
     from safe_ckpt.core.sharding.dcp_plan import ShardPlanner
     from safe_ckpt.core.staging.buffer import SharedBuffer
     from safe_ckpt.core.staging.overlap import OverlapPlan
@@ -29,20 +29,15 @@ if TYPE_CHECKING:
     from safe_ckpt.core.state.rng import get_rng_state, set_rng_state
     from safe_ckpt.core.storage import presence
     from safe_ckpt.core.storage.copier import FileCopy
-    from safe_ckpt.core.storage.durable import Link
 
 __all__ = [
     "CheckpointInfo",
     "Engine",
     "FileCopy",
     "FilePlan",
-    "FileStream",
     "LazyTensor",
-    "Link",
     "OverlapPlan",
-    "Pointer",
     "SaveHandle",
-    "SaveRequest",
     "ShardPlanner",
     "SharedBuffer",
     "config_of_all",
@@ -64,13 +59,9 @@ _HOMES = {
     "Engine": "saving.engine",
     "FileCopy": "storage.copier",
     "FilePlan": "formats.file_plan",
-    "FileStream": "saving.streamed_files",
     "LazyTensor": "formats.file_plan",
-    "Link": "storage.durable",
     "OverlapPlan": "staging.overlap",
-    "Pointer": "saving.request",
-    "SaveHandle": "saving.request",
-    "SaveRequest": "saving.request",
+    "SaveHandle": "saving.handle",
     "ShardPlanner": "sharding.dcp_plan",
     "SharedBuffer": "staging.buffer",
     "config_of_all": "coordination.agreed_config",

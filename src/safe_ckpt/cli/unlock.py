@@ -11,8 +11,7 @@ import typer
 
 from safe_ckpt.cli.output import DAMAGED, AsJson, print_json, say, tell
 from safe_ckpt.cli.report import AnyDirectory
-from safe_ckpt.core.directory import unlock as unlocking
-from safe_ckpt.core.directory.unlock import Holder
+from safe_ckpt.core.directory.lock import Holder, holder_of, remove_lock
 from safe_ckpt.inspection.listing import find_shelf
 
 
@@ -30,10 +29,10 @@ def unlock(
     """
     try:
         hidden = find_shelf(directory).hidden
-        found = unlocking.holder(hidden)
+        found = holder_of(hidden)
         taken = found is not None and hidden is not None and break_lock
         if taken and hidden is not None:
-            unlocking.break_lock(hidden)
+            remove_lock(hidden)
     except OSError as error:
         say(f"who holds {directory} cannot be told: {error}. Ask as a user who may read and write there")
         raise typer.Exit(DAMAGED) from None

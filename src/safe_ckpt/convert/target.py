@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import shutil
 import tempfile
 import uuid
@@ -24,7 +23,7 @@ from safe_ckpt.core.formats.torch_archive import torch_image
 from safe_ckpt.core.saving import export
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import HeldDirectories
-from safe_ckpt.core.saving.request import SaveRequest
+from safe_ckpt.core.saving.request import Streamed
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.reader import digest_of
 from safe_ckpt.errors import ConfigError, DirectoryError
@@ -129,10 +128,7 @@ def _saved(path: Path, images: list[FilePlan], *, kind: Literal["directory", "fi
     engine = Engine(_CONFIG)
     try:
         root = HeldDirectories(engine).hold(path)
-        request: SaveRequest = dataclasses.replace(
-            export.request_of(root, path, images, None), kind=kind, streamed=True
-        )
-        return engine.save(request).result()
+        return engine.save(export.request_of(root, path, Streamed(files=images), kind=kind)).result()
     finally:
         engine.close()
 

@@ -18,15 +18,13 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 
 from safe_ckpt.adapters import (
     Engine,
-    FileStream,
-    Pointer,
     SaveHandle,
-    SaveRequest,
     SharedBuffer,
     config_of_all,
     torch_archive,
 )
 from safe_ckpt.adapters.directories import MANIFEST_NAME, read_manifest, verify_entry
+from safe_ckpt.adapters.requests import Destination, Facts, FileByFile, FileStream, OnCommit, Pointer, SaveRequest
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.deepspeed.arguments import LATEST
 from safe_ckpt.deepspeed.directories import ADAPTER, CheckpointDirectory, step_of
@@ -119,16 +117,19 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         latest = [Pointer(path=top / LATEST, data=tag.encode())] if info.save_latest else []
         handle = self._core.save(
             SaveRequest(
-                workspace=place.workspace,
-                path=path,
-                kind="directory",
-                step=step_of(path.name),
-                parts=parts,
-                notes={"adapter": ADAPTER, "latest": bool(info.save_latest), "tag": tag},
-                view={"save_latest": str(info.save_latest)},
-                retain=lambda new: self._places.retain(place, new),
-                carry=lambda name: not name.endswith("_states.pt"),
-                pointers=latest,
+                destination=Destination(workspace=place.workspace, path=path, kind="directory"),
+                content=FileByFile(stream=parts),
+                facts=Facts(
+                    step=step_of(path.name),
+                    notes={"adapter": ADAPTER, "latest": bool(info.save_latest), "tag": tag},
+                ),
+                must_match={"save_latest": str(info.save_latest)},
+                on_commit=OnCommit(
+                    carry=lambda name: not name.endswith("_states.pt"),
+                    pointers=latest,
+                    catalog=place.ledger,
+                    retention=self._places.retention,
+                ),
                 patient=True,
             )
         )

@@ -6,18 +6,17 @@ import logging
 import os
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from safe_ckpt.adapters import CheckpointInfo, Engine, presence
+from safe_ckpt.adapters import Engine, presence
 from safe_ckpt.adapters.directories import (
     HIDDEN,
     MANIFEST_NAME,
     NAMES,
     Candidate,
     Catalog,
-    Decision,
     Workspace,
     catalog,
     refuse,
@@ -58,11 +57,14 @@ class CheckpointDirectory:
         policy: what to keep.
         settle: waits until nothing of the engine is in flight, but for a save that is still open. Told which directory is
             wanted, it gives that one up. None where no save stays open when a call returns.
+
+    Attributes:
+        retention: what is deleted after a commit, never what a ``latest`` names; None for nothing.
     """
 
     def __init__(self, engine: Engine, policy: Retention, settle: Callable[[Path | None], None] | None = None) -> None:
         self._engine = engine
-        self._policy = policy
+        self.retention = retention.policy_of(policy)
         self._settle = settle if settle is not None else lambda _: engine.settle()
         self._held: dict[Path, SaveTarget] = {}
         _living.add(self)
@@ -79,6 +81,7 @@ class CheckpointDirectory:
             place = self._held[folder]
             if top not in place.tops:
                 place.tops = (*place.tops, top)
+                place.ledger.pointers.append(top / LATEST)
             return place
         if len(self._held) >= _HELD:
             for earlier in list(self._held):
@@ -89,7 +92,7 @@ class CheckpointDirectory:
 
         def take_stock() -> None:
             found = candidates(folder)
-            place.ledger = Catalog(found)
+            place.ledger = Catalog(found, pointers=[top / LATEST for top in place.tops])
             place.workspace.start_after(catalog.newest_sequence(found))
 
         self._engine.take_stock(place.workspace, {"directory": folder}, take_stock)
@@ -130,15 +133,6 @@ class CheckpointDirectory:
         if folder in self._held:
             self._settle(folder)
             self._engine.let_go(self._held.pop(folder).workspace)
-
-    def retain(self, place: SaveTarget, new: CheckpointInfo) -> Decision | None:
-        """``new`` was committed. Says what is to be deleted now, never what ``latest`` names. In the background."""
-        named = {top / tag for top in place.tops if (tag := latest_tag(top)) is not None}
-
-        def choose(known: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-            return [info for info in retention.to_delete(known, self._policy) if info.path not in named]
-
-        return place.ledger.retain(new, choose if retention.has_rules(self._policy) else None)
 
 
 def _is_held(folder: Path) -> bool:

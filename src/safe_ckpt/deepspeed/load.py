@@ -124,7 +124,8 @@ def _bound_to(tag: str | None) -> Patch:
 def _survey(folder: Path, tag: str | None) -> dict[str, Any]:
     wanted = tag if tag is not None else directories.latest_tag(folder)
     lost = wanted is not None and not presence.is_directory(folder / wanted)
-    # Killed while it was replaced, where the kernel cannot exchange directories: it is in the trash, or complete in staging.
+    # Killed while it was replaced, where the kernel cannot exchange directories: it is in ``trash``, or complete in
+    # ``pending``.
     path = folder / wanted if wanted is not None else folder
     repair = lost and any((path.parent / HIDDEN / "trash").glob(f"*/{path.name}"))
     if tag is not None and lost and not repair:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.adapters import Engine, Pointer, SaveHandle, SaveRequest, file_plan, presence
+from safe_ckpt.adapters import Engine, SaveHandle, file_plan, presence
 from safe_ckpt.adapters.directories import WEIGHTS, HeldDirectories
+from safe_ckpt.adapters.requests import Content, Destination, Facts, OnCommit, Pointer, SaveRequest, Snapshot, Unplanned
 from safe_ckpt.deepspeed import arguments, directories, nvme
 from safe_ckpt.deepspeed.capture import Captured, capture, capture_weights
 from safe_ckpt.errors import DirectoryError
@@ -38,25 +39,32 @@ def save(
     place = held.hold(top, tag)
     parts = nvme.agree(core, engine)
     captured = capture(engine, tag, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
+    content: Content
+    if captured.error is not None:
+        content = Unplanned(error=captured.error)
+    elif parts is not None:
+        content = Snapshot(files=captured.images, copies=parts.copies, folders=parts.folders)
+    else:
+        content = Snapshot(files=captured.images)
     return core.save(
         SaveRequest(
-            workspace=place.workspace,
-            path=path,
-            kind="directory",
-            step=engine.global_steps,
-            images=captured.images,
-            copies=parts.copies if parts is not None else (),
-            folders=parts.folders if parts is not None else (),
-            error=captured.error,
-            notes={
-                "adapter": directories.ADAPTER,
-                "latest": save_latest,
-                "tag": tag,
-                nvme.NOTE: {"": list(parts.notes)} if parts is not None else {},
-            },
-            retain=lambda new: held.retain(place, new),
-            carry=lambda name: not directories.is_state(name),
-            pointers=_pointers(captured, top, tag, save_latest=save_latest),
+            destination=Destination(workspace=place.workspace, path=path, kind="directory"),
+            content=content,
+            facts=Facts(
+                step=engine.global_steps,
+                notes={
+                    "adapter": directories.ADAPTER,
+                    "latest": save_latest,
+                    "tag": tag,
+                    nvme.NOTE: {"": list(parts.notes)} if parts is not None else {},
+                },
+            ),
+            on_commit=OnCommit(
+                carry=lambda name: not directories.is_state(name),
+                pointers=_pointers(captured, top, tag, save_latest=save_latest),
+                catalog=place.ledger,
+                retention=held.retention,
+            ),
         )
     )
 
@@ -91,13 +99,11 @@ def save_weights(
         return None
     return core.save(
         SaveRequest(
-            workspace=workspaces.hold(path),
-            path=path,
-            kind="file",
-            step=engine.global_steps,
-            images=[file_plan.single(image, path.name) for image in captured.images],
-            error=captured.error,
-            notes={"adapter": WEIGHTS},
+            destination=Destination(workspace=workspaces.hold(path), path=path, kind="file"),
+            content=Unplanned(error=captured.error)
+            if captured.error is not None
+            else Snapshot(files=[file_plan.single(image, path.name) for image in captured.images]),
+            facts=Facts(step=engine.global_steps, notes={"adapter": WEIGHTS}),
             patient=True,
         )
     )

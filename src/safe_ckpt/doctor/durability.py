@@ -14,8 +14,7 @@ from pathlib import Path
 import filelock
 
 import safe_ckpt
-from safe_ckpt.core.directory import unlock
-from safe_ckpt.core.directory.lock import JobLock
+from safe_ckpt.core.directory.lock import JobLock, holder_of
 from safe_ckpt.core.storage.durable import sync_directory
 from safe_ckpt.doctor.disk import current
 from safe_ckpt.doctor.finding import Figure, Finding, fail, ok, refused, skipped, warn
@@ -34,7 +33,7 @@ _HOLD = """
 import sys
 sys.path[:0] = {roots!r}
 from pathlib import Path
-from safe_ckpt.core.directory.lock import JobLock
+from safe_ckpt.core.directory.lock import JobLock, holder_of
 folder = Path({folder!r})
 lock = JobLock(folder, subject=folder, lease_s={lease_s!r})  # by its name it stays
 lock.acquire()
@@ -198,7 +197,7 @@ def holder(examined: Examined) -> list[Finding]:
     """Who holds the directory. Only read; a live job goes on undisturbed."""
     if examined.existing != examined.asked or not examined.asked.is_dir():
         return []
-    lease = unlock.holder(find_shelf(examined.asked).hidden)
+    lease = holder_of(find_shelf(examined.asked).hidden)
     if lease is None:
         return [ok("held by", "no job")]
     who = f"process {lease.pid} on host {lease.host}" if lease.host else "a job that has not written its name"

@@ -76,7 +76,7 @@ def find_shelf(directory: Path) -> Listing:
         usable=tuple(catalog.newest_first(found)),
         unusable=tuple(candidate for candidate in found if candidate.problem),
         unreadable=unreadable,
-        under_way=_listed(hidden, "staging", unreadable),
+        under_way=_listed(hidden, "pending", unreadable),
         quarantined=_listed(hidden, "quarantine", unreadable),
     )
 

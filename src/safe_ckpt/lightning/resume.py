@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from safe_ckpt.adapters import CheckpointInfo, Engine, Link, layouts, patch, presence
+from safe_ckpt.adapters import CheckpointInfo, Engine, layouts, patch, presence
 from safe_ckpt.adapters.directories import (
     Candidate,
     Workspace,
@@ -24,6 +24,7 @@ from safe_ckpt.adapters.directories import (
     verify_share,
 )
 from safe_ckpt.adapters.layouts import Layout
+from safe_ckpt.adapters.requests import Link
 from safe_ckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -189,10 +190,10 @@ def _link_again(workspace: Workspace, info: CheckpointInfo, path: Path, target: 
         done = (path.is_symlink() and os.readlink(path) == target) or not (path.parent / target).exists()
     if done:
         return
-    staged = workspace.stage(f"link-{uuid.uuid4().hex}")
+    staged = workspace.make_pending(f"link-{uuid.uuid4().hex}")
     link = Link(path=path, target=target)
     durable.publish_link(info.path, staged / path.name, link, lambda: workspace.aside(staged.name, path))
-    workspace.drop_staging(staged.name)
+    workspace.drop_pending(staged.name)
     logger.info("made %s again, as was due when %s was saved", path, info.name)
 
 

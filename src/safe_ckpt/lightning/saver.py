@@ -15,14 +15,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 from safe_ckpt.adapters import (
     CheckpointInfo,
     Engine,
-    Link,
     SaveHandle,
-    SaveRequest,
     open_coordinator,
     plan,
     reraise,
 )
-from safe_ckpt.adapters.directories import Decision, HeldDirectories, Workspace, catalog, commit_order, one_shot, resume
+from safe_ckpt.adapters.directories import HeldDirectories, Workspace, catalog, commit_order, one_shot, resume
+from safe_ckpt.adapters.requests import (
+    Content,
+    DeleteListed,
+    Destination,
+    Facts,
+    Link,
+    OnCommit,
+    SaveRequest,
+    Snapshot,
+    Unplanned,
+)
 from safe_ckpt.adapters.tracking import Tracking
 from safe_ckpt.adapters.weights import Exporter
 from safe_ckpt.config import CheckpointConfig
@@ -460,27 +469,25 @@ class TrainerSaver:
         links = [Link(path=Path(os.path.abspath(path))) for path in intents.saves[1:]]
         links += [Link(path=Path(os.path.abspath(path)), target=target) for path, target in intents.links.items()]
         to_delete = [Path(os.path.abspath(path)) for path in intents.to_delete]
+        notes = resuming.notes(workspace, links=links, to_delete=to_delete, weights_only=bool(weights_only))
+        is_directory = self._makes_directories and bool(intents.saves)
         return SaveRequest(
-            workspace=workspace,
-            path=primary,
-            kind="directory" if self._makes_directories and intents.saves else "file",
-            step=int(self._trainer.global_step),
-            metrics=contents.numbers(self._trainer),
-            images=files.images,
-            error=files.error,
-            copies=files.copies,
-            folders=files.folders,
-            links=links,
-            notes={
-                **files.notes,
-                **resuming.notes(workspace, links=links, to_delete=to_delete, weights_only=bool(weights_only)),
-            },
-            view={"names": ", ".join([*intents.saves, *intents.links])},
-            retain=lambda _: Decision(to_delete=to_delete) if to_delete else None,
-            overlap_plan=contents.overlap_plan(self._trainer, self.config.snapshot)
-            if files.images and overlap
-            else None,
+            destination=Destination(workspace=workspace, path=primary, kind="directory" if is_directory else "file"),
+            content=self._content(files, overlap=overlap),
+            facts=Facts(
+                step=int(self._trainer.global_step),
+                metrics=contents.numbers(self._trainer),
+                notes={**files.notes, **notes},
+            ),
+            must_match={"names": ", ".join([*intents.saves, *intents.links])},
+            on_commit=OnCommit(links=links, retention=DeleteListed(paths=to_delete) if to_delete else None),
         )
+
+    def _content(self, files: contents.Files, *, overlap: bool) -> Content:
+        if files.error is not None:
+            return Unplanned(error=files.error)
+        plan = contents.overlap_plan(self._trainer, self.config.snapshot) if files.images and overlap else None
+        return Snapshot(files=files.images, copies=files.copies, folders=files.folders, overlap=plan)
 
     def _root_of(self, path: Path) -> Workspace:
         """The held directory in which ``path`` lies, else one on the same file system: staging is done there."""

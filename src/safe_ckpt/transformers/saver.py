@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import Self
 
-from safe_ckpt.adapters import CheckpointInfo, Engine, SaveRequest, presence
+from safe_ckpt.adapters import Engine, presence
 from safe_ckpt.adapters.directories import (
     MANIFEST_NAME,
     Candidate,
@@ -26,10 +26,19 @@ from safe_ckpt.adapters.directories import (
     resume,
     verify_share,
 )
+from safe_ckpt.adapters.requests import (
+    Content,
+    Destination,
+    Facts,
+    KeepNewest,
+    OnCommit,
+    SaveRequest,
+    Snapshot,
+    Unplanned,
+)
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.events import Hook
-from safe_ckpt.transformers import rotation
 from safe_ckpt.transformers.contents import Catch, catching
 from safe_ckpt.transformers.strategies import Sharing
 
@@ -102,7 +111,7 @@ class TrainerSaver:
             self._engine.save(self._request(trainer, path, workspace, begun, ledger))
         except BaseException:
             if self._engine.rank == 0:
-                workspace.drop_staging(key)
+                workspace.drop_pending(key)
             raise
         return path
 
@@ -136,23 +145,26 @@ class TrainerSaver:
                 error = problem
         added = self._sharing.plan(trainer, noted, caught, error)
 
-        def choose(infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-            return rotation.to_delete(infos, limit, Path(best) if best else None)
-
+        content: Content
+        if added.error is not None:
+            content = Unplanned(error=added.error)
+        else:
+            files = [*caught.images, *added.images]
+            content = Snapshot(files=files, copies=added.copies, folders=added.folders)
         return SaveRequest(
-            workspace=workspace,
-            path=path,
-            kind="directory",
-            step=int(trainer.state.global_step),
-            metrics=_metrics(trainer),
-            images=[] if added.error is not None else [*caught.images, *added.images],
-            error=added.error,
-            notes={"adapter": ADAPTER, **added.notes},
-            retain=lambda new: ledger.retain(new, choose if limit else None),
-            begun=begun,
-            folders=added.folders,
-            copies=added.copies,
-            carry=lambda _: True,
+            destination=Destination(workspace=workspace, path=path, kind="directory"),
+            content=content,
+            facts=Facts(
+                step=int(trainer.state.global_step),
+                metrics=_metrics(trainer),
+                notes={"adapter": ADAPTER, **added.notes},
+            ),
+            on_commit=OnCommit(
+                prefilled=begun,
+                carry=lambda _: True,
+                catalog=ledger,
+                retention=KeepNewest(limit=limit, best=Path(best) if best else None) if limit else None,
+            ),
         )
 
     def _hold(self, folder: Path) -> tuple[Workspace, Catalog]:

@@ -50,11 +50,11 @@ class TwoPhaseCommit:
         self._reports = Mailbox(store_client, f"{self._prefix}/wrote", writers)
 
     def prepared(self) -> None:
-        """Rank 0: the staging directory exists."""
+        """Rank 0: the pending directory exists."""
         self._set("prepared", {})
 
     def await_prepared(self, timeout_s: float) -> None:
-        """Another writing rank: wait until the staging directory exists, or the save has failed.
+        """Another writing rank: wait until the pending directory exists, or the save has failed.
 
         Raises:
             RendezvousTimeout: rank 0 did neither in time.

@@ -1,11 +1,11 @@
-"""Which checkpoints there are, and in which order to try them."""
+"""Which checkpoints there are, in which order to try them, and what this job knows of them."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,12 @@ from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, Manifest, read_manifest
 from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.reader import drop_cache
-from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
+from safe_ckpt.errors import (
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    SafeCheckpointError,
+    UnsupportedFormatError,
+)
 
 logger = logging.getLogger(__name__)
 WEIGHTS = "weights"
@@ -319,3 +324,64 @@ def _manifest_of(path: Path) -> Manifest:
 def step_name(step: int) -> str:
     """The directory name of a step: sorts like the steps do."""
     return f"step-{step:08d}"
+
+
+class Catalog:
+    """The committed checkpoints of one directory as rank 0 knows them: begins with what was found, learns of every commit.
+
+    Args:
+        candidates: what was found; those without a manifest of ours do not count.
+        pointers: files that name a checkpoint beside them, such as ``latest``; what they name is never deleted.
+
+    Attributes:
+        pointers: as given; more may be added.
+    """
+
+    def __init__(self, candidates: Iterable[Candidate] = (), pointers: Iterable[Path] = ()) -> None:
+        self._committed = [info for info in (candidate.info for candidate in candidates) if info is not None]
+        self.pointers = list(pointers)
+
+    @property
+    def committed(self) -> list[CheckpointInfo]:
+        """What there is."""
+        return list(self._committed)
+
+    def add(self, new: CheckpointInfo) -> None:
+        """``new`` was committed; those that are not there any more are forgotten."""
+        self._committed = [*(info for info in self._committed if info.path != new.path and info.path.exists()), new]
+
+    def still_ours(self, new: CheckpointInfo) -> list[CheckpointInfo]:
+        """Those that still have their names: where names are held one by one another job may have taken one since."""
+        return [info for info in self._committed if info is new or _still_has_its_name(info)]
+
+    def named(self) -> set[Path]:
+        """What the pointers name now.
+
+        Raises:
+            OSError: one is there and cannot be read.
+        """
+        return {path for pointer in self.pointers if (path := _named_by(pointer)) is not None}
+
+    def forget(self, paths: Collection[Path]) -> None:
+        """These are about to be deleted."""
+        self._committed = [info for info in self._committed if info.path not in paths]
+
+
+def is_of(info: CheckpointInfo, manifest: Manifest) -> bool:
+    """Whether ``manifest`` is that of the checkpoint ``info``, and not of another one under the same name."""
+    return (manifest.op_id, manifest.sequence) == (info.op_id, info.sequence)
+
+
+def _still_has_its_name(info: CheckpointInfo) -> bool:
+    try:
+        return is_of(info, read_manifest(info.path))
+    except (SafeCheckpointError, OSError) as error:
+        logger.warning("%s is left alone, because nobody can tell whose it is: %s", info.path, error)
+        return False
+
+
+def _named_by(pointer: Path) -> Path | None:
+    try:
+        return pointer.parent / pointer.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return None

@@ -1,6 +1,6 @@
 """Files of a checkpoint directory that the writers did not write: what hooks put there, and what others put beside it.
 
-A hook gets a folder that exists on all ranks before anything is written; the folder then becomes the staging directory, and
+A hook gets a folder that exists on all ranks before anything is written; the folder then becomes the pending directory, and
 what is in it is hashed, made durable and listed in the manifest like all else. Files that somebody else keeps in a directory
 that is replaced go along to the new one; they are theirs, so no manifest lists them.
 """
@@ -22,7 +22,7 @@ from safe_ckpt.errors import DirectoryError, SafeCheckpointError
 
 
 def open_folder(coordinator: Coordinator, workspace: Workspace, key: str, timeout_s: float) -> Path:
-    """Make a folder for what hooks write, to be given to a ``SaveRequest`` as ``begun``. Every rank calls this.
+    """Make a folder for what hooks write, to be given to ``OnCommit`` as ``prefilled``. Every rank calls this.
 
     Args:
         coordinator: where the ranks meet.
@@ -34,11 +34,11 @@ def open_folder(coordinator: Coordinator, workspace: Workspace, key: str, timeou
         DirectoryError: it could not be made, on every rank.
         DirectoryNotSharedError: some ranks do not see it.
     """
-    folder = workspace.staging / key / "files"
+    folder = workspace.pending / key / "files"
 
     def make(_: object) -> str:
         try:
-            workspace.stage(key)
+            workspace.make_pending(key)
             folder.mkdir()
             return leave_token(folder)
         except OSError as error:
@@ -50,14 +50,14 @@ def open_folder(coordinator: Coordinator, workspace: Workspace, key: str, timeou
     return folder
 
 
-def enter(begun: Path, staged: Path) -> None:
-    """The folder of the hooks becomes the staging directory. On rank 0.
+def enter(prefilled: Path, staged: Path) -> None:
+    """The folder of the hooks becomes the pending directory. On rank 0.
 
     Raises:
         OSError: as the operating system says.
     """
-    os.rename(begun, staged)
-    begun.parent.rmdir()
+    os.rename(prefilled, staged)
+    prefilled.parent.rmdir()
 
 
 def adopt(staged: Path, written: Collection[str]) -> list[FileEntry]:

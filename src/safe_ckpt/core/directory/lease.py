@@ -1,4 +1,4 @@
-"""What a lock file says about its holder, and what can be told from it: dead, alive, or not to be told from here.
+"""The lock file: making it, taking it away, and what it says about its holder: dead, alive, or not to be known from here.
 
 The file names the holder completely: host, kernel, PID namespace, pid and the start of that process. The same host name
 alone proves nothing: a restarted pod has the name of the one before it. Imports neither torch nor a framework.
@@ -11,6 +11,8 @@ import json
 import os
 import socket
 import stat
+import uuid
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -111,6 +113,78 @@ def read_lock(directory: Path, name: str = LOCK_NAME) -> bytes | None:
         return os.read(fd, _MOST_BYTES) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
     finally:
         os.close(fd)
+
+
+def take_away(directory: Path, is_it: Callable[[bytes], bool]) -> bool:
+    """Remove the lock file of ``directory`` if it is the one that was judged. Returns whether it is gone.
+
+    It is renamed aside first, which only one of several can do, and then looked at: one that somebody else made meanwhile
+    gets its name back. That one's holder looks at the file before each commit, so at no time do two commit.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    path = directory / LOCK_NAME
+    data = read_lock(directory)
+    if data is None or not is_it(data):
+        return data is None
+    aside = directory / f"{LOCK_NAME}.{uuid.uuid4().hex}"
+    try:
+        os.rename(path, aside)
+    except FileNotFoundError:
+        return True
+    if not aside.is_file() or aside.is_symlink():
+        return True  # a directory or a pipe was no lock of anybody's, but somebody may want it
+    if not is_it(read_lock(directory, aside.name) or b""):
+        with contextlib.suppress(FileExistsError):
+            _give_back(aside, path)
+        aside.unlink(missing_ok=True)
+        return False
+    # A host whose caches still lead to the old file must not find its own name in it.
+    with contextlib.suppress(OSError):  # of another user, or on a full disk
+        aside.write_bytes(b"taken over\n")
+    aside.unlink(missing_ok=True)  # the next holder may have swept it
+    return True
+
+
+def put(fresh: Path, data: bytes, path: Path) -> bool:
+    """Give a complete lock file its name, if that is free. Returns whether it was done."""
+    try:
+        os.link(fresh, path)
+    except (FileExistsError, FileNotFoundError):  # or somebody who has the lock by now has swept it
+        return False
+    except OSError:  # no hard links here: then it is empty for a moment
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except FileExistsError:
+            return False
+        try:
+            os.write(fd, data)
+        finally:
+            os.close(fd)
+    return True
+
+
+def _give_back(aside: Path, path: Path) -> None:
+    try:
+        os.link(aside, path)
+    except FileExistsError:
+        raise
+    except OSError:  # no hard links here
+        if not os.path.lexists(path):
+            os.rename(aside, path)
+
+
+def look_again(directory: Path) -> None:
+    """List the directory: that makes network file systems look at what they have cached."""
+    with contextlib.suppress(OSError):
+        os.listdir(directory)
+
+
+def token_of(data: bytes) -> str:
+    """The token in a lock file's bytes; "" where it names nobody."""
+    lease = Lease.from_bytes(data)
+    return lease.token if lease is not None else ""
 
 
 def fate_of(lease: Lease, directory: Path) -> Fate:

@@ -3,7 +3,8 @@
 The lock is a file that the holder changes all the time. Whoever wants the directory takes it over at once from a process
 that is known to be gone, and from one that cannot be asked (another host, another container) after the file stood still
 for the holder's own ``lease_s``. It needs nothing of the file system but exclusive creation and rename: a lock is taken away
-by renaming it aside and looking at what came along. Readers (``list``, ``verify``, evaluation jobs) take no lock.
+by renaming it aside and looking at what came along. Readers (``list``, ``verify``, evaluation jobs) take no lock. People may
+ask who holds a directory, and break its lock.
 """
 
 from __future__ import annotations
@@ -18,13 +19,26 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from safe_ckpt.core.directory.lease import KERNEL_NAME, LOCK_NAME, Lease, fate_of, kernel_lock, own_lease, read_lock
+from safe_ckpt.core.directory.lease import (
+    KERNEL_NAME,
+    LOCK_NAME,
+    Lease,
+    fate_of,
+    kernel_lock,
+    look_again,
+    own_lease,
+    put,
+    read_lock,
+    take_away,
+    token_of,
+)
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 
 logger = logging.getLogger(__name__)
@@ -35,6 +49,7 @@ _BEATS_PER_LEASE = 6
 _ATTEMPTS = 100
 _PAUSE_S = 0.05
 _SLOW_S = 1.0
+_LEASE_S = 60.0  # of a lock file that does not say
 _MOMENT_S = 1.5
 _PHASE = "taking the job lock"
 _TAKEN_AWAY = "another job took the directory over, because this one showed no sign of life for {:g} s (lease_s)"
@@ -123,7 +138,7 @@ class JobLock:
             while (found is None or not found.token) and time.monotonic() < deadline and self._lease is not None:
                 # Somebody looks at it aside and gives it back, or a cache does not know it for a moment.
                 time.sleep(_PAUSE_S)
-                _look_again(self._directory)
+                look_again(self._directory)
                 found = self._read()
         except OSError as error:
             raise DirectoryError.of(error, path=self._path, rank=0, phase="confirming the job lock") from error
@@ -144,7 +159,7 @@ class JobLock:
             self._keeper.join(_MOMENT_S)  # a disk that does not answer holds it up
         try:
             self._drop_kernel_lock()
-            take_away(self._directory, lambda data: _token(data) == lease.token)
+            take_away(self._directory, lambda data: token_of(data) == lease.token)
         except OSError as error:
             logger.warning("the lock of %s could not be removed: %s", self._subject, error)
 
@@ -204,7 +219,7 @@ class JobLock:
         try:
             lease = self._own_lease()
             fresh.write_bytes(lease.to_bytes())
-            if _put(fresh, lease.to_bytes(), self._path) and _token(read_lock(self._directory) or b"") == lease.token:
+            if put(fresh, lease.to_bytes(), self._path) and token_of(read_lock(self._directory) or b"") == lease.token:
                 self._lease, self._pid = lease, os.getpid()
                 (self._directory / _SEEN_NAME).unlink(missing_ok=True)
         finally:
@@ -231,7 +246,7 @@ class JobLock:
                 so_far = f"it shows no sign of life; its lease ends in {needed_s - still_s:.0f} s: start again then"
                 raise self.in_use(so_far, lease)
             time.sleep(pause_s)
-            _look_again(self._directory)
+            look_again(self._directory)
             found = read_lock(self._directory)
             took_s, before = time.monotonic() - before, time.monotonic()
             still_s += min(took_s, pause_s + _SLOW_S)
@@ -242,7 +257,7 @@ class JobLock:
                 return True
             if found == data:
                 continue
-            if lease is not None and found is not None and _token(found) == lease.token:
+            if lease is not None and found is not None and token_of(found) == lease.token:
                 raise self.in_use("it gave a sign of life: stop it, or choose another directory", lease)
             return False
         logger.info("%s taken over: no sign of life of host %s for %.0f s", self._subject, host, lease_s)
@@ -287,7 +302,7 @@ class JobLock:
         fd = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             # What is open now is looked at: it may be another one since, and one renamed aside harms nobody.
-            if _token(os.read(fd, 4096)) == lease.token:
+            if token_of(os.read(fd, 4096)) == lease.token:
                 os.pwrite(fd, lease.to_bytes(), 0)
         finally:
             os.close(fd)
@@ -299,7 +314,7 @@ class JobLock:
             for path in self._directory.glob(f"{LOCK_NAME}.*"):
                 ours = (
                     self._lease is not None
-                    and _token(read_lock(self._directory, path.name) or b"") == self._lease.token
+                    and token_of(read_lock(self._directory, path.name) or b"") == self._lease.token
                 )
                 if path.name not in (KERNEL_NAME, _SEEN_NAME) and not ours:  # ours is just being looked at by somebody
                     path.unlink(missing_ok=True)
@@ -332,77 +347,6 @@ _NOBODY = Lease(
 )
 
 
-def take_away(directory: Path, is_it: Callable[[bytes], bool]) -> bool:
-    """Remove the lock file of ``directory`` if it is the one that was judged. Returns whether it is gone.
-
-    It is renamed aside first, which only one of several can do, and then looked at: one that somebody else made meanwhile
-    gets its name back. That one's holder looks at the file before each commit, so at no time do two commit.
-
-    Raises:
-        OSError: the file system refuses.
-    """
-    path = directory / LOCK_NAME
-    data = read_lock(directory)
-    if data is None or not is_it(data):
-        return data is None
-    aside = directory / f"{LOCK_NAME}.{uuid.uuid4().hex}"
-    try:
-        os.rename(path, aside)
-    except FileNotFoundError:
-        return True
-    if not aside.is_file() or aside.is_symlink():
-        return True  # a directory or a pipe was no lock of anybody's, but somebody may want it
-    if not is_it(read_lock(directory, aside.name) or b""):
-        with contextlib.suppress(FileExistsError):
-            _give_back(aside, path)
-        aside.unlink(missing_ok=True)
-        return False
-    # A host whose caches still lead to the old file must not find its own name in it.
-    with contextlib.suppress(OSError):  # of another user, or on a full disk
-        aside.write_bytes(b"taken over\n")
-    aside.unlink(missing_ok=True)  # the next holder may have swept it
-    return True
-
-
-def _put(fresh: Path, data: bytes, path: Path) -> bool:
-    """Give a complete lock file its name, if that is free. Returns whether it was done."""
-    try:
-        os.link(fresh, path)
-    except (FileExistsError, FileNotFoundError):  # or somebody who has the lock by now has swept it
-        return False
-    except OSError:  # no hard links here: then it is empty for a moment
-        try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        except FileExistsError:
-            return False
-        try:
-            os.write(fd, data)
-        finally:
-            os.close(fd)
-    return True
-
-
-def _give_back(aside: Path, path: Path) -> None:
-    try:
-        os.link(aside, path)
-    except FileExistsError:
-        raise
-    except OSError:  # no hard links here
-        if not os.path.lexists(path):
-            os.rename(aside, path)
-
-
-def _look_again(directory: Path) -> None:
-    # Listing makes network file systems look at what they have cached.
-    with contextlib.suppress(OSError):
-        os.listdir(directory)
-
-
-def _token(data: bytes) -> str:
-    lease = Lease.from_bytes(data)
-    return lease.token if lease is not None else ""
-
-
 @contextlib.contextmanager
 def not_held(directory: Path, subject: Path, patience_s: float) -> Iterator[None]:
     """No live job holds the lock in ``directory``, nor takes it meanwhile where there is one; a dead job's is taken over.
@@ -413,9 +357,60 @@ def not_held(directory: Path, subject: Path, patience_s: float) -> Iterator[None
     if not os.path.lexists(directory / LOCK_NAME):
         yield
         return
-    lock = JobLock(directory, subject=subject, lease_s=60.0, owner="set_up_directory")
+    lock = JobLock(directory, subject=subject, lease_s=_LEASE_S, owner="set_up_directory")
     lock.acquire(patience_s)
     try:
         yield
     finally:
         lock.release()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """Who holds a directory.
+
+    Attributes:
+        host: where; "" where the lock file names nobody: a job writes it at this moment, or was killed before it did.
+        pid: which process there; 0 where the lock file names nobody.
+        started_at: since when, ISO 8601; "?" where that is not recorded.
+        alive: False when it is gone, so that the next job takes the lock over at once; None when that cannot be told from
+            here.
+        lease_s: how long a holder that cannot be asked may show no sign of life before the next job takes over.
+    """
+
+    host: str
+    pid: int
+    started_at: str
+    alive: bool | None
+    lease_s: float
+
+
+def holder_of(hidden: Path | None) -> Holder | None:
+    """Who holds the directory; None when nobody does. Only read: the lock stays as it is.
+
+    Args:
+        hidden: where the directory's lock lives, ``Listing.hidden``; None where there never was one.
+
+    Raises:
+        OSError: the lock file is there and could not be read.
+    """
+    data = read_lock(hidden) if hidden is not None else None
+    if hidden is None or data is None:
+        return None
+    lease = Lease.from_bytes(data)
+    if lease is None:
+        return Holder(host="", pid=0, started_at="?", alive=None, lease_s=_LEASE_S)
+    alive = {"alive": True, "dead": False, "unknown": None}[fate_of(lease, hidden)]
+    return Holder(host=lease.host, pid=lease.pid, started_at=lease.started_at, alive=alive, lease_s=lease.lease_s)
+
+
+def remove_lock(hidden: Path) -> None:
+    """Take the lock away from whoever holds it. A job that still lives notices before its next commit, and fails.
+
+    Args:
+        hidden: where the directory's lock lives, ``Listing.hidden``.
+
+    Raises:
+        OSError: it could not be removed.
+    """
+    take_away(hidden, lambda _: True)

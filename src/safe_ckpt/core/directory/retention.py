@@ -1,12 +1,116 @@
-"""Which checkpoints to delete. Pure: values in, values out."""
+"""Which checkpoints are deleted after a commit. Policies are values and pure: they decide from what they are given."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 from safe_ckpt.config import Retention
+from safe_ckpt.core.directory.catalog import Catalog
 from safe_ckpt.core.formats.manifest import CheckpointInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What retention decided after a commit.
+
+    Attributes:
+        to_delete: what is to be deleted now.
+        kept: names of what stays, oldest first, where that is known.
+    """
+
+    to_delete: Sequence[Path]
+    kept: Sequence[str] = ()
+
+
+class RetentionPolicy(Protocol):
+    """Chooses among the committed checkpoints of one directory."""
+
+    def to_delete(self, committed: Sequence[CheckpointInfo]) -> Sequence[Path]:
+        """What is to be deleted now; ``committed`` is empty where nobody keeps a catalog."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepByRules:
+    """Keeps what any rule of ``Retention`` keeps, and the newest.
+
+    Attributes:
+        rules: the settings.
+    """
+
+    rules: Retention
+
+    def to_delete(self, committed: Sequence[CheckpointInfo]) -> list[Path]:
+        """See ``RetentionPolicy``."""
+        return [info.path for info in to_delete(committed, self.rules)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepNewest:
+    """Keeps the newest up to a limit, and the best, as ``transformers.trainer_utils.rotate_checkpoints`` chooses them.
+
+    Attributes:
+        limit: how many to keep; None or less than 1 for all.
+        best: never deleted; None where there is none.
+    """
+
+    limit: int | None
+    best: Path | None = None
+
+    def to_delete(self, committed: Sequence[CheckpointInfo]) -> list[Path]:
+        """See ``RetentionPolicy``."""
+        if self.limit is None or self.limit < 1:
+            return []
+        by_age = [info.path for info in sorted(committed, key=lambda info: info.sequence)]
+        spared = {*by_age[-1:], *(path for path in by_age if path == self.best)}
+        surplus = len(by_age) - max(self.limit, len(spared))
+        return [path for path in by_age if path not in spared][: max(0, surplus)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeleteListed:
+    """The caller has decided already.
+
+    Attributes:
+        paths: what to delete.
+    """
+
+    paths: Sequence[Path]
+
+    def to_delete(self, committed: Sequence[CheckpointInfo]) -> Sequence[Path]:
+        """See ``RetentionPolicy``."""
+        del committed
+        return self.paths
+
+
+def policy_of(rules: Retention) -> KeepByRules | None:
+    """The policy of these settings; None when they have no rule, so that nothing is ever deleted."""
+    return KeepByRules(rules=rules) if has_rules(rules) else None
+
+
+def after_commit(new: CheckpointInfo, catalog: Catalog | None, policy: RetentionPolicy | None) -> Decision | None:
+    """``new`` was committed: tell the catalog, and decide what is deleted. On rank 0, in the background.
+
+    Returns:
+        The decision; None without a policy.
+
+    Raises:
+        OSError: a pointer of the catalog could not be read.
+    """
+    if catalog is not None:
+        catalog.add(new)
+    if policy is None:
+        return None
+    committed = catalog.still_ours(new) if catalog is not None else []
+    named = catalog.named() if catalog is not None else set()
+    paths = [path for path in policy.to_delete(committed) if path not in named]
+    if catalog is not None:
+        catalog.forget(paths)
+    kept = sorted((info for info in committed if info.path not in paths), key=lambda info: info.sequence)
+    return Decision(to_delete=paths, kept=[info.path.name for info in kept])
 
 
 def to_delete(infos: Sequence[CheckpointInfo], policy: Retention) -> list[CheckpointInfo]:
@@ -31,11 +135,6 @@ def to_delete(infos: Sequence[CheckpointInfo], policy: Retention) -> list[Checkp
 def has_rules(policy: Retention) -> bool:
     """Whether anything is ever deleted."""
     return not (policy.keep_last is None and policy.keep_best is None and policy.keep_every_steps is None)
-
-
-def chooser(policy: Retention) -> Callable[[Sequence[CheckpointInfo]], list[CheckpointInfo]] | None:
-    """``to_delete`` for one policy; None when it has no rule."""
-    return (lambda infos: to_delete(infos, policy)) if has_rules(policy) else None
 
 
 def best(infos: Sequence[CheckpointInfo], policy: Retention) -> list[CheckpointInfo]:

@@ -1,7 +1,7 @@
 """A directory that a job holds: its hidden folder, its lock, what to clean up at the start, and how things leave it.
 
 ``.safe_ckpt/`` lies in it, or beside it where a framework lists what is in it; always on the same file system. It holds
-``staging`` (saves under way), ``trash`` (on the way out; a half-deleted checkpoint can never be picked), ``quarantine``
+``pending`` (saves under way), ``trash`` (on the way out; a half-deleted checkpoint can never be picked), ``quarantine``
 (damaged, kept for people to look at), the lock and ``events.jsonl``. Used on rank 0 only.
 """
 
@@ -46,7 +46,8 @@ class Workspace:
     ) -> None:
         self.path = path
         self.hidden = hidden or path / HIDDEN
-        self.staging = self.hidden / "staging"
+        self.pending = self.hidden / "pending"
+        self._formerly = self.hidden / "staging"
         self.trash = self.hidden / "trash"
         self._quarantine = self.hidden / "quarantine"
         self._lock = JobLock(self.hidden, subject=path, lease_s=lease_s, owner=owner)
@@ -80,7 +81,8 @@ class Workspace:
                 if error.errno not in (errno.ENOENT, errno.EEXIST) or attempts == 1:
                     raise
         try:
-            self.staging.mkdir(exist_ok=True)  # here, because no job that ends now takes it away any more
+            self.pending.mkdir(exist_ok=True)  # here, because no job that ends now takes it away any more
+            self._take_former()
             self._repair()
             self._sweep()
         except BaseException as error:
@@ -94,7 +96,7 @@ class Workspace:
         if not self._lock.is_held:
             return
         if self._lock.is_seen:  # else the folders are another job's by now
-            _remove_empty([self.staging, self.trash, self._quarantine])
+            _remove_empty([self.pending, self.trash, self._quarantine])
         self._lock.release()
         # Whoever comes in this moment makes anew what is gone.
         _remove_empty([self.hidden, *self._missing])
@@ -116,14 +118,14 @@ class Workspace:
     def confirm(self) -> None:
         """Raise ``DirectoryInUseError`` if another job has taken the directory over.
 
-        A job can be stopped right behind this. What it does then fails: the job that took over has renamed its staging and
-        its trash away before it does anything else.
+        A job can be stopped right behind this. What it does then fails: the job that took over has renamed its pending
+        saves and its trash away before it does anything else.
         """
         self._lock.confirm()
 
-    def stage(self, op_id: str) -> Path:
-        """Create and return the staging directory of one save."""
-        folder = self.staging / op_id
+    def make_pending(self, op_id: str) -> Path:
+        """Create and return the directory in which one save is built."""
+        folder = self.pending / op_id
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
@@ -139,8 +141,8 @@ class Workspace:
         folder.mkdir(parents=True, exist_ok=True)
         return folder / path.name
 
-    def drop_staging(self, op_id: str) -> None:
-        """Remove the staging directory of a save that is over, and what it replaced. Never raises.
+    def drop_pending(self, op_id: str) -> None:
+        """Remove the directory of a save that is over, and what it replaced. Never raises.
 
         What was moved aside stays when nothing stands in its place: the next start brings it back.
         """
@@ -155,7 +157,7 @@ class Workspace:
         if unreplaced:
             logger.error("%s was moved aside and not replaced: the next start brings it back", aside)
             return
-        for folder in (self.staging / op_id, aside):
+        for folder in (self.pending / op_id, aside):
             self._delete(folder)
 
     def _sweep_away(self, path: Path) -> None:
@@ -244,20 +246,27 @@ class Workspace:
 
     def _refuse_links(self) -> None:
         above = [folder for folder in self.hidden.parents if self.path in folder.parents]
-        for folder in (*above, self.hidden, self.staging, self.trash, self._quarantine):
+        for folder in (*above, self.hidden, self.pending, self._formerly, self.trash, self._quarantine):
             if folder.is_symlink():
                 message = "is a link, and what is behind it would be deleted: put the folder itself there"
                 raise DirectoryError(path=str(folder), message=message)
+
+    def _take_former(self) -> None:
+        """What an earlier version left under the former name of ``pending``: it is repaired and swept like the rest."""
+        for left in _listed(self._formerly):
+            self.confirm()
+            os.rename(left, self.pending / left.name)
+        _remove_empty([self._formerly])
 
     def _repair(self) -> None:
         # A crash while a directory was being replaced without an exchange: the old one is in the trash and the final
         # name is free. A complete new one goes forward, else the old one comes back; only then is anything swept.
         for folder in _listed(self.trash):
-            interrupted = folder.is_dir() and (self.staging / folder.name).is_dir()
+            interrupted = folder.is_dir() and (self.pending / folder.name).is_dir()
             for old in list(folder.iterdir()) if interrupted else []:
                 if os.path.lexists(self.path / old.name):
                     continue
-                new = self.staging / folder.name / old.name
+                new = self.pending / folder.name / old.name
                 chosen = new if _is_complete(new) else old
                 self.confirm()
                 logger.warning("%s: finished an interrupted replacement with %s", self.path / old.name, chosen)
@@ -270,7 +279,7 @@ class Workspace:
             os.rename(moving, away)
             self._into_quarantine(away)
         self._delete(self.hidden / HIDDEN)  # what a job that was killed on its way in left for the others to look for
-        for folder in (self.staging, self.trash):
+        for folder in (self.pending, self.trash):
             for left in _listed(folder):
                 logger.info("removing what an earlier job left: %s", left)
                 self._sweep_away(left)

@@ -1,7 +1,7 @@
 """Offloaded tensors of all ranks, consolidated: folders of files here and there become one directory, complete or absent.
 
 DeepSpeed keeps optimizer states on NVMe, each rank in a folder of its own. Copying those into a checkpoint that is there
-already is where ranks collide and half a copy passes for a whole one. Here every rank copies its part into a fresh staging
+already is where ranks collide and half a copy passes for a whole one. Here every rank copies its part into a fresh pending
 directory, and rank 0 gives the whole its name once every byte of every rank is durable.
 """
 
@@ -22,7 +22,7 @@ from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
-from safe_ckpt.core.saving.request import SaveRequest
+from safe_ckpt.core.saving.request import Copies, Destination, Facts, OnCommit, SaveRequest
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.errors import (
     ConfigError,
@@ -82,14 +82,10 @@ def consolidate_offloaded(
         workspace = _held(engine, path)
         plan = agree_parts(engine, sources, ignore, destination=path)
         request = SaveRequest(
-            workspace=workspace,
-            path=path,
-            kind="directory",
-            step=0,
-            copies=plan.copies,
-            folders=plan.folders,
-            notes={"adapter": ADAPTER, "parts": plan.notes},
-            carry=lambda _: True,
+            destination=Destination(workspace=workspace, path=path, kind="directory"),
+            content=Copies(copies=plan.copies, folders=plan.folders),
+            facts=Facts(step=0, notes={"adapter": ADAPTER, "parts": plan.notes}),
+            on_commit=OnCommit(carry=lambda _: True),
         )
         info = engine.save(request).result()
         engine.let_go(workspace)

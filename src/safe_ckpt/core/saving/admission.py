@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from safe_ckpt.core.formats.manifest import Manifest
-from safe_ckpt.core.saving.request import SaveHandle, SaveRequest
-from safe_ckpt.core.storage.copier import FileCopy
+from safe_ckpt.core.saving.handle import SaveHandle
+from safe_ckpt.core.saving.request import SaveRequest
 from safe_ckpt.errors import to_wire
 
 
@@ -43,15 +43,10 @@ def answer(request: SaveRequest, unreported: SaveHandle | None, rank: int) -> di
         failure = to_wire(unreported.unreported, rank=rank, phase="save")
         earlier = {"op_id": unreported.op_id, "error": failure}
     return {
-        "bytes": sum(image.total_bytes for image in request.images) + new_bytes(request.copies),
-        "writes": bool(request.images or request.copies) or request.parts is not None,
+        "bytes": request.content.new_bytes,
+        "writes": request.content.writes,
         "earlier": earlier,
     }
-
-
-def new_bytes(copies: Sequence[FileCopy]) -> int:
-    """How many bytes are to be copied; what an earlier attempt left is not copied again."""
-    return sum(copy.stamp.size_bytes for copy in copies)
 
 
 def decide(request: SaveRequest, answers: Mapping[int, Any], *, busy: bool) -> dict[str, Any]:
@@ -69,13 +64,13 @@ def decide(request: SaveRequest, answers: Mapping[int, Any], *, busy: bool) -> d
     if busy:
         return {}
     manifest = Manifest(
-        name=request.path.name,
-        sequence=request.workspace.next_sequence(),
-        step=request.step,
+        name=request.name,
+        sequence=request.destination.workspace.next_sequence(),
+        step=request.facts.step,
         op_id=uuid.uuid4().hex,
         world_size=len(ranks),
-        metrics=dict(request.metrics),
-        notes=dict(request.notes),
+        metrics=dict(request.facts.metrics),
+        notes=dict(request.facts.notes),
     )
     return {
         "manifest": manifest.to_json(),

@@ -1,6 +1,6 @@
 """The background phases of a save: prepare, write, commit, retain. They issue no collectives.
 
-Rank 0 leads: it makes the staging directory, collects what every writing rank reports, commits and publishes the verdict.
+Rank 0 leads: it makes the pending directory, collects what every writing rank reports, commits and publishes the verdict.
 The others write, report and wait for the verdict.
 """
 
@@ -111,9 +111,9 @@ class CommitProtocol:
             # The cause first: nobody should wait for the tidying up.
             self._two_phase.conclude({"error": to_wire(ours, rank=0, phase="save")})
             if not isinstance(ours, CommitOutcomeUnknown):
-                job.request.workspace.drop_staging(job.op_id)
-                if job.request.begun is not None:
-                    job.request.workspace.drop_staging(job.request.begun.parent.name)
+                job.workspace.drop_pending(job.op_id)
+                if job.request.on_commit.prefilled is not None:
+                    job.workspace.drop_pending(job.request.on_commit.prefilled.parent.name)
             raise ours from error
         self._two_phase.conclude({"ok": info.to_json()})
         return info
@@ -134,7 +134,7 @@ class CommitProtocol:
                 self._two_phase.leave()
                 if not reporting:
                     raise
-                # Rank 0 may have heard it all the same, and committed.
+                # Rank 0 may have received it all the same, and committed.
                 raise CommitOutcomeUnknown(name=job.name, cause=str(error), phase="commit") from error
             except Exception as error:
                 self._report_failure(self._named(error, "write"))
@@ -160,7 +160,7 @@ class CommitProtocol:
 
     def _prepare(self) -> None:
         job = self._job
-        workspace = job.request.workspace.path
+        workspace = job.workspace.path
         free = commit.free_bytes(workspace)
         if free is not None and job.needed_bytes > free:
             raise NotEnoughSpaceError(
@@ -170,13 +170,13 @@ class CommitProtocol:
                 free_bytes=free,
                 phase="prepare",
             )
-        job.request.workspace.stage(job.op_id)
-        if job.request.kind == "directory":
-            if job.request.begun is not None:
-                extra_files.enter(job.request.begun, job.staged)
+        job.workspace.make_pending(job.op_id)
+        if job.request.destination.kind == "directory":
+            if job.request.on_commit.prefilled is not None:
+                extra_files.enter(job.request.on_commit.prefilled, job.staged)
             else:
                 job.staged.mkdir()
-            for name in job.request.folders:
+            for name in job.request.content.folders:
                 (job.staged / name).mkdir(exist_ok=True)  # a hook may have made it
             sync_directory(str(job.staged.parent))
 
@@ -184,31 +184,31 @@ class CommitProtocol:
         if not all(await_visible(folder, min(_VISIBLE_S, self._left_s())) for folder in self._job.folders):
             message = "the ranks must share the directory: use a file system that all hosts mount"
             raise DirectoryNotSharedError(
-                path=str(self._job.request.workspace.path), message=message, rank=self._rank, ranks=(self._rank,)
+                path=str(self._job.workspace.path), message=message, rank=self._rank, ranks=(self._rank,)
             )
 
     def _write(self) -> dict[str, Any]:
         job = self._job
         begun, directories = time.monotonic(), [str(folder) for folder in job.folders]
         results = self._copy_files()
-        if job.request.parts is not None:
-            results += self._write_parts(job.request.parts, directories)
+        if job.stream is not None:
+            results += self._write_parts(job.stream, directories)
         elif job.streamed:
             most = self._config.max_host_bytes
-            results += self._writer.stream(job.tasks, job.request.images, directories, most, self._look_around)
+            results += self._writer.stream(job.tasks, job.request.content.files, directories, most, self._look_around)
             job.handle.mark_snapshot_taken()
         elif job.buffer is not None:
             write_job = WriteJob(
                 name=job.name, rank=self._rank, buffer=job.buffer, files=job.tasks, directories=directories
             )
             results += self._writer.write(write_job, self._look_around)
-            self._hear_of_copy(job)
+            self._await_copy(job)
         else:
             raise SaveError(name=job.name, cause="there is no snapshot", rank=self._rank, phase="write")
         self.written_at = time.monotonic()
         self.write_s = self.written_at - begun
         self.written_bytes = sum(result.size_bytes for result in results)
-        return {"files": [self._entry(result) for result in results], "items": dict(job.request.items)}
+        return {"files": [self._entry(result) for result in results], "items": dict(job.request.facts.items)}
 
     def _write_parts(self, parts: FileStream, directories: list[str]) -> list[WrittenFile]:
         results: dict[str, WrittenFile] = {}  # of one that comes twice the second counts
@@ -222,9 +222,9 @@ class CommitProtocol:
     def _copy_files(self) -> list[WrittenFile]:
         """Copy what lies in files. They must be read before the caller goes on; this tells it."""
         job = self._job
-        if not job.request.copies:
+        if not job.request.content.copies:
             return []
-        copies = [dataclasses.replace(copy, path=str(job.folder / copy.path)) for copy in job.request.copies]
+        copies = [dataclasses.replace(copy, path=str(job.folder / copy.path)) for copy in job.request.content.copies]
         write_job = WriteJob(name=job.name, rank=self._rank, copies=copies)
         try:
             results = self._writer.write(write_job, self._look_around)
@@ -240,7 +240,7 @@ class CommitProtocol:
             cause = f"{changed}: it changed while it was being copied: nothing may write to it until the call returns"
             raise SourceChangedError(name=self._job.name, cause=cause, source=changed, rank=self._rank)
 
-    def _hear_of_copy(self, job: SaveJob) -> None:
+    def _await_copy(self, job: SaveJob) -> None:
         """The bytes are written; whether they are what they should be is known when the copy is over."""
         limit_s = self._config.timeouts.barrier_s
         if job.copy is not None and not job.copy.wait(limit_s):
@@ -271,51 +271,50 @@ class CommitProtocol:
             raise failure
 
     def _commit(self, reports: Mapping[int, Any]) -> CheckpointInfo:
-        request = self._job.request
+        job, on_commit = self._job, self._job.request.on_commit
         self._two_phase.refuse_left()
         entries = tuple(FileEntry(**row) for rank in sorted(reports) for row in reports[rank]["files"])
         self._check_staged(entries)
-        if request.parts is not None and not entries:
+        if job.stream is not None and not entries:
             raise SaveError(name=self._job.name, cause="no rank handed over a file", rank=0, phase="commit")
-        if request.kind == "file":
+        if job.request.destination.kind == "file":
             return self._commit_file(entries)
-        if request.begun is not None:
-            entries = (*entries, *extra_files.adopt(self._job.staged, {entry.path for entry in entries}))
-        if request.carry is not None:
-            extra_files.carry(request.path, self._job.staged, request.carry)
-        manifest = dataclasses.replace(self._job.manifest, files=entries, items=_merge_items(reports))
-        commit.write_durably(self._job.staged / MANIFEST_NAME, manifest.to_bytes())
+        if on_commit.prefilled is not None:
+            entries = (*entries, *extra_files.adopt(job.staged, {entry.path for entry in entries}))
+        if on_commit.carry is not None:
+            extra_files.carry(job.path, job.staged, on_commit.carry)
+        manifest = dataclasses.replace(job.manifest, files=entries, items=_merge_items(reports))
+        commit.write_durably(job.staged / MANIFEST_NAME, manifest.to_bytes())
         self._publish()
         self._link()
         self._point()
-        return CheckpointInfo.of(manifest, request.path, sum(entry.size_bytes for entry in entries))
+        return CheckpointInfo.of(manifest, job.path, sum(entry.size_bytes for entry in entries))
 
     def _commit_file(self, entries: tuple[FileEntry, ...]) -> CheckpointInfo:
         """Without a file written, only names are given to, or taken from, what is there already."""
-        request = self._job.request
         if entries:
             self._publish()
         self._link()
-        return CheckpointInfo.of(self._job.manifest, request.path, sum(entry.size_bytes for entry in entries))
+        return CheckpointInfo.of(self._job.manifest, self._job.path, sum(entry.size_bytes for entry in entries))
 
     def _publish(self) -> None:
         """Give it its name, if the directory is still this job's."""
-        final = self._job.request.path
+        final = self._job.path
         commit.make_directory(final.parent)
         aside = self._aside(final)
-        self._job.request.workspace.confirm()
+        self._job.workspace.confirm()
         commit.publish(self._job.staged, final, aside)
 
     def _link(self) -> None:
-        request = self._job.request
-        for number, link in enumerate(request.links):
-            staged = self._job.staged.parent / f"link{number}-{link.path.name}"
+        job = self._job
+        for number, link in enumerate(job.request.on_commit.links):
+            staged = job.staged.parent / f"link{number}-{link.path.name}"
             aside = self._aside(link.path)
-            request.workspace.confirm()
-            commit.publish_link(request.path, staged, link, aside)
+            job.workspace.confirm()
+            commit.publish_link(job.path, staged, link, aside)
 
     def _point(self) -> None:
-        for pointer in self._job.request.pointers:
+        for pointer in self._job.request.on_commit.pointers:
             staged = self._job.staged.parent / f"pointer-{pointer.path.name}"
             try:
                 commit.write_durably(staged, pointer.data)
@@ -326,14 +325,14 @@ class CommitProtocol:
                 raise commit.HalfCommittedError(error.errno, f"{pointer.path}: {error.strerror}") from error
 
     def _aside(self, path: Path) -> Callable[[], Path]:
-        request = self._job.request
-        if request.kind != "directory" and not os.path.lexists(path):
-            return lambda: request.workspace.aside(self._job.op_id, path)  # a file is replaced in one step
-        made = request.workspace.aside(self._job.op_id, path)
+        job = self._job
+        if job.request.destination.kind != "directory" and not os.path.lexists(path):
+            return lambda: job.workspace.aside(job.op_id, path)  # a file is replaced in one step
+        made = job.workspace.aside(job.op_id, path)
 
         def durable() -> Path:
-            if made.parent.parent == request.workspace.trash and os.path.lexists(path):
-                for folder in (request.workspace.trash, request.workspace.hidden):  # both are made when they are needed
+            if made.parent.parent == job.workspace.trash and os.path.lexists(path):
+                for folder in (job.workspace.trash, job.workspace.hidden):  # both are made when they are needed
                     sync_directory(str(folder))
             return made
 
@@ -348,7 +347,7 @@ class CommitProtocol:
             if found != entry.size_bytes:
                 cause = f"{entry.path}, written by rank {entry.rank} with {entry.size_bytes} bytes, "
                 cause += "is not there" if found < 0 else f"has {found} bytes here"
-                self._job.request.workspace.confirm()  # a job that took over has swept it away
+                self._job.workspace.confirm()  # a job that took over has swept it away
                 raise SaveError(name=self._job.name, cause=cause, rank=entry.rank, phase="commit")
 
     def _taken_over(self, error: BaseException) -> DirectoryInUseError | None:
@@ -356,7 +355,7 @@ class CommitProtocol:
         if not isinstance(error, OSError) or isinstance(error, DirectoryInUseError | commit.HalfCommittedError):
             return None
         try:
-            self._job.request.workspace.confirm()
+            self._job.workspace.confirm()
         except DirectoryInUseError as taken:
             return taken
         except OSError:
@@ -374,7 +373,7 @@ class CommitProtocol:
             cause = f"it has its name, but the disk did not confirm that: {error}"
             return CommitOutcomeUnknown(name=name, cause=cause, rank=self._rank, phase="commit", code=error.errno or 0)
         if isinstance(error, OSError):
-            path = str(error.filename or self._job.request.workspace.path)
+            path = str(error.filename or self._job.workspace.path)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return NotEnoughSpaceError(
                     path=path,
@@ -382,7 +381,7 @@ class CommitProtocol:
                     rank=self._rank,
                     code=error.errno,
                     needed_bytes=self._job.known_bytes,
-                    free_bytes=_free_bytes(self._job.request.workspace.path),
+                    free_bytes=_free_bytes(self._job.workspace.path),
                     phase=phase,
                 )
             return DirectoryError.of(error, path=path, rank=self._rank, phase=f"saving {name}: {phase}")

@@ -6,7 +6,6 @@ on the thread that drives training, on every rank, in the same order.
 
 from __future__ import annotations
 
-import errno
 import functools
 import logging
 import multiprocessing.util
@@ -14,9 +13,8 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt import events
@@ -24,18 +22,17 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
 from safe_ckpt.core.coordination.preemption import Preemption
 from safe_ckpt.core.coordination.process_groups import group_timeout_s
-from safe_ckpt.core.directory import shared
-from safe_ckpt.core.directory.workspace import EVENTS, Workspace
 from safe_ckpt.core.formats.manifest import Manifest, versions
 from safe_ckpt.core.saving import admission, save_events
-from safe_ckpt.core.saving.request import SaveHandle, SaveJob, SaveRequest
+from safe_ckpt.core.saving.handle import SaveHandle
+from safe_ckpt.core.saving.held_directories import Workspaces
+from safe_ckpt.core.saving.request import SaveJob, SaveRequest
 from safe_ckpt.core.saving.save_queue import SaveQueue
 from safe_ckpt.core.saving.stager import Stager
 from safe_ckpt.errors import (
     ClosedError,
     CommitOutcomeUnknown,
     ConfigError,
-    DirectoryError,
     ForkedError,
     SafeCheckpointError,
     SaveError,
@@ -45,17 +42,13 @@ from safe_ckpt.errors import (
     named,
 )
 from safe_ckpt.hooks import asked_for
-from safe_ckpt.hooks.event_log import JsonlHook
+from safe_ckpt.hooks.emitter import Emitter
 from safe_ckpt.hooks.logging_hook import LoggingHook
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-from safe_ckpt.hooks.emitter import Emitter
-
 logger = logging.getLogger(__name__)
-_BLIP_S = 30.0
-_BLIPS = (errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 
 
 class Engine:
@@ -70,6 +63,9 @@ class Engine:
     Attributes:
         group: as given.
         owner: as given.
+        hold: takes a directory; see ``Workspaces``.
+        take_stock: has rank 0 look at what lies in one; the same.
+        let_go: gives one back; the same.
 
     Raises:
         RendezvousTimeout: some ranks did not come.
@@ -93,9 +89,9 @@ class Engine:
         self.coordinator: Coordinator = open_coordinator(group, config.timeouts, network=config.network)
         self.rank = self.coordinator.rank
         self._pid = os.getpid()
-        self._workspaces: list[Workspace] = []
-        self._recorders: dict[Workspace, events.Hook] = {}
-        self._records: dict[Path, events.Hook] = {}
+        self._workspaces = Workspaces(self.coordinator, config, self.emit, owner)
+        self.hold, self.let_go = self._workspaces.hold, self._workspaces.let_go
+        self.take_stock = self._workspaces.take_stock
         self._stager = Stager(config, self.rank)
         self._save_queue = SaveQueue(self.coordinator, config, self.emit, self._stager.give_back)
         self._handles: list[SaveHandle] = []
@@ -145,96 +141,6 @@ class Engine:
         """All agreements within are one call: a rank that fails on the way begins the next call with the others."""
         return self.coordinator.together()
 
-    def hold(self, path: Path, *, hidden: Path | None = None, recorded: bool | Path = True) -> Workspace:
-        """Take a directory: create it, lock it, clean up after an earlier job. Every rank calls this.
-
-        Args:
-            path: the directory.
-            hidden: where the hidden folder lies; None for in it.
-            recorded: whether events go to a file there, as ``record_events`` has it; or the folder in which.
-
-        Raises:
-            DirectoryError: on every rank, naming path and rank.
-            DirectoryInUseError: a live job holds it.
-            DirectoryNotSharedError: some ranks do not see it.
-        """
-        workspace = Workspace(path, lease_s=self.config.lease_s, hidden=hidden, owner=self.owner)
-        seen_from = workspace.hidden  # held by then: what a killed job left of this is swept
-
-        def take(_: object) -> str:
-            _open_through_blips(workspace, self.config)
-            try:
-                return shared.leave_token(seen_from) if self.coordinator.size > 1 else ""
-            except OSError:
-                workspace.close()
-                raise
-
-        # A holder that cannot be asked is given its lease to show a sign of life.
-        patience_s = self.config.timeouts.barrier_s + 2 * self.config.lease_s
-        with self.together():
-            token = self.coordinator.agree("hold", must_match={"directory": path}, timeout_s=patience_s, decide=take)
-            self._workspaces.append(workspace)
-            try:
-                if token:  # there are others, who must see it
-                    shared.await_shared(self.coordinator, seen_from, token, self.config.timeouts.barrier_s)
-            except BaseException:
-                self.let_go(workspace)
-                raise
-        if self.rank == 0 and self.config.record_events and recorded:
-            self._record(workspace, recorded if isinstance(recorded, Path) else workspace.hidden)
-        return workspace
-
-    def _record(self, workspace: Workspace, folder: Path) -> None:
-        if folder not in self._records:
-            self._records[folder] = JsonlHook(
-                folder / EVENTS,
-                record_bytes=self.config.telemetry.record_bytes,
-                record_files=self.config.telemetry.record_files,
-                world_size=self.coordinator.size,
-            )
-        hook = self._records[folder]
-        if hook not in self._recorders.values():
-            self.emit.add(hook)
-        self._recorders[workspace] = hook
-
-    def take_stock(
-        self,
-        workspace: Workspace,
-        view: Mapping[str, object],
-        look: Callable[[], None],
-        *,
-        kind: str = "list",
-        timeout_s: float | None = None,
-    ) -> None:
-        """Have rank 0 look at what lies in a directory that was just taken. Every rank calls this.
-
-        Args:
-            workspace: the directory; given back if this fails. Held and not known, its order of commits would begin anew.
-            view: what must be equal on all ranks.
-            look: what rank 0 does.
-            kind: the name of the step.
-            timeout_s: how long it may take; None for ``barrier_s``.
-
-        Raises:
-            SafeCheckpointError: what ``look`` raised, or the ranks did not meet; on every rank.
-        """
-        limit_s = self.config.timeouts.barrier_s if timeout_s is None else timeout_s
-        try:
-            self.coordinator.agree(kind, must_match=view, timeout_s=limit_s, decide=lambda _: look())
-        except BaseException:
-            self.let_go(workspace)
-            raise
-
-    def let_go(self, workspace: Workspace) -> None:
-        """Give a directory back before the end. Nothing that is in flight may belong to it; on any rank."""
-        if workspace in self._workspaces:
-            self._workspaces.remove(workspace)
-            hook = self._recorders.pop(workspace, None)
-            if hook is not None and hook not in self._recorders.values():
-                self.emit.remove(hook)
-            if self.rank == 0:
-                workspace.close()
-
     def save(self, request: SaveRequest) -> SaveHandle:
         """Save. Returns when the copy is taken; every rank calls this.
 
@@ -242,20 +148,21 @@ class Engine:
             StateError: this or another rank has something that cannot be saved; nothing was started.
             DesyncError: the ranks asked for different saves.
             RendezvousTimeout: some ranks did not come.
-            SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started.
+            SafeCheckpointError: the error of an earlier save that was not reported yet; this one was not started.
         """
         started = time.monotonic()
         granted = self._agree_save(request)
         agreed_s = time.monotonic() - started
         if granted.manifest is None:
-            if request.begun is not None and self.rank == 0:
-                request.workspace.drop_staging(request.begun.parent.name)
-            return _skipped(request.path.name)
-        manifest = Manifest.from_json(dict(granted.manifest), str(request.path))
+            prefilled = request.on_commit.prefilled
+            if prefilled is not None and self.rank == 0:
+                request.destination.workspace.drop_pending(prefilled.parent.name)
+            return _skipped(request.name)
+        manifest = Manifest.from_json(dict(granted.manifest), str(request.destination.path))
         # Its own deadline once its turn comes, plus what follows the verdict: deleting what retention lets go.
         turns = 1 + self.in_flight
         limit_s = turns * (self.config.timeouts.lengthy_s + self.config.timeouts.barrier_s)
-        handle = SaveHandle(request.path.name, limit_s, manifest.op_id)
+        handle = SaveHandle(request.name, limit_s, manifest.op_id)
         job = SaveJob(
             request=request,
             manifest=manifest,
@@ -342,7 +249,7 @@ class Engine:
         """Wait until everything in flight is over.
 
         Raises:
-            SafeCheckpointError: the error of a save that nobody was told of yet, the same on every rank.
+            SafeCheckpointError: the error of a save that was not reported yet, the same on every rank.
         """
         self.settle()
         self.raise_unreported()
@@ -353,7 +260,7 @@ class Engine:
             handle.settle()
 
     def raise_unreported(self) -> None:
-        """Raise the first error of a finished save that nobody was told of yet."""
+        """Raise the first error of a finished save that was not reported yet."""
         self._handles = [handle for handle in self._handles if not handle.done() or handle.unreported is not None]
         for handle in self._handles:
             error = handle.unreported
@@ -377,7 +284,7 @@ class Engine:
 
         Raises:
             ForkedError: this process was forked from the one that opened this.
-            SafeCheckpointError: the error of a save that nobody was told of yet.
+            SafeCheckpointError: the error of a save that was not reported yet.
         """
         if self._closed:
             return
@@ -413,7 +320,11 @@ class Engine:
         try:
             decision = self.agree(
                 "save",
-                must_match={"step": request.step, "path": request.path, **request.view, **request.same},
+                must_match={
+                    "step": request.facts.step,
+                    "path": request.destination.path,
+                    **request.must_match,
+                },
                 local=lambda: admission.answer(request, unreported, self.rank),
                 decide=lambda answers: admission.decide(request, answers, busy=busy),
                 phase="planning the save",
@@ -421,7 +332,7 @@ class Engine:
         except Exception as problem:
             error = named(problem, rank=self.rank, phase="planning the save")
             if self.coordinator.unsure:  # rank 0 has this rank's answer, and may have gone on to commit
-                cause, name = str(error), request.path.name
+                cause, name = str(error), request.name
                 error = CommitOutcomeUnknown(name=name, cause=cause, rank=self.rank, phase="commit")
             self.emit(save_events.refused(request, error, self.rank, time.monotonic() - begun))
             if isinstance(error, CommitOutcomeUnknown):
@@ -443,22 +354,24 @@ class Engine:
             if self.in_flight < self.config.max_in_flight:
                 break
             handle.settle()
-        # With several in flight some ranks may know already of a failure and others not: it is told at the next agreement.
+        # With several in flight some ranks may know already of a failure and others not: it is reported at the next agreement.
 
     def _start(self, job: SaveJob) -> None:
-        told = False
+        reported = False
         try:
             self._await_room()
             if self.config.max_in_flight == 1 and self._unreported() is not None:
                 # Nothing is in flight any more, so every rank knows of it and raises here.
-                told = True
+                reported = True
                 self.raise_unreported()
-            if self.rank == 0 and self._save_queue.writer.needs_process(sum(i.total_bytes for i in job.request.images)):
+            if self.rank == 0 and self._save_queue.writer.needs_process(
+                sum(i.total_bytes for i in job.request.content.files)
+            ):
                 self._save_queue.writer.start()  # while the copy is taken
             self._stager.lay_out(job)
         finally:
             # Also when this was interrupted: the other ranks wait for what becomes of it here.
-            if not told:
+            if not reported:
                 self._handles.append(job.handle)
                 self._save_queue.put(job)
 
@@ -467,27 +380,8 @@ class Engine:
             self._preemption.close()
         self._stager.close()
         self.emit.close()
-        if self.rank == 0:
-            for workspace in self._workspaces:
-                try:
-                    workspace.close()
-                except Exception:  # the others are given back all the same
-                    logger.exception("%s could not be given back", workspace.path)
+        self._workspaces.close()
         self.coordinator.release()
-
-
-def _open_through_blips(workspace: Workspace, config: CheckpointConfig) -> None:
-    """A network file system that was just mounted, or whose server changes, is not there for a moment."""
-    deadline = time.monotonic() + min(_BLIP_S, config.timeouts.barrier_s / 2)
-    while True:
-        try:
-            workspace.open(config.timeouts.barrier_s + config.lease_s)
-            return
-        except DirectoryError as error:
-            if error.errno not in _BLIPS or time.monotonic() >= deadline:
-                raise
-            logger.info("%s: waiting for it", error)
-        time.sleep(0.5)
 
 
 def _get_ready(save_queue: SaveQueue) -> None:

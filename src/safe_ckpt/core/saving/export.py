@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,8 +15,19 @@ from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
 from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
-from safe_ckpt.core.saving.request import SaveHandle, SaveJob, SaveRequest
+from safe_ckpt.core.saving.request import (
+    Content,
+    Destination,
+    Facts,
+    OnCommit,
+    SaveJob,
+    SaveRequest,
+    Snapshot,
+    Streamed,
+    Unplanned,
+)
 from safe_ckpt.core.sharding import dtensor, gather
 from safe_ckpt.core.sharding.tensor_queue import TensorQueue
 from safe_ckpt.errors import ConfigError, SaveError
@@ -72,23 +82,26 @@ class Exporter:
                 planned = stream.images(most_bytes) if kept["gathered"] else hugging_face.images(chosen, most_bytes)
         except Exception as problem:  # the other ranks must learn of it
             error = problem
-        request = request_of(workspace, path, planned, error)
-        if kept["gathered"]:
-            request = dataclasses.replace(request, streamed=True, feed=stream.feed)
-        return self._engine.save(request)
+        content: Content
+        if error is not None:
+            content = Unplanned(error=error)
+        elif kept["gathered"]:
+            content = Streamed(files=planned, feed=stream.feed)
+        else:
+            content = Snapshot(files=planned)
+        return self._engine.save(request_of(workspace, path, content))
 
 
-def request_of(workspace: Workspace, path: Path, images: Sequence[FilePlan], error: Exception | None) -> SaveRequest:
-    """What to save so that ``path`` becomes a directory of weights alone; other files in it go along."""
+def request_of(
+    workspace: Workspace, path: Path, content: Content, *, kind: Literal["directory", "file"] = "directory"
+) -> SaveRequest:
+    """What to save so that ``path`` becomes weights alone; other files in a directory are kept."""
+    carry = OnCommit(carry=lambda name: not hugging_face.is_weight_file(name)) if kind == "directory" else OnCommit()
     return SaveRequest(
-        workspace=workspace,
-        path=path,
-        kind="directory",
-        step=0,
-        images=images,
-        error=error,
-        notes={"adapter": WEIGHTS},
-        carry=lambda name: not hugging_face.is_weight_file(name),
+        destination=Destination(workspace=workspace, path=path, kind=kind),
+        content=content,
+        facts=Facts(step=0, notes={"adapter": WEIGHTS}),
+        on_commit=carry,
         patient=True,
     )
 

@@ -1,19 +1,28 @@
-"""Directories that the user names one by one, such as for weights: each is held by itself, beside those of other jobs."""
+"""Directories that a job holds: those it is given once, and those that the user names one by one, such as for weights."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from safe_ckpt.core.directory import catalog
+from safe_ckpt import events
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core.coordination.coordinator import Coordinator
+from safe_ckpt.core.directory import catalog, shared
 from safe_ckpt.core.directory.lease import read_lock
-from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
+from safe_ckpt.core.directory.workspace import EVENTS, HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
-from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError, SafeCheckpointError
+from safe_ckpt.hooks.emitter import Emitter
+from safe_ckpt.hooks.event_log import JsonlHook
+
+if TYPE_CHECKING:
+    from safe_ckpt.core.saving.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +30,140 @@ NAMES = "names"
 _SWEPT = "swept"
 _ATTEMPTS = 3
 _PAUSE_S = 0.2
+_BLIP_S = 30.0
+_BLIPS = (errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH)
+
+
+class Workspaces:
+    """The directories that one job holds, and where its events are recorded.
+
+    Args:
+        coordinator: where the ranks meet.
+        config: settings.
+        emit: gets a hook for each directory whose events are recorded.
+        owner: what holds them within this process and how to free it, for messages.
+    """
+
+    def __init__(self, coordinator: Coordinator, config: CheckpointConfig, emit: Emitter, owner: str) -> None:
+        self._coordinator = coordinator
+        self._config = config
+        self._emit = emit
+        self._owner = owner
+        self._held: list[Workspace] = []
+        self._recorders: dict[Workspace, events.Hook] = {}
+        self._records: dict[Path, events.Hook] = {}
+
+    def hold(self, path: Path, *, hidden: Path | None = None, recorded: bool | Path = True) -> Workspace:
+        """Take a directory: create it, lock it, clean up after an earlier job. Every rank calls this.
+
+        Args:
+            path: the directory.
+            hidden: where the hidden folder lies; None for in it.
+            recorded: whether events go to a file there, as ``record_events`` has it; or the folder in which.
+
+        Raises:
+            DirectoryError: on every rank, naming path and rank.
+            DirectoryInUseError: a live job holds it.
+            DirectoryNotSharedError: some ranks do not see it.
+        """
+        workspace = Workspace(path, lease_s=self._config.lease_s, hidden=hidden, owner=self._owner)
+        seen_from = workspace.hidden  # held by then: what a killed job left of this is swept
+
+        def take(_: object) -> str:
+            _open_through_blips(workspace, self._config)
+            try:
+                return shared.leave_token(seen_from) if self._coordinator.size > 1 else ""
+            except OSError:
+                workspace.close()
+                raise
+
+        # A holder that cannot be asked is given its lease to show a sign of life.
+        patience_s = self._config.timeouts.barrier_s + 2 * self._config.lease_s
+        with self._coordinator.together():
+            token = self._coordinator.agree("hold", must_match={"directory": path}, timeout_s=patience_s, decide=take)
+            self._held.append(workspace)
+            try:
+                if token:  # there are others, who must see it
+                    shared.await_shared(self._coordinator, seen_from, token, self._config.timeouts.barrier_s)
+            except BaseException:
+                self.let_go(workspace)
+                raise
+        if self._coordinator.rank == 0 and self._config.record_events and recorded:
+            self._record(workspace, recorded if isinstance(recorded, Path) else workspace.hidden)
+        return workspace
+
+    def _record(self, workspace: Workspace, folder: Path) -> None:
+        if folder not in self._records:
+            self._records[folder] = JsonlHook(
+                folder / EVENTS,
+                record_bytes=self._config.telemetry.record_bytes,
+                record_files=self._config.telemetry.record_files,
+                world_size=self._coordinator.size,
+            )
+        hook = self._records[folder]
+        if hook not in self._recorders.values():
+            self._emit.add(hook)
+        self._recorders[workspace] = hook
+
+    def take_stock(
+        self,
+        workspace: Workspace,
+        view: Mapping[str, object],
+        look: Callable[[], None],
+        *,
+        kind: str = "list",
+        timeout_s: float | None = None,
+    ) -> None:
+        """Have rank 0 look at what lies in a directory that was just taken. Every rank calls this.
+
+        Args:
+            workspace: the directory; given back if this fails. Held and not known, its order of commits would begin anew.
+            view: what must be equal on all ranks.
+            look: what rank 0 does.
+            kind: the name of the step.
+            timeout_s: how long it may take; None for ``barrier_s``.
+
+        Raises:
+            SafeCheckpointError: what ``look`` raised, or the ranks did not meet; on every rank.
+        """
+        limit_s = self._config.timeouts.barrier_s if timeout_s is None else timeout_s
+        try:
+            self._coordinator.agree(kind, must_match=view, timeout_s=limit_s, decide=lambda _: look())
+        except BaseException:
+            self.let_go(workspace)
+            raise
+
+    def let_go(self, workspace: Workspace) -> None:
+        """Give a directory back before the end. Nothing that is in flight may belong to it; on any rank."""
+        if workspace in self._held:
+            self._held.remove(workspace)
+            hook = self._recorders.pop(workspace, None)
+            if hook is not None and hook not in self._recorders.values():
+                self._emit.remove(hook)
+            if self._coordinator.rank == 0:
+                workspace.close()
+
+    def close(self) -> None:
+        """Give all of them back. What one refuses is logged."""
+        for workspace in self._held if self._coordinator.rank == 0 else ():
+            try:
+                workspace.close()
+            except Exception:  # the others are given back all the same
+                logger.exception("%s could not be given back", workspace.path)
+
+
+def _open_through_blips(workspace: Workspace, config: CheckpointConfig) -> None:
+    """A network file system that was just mounted, or whose server changes, is not there for a moment."""
+    deadline = time.monotonic() + min(_BLIP_S, config.timeouts.barrier_s / 2)
+    while True:
+        try:
+            workspace.open(config.timeouts.barrier_s + config.lease_s)
+            return
+        except DirectoryError as error:
+            if error.errno not in _BLIPS or time.monotonic() >= deadline:
+                raise
+            logger.info("%s: waiting for it", error)
+        time.sleep(0.5)
 
 
 class HeldDirectories:

@@ -19,7 +19,7 @@ from safe_ckpt.errors import CommitOutcomeUnknown, PeerLostError, RendezvousTime
 def agreed(job: SaveJob, rank: int) -> events.Agreed:
     """The ranks agreed on ``job``."""
     at = _since_epoch(job.started + job.agreed_s)
-    return events.Agreed(rank=rank, at=at, name=job.name, step=job.request.step, seconds=job.agreed_s)
+    return events.Agreed(rank=rank, at=at, name=job.name, step=job.request.facts.step, seconds=job.agreed_s)
 
 
 def refused(request: SaveRequest, error: SafeCheckpointError, rank: int, seconds: float) -> events.Failed:
@@ -31,7 +31,7 @@ def over(
     job: SaveJob, phases: CommitProtocol, info: CheckpointInfo | None, failure: SafeCheckpointError | None, rank: int
 ) -> Iterator[events.Event]:
     """Everything there is to say of ``job`` now that its outcome is known."""
-    now, step = time.monotonic(), job.request.step
+    now, step = time.monotonic(), job.request.facts.step
     size = sum(task.length for task in job.tasks)
     copied = job.copy is not None and job.copy.error is None
     if copied or (job.streamed and phases.write_s):
@@ -52,7 +52,7 @@ def over(
     if failure is not None:
         yield _failed(job.request, failure, rank, now - job.started)
     elif info is not None:
-        notes = job.request.notes
+        notes = job.request.facts.notes
         yield events.Committed(
             rank=rank,
             name=job.name,
@@ -78,7 +78,7 @@ def occupied_bytes(path: Path) -> int:
 def _mode(job: SaveJob) -> Literal["eager", "overlapped", "streamed"]:
     if job.streamed:
         return "streamed"
-    return "eager" if job.request.overlap_plan is None else "overlapped"
+    return "eager" if job.overlap is None else "overlapped"
 
 
 def _own_bytes(stat: os.stat_result) -> int:
@@ -88,8 +88,8 @@ def _own_bytes(stat: os.stat_result) -> int:
 def _failed(request: SaveRequest, error: SafeCheckpointError, rank: int, seconds: float) -> events.Failed:
     return events.Failed(
         rank=rank,
-        name=request.path.name,
-        step=request.step,
+        name=request.name,
+        step=request.facts.step,
         error=str(error),
         phase=str(getattr(error, "phase", "")),
         seconds=seconds,

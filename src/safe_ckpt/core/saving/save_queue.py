@@ -16,7 +16,8 @@ from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.coordination.two_phase import TwoPhaseCommit
-from safe_ckpt.core.directory.ledger import Decision
+from safe_ckpt.core.directory import retention
+from safe_ckpt.core.directory.retention import Decision
 from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.saving import save_events
@@ -30,7 +31,7 @@ from safe_ckpt.hooks.emitter import Emitter
 
 logger = logging.getLogger(__name__)
 _LAST_WORDS_S = 5.0
-_NAMES_TOLD = 10
+_NAMES_REPORTED = 10
 
 
 class SaveQueue:
@@ -39,8 +40,8 @@ class SaveQueue:
     Args:
         coordinator: where the ranks meet.
         config: settings.
-        emit: told what happens.
-        give_back: takes the arena of a save that is over.
+        emit: receives what happens.
+        give_back: takes the buffer of a save that is over.
 
     Attributes:
         stop_by: when the job must be over, on the monotonic clock; a save that is not done by then is given up.
@@ -93,7 +94,7 @@ class SaveQueue:
         try:
             self._background.put(job)
         except Refused as error:
-            # No more threads to be had, or closed by another thread: the other ranks are told from here.
+            # No more threads to be had, or closed by another thread: the other ranks learn of it from here.
             if job.copy is not None:
                 job.copy.abandon()
             if job.error is None:
@@ -184,8 +185,8 @@ class SaveQueue:
         self._conclude(job, info, failure)
 
     def _free(self, job: SaveJob) -> None:
-        if job.request.parts is not None:
-            job.request.parts.release()
+        if job.stream is not None:
+            job.stream.release()
         if job.copy is not None:
             job.copy.fail(
                 SaveError(name=job.name, cause="the save was over before the copy was", rank=self._coordinator.rank)
@@ -197,14 +198,14 @@ class SaveQueue:
             self._give_back(job.buffer)
 
     def _retain(self, job: SaveJob, info: CheckpointInfo) -> None:
-        request, begun = job.request, time.monotonic()
+        on_commit, begun = job.request.on_commit, time.monotonic()
         try:
-            decision = request.retain(info) if request.retain is not None else None
+            decision = retention.after_commit(info, on_commit.catalog, on_commit.retention)
             if decision is not None:
-                self._carry_out(decision, request.workspace, begun)
+                self._carry_out(decision, job.workspace, begun)
         except Exception:  # the save is committed; tidying up must not turn it into a failure
             logger.warning("could not remove old checkpoints after %s", info.path, exc_info=True)
-        request.workspace.drop_staging(job.op_id)
+        job.workspace.drop_pending(job.op_id)
 
     def _carry_out(self, decision: Decision, workspace: Workspace, begun: float) -> None:
         rank = self._coordinator.rank
@@ -217,7 +218,7 @@ class SaveQueue:
         self._emit(
             events.Retained(
                 rank=rank,
-                kept=tuple(decision.kept[-_NAMES_TOLD:]),
+                kept=tuple(decision.kept[-_NAMES_REPORTED:]),
                 kept_count=len(decision.kept),
                 removed=tuple(str(path) for path in gone),
                 freed_bytes=sum(sizes[path] for path in gone),

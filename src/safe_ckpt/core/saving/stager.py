@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.cuda import Cuda
-from safe_ckpt.core.saving.request import SaveJob
+from safe_ckpt.core.saving.request import SaveJob, Streamed
 from safe_ckpt.core.staging import optimizer_gate, snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.copy import StagingCopy
@@ -75,42 +75,42 @@ class Stager:
 
     def lay_out(self, job: SaveJob) -> None:
         """Plan the copy of ``job``. What goes wrong is in ``job.error``: every rank learns of it through the save's verdict."""
-        request = job.request
+        content = job.request.content
         limit = self._config.max_host_bytes
-        if request.parts is not None:
-            request.parts.bind(str(job.folder), job.manifest.to_json())
+        if job.stream is not None:
+            job.stream.bind(str(job.folder), job.manifest.to_json())
             job.error = None
             return
-        if request.streamed or (limit is not None and snapshot.arena_bytes(request.images) > limit):
-            job.tasks = snapshot.list_tasks(request.images, str(job.folder), job.manifest.to_json())
+        if isinstance(content, Streamed) or (limit is not None and snapshot.arena_bytes(content.files) > limit):
+            job.tasks = snapshot.list_tasks(content.files, str(job.folder), job.manifest.to_json())
             job.streamed, job.error = True, None
             try:
                 # It is read on another thread, whose streams know nothing of this one's.
-                self._cuda.settle(tensor for image in request.images for _, tensor in image.tensors)
+                self._cuda.settle(tensor for image in content.files for _, tensor in image.tensors)
             except Exception as error:  # as the docstring says
                 job.error = error
             return
         job.buffer = self._take_arena()
         try:
-            found = snapshot.lay_out(
-                request.images,
+            planned = snapshot.lay_out(
+                content.files,
                 job.buffer,
                 str(job.folder),
                 job.manifest.to_json(),
                 name=job.name,
-                overlap_plan=request.overlap_plan,
+                overlap_plan=job.overlap,
             )
-            job.tasks, job.copy, job.error = found.tasks, found.copy, None
+            job.tasks, job.copy, job.error = planned.tasks, planned.copy, None
         except Exception as error:  # as the docstring says
             job.error = error
 
     def copy(self, job: SaveJob) -> None:
         """Copy what cannot wait; the rest on a thread, behind the gate. Without an arena wait until all is written."""
-        copy = job.copy
-        if copy is not None and job.request.overlap_plan is not None:
+        copy, content = job.copy, job.request.content
+        if copy is not None and job.overlap is not None:
             optimizer_gate.close(copy, self._config.timeouts.barrier_s)
-        if job.streamed and job.request.feed is not None:
-            job.request.feed(job)
+        if isinstance(content, Streamed) and content.feed is not None:
+            content.feed(job)
         elif job.streamed:
             self._await_stream(job)
         elif copy is not None and copy.run():
@@ -119,9 +119,9 @@ class Stager:
                 self._last = weakref.ref(copy)
             except Refused:  # no more threads to be had: then at once
                 _finish(job)
-        elif not job.request.copies:
+        elif not content.copies:
             job.handle.mark_snapshot_taken()
-        if job.request.copies:
+        if content.copies:
             self._await_copies(job)
         job.stall_s = time.monotonic() - job.started
 

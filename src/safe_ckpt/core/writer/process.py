@@ -71,7 +71,9 @@ def _receive(connection: socket.socket, jobs: queue.SimpleQueue[dict[str, Any]],
         except OSError:
             data, fds = b"", []
         if not data:
-            os._exit(0)  # the parent is gone: whatever is half written lies in staging and is swept at the next start
+            os._exit(
+                0
+            )  # the parent is gone: whatever is half written lies in ``pending`` and is swept at the next start
         buffer += data
         while b"\n" in buffer:
             line, _, buffer = buffer.partition(b"\n")

@@ -7,7 +7,7 @@ where it was written there is none. ``--device cpu`` only shows that the script 
 - ``stall_s``: by how much the steps from a save until it is durable, the call included, took longer than undisturbed ones;
   the device is waited for at the end, not after every step.
 
-    python benchmarks/cuda.py --mebibytes 4096
+    python benchmarks/cuda_copies.py --mebibytes 4096
 """
 
 import sys

@@ -1,0 +1,118 @@
+"""Which files of ``src`` a save and a resume enter, in order: ``python benchmarks/trace_save.py``.
+
+One rank saves a model with its optimizer through ``Checkpointer`` and resumes from it in a new one. Every call of a function
+is seen with ``sys.setprofile``: on the thread that trains, on the background threads, and in the writer process. A file
+counts once one of its functions ran; generated methods, such as those of dataclasses, belong to no file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+SOURCE = Path(__file__).resolve().parent.parent / "src" / "safe_ckpt"
+MOST = {"save": 22, "resume": 15}
+_BOOT = "sys.path.insert(0, {folder!r}); import trace_save; trace_save.watch_writer({target!r}); "
+
+
+class Route:
+    """The files that are entered between ``start`` and ``stop``, on any thread, in the order of their first call."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, int] = {}
+        self._on = False
+
+    def install(self) -> None:
+        """Watch this thread and all that begin later."""
+        threading.setprofile(self._see)
+        sys.setprofile(self._see)
+
+    @contextmanager
+    def recorded(self) -> Iterator[dict[str, int]]:
+        """Record what is entered within: file -> number of calls."""
+        self.files, self._on = {}, True
+        try:
+            yield self.files
+        finally:
+            self._on = False
+
+    def _see(self, frame: FrameType, event: str, _: object) -> None:
+        if not self._on or event != "call":
+            return
+        name = file_of(frame)
+        if name is not None:
+            self.files[name] = self.files.get(name, 0) + 1
+
+
+def file_of(frame: FrameType) -> str | None:
+    """The file of ``src`` whose function this is; None for other code and for the body of a module."""
+    name = frame.f_code.co_filename
+    if frame.f_code.co_name == "<module>" or not name.startswith(f"{SOURCE}{os.sep}"):
+        return None
+    return Path(name).relative_to(SOURCE).as_posix()
+
+
+def watch_writer(target: str) -> None:
+    """In the writer process: append each file that is entered to ``target``, once."""
+    seen: set[str] = set()
+
+    def see(frame: FrameType, event: str, _: object) -> None:
+        name = file_of(frame) if event == "call" else None
+        if name is not None and name not in seen:
+            seen.add(name)
+            with Path(target).open("a", encoding="utf-8") as out:
+                out.write(f"{name}\n")
+
+    threading.setprofile(see)
+    sys.setprofile(see)
+
+
+def traced(folder: Path, mebibytes: int) -> dict[str, dict[str, int]]:
+    """What one save and one resume enter: "save", "writer" and "resume" -> file -> number of calls."""
+    import torch
+
+    from safe_ckpt import CheckpointConfig, Checkpointer
+    from safe_ckpt.core.writer import client
+
+    writers = folder / "writer"
+    writers.touch()
+    boot = _BOOT.format(folder=str(Path(__file__).parent), target=str(writers))
+    client._BOOT = client._BOOT.replace(
+        "from safe_ckpt", boot.replace("{", "{{").replace("}", "}}") + "from safe_ckpt", 1
+    )
+    route = Route()
+    route.install()
+    model = torch.nn.Linear(mebibytes * 256, 1024, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    with Checkpointer(folder / "run", CheckpointConfig()) as ckpt, route.recorded() as saved:
+        ckpt.save(1, state).result()
+    with Checkpointer(folder / "run", CheckpointConfig()) as ckpt, route.recorded() as resumed:
+        ckpt.resume(state)
+    return {"save": saved, "writer": dict.fromkeys(writers.read_text().split(), 0), "resume": resumed}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mebibytes", type=int, default=8, help="of the model; what is small is written by a thread")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = traced(Path(folder), options.mebibytes)
+    for what, most in MOST.items():
+        writer = [name for name in found["writer"] if name not in found[what]] if what == "save" else []
+        print(f"{what}: {len(found[what]) + len(writer)} files (at most {most})")
+        for name, calls in found[what].items():
+            print(f"  {name} ({calls})")
+        for name in writer:
+            print(f"  {name} (in the writer process alone)")
+
+
+if __name__ == "__main__":
+    main()
