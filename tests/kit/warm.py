@@ -1,9 +1,10 @@
 """Scripts in processes of their own that do not import torch again: forked from a server that has imported it already.
 
 ``Popen`` and ``run`` are those of ``subprocess``, for commands that begin with ``sys.executable``. Such a process has its own
-pid, session, environment, folder, arguments, standard streams and ``__main__``, and can be killed. What differs from a fresh interpreter: the modules of the server are imported already, string hashes are the
-same in all of them, and ``/proc/<pid>/cmdline`` is the server's. Where a test is about one of these it uses ``subprocess``;
-commands that are nothing for the server (``-O``, a program on stdin, LD_PRELOAD, strace) are started by ``subprocess`` anyway.
+pid, session, environment, folder, arguments, standard streams and ``__main__``, and can be killed. What differs from a fresh
+interpreter: the modules of the server are imported already, string hashes are the same in all of them, and
+``/proc/<pid>/cmdline`` is the server's. Where a test is about one of these it uses ``subprocess``; commands that are nothing
+for the server (``-O``, a program on stdin, LD_PRELOAD, strace) are started by ``subprocess`` anyway.
 
 Run as a script this module is a server. One is started on first use for each set of modules, and ends with this process.
 """
@@ -49,7 +50,7 @@ _PLACE = "SAFE_CKPT_TEST_PLACE"
 _MARK = "PYTEST_CURRENT_TEST"
 _SIZE, _STATUS = struct.Struct("!Q"), struct.Struct("!i")
 _servers: dict[Any, Server | None] = {}
-_own: Server | None = None  # in a process that a server made: who makes those that it starts
+_own: list[Server] = []  # in a process that a server made: who makes those that it starts
 _lock = threading.Lock()
 
 
@@ -102,7 +103,7 @@ class Popen(subprocess.Popen):
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, *more)  # type: ignore[misc]
             return
         folder = os.path.abspath(os.fsdecode(cwd or "."))
-        request |= {"env": environment, "cwd": folder, "finalize": self._finalize, "session": new_session or server is not _own}
+        request |= {"env": environment, "cwd": folder, "finalize": self._finalize, "session": new_session or server not in _own}
         streams = [own if own != -1 else number for number, own in enumerate((p2cread, c2pwrite, errwrite))]
         self.pid, self._reader = server.start(request, streams)
         self.warm = self._child_created = True
@@ -134,7 +135,13 @@ class Popen(subprocess.Popen):
 
 
 def run(
-    command: Any, *, input: Any = None, capture_output: bool = False, timeout: float | None = None, check: bool = False, **more: Any
+    command: Any,
+    *,
+    input: Any = None,  # noqa: A002 - subprocess.run calls it so
+    capture_output: bool = False,
+    timeout: float | None = None,
+    check: bool = False,
+    **more: Any,
 ) -> subprocess.CompletedProcess[Any]:
     """As ``subprocess.run``."""
     if capture_output:
@@ -178,7 +185,7 @@ def _request(args: Any) -> dict[str, Any] | None:
 def _server_for(request: dict[str, Any], env: dict[str, str]) -> Server | None:
     key = import_environment(env)
     if __name__ == "__main__":
-        return _own if _own is not None and key == _own.key else None
+        return next((server for server in _own if server.key == key), None)
     texts = [request["what"], *request["args"]]
     texts += [Path(text).read_text() for text in texts if text.endswith(".py") and os.path.isfile(text)]
     modules = next(modules for word, modules in _MODULES if any(word in text for text in texts))
@@ -349,7 +356,6 @@ def serve_own_children(env: dict[str, str], streams: list[int]) -> dict[str, Any
 
     Returns None, or in a process that it made that process's request.
     """
-    global _own
     near, far = socket.socketpair()
     child = os.fork()
     if child == 0:
@@ -364,7 +370,7 @@ def serve_own_children(env: dict[str, str], streams: list[int]) -> dict[str, Any
         return request
     os.waitpid(child, 0)
     far.close()
-    _own = Server(near, env)
+    _own.append(Server(near, env))
     return None
 
 

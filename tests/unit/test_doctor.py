@@ -222,7 +222,7 @@ def test_it_needs_no_torch(tmp_path):
         done = CliRunner().invoke(app, ["doctor", {str(tmp_path)!r}, "--mebibytes", "0"])
         print(done.exit_code, "torch" in sys.modules)
     """
-    assert run_script(code).stdout.split() == ["0", "False"]
+    assert run_script(code, fresh=True).stdout.split() == ["0", "False"]
 
 
 def test_wrong_usage(tmp_path):
