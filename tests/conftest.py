@@ -2,6 +2,7 @@ import os
 import signal
 
 import pytest
+
 from kit import patience
 
 # torch looks up 127.0.0.1 backwards on every connection; where the resolver drops a packet that is five seconds each.

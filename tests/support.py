@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kit import warm
+from kit.faults import small_disk
 from kit.patience import scaled
-from safe_ckpt.testing import small_disk
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
 

@@ -624,9 +624,7 @@ def test_ctrl_c_ends_promptly(tmp_path):
               module=t.module_class(pl)(width=3000), settings={{"max_epochs": 100000}})
     """)
     )
-    with warm.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as run:
+    with warm.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
         assert run.stdout.readline() == "training\n"
         os.killpg(run.pid, signal.SIGINT)
         begun = time.monotonic()

@@ -26,6 +26,7 @@ sys.path.append(str(Path(__file__).parent.parent))  # started as a script
 
 import torch
 
+from kit.faults import FaultyStorage
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, SafeCheckpointError, Timeouts, WriterConfig
 from safe_ckpt.core.directory import catalog
 from safe_ckpt.core.formats import file_plan
@@ -35,7 +36,6 @@ from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.request import SaveRequest
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.durable import Link
-from safe_ckpt.testing import FaultyStorage
 
 TIMES = Timeouts(lengthy_s=20, barrier_s=10, writer_stall_s=2, fsync_stall_s=2, peer_stall_s=2, shutdown_s=3)
 CONFIG = CheckpointConfig(

@@ -9,8 +9,8 @@ import textwrap
 import time
 
 import pytest
-from kit import warm
 
+from kit import warm
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from support import names_in, run_script, writer_processes, writers_of
@@ -73,7 +73,9 @@ def test_validation_does_not_depend_on_assert(tmp_path, flags):
         except SafeCheckpointError as error:
             print(type(error).__name__)
     """
-    done = run_script(BODY.format(end=end.replace("{{", "{").replace("}}", "}")), str(tmp_path / "exp"), flags=flags, finalize=True)
+    done = run_script(
+        BODY.format(end=end.replace("{{", "{").replace("}}", "}")), str(tmp_path / "exp"), flags=flags, finalize=True
+    )
     assert done.stdout.split() == ["ConfigError", "ConfigError", "ClosedError", "DirectoryError"], done.stderr
 
 

@@ -93,8 +93,12 @@ class Popen(subprocess.Popen):
         self._finalize = finalize
         super().__init__(*args, **more)
 
-    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, *more: Any) -> None:
-        cwd, env, _, _, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, _, gid, gids, uid, umask = more[:16]
+    def _execute_child(
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, *more: Any
+    ) -> None:
+        cwd, env, _, _, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, _, gid, gids, uid, umask = more[
+            :16
+        ]
         new_session, plain = more[16], not any([executable, preexec_fn, pass_fds, shell, gid, gids, uid, umask != -1])
         environment = dict(os.environ if env is None else env)
         request = _request(args) if plain and "LD_PRELOAD" not in environment else None
@@ -103,7 +107,12 @@ class Popen(subprocess.Popen):
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, *more)  # type: ignore[misc]
             return
         folder = os.path.abspath(os.fsdecode(cwd or "."))
-        request |= {"env": environment, "cwd": folder, "finalize": self._finalize, "session": new_session or server not in _own}
+        request |= {
+            "env": environment,
+            "cwd": folder,
+            "finalize": self._finalize,
+            "session": new_session or server not in _own,
+        }
         streams = [own if own != -1 else number for number, own in enumerate((p2cread, c2pwrite, errwrite))]
         self.pid, self._reader = server.start(request, streams)
         self.warm = self._child_created = True

@@ -14,6 +14,7 @@ import time
 import pytest
 from typer.testing import CliRunner
 
+from kit.faults import FaultyStorage, small_disk
 from safe_ckpt import Checkpointer
 from safe_ckpt.cli.app import app
 from safe_ckpt.core.directory.lease import Lease
@@ -26,7 +27,6 @@ from safe_ckpt.doctor.space import judge_space
 from safe_ckpt.doctor.speed import Pass, judge_speed
 from safe_ckpt.doctor.world import world_of
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.testing import FaultyStorage, small_disk
 from support import kill_group, needs_root, run_script
 
 GIB = 1 << 30
