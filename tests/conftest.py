@@ -1,6 +1,10 @@
 import os
 import signal
 
+import pytest
+
+from kit import patience
+
 # torch looks up 127.0.0.1 backwards on every connection; where the resolver drops a packet that is five seconds each.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,7 +19,24 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also the tests marked thorough")
 
 
+def pytest_configure(config):
+    patience.factor()  # before there are other processes that it would measure
+
+
+def pytest_report_header(config):
+    return f"limits of waiting are multiplied by {patience.factor():.2f}"
+
+
+def be_patient(items):
+    """What pytest-timeout allows for a test takes longer on a busy machine, too."""
+    for item in items:
+        mark = item.get_closest_marker("timeout")
+        usual = mark.args[0] if mark else float(item.config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(patience.scaled(usual)), append=False)
+
+
 def pytest_collection_modifyitems(config, items):
+    be_patient(items)
     if config.getoption("--all") or os.environ.get("SAFE_CKPT_THOROUGH"):
         return
     left_out = [item for item in items if item.get_closest_marker("thorough")]

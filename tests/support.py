@@ -1,4 +1,4 @@
-"""What several tests need: scripts in fresh interpreters, small file systems, damage."""
+"""What several tests need: scripts in processes of their own, small file systems, damage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from safe_ckpt.testing import small_disk
+from kit import warm
+from kit.faults import small_disk
+from kit.patience import scaled
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
 
@@ -37,17 +39,27 @@ def names_in(folder):
 
 
 def run_script(
-    code: str, *args: str, timeout_s: float = 60.0, flags: tuple[str, ...] = (), stdin: str | None = None
+    code: str,
+    *args: str,
+    timeout_s: float = 60.0,
+    flags: tuple[str, ...] = (),
+    stdin: str | None = None,
+    fresh: bool = False,
+    finalize: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a fresh interpreter and return what it printed."""
+    """Run Python code in a process of its own and return what it printed.
+
+    ``fresh`` is for tests about imports, memory or the interpreter itself; ``finalize`` for those about its end.
+    """
     command = [sys.executable, *flags]
     command += ["-", *args] if stdin is not None else ["-c", textwrap.dedent(code), *args]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=timeout_s, check=False)
+    options = {"input": stdin, "capture_output": True, "text": True, "timeout": scaled(timeout_s)}
+    return subprocess.run(command, check=False, **options) if fresh else warm.run(command, finalize=finalize, **options)
 
 
 def start_script(path: Path, *args: str, flags: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     """Start a script in a process group of its own."""
-    return subprocess.Popen(
+    return warm.Popen(
         [sys.executable, *flags, str(path), *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

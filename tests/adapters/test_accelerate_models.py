@@ -279,7 +279,7 @@ def test_no_more_memory_than_the_largest_tensor(tmp_path):
     """
     import sys
 
-    done = run_script(code, str(tmp_path), *sys.path, timeout_s=100)
+    done = run_script(code, str(tmp_path), *sys.path, timeout_s=100, fresh=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) <= 64 + 32 + 16
     assert len(list((tmp_path / "weights").glob("*.safetensors"))) == 6

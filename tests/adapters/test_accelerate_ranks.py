@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from kit import warm
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.testing.ranks import free_port
@@ -47,7 +48,7 @@ def start(tmp_path, body, *args, size=2):
         f"num_processes: {size}\nmain_process_port: {free_port()}\nmixed_precision: 'no'\nuse_cpu: false\n"
     )
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "launch.yaml")]
-    return subprocess.Popen(
+    return warm.Popen(
         [*launch, str(script), *map(str, args)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

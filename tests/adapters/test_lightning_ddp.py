@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning_runs import seconds_since_start
 
+from kit import warm
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.testing.ranks import free_port
@@ -42,7 +43,7 @@ def script(tmp_path, body):
 
 def run(file, *args, timeout_s=100):
     environment = {**os.environ, "RES_OPTIONS": "timeout:1"}
-    return subprocess.run(
+    return warm.run(
         [sys.executable, str(file), *map(str, args)],
         capture_output=True, text=True, timeout=timeout_s, check=False, env=environment,
     )  # fmt: skip
@@ -62,7 +63,7 @@ def run_ranks(file, *args, timeout_s=100):
     said = file.with_suffix(".out")
     with said.open("w+") as output:
         ranks = [
-            subprocess.Popen(
+            warm.Popen(
                 [sys.executable, str(file), *map(str, args)],
                 stdout=output, stderr=output, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )

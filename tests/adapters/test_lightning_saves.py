@@ -18,6 +18,7 @@ import pytest
 import torch
 from lightning_runs import PACKAGES, Stop, fingerprint, module_class, package, stop_at, trainer
 
+from kit import warm
 from safe_ckpt import CheckpointConfig, Retention, Timeouts, WriterConfig
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
@@ -561,9 +562,9 @@ def test_killed_between_commit_and_removal(tmp_path):
         t.fit(Path({str(tmp_path / "exp")!r}), resume="auto", filename="{{step}}", settings={{"max_epochs": 4}})
     """)
     )
-    assert subprocess.run([sys.executable, str(script), "kill"], capture_output=True, check=False).returncode == -9
+    assert warm.run([sys.executable, str(script), "kill"], capture_output=True, check=False).returncode == -9
     assert names(tmp_path / "exp") == ["step=6.ckpt", "step=9.ckpt"]
-    done = subprocess.run([sys.executable, str(script), "go"], capture_output=True, text=True, check=False)
+    done = warm.run([sys.executable, str(script), "go"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert names(tmp_path / "exp") == ["step=12.ckpt"]
 
@@ -593,10 +594,10 @@ def test_killed_between_commit_and_link(tmp_path, last):
             print(os.path.realpath(made.ckpt_path), callback.last_model_path)
         """)
     )
-    assert subprocess.run([sys.executable, str(script), "kill"], capture_output=True, check=False).returncode == -9
+    assert warm.run([sys.executable, str(script), "kill"], capture_output=True, check=False).returncode == -9
     assert (tmp_path / "exp/last.ckpt").exists()
     assert torch.load(tmp_path / "exp/last.ckpt", weights_only=True)["global_step"] == 6
-    done = subprocess.run([sys.executable, str(script), "go"], capture_output=True, text=True, check=False)
+    done = warm.run([sys.executable, str(script), "go"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "last.ckpt" in done.stdout
     assert names(tmp_path / "exp") == ["last.ckpt", "step=9.ckpt"]
@@ -623,9 +624,7 @@ def test_ctrl_c_ends_promptly(tmp_path):
               module=t.module_class(pl)(width=3000), settings={{"max_epochs": 100000}})
     """)
     )
-    with subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as run:
+    with warm.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
         assert run.stdout.readline() == "training\n"
         os.killpg(run.pid, signal.SIGINT)
         begun = time.monotonic()

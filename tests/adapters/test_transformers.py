@@ -21,6 +21,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from kit import warm
 from safe_ckpt import CheckpointConfig, Retention, Timeouts, events
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
@@ -337,7 +338,7 @@ def test_it_survives_kills_bit_for_bit(tmp_path):
 
     def start(folder):
         command = [sys.executable, str(script), str(tmp_path / folder), *sys.path]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def end(folder):
         output, _ = start(folder).communicate(timeout=100)

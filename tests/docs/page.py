@@ -126,6 +126,7 @@ def _parse(data: Any) -> None:
 def main() -> int:
     """Run the page that the last argument names."""
     show = "--show" in sys.argv
+    sys.path.append(str(Path(__file__).parents[1]))  # PYTHONPATH=tests, which a page asks for
     blocks = blocks_of(os.path.abspath(sys.argv[-1]))
     page = Page(show=show)
     if show:

@@ -26,6 +26,7 @@ sys.path.append(str(Path(__file__).parent.parent))  # started as a script
 
 import torch
 
+from kit.faults import FaultyStorage
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, SafeCheckpointError, Timeouts, WriterConfig
 from safe_ckpt.core.directory import catalog
 from safe_ckpt.core.directory.retention import DeleteListed
@@ -36,7 +37,6 @@ from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.request import Destination, Facts, OnCommit, SaveRequest, Snapshot
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.durable import Link
-from safe_ckpt.testing import FaultyStorage
 
 TIMES = Timeouts(lengthy_s=20, barrier_s=10, writer_stall_s=2, fsync_stall_s=2, peer_stall_s=2, shutdown_s=3)
 CONFIG = CheckpointConfig(

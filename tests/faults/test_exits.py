@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from kit import warm
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from support import names_in, run_script, writer_processes, writers_of
@@ -45,7 +46,7 @@ def committed(folder):
 )
 def test_whatever_the_end_what_was_saved_is_committed(tmp_path, end, code, words, flags):
     """A save in flight when the program ends is finished first, the exception stays the user's; -O changes nothing."""
-    done = run_script(BODY.format(end=end), str(tmp_path / "exp"), flags=flags)
+    done = run_script(BODY.format(end=end), str(tmp_path / "exp"), flags=flags, finalize=True)
     assert done.returncode == code, done.stderr
     assert words in done.stderr
     assert committed(tmp_path / "exp") == ["step-00000001"]
@@ -72,7 +73,9 @@ def test_validation_does_not_depend_on_assert(tmp_path, flags):
         except SafeCheckpointError as error:
             print(type(error).__name__)
     """
-    done = run_script(BODY.format(end=end.replace("{{", "{").replace("}}", "}")), str(tmp_path / "exp"), flags=flags)
+    done = run_script(
+        BODY.format(end=end.replace("{{", "{").replace("}}", "}")), str(tmp_path / "exp"), flags=flags, finalize=True
+    )
     assert done.stdout.split() == ["ConfigError", "ConfigError", "ClosedError", "DirectoryError"], done.stderr
 
 
@@ -96,8 +99,8 @@ def test_ctrl_c_while_saving(tmp_path):
         pass"""
     )
     command = [sys.executable, "-c", textwrap.dedent(body), str(tmp_path / "exp")]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    with warm.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, finalize=True
     ) as process:
         assert process.stdout.readline() == "saving\n"
         os.killpg(process.pid, signal.SIGINT)
@@ -119,8 +122,8 @@ def test_ctrl_c_twice_ends_at_once(tmp_path):
     ckpt.close()"""
     ).replace("shutdown_s=5", "shutdown_s=60, writer_stall_s=60")
     command = [sys.executable, "-c", textwrap.dedent(body), str(tmp_path / "exp")]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    with warm.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, finalize=True
     ) as process:
         assert process.stdout.readline() == "closing\n"
         time.sleep(0.3)  # the first one interrupts the wait in close(), the second what is left of it
@@ -169,7 +172,7 @@ def test_what_the_kernel_does_to_the_writer(tmp_path, inject, expected):
     tracer.wait(timeout=10)
     """
     body = BODY.format(end=end).replace("shutdown_s=5", "shutdown_s=5, writer_stall_s=1, fsync_stall_s=2")
-    done = run_script(body, str(tmp_path / "exp"), inject)
+    done = run_script(body, str(tmp_path / "exp"), inject, finalize=True)
     assert done.stdout.split() == [expected], done.stderr
     assert len(committed(tmp_path / "exp")) == (2 if expected == "2" else 1)
 
@@ -185,7 +188,7 @@ def test_a_stopped_writer_does_not_hold_the_exit(tmp_path):
     """
     body = BODY.format(end=end).replace("shutdown_s=5", "shutdown_s=2, writer_stall_s=60")
     begun = time.monotonic()
-    done = run_script(body, str(tmp_path / "exp"))
+    done = run_script(body, str(tmp_path / "exp"), finalize=True)
     assert time.monotonic() - begun < 25
     assert done.returncode == 1
     assert "SaveError" in done.stderr
@@ -207,7 +210,7 @@ def test_a_lost_writer_is_replaced_and_the_save_committed(tmp_path, number):
     ckpt.close()
     """
     body = BODY.format(end=end).replace("shutdown_s=5", "shutdown_s=5, writer_stall_s=1")
-    done = run_script(body, str(tmp_path / "exp"))
+    done = run_script(body, str(tmp_path / "exp"), finalize=True)
     assert done.stdout.split() == ["2", "3", "4"], done.stderr
     assert done.stderr.count("the same snapshot is written again") >= 3
     assert len(committed(tmp_path / "exp")) == 4
@@ -242,7 +245,7 @@ def test_a_stopped_writer_is_replaced_within_seconds_and_a_pause_harms_nothing(t
     print(save(4).result(timeout_s=30).step, writer.pid != pid, time.monotonic() - begun)
     ckpt.close()
     """
-    done = run_script(BODY.format(end=end), str(tmp_path / "exp"))
+    done = run_script(BODY.format(end=end), str(tmp_path / "exp"), finalize=True)
     same, step, other, seconds = done.stdout.split()
     assert (same, step, other) == ("True", "4", "True"), done.stderr
     assert 3 <= float(seconds) < 5.5

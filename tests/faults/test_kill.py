@@ -14,6 +14,7 @@ import job
 import pytest
 from trials import THOROUGH
 
+from kit import warm
 from support import kill_group, writer_processes
 
 JOB = Path(__file__).with_name("job.py")
@@ -77,7 +78,7 @@ def test_kills_lose_nothing(tmp_path):
 def test_a_killed_parent_takes_its_writer_along(tmp_path):
     """SIGKILL of the job alone: its writer processes end by themselves within seconds."""
     command = [sys.executable, str(JOB), str(tmp_path / "exp"), "0", "1", str(tmp_path / "store")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    process = warm.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     try:
         while not process.stdout.readline().startswith(b"COMMITTED"):
             pass

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from kit.faults import FaultyStorage
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.errors import DirectoryError, SafeCheckpointError
-from safe_ckpt.testing import FaultyStorage
 from support import needs_root, run_script
 
 JOB = """

@@ -7,9 +7,9 @@ import pytest
 from sweep import MARKER, SCENARIOS
 from trials import THOROUGH, sampled, sweep
 
+from kit.power_cut import FileOperation, crash_states, read_trace
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import SafeCheckpointError
-from safe_ckpt.testing import FileOperation, crash_states, read_trace
 
 OLD = {name: int(SCENARIOS[name].old) for name in SCENARIOS}
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from kit import warm
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, RngState, Timeouts, WriterConfig
 from safe_ckpt.core.saving import resume
 from safe_ckpt.core.staging.copy import StagingCopy
@@ -309,7 +310,7 @@ def test_ranks_launched_by_torchrun(tmp_path):
         "dist.destroy_process_group()\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    done = warm.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
     assert steps(tmp_path / "exp") == ["step-00000001"]
 
@@ -361,7 +362,8 @@ def test_ordinary_processes_that_just_end_lose_nothing(tmp_path):
     )
     begun = time.monotonic()
     started = [
-        subprocess.Popen([sys.executable, str(script), str(rank)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)
+        warm.Popen([sys.executable, str(script), str(rank)], stderr=subprocess.PIPE, text=True, finalize=True)
+        for rank in (0, 1)
     ]
     said = [process.communicate(timeout=60)[1] for process in started]
     assert [process.returncode for process in started] == [0, 0], said

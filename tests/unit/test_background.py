@@ -214,7 +214,7 @@ FORKS = """
 
 def test_a_forked_process_does_not_wait_for_a_thread_that_it_has_not():
     """Forked while another thread is within a call: the child's calls return, and what it puts in is refused."""
-    done = run_script(FORKS, flags=("-W", "ignore::DeprecationWarning"))
+    done = run_script(FORKS, flags=("-W", "ignore::DeprecationWarning"), finalize=True)
     assert done.stdout.split() == ["7", "False"], done.stderr
 
 
@@ -237,5 +237,5 @@ LEAVES = """
 
 def test_a_forked_process_leaves_its_parents_writer_alone():
     """What a data loader's worker tidies away at its end is a copy: the writer process is still there."""
-    done = run_script(LEAVES, flags=("-W", "ignore::DeprecationWarning"))
+    done = run_script(LEAVES, flags=("-W", "ignore::DeprecationWarning"), finalize=True)
     assert done.stdout.split() == ["None", "-9"], done.stderr

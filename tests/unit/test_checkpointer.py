@@ -20,6 +20,7 @@ import safetensors.torch
 import torch
 from test_layout import EVERYTHING, same
 
+from kit import warm
 from safe_ckpt import (
     CheckpointConfig,
     Checkpointer,
@@ -265,7 +266,7 @@ def _unreadable(tmp_path):
         except OSError as error:
             print(type(error).__name__, error.errno)
     """
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False,
         cwd="/", env={**os.environ, "HOME": "/nonexistent"},
     )  # fmt: skip
@@ -390,7 +391,7 @@ def test_a_directory_in_use_is_refused_and_named(tmp_path):
         with pytest.raises(DirectoryInUseError, match="this process"):
             Checkpointer(tmp_path, config())
         code = f"from safe_ckpt import Checkpointer; Checkpointer({str(tmp_path)!r})"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        done = warm.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
         assert f"in use by process {os.getpid()}" in done.stderr
     Checkpointer(tmp_path, config()).close()
 
@@ -532,7 +533,7 @@ def test_a_save_that_moves_bytes_is_not_given_up_at_the_end(tmp_path, end, here)
         ckpt.save(1, {{"m": {{"w": torch.zeros(10_000_000)}}}})
         {end}
     """
-    done = run_script(code, str(tmp_path / "exp"))
+    done = run_script(code, str(tmp_path / "exp"), finalize=True)
     assert done.returncode == int(failed), done.stderr
     assert steps(tmp_path / "exp") == ([] if failed else ["step-00000001"]), done.stderr
     if failed:
@@ -641,7 +642,7 @@ def test_nothing_in_the_working_directory_stands_in_for_the_standard_library(tmp
         "print([event.kind for event in events if event.kind == 'respawned'])\n"
     )
     command = [sys.executable, str(tmp_path / "train.py")]
-    done = subprocess.run(command, cwd=tmp_path / "cwd", capture_output=True, text=True, timeout=60, check=False)
+    done = warm.run(command, cwd=tmp_path / "cwd", capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -660,7 +661,7 @@ def test_a_fork_of_the_trainer_does_not_keep_the_writer_alive(tmp_path):
         print(os.getpid(), flush=True)
         time.sleep(60)
     """
-    with subprocess.Popen(
+    with warm.Popen(
         [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "exp")],
         stdout=subprocess.PIPE,
         start_new_session=True,

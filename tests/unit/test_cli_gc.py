@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from kit import warm
 from safe_ckpt import Checkpointer
 from safe_ckpt.cli.app import app
 
@@ -124,7 +124,7 @@ def test_leftovers_of_a_killed_job_are_swept(folder):
         "os.makedirs(half); open(half + '/x', 'w').write('x')\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, timeout=60, check=False)
+    done = warm.run([sys.executable, "-c", script, str(folder)], capture_output=True, timeout=60, check=False)
     assert (done.returncode, (folder / ".safe_ckpt/pending/half").exists()) == (-9, True), done.stderr
     assert run(folder).exit_code == 0
     assert not (folder / ".safe_ckpt/pending/half").exists()

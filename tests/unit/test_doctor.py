@@ -13,6 +13,7 @@ import time
 import pytest
 from typer.testing import CliRunner
 
+from kit.faults import FaultyStorage, small_disk
 from safe_ckpt import Checkpointer
 from safe_ckpt.cli.app import app
 from safe_ckpt.core.directory.lease import Lease
@@ -23,7 +24,6 @@ from safe_ckpt.doctor.finding import Finding, refused, worst
 from safe_ckpt.doctor.runner import Check
 from safe_ckpt.doctor.speed import Pass, judge_speed
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.testing import FaultyStorage, small_disk
 from support import kill_group, needs_root, run_script
 
 GIB = 1 << 30
@@ -219,7 +219,7 @@ def test_it_needs_no_torch(tmp_path):
         done = CliRunner().invoke(app, ["doctor", {str(tmp_path)!r}, "--mebibytes", "0"])
         print(done.exit_code, "torch" in sys.modules)
     """
-    assert run_script(code).stdout.split() == ["0", "False"]
+    assert run_script(code, fresh=True).stdout.split() == ["0", "False"]
 
 
 def test_wrong_usage(tmp_path):

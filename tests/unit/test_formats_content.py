@@ -1,6 +1,5 @@
 import json
 import math
-import subprocess
 import sys
 import warnings
 import zipfile
@@ -14,6 +13,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from fuzz.fuzz_formats import zip_of
+from kit import warm
 from safe_ckpt import Checkpointer
 from safe_ckpt.cli.app import app
 from safe_ckpt.core.saving.one_shot import save_archive
@@ -246,7 +246,7 @@ def test_parts_of_a_tensor_are_put_together(tmp_path):
         "dist.destroy_process_group()\n"
     )
     arguments = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path / "dcp"), str(tmp_path / "store")]
-    ranks = [subprocess.Popen([*arguments, str(rank)]) for rank in range(2)]
+    ranks = [warm.Popen([*arguments, str(rank)]) for rank in range(2)]
     assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
     content = read_content(tmp_path / "dcp")
     found = {entry.name: entry for entry in content.tensors}

@@ -82,6 +82,7 @@ def test_a_state_above_the_budget_is_saved_within_it(tmp_path):
         print(grown >> 20)
         """,
         str(tmp_path / "exp"),
+        fresh=True,
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 24

@@ -16,7 +16,7 @@ def test_the_package_imports_no_framework():
             importlib.import_module(module.name)
         print([name for name in {FRAMEWORKS!r} if name in sys.modules])
     """
-    done = run_script(code)
+    done = run_script(code, fresh=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
@@ -27,11 +27,11 @@ def test_the_writer_process_imports_no_torch():
         import safe_ckpt.core.writer.process
         print([name for name in ("torch", "numpy", "yaml", "safetensors") if name in sys.modules])
     """
-    done = run_script(code)
+    done = run_script(code, fresh=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
 def test_unknown_names_are_attribute_errors():
     """A typo in an import fails as it does everywhere."""
-    done = run_script("import safe_ckpt; safe_ckpt.Chekpointer")
+    done = run_script("import safe_ckpt; safe_ckpt.Chekpointer", fresh=True)
     assert "AttributeError" in done.stderr

@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from kit import warm
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention
 from safe_ckpt.cli.app import app
 from safe_ckpt.core.directory import catalog
@@ -198,7 +199,7 @@ try:
 except KeyboardInterrupt:
     sys.exit(130)
 """
-    with subprocess.Popen([sys.executable, "-c", code, str(file)], stdout=subprocess.PIPE, text=True) as job:
+    with warm.Popen([sys.executable, "-c", code, str(file)], stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout.readline() == "reading\n"
         job.send_signal(signal.SIGINT)
         job.communicate(timeout=30)

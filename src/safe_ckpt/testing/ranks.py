@@ -49,8 +49,9 @@ def spawn_ranks(
         function: a module-level function; it finds the process group initialized.
         world_size: how many ranks.
         args: passed on; must pickle.
-        timeout_s: all processes still running after this are killed.
-        group_timeout_s: the process group's own timeout.
+        timeout_s: all processes still running after this are killed. Multiplied by ``RANKS_PATIENCE`` of the environment, for
+            machines that are busy.
+        group_timeout_s: the process group's own timeout; multiplied likewise.
         init: whether to initialize (and destroy) the process group around ``function``.
         expendable: ranks that are killed when all others have ended, such as those that stop themselves.
 
@@ -61,17 +62,18 @@ def spawn_ranks(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint", "safe_ckpt.checkpointer"])
     port = free_port()
+    patience = float(os.environ.get("RANKS_PATIENCE", "1"))
     processes, pipes = [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)
-        settings = (rank, world_size, port, group_timeout_s, init)
+        settings = (rank, world_size, port, group_timeout_s * patience, init)
         arguments = (theirs, dict(os.environ), settings, function, args)
         process = context.Process(target=_run_rank, args=arguments, daemon=False)
         process.start()
         theirs.close()
         processes.append(process)
         pipes.append(ours)
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s * patience
     found = _collect(pipes, deadline, expendable)
     outcomes = []
     for rank, process in enumerate(processes):

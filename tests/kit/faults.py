@@ -10,7 +10,6 @@ import shutil
 import struct
 import subprocess
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 
 _LAYOUT = struct.Struct("<qqiiiiiiii1024s256s1024s")
@@ -144,10 +143,9 @@ def _build(library: Path) -> None:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise RuntimeError("FaultyStorage needs a C compiler: install gcc or clang")
-    source = resources.files(__package__).joinpath("shim.c")
-    with resources.as_file(source) as path:
-        command = [compiler, "-O1", "-shared", "-fPIC", "-o", str(library), str(path), "-ldl"]
-        built = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    source = Path(__file__).with_name("shim.c")
+    command = [compiler, "-O1", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
+    built = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     if built.returncode != 0:
         raise RuntimeError(f"the fault library does not build here:\n{built.stderr}")
 
