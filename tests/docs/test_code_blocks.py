@@ -15,7 +15,7 @@ RUN = [page for page in pages() if not needs(page) and any(not (b.not_run or b.r
 # Page and beginning of every block that is not run; the reason stands above the block.
 NOT_RUN = {
     ("README.md", "make demo   # trains on real data"),
-    ("README.md", "   kill | at step | within a save"),
+    ("docs/RELIABILITY.md", "   kill | at step | within a save"),
     ("docs/PERFORMANCE.md", "make bench "),
     ("docs/reference/configuration.md", "python train.py fit "),
     # tests/schedulers run these.
