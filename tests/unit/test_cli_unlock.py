@@ -15,9 +15,8 @@ from safe_ckpt.core.directory import unlock
 from safe_ckpt.core.directory.lock import JobLock
 from safe_ckpt.doctor import Examined, Options, durability
 from safe_ckpt.doctor.runner import known_size
-from safe_ckpt.inspection.listing import find_shelf
+from safe_ckpt.inspection.listing import list_existing, read_listing
 from safe_ckpt.report import event_log
-from safe_ckpt.report.existing import list_existing
 from support import holding_lock
 
 
@@ -166,7 +165,7 @@ LAYOUTS = {  # where the checkpoints are, their name, the hidden folder, what th
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_commands_have_one_idea_of_a_directory(tmp_path, layout):
-    """What find_shelf finds is what unlock, doctor and report speak of: the lock, the quarantine, the checkpoints, events."""
+    """What read_listing finds is what unlock, doctor and report speak of: the lock, the quarantine, the checkpoints, events."""
     below, name, hidden, asked = LAYOUTS[layout]
     hidden, asked = tmp_path / hidden, tmp_path / asked
     with Checkpointer(tmp_path / "made") as ckpt:
@@ -179,7 +178,7 @@ def test_all_commands_have_one_idea_of_a_directory(tmp_path, layout):
     lock = JobLock(hidden, subject=tmp_path, lease_s=60.0)
     lock.acquire()
     try:
-        shelf = find_shelf(asked)
+        shelf = read_listing(asked)
         unlocked = json.loads(run("unlock", asked, "--json").stdout)
         found = durability.holder(Examined(asked=asked, existing=asked))[0]
     finally:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safe_ckpt.core.storage import durable
-from safe_ckpt.core.storage.space import free_bytes as free_bytes_of
+from safe_ckpt.core.storage.durable import free_bytes as free_bytes_of
 from safe_ckpt.doctor.finding import Finding, fail, ok, refused, skipped, warn
 from safe_ckpt.doctor.runner import Examined
 from safe_ckpt.text import bytes_text

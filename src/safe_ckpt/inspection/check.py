@@ -23,7 +23,7 @@ from safe_ckpt.core.storage.reader import ReadProgress, Span, wrong_spans
 from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection import dcp_reader, torch_reader
 from safe_ckpt.inspection.files import Found, Window, inside, read_json, walk
-from safe_ckpt.inspection.kinds import kind_of
+from safe_ckpt.inspection.listing import kind_of
 from safe_ckpt.inspection.safetensors_reader import SUFFIX, read_safetensors
 from safe_ckpt.inspection.zip_reader import read_members
 
