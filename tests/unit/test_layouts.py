@@ -1,5 +1,7 @@
 """The table of how frameworks lay out their checkpoints: list, resume-path and each adapter's own resume choose the same."""
 
+import importlib.util
+import itertools
 import json
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from safe_ckpt.core.saving.one_shot import save_archive
 from safe_ckpt.errors import CorruptCheckpointError
 from support import flip_bit
 
+ORDER = itertools.count(1)
 WEIGHTS = {"w": torch.arange(2000.0)}
 
 
@@ -43,7 +46,7 @@ def commit(path, number, adapter, **notes):
         )
         for file in files
     )
-    facts = {"name": path.name, "sequence": number, "step": number, "op_id": f"op{number}", "world_size": 1}
+    facts = {"name": path.name, "sequence": next(ORDER), "step": number, "op_id": f"op{number}", "world_size": 1}
     manifest = Manifest(**facts, metrics={}, notes={"adapter": adapter, **notes}, files=entries)
     (path / "manifest.json").write_bytes(manifest.to_bytes())
 
@@ -51,7 +54,7 @@ def commit(path, number, adapter, **notes):
 def lightning_file(home, number, *, ours, complete):
     file = home / f"epoch={number}-step={10 * number}.ckpt"
     if ours:
-        save_archive(loops(10 * number), file, sequence=number, step=10 * number)
+        save_archive(loops(10 * number), file, sequence=next(ORDER), step=10 * number)
     else:
         torch.save(loops(10 * number) if complete else WEIGHTS | {"state_dict": WEIGHTS}, file)
     return file
@@ -142,7 +145,6 @@ def by_transformers(home):
 
 
 def by_deepspeed(home):
-    pytest.importorskip("deepspeed")
     from safe_ckpt.deepspeed.directories import order
 
     for path in order(home, None):
@@ -212,7 +214,8 @@ def agreed(home, adapter):
     said = run("resume-path", home)
     assert said.exit_code in (0, 3), said.output
     path = Path(said.stdout.strip())
-    assert adapter(home) == path
+    if adapter is not by_deepspeed or importlib.util.find_spec("deepspeed"):
+        assert adapter(home) == path
     return path
 
 
