@@ -1,8 +1,8 @@
 """The writer process: moves, hashes and fsyncs bytes from shared memory. Imports neither torch nor any framework.
 
 It gets jobs over a socket: a line of JSON, and with it descriptors of the plan and of the shared buffer. It ends when the
-socket does, so it never outlives its parent, and it ignores the signals that a terminal or a scheduler sends to the whole group: its
-parent decides when it is done.
+socket does, so it never outlives its parent. It ignores the signals that a terminal or a scheduler sends to the whole group:
+its parent decides when it is done.
 """
 
 from __future__ import annotations
