@@ -49,8 +49,7 @@ class Listing:
     """Where checkpoints are kept.
 
     Attributes:
-        asked: the directory that was listed; names are relative to it.
-        folder: the one that they are in: ``asked``, or ``checkpoints`` in it.
+        folder: which directory they are in.
         hidden: where the lock, saves under way and the quarantine are; None where safe_ckpt never worked.
         usable: those in which nothing is wrong so far, in the order in which a resume tries them.
         unnamed: of these, the ones that no resume takes by itself, and why.
@@ -60,7 +59,6 @@ class Listing:
         quarantined: what was found damaged and moved away.
     """
 
-    asked: Path
     folder: Path
     hidden: Path | None
     usable: tuple[Candidate, ...]
@@ -76,7 +74,7 @@ class Row:
     """One line of a listing.
 
     Attributes:
-        name: relative to the directory that was listed.
+        name: relative to the directory that the checkpoints are in.
         step: its training step, or the number in its name; None where neither is known.
         sequence: its place in the order of commits.
         created_at: ISO 8601, UTC.
@@ -128,14 +126,13 @@ def read_listing(directory: Path) -> Listing:
         candidates = catalog.list_directories(folder, _number_of, _problem_of, note)
     usable = in_order(folder, candidates)
     return Listing(
-        asked=directory,
         folder=folder,
         hidden=hidden,
         usable=tuple(usable),
         unnamed=_unnamed(folder, usable),
         unusable=tuple(candidate for candidate in candidates if candidate.problem),
         unreadable=unreadable,
-        under_way=_listed(hidden, "staging", unreadable),
+        under_way=(*_listed(hidden, "pending", unreadable), *_listed(hidden, "staging", unreadable)),
         quarantined=_listed(hidden, "quarantine", unreadable),
     )
 
@@ -162,7 +159,7 @@ def list_existing(directory: Path) -> tuple[tuple[Row, ...], str]:
         directory: as ``read_listing`` takes it.
     """
     try:
-        listing = read_listing(directory)
+        listing = replace(read_listing(directory), folder=directory)  # names are relative to it
         existing = tuple(row for row in rows(listing) if row.state not in ("unreadable", "partial"))
     except OSError as error:
         return (), str(error)
@@ -286,8 +283,8 @@ def _row(listing: Listing, candidate: Candidate, state: str) -> Row:
 
 
 def _name(listing: Listing, path: Path) -> str:
-    if path.is_relative_to(listing.asked):
-        return path.relative_to(listing.asked).as_posix()
+    if path.is_relative_to(listing.folder):
+        return path.relative_to(listing.folder).as_posix()
     hidden = listing.hidden or listing.folder
     return f"{hidden.name}/{path.relative_to(hidden).as_posix()}"
 

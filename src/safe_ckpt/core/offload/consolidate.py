@@ -153,8 +153,8 @@ def agree_parts(
     }
     try:
         agreed = engine.agree("offloaded parts", {"ignore": list(ignore)}, answer=answer, decide=_assign)
-    except SafeCheckpointError as reported:
-        if isinstance(error, SafeCheckpointError) and not isinstance(reported, CoordinationError):
+    except SafeCheckpointError as told:
+        if isinstance(error, SafeCheckpointError) and not isinstance(told, CoordinationError):
             raise error from None
         raise
     copies: list[FileCopy] = []

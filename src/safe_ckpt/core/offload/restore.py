@@ -193,8 +193,8 @@ def _all_or_none(coordinator: Coordinator, phase: str, action: Callable[[], None
     wire = to_wire(failure, rank=coordinator.rank, phase=phase) if failure else None
     try:
         coordinator.agree(phase, {}, timeout_s=timeout_s, answer=wire, decide=raise_first)
-    except SafeCheckpointError as reported:
-        if isinstance(failure, SafeCheckpointError) and not isinstance(reported, CoordinationError):
+    except SafeCheckpointError as told:
+        if isinstance(failure, SafeCheckpointError) and not isinstance(told, CoordinationError):
             raise failure from None
         raise
 
