@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention
 from safe_ckpt.cli.app import app
+from safe_ckpt.inspection.listing import list_existing
 from safe_ckpt.report import charts, event_log, history, page, summary
-from safe_ckpt.report.existing import list_existing
 from safe_ckpt.report.sections import Subject
 from safe_ckpt.text import age, bytes_text, clean, counted, duration, percent, rate
 from support import flip_bit

@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from safe_ckpt.cli.output import DAMAGED, AsJson, console, print_json, say, tell
+from safe_ckpt.inspection.listing import list_existing
 from safe_ckpt.report import event_log, page, summary
-from safe_ckpt.report.existing import list_existing
 from safe_ckpt.report.follow import Follower
 from safe_ckpt.report.history import History, Notice, Save, build
 from safe_ckpt.report.sections import Subject

@@ -20,7 +20,7 @@ from safe_ckpt.doctor.disk import current
 from safe_ckpt.doctor.finding import Figure, Finding, fail, ok, refused, skipped, warn
 from safe_ckpt.doctor.runner import PREFIX, Examined
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
-from safe_ckpt.inspection.listing import find_shelf
+from safe_ckpt.inspection.listing import read_listing
 from safe_ckpt.text import duration
 
 _ROUNDS = 5
@@ -197,7 +197,7 @@ def holder(examined: Examined) -> list[Finding]:
     """Who holds the directory. Only read; a live job goes on undisturbed."""
     if examined.existing != examined.asked or not examined.asked.is_dir():
         return []
-    lease = holder_of(find_shelf(examined.asked).hidden)
+    lease = holder_of(read_listing(examined.asked).hidden)
     if lease is None:
         return [ok("held by", "no job")]
     who = f"process {lease.pid} on host {lease.host}" if lease.host else "a job that has not written its name"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from safe_ckpt.doctor.finding import Finding, fail, refused, skipped
-from safe_ckpt.inspection.listing import find_shelf
+from safe_ckpt.inspection.listing import read_listing
 
 logger = logging.getLogger(__name__)
 PREFIX = ".safe_ckpt_doctor-"
@@ -139,7 +139,7 @@ def known_size(directory: Path, options: Options) -> tuple[int | None, str]:
     if options.state_bytes is not None:
         return options.state_bytes, "as given"
     try:
-        infos = [candidate.info for candidate in find_shelf(directory).usable]
+        infos = [candidate.info for candidate in read_listing(directory).usable]
     except OSError:  # there is none, or a live job is deleting one just now
         return None, ""
     newest = next((info for info in infos if info is not None and info.size_bytes), None)

@@ -23,7 +23,7 @@ from safe_ckpt.core.storage.reader import ReadProgress, Span, wrong_spans
 from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection import dcp_reader, torch_reader
 from safe_ckpt.inspection.files import Found, Window, inside, read_json, walk
-from safe_ckpt.inspection.kinds import kind_of
+from safe_ckpt.inspection.listing import kind_of
 from safe_ckpt.inspection.safetensors_reader import SUFFIX, read_safetensors
 from safe_ckpt.inspection.zip_reader import read_members
 
@@ -39,8 +39,8 @@ class Judgement:
         file: relative to the checkpoint.
         state: ``"valid"``: a checksum covers every byte, and all agree. ``"damaged"``. ``"cannot tell"``: nothing is wrong as
             far as the format lets one see.
-        reason: what is wrong, or why it cannot be told.
-        names: tensors, or records, that are damaged, where that can be told.
+        reason: what is wrong, or why that is not known.
+        names: tensors, or records, that are damaged, where that is known.
         size_bytes: its size.
         covered_bytes: how many of them a checksum covers.
     """
@@ -122,7 +122,7 @@ def plan(path: Path, *, follow_symlinks: bool = False) -> Task:
     """Look at names, sizes and manifests; no payload is read. What is wrong already becomes a job that says so.
 
     Raises:
-        OSError: it could not be read; that condemns nothing.
+        OSError: it could not be read; it is not treated as corrupt.
     """
     try:
         return _ours(path, follow_symlinks=follow_symlinks) or _others(path, follow_symlinks=follow_symlinks)
@@ -136,7 +136,7 @@ def judge(tasks: Iterable[Task], *, progress: ReadProgress | None = None) -> lis
     """Read everything, several files at a time. One verdict per task.
 
     Raises:
-        OSError: something could not be read; that condemns nothing.
+        OSError: something could not be read; it is not treated as corrupt.
     """
     tasks, stop = list(tasks), threading.Event()
 
@@ -216,9 +216,9 @@ def _located(folder: Path, name: str, size: int) -> Judgement:
     if found.state == "damaged" and found.reason != UNEQUAL:
         reason = f"{UNEQUAL} ({found.reason})"
     elif place.suffix == SUFFIX:
-        reason = f"{UNEQUAL}; in which of its tensors cannot be told, for safetensors {NO_CHECKSUMS}"
+        reason = f"{UNEQUAL}; in which of its tensors is not known: safetensors {NO_CHECKSUMS}"
     elif found.state == "cannot tell" and found.covered_bytes:
-        reason = f"{UNEQUAL}; in which of its tensors cannot be told, for {found.reason}"
+        reason = f"{UNEQUAL}; in which of its tensors is not known: {found.reason}"
     return damaged(name, reason, size=size, names=found.names)
 
 
@@ -274,7 +274,7 @@ def check_file(file: Found, metadata: Metadata, progress: ReadProgress | None) -
     """Read a file and judge it.
 
     Raises:
-        OSError: it could not be read; that condemns nothing.
+        OSError: it could not be read; it is not treated as corrupt.
     """
     name, size = file.name, file.size_bytes
     if not size:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from datetime import tzinfo
 
 from safe_ckpt import text
+from safe_ckpt.inspection.listing import Row
 from safe_ckpt.report import charts
 from safe_ckpt.report.charts import Bar
-from safe_ckpt.report.existing import Existing
 from safe_ckpt.report.history import UNCOMMITTED, History, Save
 from safe_ckpt.report.html import Html, join, table, tag
 from safe_ckpt.report.summary import Totals
@@ -45,7 +45,7 @@ class Subject:
 
     directory: str
     made_at: float
-    existing: Sequence[Existing] = ()
+    existing: Sequence[Row] = ()
     problem: str = ""
     zone: tzinfo | None = None
 
@@ -135,21 +135,28 @@ def existing(subject: Subject) -> Html:
     """The checkpoints that are there now."""
     rows = [
         (
-            row.name,
+            text.clean(row.name),
             str(row.step) if row.step is not None else "",
-            row.created_at,
+            text.clean(f"{row.created_at[:19].replace('T', ' ')} UTC") if row.created_at else "",
             bytes_text(row.size_bytes),
-            row.metrics,
-            row.state,
+            text.clean(", ".join(f"{key} {_short(value)}" for key, value in row.metrics.items())),
+            text.clean(f"{row.state}: {row.reason}" if row.reason else row.state),
         )
         for row in subject.existing[:_MOST_EXISTING]
     ]
-    problem = [tag("p", f"Not all could be listed: {subject.problem}", class_="bad-text")] if subject.problem else []
+    problem = f"Not all could be listed: {text.clean(subject.problem)}"
+    problem_lines = [tag("p", problem, class_="bad-text")] if subject.problem else []
     if not rows:
-        return _section("There now", *problem, tag("p", "No checkpoint."))
+        return _section("There now", *problem_lines, tag("p", "No checkpoint."))
     intro = "From their manifests; their bytes were not read. To have them checked: safe-ckpt verify."
     columns = ("name", "step", "created", "size", "metrics", "state")
-    return _section("There now", *problem, tag("p", intro), table("Checkpoints that are there now", columns, rows))
+    return _section(
+        "There now", *problem_lines, tag("p", intro), table("Checkpoints that are there now", columns, rows)
+    )
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)
 
 
 def notices(history: History, subject: Subject) -> Html:

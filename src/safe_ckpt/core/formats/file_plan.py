@@ -1,6 +1,6 @@
-"""From data to a file image: which bytes lie where in the file, before a single one of them is copied.
+"""From data to a file plan: which bytes lie where in the file, before a single one of them is copied.
 
-An image is header bytes at offsets plus tensors at offsets. The arena is filled with it and then *is* the file.
+A plan is header bytes at offsets plus tensors at offsets. The shared buffer is filled with them and then *is* the file.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class FilePlan:
 
     Attributes:
         path: relative to the checkpoint.
-        length: bytes of the image; a zip archive gets its manifest and directory appended by the sink.
+        length: bytes of the file; the writer appends manifest and directory to a zip archive.
         pieces: offset -> bytes that are known now.
         tensors: offset -> tensor whose bytes go there, in its own order of elements if it is contiguous.
-        lazies: offset -> tensor that is fetched for it; such an image can only be streamed.
+        lazies: offset -> tensor that is fetched for it; such a file can only be streamed.
         records: the members of a zip archive; None for a plain file.
     """
 
@@ -97,7 +97,7 @@ def is_exact_json(data: object) -> bool:
 
 
 def single(image: FilePlan, path: str) -> FilePlan:
-    """The same image as a checkpoint of its own: it gets the manifest inside."""
+    """The same file as a checkpoint of its own: it gets the manifest inside."""
     return dataclasses.replace(image, path=path, manifest={})
 
 

@@ -226,7 +226,7 @@ def read_manifest(path: Path) -> Manifest:
         CorruptCheckpointError: damaged.
         IncompleteCheckpointError: it, or the checkpoint as a whole, is not there.
         UnsupportedFormatError: not ours, or of a newer version.
-        OSError: it could not be read; that condemns nothing.
+        OSError: it could not be read; it is not treated as corrupt.
     """
     return _read_from_archive(path) if presence.is_file(path) else _read_from_directory(path)
 
@@ -290,7 +290,7 @@ def _read_from_archive(path: Path) -> Manifest:
             path=str(path), message="was not written by safe_ckpt: it has no manifest"
         ) from None
     except (OSError, *UNREADABLE) as error:
-        # A damaged offset makes zipfile seek to nowhere. Any other OSError is the disk's, and condemns nothing.
+        # A damaged offset makes zipfile seek to nowhere. Any other OSError is the disk's, and says nothing of the bytes.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
         if not _has_trace_of_ours(path):

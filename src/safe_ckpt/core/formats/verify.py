@@ -94,7 +94,7 @@ def verify_entry(
         entry: the file, as the manifest has it.
         cached: see ``digest_of``.
         links: a symbolic link to the file will do.
-        progress: told what was read.
+        progress: called with what was read.
 
     Raises:
         CorruptCheckpointError: it differs.
@@ -120,7 +120,7 @@ def verify_archive(path: Path, *, cached: bool | None = False, progress: ReadPro
     """Read a single-file checkpoint and compare it. Returns its size.
 
     Raises:
-        CorruptCheckpointError: it differs; names the record of the archive where that can be told.
+        CorruptCheckpointError: it differs; names the record of the archive where that is known.
     """
     expected = archive_digest(path)
     if expected is None:

@@ -260,7 +260,7 @@ def load_file(folder: Path, entry: FileEntry, item: Mapping[str, Any], name: str
     Raises:
         CorruptCheckpointError: its bytes are not those that were written.
         IncompleteCheckpointError: it is not there.
-        OSError: it could not be read; that condemns nothing.
+        OSError: it could not be read; it is not treated as corrupt.
     """
     file = folder / entry.path
     try:

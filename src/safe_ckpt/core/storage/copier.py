@@ -102,7 +102,7 @@ def copy_files(copies: Sequence[FileCopy], options: WriteOptions, progress: Prog
     Args:
         copies: what and where to. The directories exist.
         options: how to write.
-        progress: told of every step, from several threads.
+        progress: called at every step, from several threads.
 
     Returns:
         What is on disk now, in the order of ``copies``.
@@ -148,7 +148,7 @@ class _Batch:
 
     Args:
         options: how to write.
-        progress: told of every step.
+        progress: called at every step.
         ahead: whether one piece of a file is read while the one before it is written: where there are so few files that
             threads would not overlap reading with writing by themselves.
     """

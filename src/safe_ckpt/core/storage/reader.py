@@ -68,7 +68,7 @@ def digest_of(file: Path, length: int, *, cached: bool | None = False, progress:
         file: which one.
         length: how much of it.
         cached: through the page cache, for a file that is read once more in a moment; None if it is there already.
-        progress: told what was read.
+        progress: called with what was read.
 
     Raises:
         OSError: it could not be read. A file that is shorter gives another digest, not an error.
@@ -88,7 +88,7 @@ def wrong_spans(file: Path, size: int, spans: Sequence[Span], progress: ReadProg
         file: which one.
         size: how many bytes of it.
         spans: what to check in it; in order, without overlap.
-        progress: told what was read.
+        progress: called with what was read.
 
     Raises:
         CorruptCheckpointError: the file is shorter.

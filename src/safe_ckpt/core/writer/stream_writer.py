@@ -44,7 +44,7 @@ def stream_file(
         task: where, and what goes into the manifest of an archive.
         buffer_bytes: how much memory to use, a multiple of 4096.
         options: how to write.
-        progress: told of every step.
+        progress: called at every step.
 
     Raises:
         OSError: as the operating system says, with the path.
