@@ -11,7 +11,7 @@ from safe_ckpt.config import CheckpointConfig, Timeouts
 from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.coordination.coordinator import open_coordinator, raise_first
 from safe_ckpt.errors import ConfigError, DesyncError, to_wire
-from safe_ckpt.settings.environment import origin_of
+from safe_ckpt.settings.sources import origin_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
