@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.settings.deviations import deviations
-from safe_ckpt.settings.fields import build, check
-from safe_ckpt.settings.limits import limits
+from safe_ckpt.settings.fields import build, check, deviations, limits
 
 _LONGEST_S = 365 * 24 * 3600  # longer is a slip, and some waits cannot be told more
 _SIGNAL = r"^SIG(?!KILL$|STOP$)[A-Z0-9]+$"
@@ -225,8 +223,10 @@ class CheckpointConfig:
             ConfigError: the file cannot be read or parsed, a key is unknown or given twice, or a value is not allowed; names
                 file, line and key.
         """
-        from safe_ckpt.settings.layers import load
-        from safe_ckpt.settings.sources import read_yaml  # here and not at the top: most users configure in Python
+        from safe_ckpt.settings.sources import (
+            load,
+            read_yaml,  # here and not at the top: most users configure in Python
+        )
 
         return load(cls, [read_yaml(path)]).settings
 
@@ -239,6 +239,6 @@ class CheckpointConfig:
         Raises:
             ConfigError: as ``from_yaml``, or a variable that begins with ``SAFE_CKPT__`` is unknown.
         """
-        from safe_ckpt.settings.environment import load_effective
+        from safe_ckpt.settings.sources import load_effective
 
         return load_effective(cls, os.environ).settings

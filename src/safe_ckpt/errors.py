@@ -36,40 +36,46 @@ Errors carry their facts as fields, survive pickling, and cross ranks as JSON (`
 from __future__ import annotations
 
 import errno as _errno
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
+
+_ONE_DIRECTORY = (
+    "All ranks write one directory together, rank-specific data in one file per rank: give all of them the same path"
+)
+_DESYNC_ADVICE = {
+    "settings": "Give all ranks the same settings: look at the arguments, SAFE_CKPT_CONFIG and SAFE_CKPT__* of each "
+    "(safe-ckpt config show)",
+    "output_dir": _ONE_DIRECTORY,
+    "save_directory": _ONE_DIRECTORY,
+}
 
 
 class SafeCheckpointError(Exception):
     """Root of the tree. Catch this to catch every error that safe_ckpt raises on purpose."""
 
+    _text: ClassVar[str] = ""
+    """The words, with the fields of the error as ``{0.field}``; without it they are the ``message``."""
+
     def __reduce__(self) -> tuple[Any, ...]:
         notes = getattr(self, "__notes__", None)
-        return _rebuild, (type(self), _facts(self)), {"__notes__": list(notes)} if notes else None
+        return functools.partial(type(self), **_facts(self)), (), {"__notes__": list(notes)} if notes else None
 
     def __str__(self) -> str:
-        return str(getattr(self, "message", "")) or type(self).__name__
+        return self._text.format(self) or str(getattr(self, "message", "")) or type(self).__name__
 
 
 def _facts(error: SafeCheckpointError) -> dict[str, Any]:
     return {f.name: getattr(error, f.name) for f in fields(error) if f.init}  # type: ignore[arg-type]
 
 
-def _rebuild(kind: type[SafeCheckpointError], facts: Mapping[str, Any]) -> SafeCheckpointError:
-    return kind(**facts)
-
-
 @dataclass(eq=False, kw_only=True)
 class ConfigError(SafeCheckpointError, ValueError):
-    """A setting is unknown, of the wrong type or out of range.
+    """A setting is unknown, of the wrong type or out of range; ``message`` says what is wrong and what is allowed.
 
-    Attributes:
-        message: what is wrong, and what is allowed.
-        key: the path of the setting, or the name of an argument.
-        source: the file or the environment variable that it was read from, if it was.
-        line: the line in that file, from 1.
+    ``key`` is the path of the setting or the name of an argument; ``source`` and ``line`` (from 1) say where it was written.
     """
 
     message: str
@@ -90,8 +96,7 @@ class StateError(SafeCheckpointError, TypeError):
     key: str
     rank: int = 0
 
-    def __str__(self) -> str:
-        return f"cannot save {self.key}: {self.message} (rank {self.rank})"
+    _text = "cannot save {0.key}: {0.message} (rank {0.rank})"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -109,13 +114,9 @@ class RestoreError(SafeCheckpointError, ValueError):
 
 @dataclass(eq=False, kw_only=True)
 class DirectoryError(SafeCheckpointError, OSError):
-    """A directory or file could not be set up, read or written.
+    """A directory or file could not be set up, read or written: ``rank`` met this at ``path`` during ``phase``.
 
-    Attributes:
-        path: the path concerned.
-        rank: the rank that met the error.
-        code: the ``errno``, 0 where there is none. Also available as ``errno``.
-        phase: what was being done.
+    ``code`` is the ``errno``, 0 where there is none; also available as ``errno``.
     """
 
     message: str
@@ -149,10 +150,8 @@ class DirectoryInUseError(DirectoryError):
     started_at: str = "?"
 
     def __str__(self) -> str:
-        return (
-            f"{self.path}: in use by process {self.pid} on host {self.host}, started {self.started_at}: "
-            f"{self.message} (rank {self.rank})"
-        )
+        holder = f"process {self.pid} on host {self.host}, started {self.started_at}"
+        return f"{self.path}: in use by {holder}: {self.message} (rank {self.rank})"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -177,10 +176,8 @@ class NotEnoughSpaceError(DirectoryError):
         super().__post_init__()
 
     def __str__(self) -> str:
-        return (
-            f"{self.path}: not enough space: {self.needed_bytes} bytes needed, {self.free_bytes} bytes free. "
-            f"{self.message} (rank {self.rank})"
-        )
+        space = f"{self.needed_bytes} bytes needed, {self.free_bytes} bytes free"
+        return f"{self.path}: not enough space: {space}. {self.message} (rank {self.rank})"
 
 
 class CoordinationError(SafeCheckpointError, RuntimeError):
@@ -189,13 +186,7 @@ class CoordinationError(SafeCheckpointError, RuntimeError):
 
 @dataclass(eq=False, kw_only=True)
 class RendezvousTimeout(CoordinationError, TimeoutError):
-    """Some ranks did not arrive in time.
-
-    Attributes:
-        phase: what the ranks were to arrive at.
-        seconds: how long was waited.
-        missing: the ranks that did not arrive.
-    """
+    """Some ranks did not arrive in time: the ranks ``missing`` at ``phase``, after ``seconds``."""
 
     phase: str
     seconds: float
@@ -223,21 +214,15 @@ class TamperedError(CoordinationError):
 
     key: str
 
-    def __str__(self) -> str:
-        return (
-            f"{self.key}: this value was not written by a rank of this job. Another program writes to the port of rank 0's "
-            "store: let no other hosts and users reach it (network.interface)"
-        )
+    _text = (
+        "{0.key}: this value was not written by a rank of this job. Another program writes to the port of rank 0's "
+        "store: let no other hosts and users reach it (network.interface)"
+    )
 
 
 @dataclass(eq=False, kw_only=True)
 class DesyncError(CoordinationError):
-    """The ranks asked for different things in the same call.
-
-    Attributes:
-        what: the field on which they differ.
-        values: rank (as a string) to the value that it gave.
-    """
+    """The ranks asked for different things in the same call: ``what`` differs; ``values`` has each rank's, as text."""
 
     what: str
     values: Mapping[str, str] = field(default_factory=dict)
@@ -247,30 +232,15 @@ class DesyncError(CoordinationError):
         for rank, value in self.values.items():
             by_value.setdefault(value, []).append(int(rank))
         sides = "; ".join(f"ranks {_listed(tuple(ranks))}: {value}" for value, ranks in by_value.items())
-        advice = "Every rank must make the same calls in the same order"
-        if self.what == "settings":
-            advice = (
-                "Give all ranks the same settings: look at the arguments, SAFE_CKPT_CONFIG and SAFE_CKPT__* of each "
-                "(safe-ckpt config show)"
-            )
-        elif self.what in ("output_dir", "save_directory"):
-            advice = (
-                "All ranks together write one directory, what differs between them in a file for each: give all of them "
-                "the same one"
-            )
+        advice = _DESYNC_ADVICE.get(self.what, "Every rank must make the same calls in the same order")
         return f"the ranks disagree on {self.what}: {sides}. {advice}"
 
 
 @dataclass(eq=False, kw_only=True)
 class SaveError(SafeCheckpointError, RuntimeError):
-    """A save failed; nothing was committed and earlier checkpoints are untouched.
+    """A save of ``name`` failed; nothing was committed and earlier checkpoints are untouched.
 
-    Attributes:
-        name: the checkpoint that was being saved.
-        rank: the rank that failed first.
-        phase: the phase in which it failed.
-        cause: what happened, in words.
-        code: the ``errno`` where the cause was one, else 0.
+    ``rank`` failed first, in ``phase``; ``cause`` says what happened, and ``code`` is its ``errno``, 0 where there is none.
     """
 
     name: str
@@ -279,8 +249,7 @@ class SaveError(SafeCheckpointError, RuntimeError):
     phase: str = ""
     code: int = 0
 
-    def __str__(self) -> str:
-        return f"{self.name} was not saved: rank {self.rank} failed in {self.phase}: {self.cause}"
+    _text = "{0.name} was not saved: rank {0.rank} failed in {0.phase}: {0.cause}"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -299,20 +268,16 @@ class SourceChangedError(SaveError):
     phase: str = "copying"
 
 
-@dataclass(eq=False, kw_only=True)
 class SaveSkippedError(SaveError):
     """The save was not started because another one was in flight (``on_busy="skip"``)."""
 
-    def __str__(self) -> str:
-        return f"{self.name} was skipped: {self.cause}"
+    _text = "{0.name} was skipped: {0.cause}"
 
 
-@dataclass(eq=False, kw_only=True)
 class CommitOutcomeUnknown(SaveError):
     """Rank 0 was lost between the commit and its verdict; the next resume decides."""
 
-    def __str__(self) -> str:
-        return f"{self.name} may or may not be committed, the next resume will tell: {self.cause}"
+    _text = "{0.name} may or may not be committed, the next resume will tell: {0.cause}"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -329,12 +294,10 @@ class CorruptCheckpointError(SafeCheckpointError, ValueError):
         return f"{self.path}{where}: {self.message}"
 
 
-@dataclass(eq=False, kw_only=True)
 class HostileCheckpointError(CorruptCheckpointError):
     """No tool writes such a file: reading on could exhaust memory or time, lead out of the directory, or run code."""
 
 
-@dataclass(eq=False, kw_only=True)
 class IncompleteCheckpointError(CorruptCheckpointError):
     """A file of it is not there, ``file`` says which. A resume passes over it and leaves it where it is: it may come back."""
 
@@ -346,8 +309,7 @@ class UnsupportedFormatError(SafeCheckpointError, ValueError):
     path: str
     message: str
 
-    def __str__(self) -> str:
-        return f"{self.path}: {self.message}"
+    _text = "{0.path}: {0.message}"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -366,14 +328,9 @@ class NoValidCheckpointError(SafeCheckpointError, FileNotFoundError):
 
 @dataclass(eq=False, kw_only=True)
 class UnsupportedVersionError(SafeCheckpointError, ImportError):
-    """A package that an adapter needs is not installed, or a release of it that is too old for the adapter.
+    """A package that an adapter needs is not installed (``found`` is ""), or older than ``lowest`` and so too old.
 
-    Attributes:
-        package: its name on the package index.
-        lowest: the oldest release that is supported.
-        remedy: what to do.
-        found: the release that is installed; "" for none.
-        because: why it is too old.
+    ``because`` says why it is too old, ``remedy`` what to do.
     """
 
     package: str
@@ -394,33 +351,26 @@ class UnsupportedVersionError(SafeCheckpointError, ImportError):
 
 @dataclass(eq=False, kw_only=True)
 class UnexpectedError(SafeCheckpointError, RuntimeError):
-    """Another rank met an error that is none of ours; ``cause`` holds its class and message."""
+    """Another rank met a foreign error; ``cause`` holds its class and message."""
 
     phase: str
     rank: int
     cause: str
 
-    def __str__(self) -> str:
-        return f"rank {self.rank} failed in {self.phase}: {self.cause}"
+    _text = "rank {0.rank} failed in {0.phase}: {0.cause}"
 
 
 @dataclass(eq=False, kw_only=True)
 class ForkedError(SafeCheckpointError, RuntimeError):
-    """A call in a process that was forked from the one that opened it: threads, writer and connections stayed there.
-
-    Attributes:
-        what: the call.
-        pid: the process that it belongs to.
-    """
+    """A call (``what``) in a process that was forked from process ``pid``, where threads, writer and connections stayed."""
 
     what: str
     pid: int
 
-    def __str__(self) -> str:
-        return (
-            f"{self.what}: this was opened by process {self.pid}, and this is a forked child of it: save and resume in "
-            "the process that opened it, or start the child with spawn and open one there"
-        )
+    _text = (
+        "{0.what}: this was opened by process {0.pid}, and this is a forked child of it: save and resume in "
+        "the process that opened it, or start the child with spawn and open one there"
+    )
 
 
 @dataclass(eq=False, kw_only=True)
@@ -437,10 +387,10 @@ def _listed(ranks: tuple[int, ...] | list[int], most: int = 16) -> str:
 
 
 def _tree(root: type[SafeCheckpointError]) -> dict[str, type[SafeCheckpointError]]:
-    found = {root.__name__: root}
+    kinds = {root.__name__: root}
     for child in root.__subclasses__():
-        found.update(_tree(child))
-    return found
+        kinds.update(_tree(child))
+    return kinds
 
 
 def named(error: BaseException, *, rank: int, phase: str) -> SafeCheckpointError:

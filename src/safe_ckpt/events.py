@@ -4,8 +4,8 @@ Every hook is called on one background thread, on the rank on which the event ha
 dropped, and one that does not return is named in the log and not waited for: observing never fails a save. Hooks that are
 ready to use are in ``safe_ckpt.hooks``.
 
-Of one save a rank hears, in this order: ``Agreed``, ``Snapshotted``, ``Written``, then ``Committed`` or ``Failed``, and on rank
-0 after a commit ``Removed`` and ``Retained``. What does not happen on a rank, such as writing, it does not hear of.
+For one save a rank emits, in this order: ``Agreed``, ``Snapshotted``, ``Written``, then ``Committed`` or ``Failed``, and on
+rank 0 after a commit ``Removed`` and ``Retained``. What does not happen on a rank, such as writing, it does not emit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What all events have: when it happened (seconds since the epoch), which may be before it is told, and on which rank."""
+    """What all events have: when it happened (seconds since the epoch), which may be before its delivery, and on which rank."""
 
     rank: int
     at: float = field(default_factory=time.time)
@@ -74,8 +74,8 @@ class Written(Event):
 class Committed(Event):
     """The checkpoint has its final name. ``seconds`` counts from the call to ``save``.
 
-    ``size_bytes`` are those of all ranks; 0 where a file was only given another name. ``weights_only``: no training can go on
-    from it.
+    ``size_bytes`` are those of all ranks; 0 where a file was only given another name. ``weights_only``: training cannot
+    resume from it.
     """
 
     name: str
@@ -135,10 +135,10 @@ class Removed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Retained(Event):
-    """After a commit a rule chose what stays: the names of the newest ten in ``kept``, oldest first, and paths in ``removed``.
+    """Retention after a commit: the newest ten names in ``kept``, oldest first, and the deleted paths in ``removed``.
 
-    What could not be deleted is in neither. ``kept_count`` counts all that stay. In Lightning nobody says what does: there
-    ModelCheckpoint keeps the books. ``seconds`` is how long choosing and deleting took, in the background.
+    A checkpoint that could not be deleted is in neither. ``kept_count`` counts all that stay. Not emitted under Lightning,
+    where ModelCheckpoint manages retention. ``seconds`` is how long choosing and deleting took, in the background.
     """
 
     kept: tuple[str, ...]
@@ -183,7 +183,7 @@ class TimeoutsRestored(Event):
 
 
 class Hook(Protocol):
-    """Anything that wants to know."""
+    """Anything that is called with events."""
 
     def __call__(self, event: Event) -> None:
         """Take one event. Called on one background thread."""

@@ -1,6 +1,6 @@
 """Which releases of the frameworks this package works with, and the check that every adapter makes when it is imported.
 
-The table is what ``pyproject.toml`` allows and what was run; ``docs/compatibility.md`` says how, and a test compares all three.
+The table says what ``pyproject.toml`` allows and what was tested; a test compares it with that and ``docs/compatibility.md``.
 Versions are read from the metadata of what is installed: nothing is imported for it.
 """
 
@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import logging
 import platform
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Literal
 
+from packaging.version import InvalidVersion, Version
+
 from safe_ckpt.errors import UnsupportedVersionError
 
 logger = logging.getLogger(__name__)
 
-Verdict = Literal["too old", "reduced", "allowed", "newer release", "newer series"]
-_told: set[str] = set()
+Verdict = Literal["unknown", "too old", "reduced", "allowed", "newer release", "newer series"]
+_reported: set[str] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +30,8 @@ class Supported:
 
     Attributes:
         lowest: the oldest that is supported; an older one is refused.
-        newest: the newest that was run. All from ``lowest`` to it are allowed, not all of them were run.
-        because: why no older one is.
+        newest: the newest that was tested. Releases in between are accepted; not all of them were tested.
+        because: why older ones are not supported.
         extra: the extra of ours that installs it; "" for what is always installed.
         reduced_below: with releases older than this one, something does not work; "" for none.
         reduced: what.
@@ -75,7 +76,7 @@ SUPPORTED: Mapping[str, Supported] = {
 def check(*packages: str) -> None:
     """Refuse releases that are too old for an adapter. Called when the adapter is imported, on every rank.
 
-    A newer release than was run is logged: as information, or once as a warning where its series is newer too.
+    A newer release than was tested is logged: as information, or once as a warning where its series is newer too.
 
     Args:
         packages: their names on the package index; Python and torch are checked besides.
@@ -85,7 +86,7 @@ def check(*packages: str) -> None:
     """
     _compare("python", ".".join(platform.python_version_tuple()[:2]))
     for package in ("torch", *packages):
-        _compare(package, _found(package))
+        _compare(package, _installed(package))
 
 
 def check_either(*packages: str) -> None:
@@ -94,71 +95,65 @@ def check_either(*packages: str) -> None:
     Raises:
         UnsupportedVersionError: one of them is too old, or none is installed.
     """
-    check(*([package for package in packages if _is_there(package)] or packages[:1]))
+    check(*([package for package in packages if _installed(package) is not None] or packages[:1]))
 
 
-def judge(found: str, supported: Supported) -> Verdict:
-    """What is to be thought of a release. Pure.
+def judge(installed: str, supported: Supported) -> Verdict:
+    """The verdict on a release. Pure.
 
     A pre-release counts as its release. A series is what stands before the first dot, and for 0.x before the second.
     """
-    here, newest = numbers(found), numbers(supported.newest)
-    if here < numbers(supported.lowest):
+    here, newest = release(installed), Version(supported.newest)
+    if here is None:
+        return "unknown"
+    if here < Version(supported.lowest):
         return "too old"
-    if here < numbers(supported.reduced_below):
+    if supported.reduced_below and here < Version(supported.reduced_below):
         return "reduced"
     if here <= newest:
         return "allowed"
     return "newer series" if _series(here) > _series(newest) else "newer release"
 
 
-def numbers(found: str) -> tuple[int, ...]:
-    """The release as numbers: ``"2.13.0+cpu"`` is ``(2, 13)``, for zeros at the end mean nothing; ``()`` for no version."""
-    head = re.match(r"v?(?:\d+!)?(\d+(?:\.\d+)*)", found)
-    parts = [int(part) for part in head.group(1).split(".")] if head else []
-    while parts and parts[-1] == 0:
-        parts.pop()
-    return tuple(parts)
+def release(installed: str) -> Version | None:
+    """``"2.13.0rc1+cpu"`` is 2.13.0; None for no version."""
+    try:
+        return Version(Version(installed).base_version)
+    except InvalidVersion:
+        return None
 
 
-def _series(release: tuple[int, ...]) -> tuple[int, ...]:
-    return release[:1] if release[:1] > (0,) else release[:2]
+def _series(version: Version) -> tuple[int, ...]:
+    return version.release[:1] if version.major else version.release[:2]
 
 
-def _compare(package: str, found: str | None) -> None:
+def _compare(package: str, installed: str | None) -> None:
     supported = SUPPORTED[package]
-    if found is None:
-        raise UnsupportedVersionError(package=package, lowest=supported.lowest, remedy=_remedy(package))
-    if not numbers(found):
-        logger.info("the release of %s is not known, %s to %s were run", package, supported.lowest, supported.newest)
-        return
-    verdict = judge(found, supported)
+    lowest, newest = supported.lowest, supported.newest
+    if installed is None:
+        raise UnsupportedVersionError(package=package, lowest=lowest, remedy=_remedy(package))
+    verdict = judge(installed, supported)
     if verdict == "too old":
         raise UnsupportedVersionError(
-            package=package, found=found, lowest=supported.lowest, because=supported.because, remedy=_remedy(package)
+            package=package, found=installed, lowest=lowest, because=supported.because, remedy=_remedy(package)
         )
-    if verdict == "allowed" or package in _told:
-        return
-    _told.add(package)
-    if verdict == "reduced":
-        logger.warning("%s %s is older than %s: %s", package, found, supported.reduced_below, supported.reduced)
-        return
-    level = logging.WARNING if verdict == "newer series" else logging.INFO
-    logger.log(
-        level, "%s %s is newer than what this release of safe_ckpt was run with, %s", package, found, supported.newest
-    )
+    if verdict == "unknown":
+        logger.info("the release of %s is not known, %s to %s were tested", package, lowest, newest)
+    elif verdict != "allowed" and package not in _reported:
+        _reported.add(package)
+        level = logging.INFO if verdict == "newer release" else logging.WARNING
+        text = f"newer than what this release of safe_ckpt was tested with, {newest}"
+        if verdict == "reduced":
+            text = f"older than {supported.reduced_below}: {supported.reduced}"
+        logger.log(level, "%s %s is %s", package, installed, text)
 
 
-def _found(package: str) -> str | None:
-    """The release that is installed; "" for one that can be imported and says nothing of itself, None for none."""
+def _installed(package: str) -> str | None:
+    """The release that is installed; "" for an importable package without metadata, None for none."""
     try:
         return version(package) or ""
     except PackageNotFoundError:
         return "" if find_spec(package.replace("-", "_")) is not None else None
-
-
-def _is_there(package: str) -> bool:
-    return _found(package) is not None
 
 
 def _remedy(package: str) -> str:

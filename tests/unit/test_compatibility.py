@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from safe_ckpt import versions as compatibility
+from safe_ckpt import versions
 from safe_ckpt.errors import UnsupportedVersionError
 from safe_ckpt.versions import SUPPORTED, Supported, judge
 
@@ -15,10 +15,10 @@ SOME = Supported(lowest="2.9", newest="2.15.0", because="x is not in it", extra=
 @pytest.fixture
 def installed(monkeypatch):
     """Versions that stand in for what is installed."""
-    versions = {"torch": SUPPORTED["torch"].newest, "accelerate": "1.9"}
-    monkeypatch.setattr(compatibility, "_found", versions.get)
-    monkeypatch.setattr(compatibility, "_told", set())
-    return versions
+    stand_ins = {"torch": SUPPORTED["torch"].newest, "accelerate": "1.9"}
+    monkeypatch.setattr(versions, "_installed", stand_ins.get)
+    monkeypatch.setattr(versions, "_reported", set())
+    return stand_ins
 
 
 @pytest.mark.parametrize(
@@ -57,21 +57,21 @@ def test_one_that_is_too_old_is_an_import_error_that_says_what_to_do(installed):
     """Its fields name the package, both releases, and the command."""
     installed["accelerate"] = "1.2.0"
     with pytest.raises(ImportError) as caught:
-        compatibility.check("accelerate")
+        versions.check("accelerate")
     error = caught.value
     assert isinstance(error, UnsupportedVersionError)
     assert (error.package, error.found, error.lowest) == ("accelerate", "1.2.0", SUPPORTED["accelerate"].lowest)
     assert 'pip install --upgrade "safe-ckpt[accelerate]" "accelerate>=1.8"' in str(error)
     installed.update(torch="2.5.1", accelerate="1.9")
     with pytest.raises(UnsupportedVersionError, match=r"torch 2\.5\.1 is too old"):
-        compatibility.check("accelerate")
+        versions.check("accelerate")
 
 
 def test_one_with_which_something_does_not_work_is_one_warning(installed, caplog):
     """It is let through, and what does not work is said once."""
     installed.update(torch="2.8.0")
-    compatibility.check()
-    compatibility.check()
+    versions.check()
+    versions.check()
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "torch 2.8.0 is older than 2.9: with gloo a raised timeout has no effect" in said
 
@@ -79,7 +79,7 @@ def test_one_with_which_something_does_not_work_is_one_warning(installed, caplog
 def test_one_that_is_not_there_is_named(installed):
     """The extra that brings it is in the message."""
     with pytest.raises(UnsupportedVersionError, match=r"deepspeed is not installed: .*safe-ckpt\[deepspeed\]"):
-        compatibility.check("deepspeed")
+        versions.check("deepspeed")
 
 
 def test_a_newer_series_warns_once_and_a_newer_release_never(installed, caplog):
@@ -87,7 +87,7 @@ def test_a_newer_series_warns_once_and_a_newer_release_never(installed, caplog):
     caplog.set_level(logging.INFO, "safe_ckpt")
     installed.update(torch="2.99.0", accelerate="2.0.0")
     for _ in range(2):
-        compatibility.check("accelerate")
+        versions.check("accelerate")
     assert [(record.levelname, record.message.split()[0]) for record in caplog.records] == [
         ("INFO", "torch"),
         ("WARNING", "accelerate"),
@@ -98,25 +98,25 @@ def test_one_without_a_version_is_let_through(installed, caplog):
     """Code on the path that nobody installed says nothing of itself."""
     caplog.set_level(logging.INFO, "safe_ckpt")
     installed["accelerate"] = ""
-    compatibility.check("accelerate")
+    versions.check("accelerate")
     assert "not known" in caplog.text
 
 
 def test_one_of_lightnings_two_names_is_enough_and_both_must_fit(installed):
     """Our classes derive from those of both where both are installed."""
     with pytest.raises(UnsupportedVersionError, match="lightning is not installed"):
-        compatibility.check_either("lightning", "pytorch-lightning")
+        versions.check_either("lightning", "pytorch-lightning")
     installed["pytorch-lightning"] = "2.6"
-    compatibility.check_either("lightning", "pytorch-lightning")
+    versions.check_either("lightning", "pytorch-lightning")
     installed["lightning"] = "2.4"
     with pytest.raises(UnsupportedVersionError, match=r"lightning 2\.4"):
-        compatibility.check_either("lightning", "pytorch-lightning")
+        versions.check_either("lightning", "pytorch-lightning")
 
 
 def test_what_is_installed_here_is_found():
     """Releases are read from what pip wrote down, under the names that it uses."""
-    compatibility.check("accelerate", "transformers")
-    compatibility.check_either("lightning", "pytorch-lightning")
+    versions.check("accelerate", "transformers")
+    versions.check_either("lightning", "pytorch-lightning")
 
 
 def test_the_table_is_what_pip_and_the_documentation_say():

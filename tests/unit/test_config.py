@@ -4,8 +4,7 @@ import pytest
 
 from safe_ckpt import CheckpointConfig, Network, Retention, Telemetry, Timeouts, WriterConfig
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.settings.fields import parse_duration
-from safe_ckpt.settings.keys import keys
+from safe_ckpt.settings.fields import keys, parse_duration
 
 
 @pytest.fixture(autouse=True)

@@ -86,3 +86,10 @@ def test_timeout_names_phase_seconds_and_ranks():
     """A timeout tells what was waited for, how long, and who did not come."""
     text = str(errors.RendezvousTimeout(phase="save", seconds=5, missing=(7, 3)))
     assert text == "save: waited 5.0 s, missing ranks: [3, 7]"
+
+
+@pytest.mark.parametrize("error", _all(), ids=lambda error: type(error).__name__)
+def test_an_error_says_its_own_words(error):
+    """The template of a class is what it prints; nothing that it inherits hides it."""
+    template = vars(type(error)).get("_text")
+    assert template is None or str(error) == template.format(error)

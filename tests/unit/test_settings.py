@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Timeouts, WriterConfig
 from safe_ckpt.cli.app import app
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.settings import describe, reference
-from safe_ckpt.settings.environment import load_effective
-from safe_ckpt.settings.keys import keys, value_at
+from safe_ckpt.settings import describe
+from safe_ckpt.settings.fields import keys, value_at
+from safe_ckpt.settings.sources import load_effective
 
 DOCS = Path(__file__).parents[2] / "docs/reference"
 
@@ -260,23 +260,23 @@ def test_the_environment_changes_nothing_that_was_given(tmp_path, monkeypatch, f
 
 def test_reference_and_schema_are_up_to_date():
     """docs/reference says what the code says; else: make docs-reference."""
-    assert (DOCS / "configuration.md").read_text() == reference.markdown(CheckpointConfig)
+    assert (DOCS / "configuration.md").read_text() == describe.markdown(CheckpointConfig)
     assert json.loads((DOCS / "safe_ckpt.schema.json").read_text()) == describe.schema(CheckpointConfig)
 
 
 def test_every_key_is_described():
     """Each has a type, a default and a meaning, and a unit where its name ends in one; each docstring line belongs to a key."""
-    rows = reference.rows(CheckpointConfig)
+    rows = describe.rows(CheckpointConfig)
     assert [row.key for row in rows if not (row.type and row.default and row.meaning)] == []
     assert {row.unit for row in rows if row.key.endswith("_s")} == {"seconds"}
     assert {row.unit for row in rows if row.key.endswith("_bytes")} == {"bytes"}
     for section in {key.section for key in keys(CheckpointConfig)}:
-        assert list(reference.meanings(section)) == list(section.__dataclass_fields__)
+        assert list(describe.meanings(section)) == list(section.__dataclass_fields__)
 
 
 def test_the_reference_of_a_key():
     """Bounds, choices and null are spelled out."""
-    rows = {row.key: row for row in reference.rows(CheckpointConfig)}
+    rows = {row.key: row for row in describe.rows(CheckpointConfig)}
     last, busy, nice = rows["retention.keep_last"], rows["on_busy"], rows["writer.niceness"]
     assert (last.type, last.default, last.allowed) == ("int or null", "null", "at least 1")
     assert (busy.type, busy.default, busy.allowed) == ("text", '"wait"', "`wait`, `skip`")
@@ -387,5 +387,5 @@ def test_show_prints_what_holds_and_where_it_comes_from(file, monkeypatch):
 
 def test_reference_and_schema_are_printed():
     """As they are in docs/reference."""
-    assert run("reference").stdout == reference.markdown(CheckpointConfig)
+    assert run("reference").stdout == describe.markdown(CheckpointConfig)
     assert json.loads(run("schema").stdout) == describe.schema(CheckpointConfig)

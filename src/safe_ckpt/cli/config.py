@@ -12,12 +12,10 @@ import typer
 from safe_ckpt.cli.output import DAMAGED, AsJson, print_json, print_table, say
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError
+from safe_ckpt.settings.describe import markdown
 from safe_ckpt.settings.describe import schema as json_schema
-from safe_ckpt.settings.environment import CONFIG_VARIABLE, PREFIX, load_effective
-from safe_ckpt.settings.keys import keys, value_at
-from safe_ckpt.settings.layers import Loaded, load
-from safe_ckpt.settings.reference import markdown
-from safe_ckpt.settings.sources import read_yaml
+from safe_ckpt.settings.fields import keys, value_at
+from safe_ckpt.settings.sources import CONFIG_VARIABLE, PREFIX, Loaded, load, load_effective, read_yaml
 
 _File = typer.Argument(exists=True, dir_okay=False, metavar="FILE")
 app = typer.Typer(

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
-import sys
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from safe_ckpt.cli.output import DAMAGED, AsJson, FollowSymlinks, print_json, say
+from safe_ckpt.cli.output import AsJson, FollowSymlinks, ending_on_signals, failing, print_json, say
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.errors import ConfigError, CorruptCheckpointError, SafeCheckpointError, UnsupportedFormatError
+from safe_ckpt.errors import ConfigError, CorruptCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection.check import judge, plan
 from safe_ckpt.text import bytes_text
 
@@ -54,18 +51,14 @@ def convert(
     for load_from_checkpoint. torch: everything in one file for torch.load. dcp: everything in a directory for
     torch.distributed.checkpoint. safe_ckpt: everything as a checkpoint of Checkpointer, in the directory DST.
     """
-    try:
-        with _quietly():
-            form = _form(to, destination)
-            if not no_verify:
-                _refuse_damaged(source, follow_symlinks=follow_symlinks)
-            structure = _opened(source, form, allow_pickle=allow_pickle, follow_symlinks=follow_symlinks)
-            options = {"item": item, "max_shard_size": max_shard_size, "dtype": dtype, "drop_objects": drop_objects}
-            options["strict"] = not allow_pickle
-            info = _written(source, destination, form, structure, _step_of(source, step, structure), options)
-    except (SafeCheckpointError, OSError) as error:
-        say(str(error))
-        raise typer.Exit(2 if isinstance(error, ConfigError) else DAMAGED) from error
+    with failing(), ending_on_signals(), _quietly():
+        form = _form(to, destination)
+        if not no_verify:
+            _refuse_damaged(source, follow_symlinks=follow_symlinks)
+        structure = _opened(source, form, allow_pickle=allow_pickle, follow_symlinks=follow_symlinks)
+        options = {"item": item, "max_shard_size": max_shard_size, "dtype": dtype, "drop_objects": drop_objects}
+        options["strict"] = not allow_pickle
+        info = _written(source, destination, form, structure, _step_of(source, step, structure), options)
     if as_json:
         print_json(info.to_json())
     else:
@@ -75,17 +68,14 @@ def convert(
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """What a save logs is about checkpoints of a run: here the error says it. SIGTERM ends by way of what cleans up."""
+    """Without the log of a save, which is about the checkpoints of a run: here the error says everything."""
     logger = logging.getLogger("safe_ckpt")
-    level, here = logger.level, threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)) if here else None
+    level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
         logger.setLevel(level)
-        if here:
-            signal.signal(signal.SIGTERM, before)
 
 
 def _form(to: str, destination: Path) -> str:
@@ -129,8 +119,8 @@ def _step_of(source: Path, given: int | None, structure: Any) -> int:
         return given
     with contextlib.suppress(UnsupportedFormatError, CorruptCheckpointError):
         return read_manifest(source).step
-    found = structure.get("global_step") if isinstance(structure, Mapping) else None
-    return found if isinstance(found, int) and not isinstance(found, bool) else 0
+    step = structure.get("global_step") if isinstance(structure, Mapping) else None
+    return step if isinstance(step, int) and not isinstance(step, bool) else 0
 
 
 def _written(

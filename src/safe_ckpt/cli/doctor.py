@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 
-from safe_ckpt.cli.output import DAMAGED, AsJson, print_json, say, tell
+from safe_ckpt.cli.output import DAMAGED, AsJson, ending_on_signals, print_json, say, tell
 from safe_ckpt.doctor import Finding, Options, Report, World, diagnose, world_of
 from safe_ckpt.errors import ConfigError, SafeCheckpointError
 from safe_ckpt.text import bytes_from
@@ -48,7 +43,7 @@ def doctor(
     options = Options(state_bytes=state_bytes, probe_bytes=mebibytes << 20, timeout_s=timeout_s)
     world = _world()
     try:
-        with _ending_on_signals():
+        with ending_on_signals():
             report = diagnose(Path(directory), options, world)
     except SafeCheckpointError as error:  # on ranks other than 0; rank 0 has it in its report
         say(f"rank {world.rank if world else 0}: {error}")
@@ -68,24 +63,6 @@ def _world() -> World | None:
         return world_of(os.environ)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
-
-
-@contextlib.contextmanager
-def _ending_on_signals() -> Iterator[None]:
-    """As Ctrl-C does, the signals of launchers and terminals end this by way of its cleaning up."""
-
-    def end(number: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield  # within another program, which has its own way with signals
-        return
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _print(report: Report) -> None:

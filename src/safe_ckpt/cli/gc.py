@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from safe_ckpt.cli.output import DAMAGED, AsJson, Directory, print_json, say, tell
+from safe_ckpt.cli.output import DAMAGED, AsJson, Directory, failing, print_json, say, tell
 from safe_ckpt.config import Retention
 from safe_ckpt.core.directory.retention import to_delete
 from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import CheckpointInfo
-from safe_ckpt.errors import ConfigError, DirectoryError, SafeCheckpointError
+from safe_ckpt.errors import DirectoryError
 from safe_ckpt.inspection.check import judge, plan
 from safe_ckpt.inspection.listing import Listing, read_listing
 from safe_ckpt.text import bytes_text
@@ -40,7 +40,7 @@ def gc(
     copies under other names. A directory that a live job holds is left alone: that job keeps its own order. Exit status:
     0, or 1 when it is held or something could not be deleted.
     """
-    try:
+    with failing():
         policy = Retention(
             keep_last=keep_last, keep_best=keep_best, metric=metric, mode=mode, keep_every_steps=keep_every_steps
         )
@@ -48,15 +48,9 @@ def gc(
         shelf = read_listing(directory)
         # Of another tool altogether nothing is locked, and nothing deleted.
         ours = shelf.hidden or any(not candidate.foreign for candidate in shelf.usable)
-        found = _Found(shelf, rule) if dry_run or not ours else _collect(directory, shelf, rule)
-    except ConfigError as error:
-        say(str(error))
-        raise typer.Exit(2) from error
-    except (SafeCheckpointError, OSError) as error:
-        say(str(error))
-        raise typer.Exit(DAMAGED) from error
-    _tell(found, dry_run=dry_run, as_json=as_json)
-    if not dry_run and len(found.gone) < len(found.to_delete) + len(found.besides):
+        selection = _Selection(shelf, rule) if dry_run or not ours else _collect(directory, shelf, rule)
+    _report(selection, dry_run=dry_run, as_json=as_json)
+    if not dry_run and len(selection.gone) < len(selection.to_delete) + len(selection.besides):
         raise typer.Exit(DAMAGED)
 
 
@@ -67,7 +61,7 @@ class _Rule:
     verify: bool
 
 
-class _Found:
+class _Selection:
     """What is to be deleted, and what became of it."""
 
     def __init__(self, shelf: Listing, rule: _Rule) -> None:
@@ -76,9 +70,7 @@ class _Found:
         infos = [candidate.info for candidate in shelf.usable if not candidate.foreign]
         self.damaged: list[Path] = []
         sound: set[Path] = set()
-        while (
-            True
-        ):  # again when one that would be kept turns out to be damaged: it does not count, and another one is kept
+        while True:  # again when one that would be kept is damaged: it does not count, and another one is kept
             left = [info for info in infos if info is not None and info.path not in self.damaged]
             self.to_delete: list[CheckpointInfo] = to_delete(left, rule.policy)
             kept = {info.path for info in left} - {info.path for info in self.to_delete} - sound
@@ -96,32 +88,34 @@ def _damaged_of(paths: list[Path]) -> list[Path]:
     return [verdict.path for verdict in judge(map(plan, paths)) if verdict.state == "damaged"]
 
 
-def _collect(directory: Path, shelf: Listing, rule: _Rule) -> _Found:
+def _collect(directory: Path, shelf: Listing, rule: _Rule) -> _Selection:
     root = Workspace(shelf.folder, lease_s=60.0, hidden=shelf.hidden or shelf.folder / HIDDEN)
     root.open()  # takes the lock, and sweeps what a killed job left
     try:
-        found = _Found(read_listing(directory), rule)  # once more: now nobody else changes it
-        found.gone = root.discard([*(info.path for info in found.to_delete), *found.besides])
-        return found
+        selection = _Selection(read_listing(directory), rule)  # once more: now nobody else changes it
+        selection.gone = root.discard([*(info.path for info in selection.to_delete), *selection.besides])
+        return selection
     finally:
         root.close()
 
 
-def _tell(found: _Found, *, dry_run: bool, as_json: bool) -> None:
-    gone = found.gone
+def _report(selection: _Selection, *, dry_run: bool, as_json: bool) -> None:
+    gone = selection.gone
     rows: list[dict[str, Any]] = [
         {"path": str(info.path), "step": info.step, "size_bytes": info.size_bytes, "deleted": info.path in gone}
-        for info in found.to_delete
+        for info in selection.to_delete
     ]
-    rows += [{"path": str(path), "step": None, "size_bytes": None, "deleted": path in gone} for path in found.besides]
+    rows += [
+        {"path": str(path), "step": None, "size_bytes": None, "deleted": path in gone} for path in selection.besides
+    ]
     if as_json:
-        damaged = [str(path) for path in found.damaged]
-        print_json({"dry_run": dry_run, "kept": found.kept, "damaged": damaged, "checkpoints": rows})
+        damaged = [str(path) for path in selection.damaged]
+        print_json({"dry_run": dry_run, "kept": selection.kept, "damaged": damaged, "checkpoints": rows})
         return
     for row in rows:
         done = "would delete" if dry_run else "deleted" if row["deleted"] else "could not delete"
         tell(f"{done} {row['path']} {bytes_text(row['size_bytes'])}".rstrip())
-    for path in found.damaged:
+    for path in selection.damaged:
         say(f"{path} is damaged: it does not count, and stays for you to look at")
-    freed = bytes_text(sum(info.size_bytes for info in found.to_delete if dry_run or info.path in gone))
-    say(f"{found.kept} kept; {freed} {'would be freed' if dry_run else 'freed'}")
+    freed = bytes_text(sum(info.size_bytes for info in selection.to_delete if dry_run or info.path in gone))
+    say(f"{selection.kept} kept; {freed} {'would be freed' if dry_run else 'freed'}")

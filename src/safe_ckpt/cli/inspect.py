@@ -14,13 +14,14 @@ from safe_ckpt.cli.output import (
     DAMAGED,
     AsJson,
     FollowSymlinks,
+    failing,
     metrics_text,
     print_json,
     print_table,
     say,
 )
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
-from safe_ckpt.errors import SafeCheckpointError, UnsupportedFormatError
+from safe_ckpt.errors import UnsupportedFormatError
 from safe_ckpt.inspection.content import read_content
 from safe_ckpt.inspection.files import walk
 from safe_ckpt.inspection.listing import kind_of, read_listing
@@ -43,16 +44,13 @@ def inspect(
     compared by name; the figure is the largest absolute difference of any element. Exit status: 0, or 1 where they differ or
     something is damaged.
     """
-    try:
+    with failing():
         content = _matching(read_content(_one(path), follow_symlinks=follow_symlinks), match)
         if other is None:
             _show(path, content, as_json=as_json, follow_symlinks=follow_symlinks)
             return
         second = _matching(read_content(_one(other), follow_symlinks=follow_symlinks), match)
         equal = _compare(content, second, as_json=as_json)
-    except (SafeCheckpointError, OSError) as error:
-        say(str(error))
-        raise typer.Exit(DAMAGED) from error
     if not equal:
         raise typer.Exit(DAMAGED)
 

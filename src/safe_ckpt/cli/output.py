@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from safe_ckpt.errors import ConfigError, SafeCheckpointError
 
 DAMAGED = 1
 """Exit status: something is damaged, held, or did not succeed."""
@@ -24,6 +30,34 @@ FollowSymlinks = Annotated[
     typer.Option("--follow-symlinks", help="Read what links lead to outside, as the cache of a model hub has them."),
 ]
 Directory = Annotated[Path, typer.Argument(exists=True, file_okay=False, metavar="DIR")]
+
+
+@contextlib.contextmanager
+def failing() -> Iterator[None]:
+    """An error becomes its sentence on stderr and the exit status: 2 for wrong usage, 1 for everything else."""
+    try:
+        yield
+    except (SafeCheckpointError, OSError) as error:
+        say(str(error))
+        raise typer.Exit(2 if isinstance(error, ConfigError) else DAMAGED) from error
+
+
+@contextlib.contextmanager
+def ending_on_signals() -> Iterator[None]:
+    """The signals of launchers and terminals end the command as Ctrl-C does, by way of its cleaning up."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # within another program, which handles signals itself
+        return
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def console(*, error: bool = False) -> Console:

@@ -29,42 +29,43 @@ def unlock(
     """
     try:
         hidden = read_listing(directory).hidden
-        found = holder_of(hidden)
-        taken = found is not None and hidden is not None and break_lock
+        holder = holder_of(hidden)
+        taken = holder is not None and hidden is not None and break_lock
         if taken and hidden is not None:
             remove_lock(hidden)
     except OSError as error:
-        say(f"who holds {directory} cannot be told: {error}. Ask as a user who may read and write there")
+        say(f"who holds {directory} is unknown: {error}. Ask as a user who may read and write there")
         raise typer.Exit(DAMAGED) from None
     if as_json:
-        holder = dataclasses.asdict(found) if found else None
-        print_json({"directory": str(directory), "holder": holder, "taken_away": taken})
-    elif found is None:
+        facts = dataclasses.asdict(holder) if holder else None
+        print_json({"directory": str(directory), "holder": facts, "taken_away": taken})
+    elif holder is None:
         tell(f"{directory} is free")
     else:
-        tell(f"{directory} was taken away from {_who(found)}" if taken else f"{directory} {_state(found, directory)}")
-    if found and found.alive is not False and not taken:
+        tell(f"{directory} was taken away from {_who(holder)}" if taken else f"{directory} {_state(holder, directory)}")
+    if holder and holder.alive is not False and not taken:
         raise typer.Exit(DAMAGED)
 
 
-def _who(found: Holder) -> str:
-    if not found.host:
+def _who(holder: Holder) -> str:
+    if not holder.host:
         return "a job that has not written its name"
-    return f"process {found.pid} on host {found.host}, started {found.started_at}"
+    return f"process {holder.pid} on host {holder.host}, started {holder.started_at}"
 
 
-def _state(found: Holder, directory: Path) -> str:
-    if found.alive is False:
-        return f"is free: {_who(found)}, held it and is gone. The next job takes it over at once"
+def _state(holder: Holder, directory: Path) -> str:
+    if holder.alive is False:
+        return f"is free: {_who(holder)}, held it and is gone. The next job takes it over at once"
     command = f"safe-ckpt unlock {shlex.quote(str(directory))} --break-lock"
-    if found.alive:
-        return f"is held by {_who(found)}, which is alive. Stop it, or choose another directory. If it does not stop: {command}"
-    if not found.host:
+    if holder.alive:
+        advice = "Stop it, or choose another directory. If it does not stop"
+        return f"is held by {_who(holder)}, which is alive. {advice}: {command}"
+    if not holder.host:
         return (
-            f"is held by {_who(found)}: one takes it just now, or was killed while it did. Then the next job takes it over "
+            f"is held by {_who(holder)}: one takes it just now, or was killed while it did. Then the next job takes it over "
             "after some seconds"
         )
     return (
-        f"is held by {_who(found)}. Whether it is alive cannot be told from here. If it is gone, the next job takes it over "
-        f"after {found.lease_s:g} s without a sign of life; who knows that and cannot wait: {command}"
+        f"is held by {_who(holder)}. Whether it is alive is unknown here. If it is gone, the next job takes it over "
+        f"after {holder.lease_s:g} s without a sign of life; who knows that and cannot wait: {command}"
     )

@@ -41,7 +41,7 @@ def verify(
 
     Ours carry digests of everything; files of torch.save (Lightning, Accelerate, DeepSpeed, DCP) a CRC-32 of every record, that
     torch.load never looks at. safetensors, JSON and plain pickles carry nothing: there the structure is checked, and the answer
-    is "cannot tell". Exit status: 0 all valid, 1 something is damaged, 3 nothing is damaged but not all could be told.
+    is "cannot tell". Exit status: 0 all valid, 1 something is damaged, 3 nothing is damaged but not all could be verified.
     """
     began = time.monotonic()
     try:
@@ -64,10 +64,10 @@ def verify(
 
 def _checkpoints(paths: Sequence[Path]) -> list[Path]:
     """Each path, or what is kept in it if it is a directory that holds checkpoints."""
-    found: list[Path] = []
+    checkpoints: list[Path] = []
     for path in paths:
         if not path.is_dir() or (path / MANIFEST_NAME).exists():
-            found.append(path)
+            checkpoints.append(path)
             continue
         shelf = read_listing(path)
         for unreadable, why in shelf.unreadable.items():
@@ -75,8 +75,8 @@ def _checkpoints(paths: Sequence[Path]) -> list[Path]:
         held = sorted(candidate.path for candidate in [*shelf.usable, *shelf.unusable])
         if not held and (shelf.hidden is not None or not any(path.iterdir())):
             raise UnsupportedFormatError(path=str(path), message="there is no checkpoint in it")
-        found += held or [path]
-    return found
+        checkpoints += held or [path]
+    return checkpoints
 
 
 def _judged(tasks: Sequence[Task]) -> list[Verdict]:
@@ -93,13 +93,13 @@ def _print(verdict: Verdict) -> None:
     covered = sum(judgement.covered_bytes for judgement in verdict.files)
     line = f"{verdict.state:<11} {verdict.path} ({verdict.kind}, {len(verdict.files)} files, {bytes_text(size)}"
     tell(f"{line}, {_share(covered, size)} under checksums)" if verdict.state == "cannot tell" else f"{line})")
-    told = [judgement for judgement in verdict.files if judgement.state == "damaged"]
+    shown = [judgement for judgement in verdict.files if judgement.state == "damaged"]
     if verdict.state == "cannot tell":
-        told = [judgement for judgement in verdict.files if judgement.state != "valid"]
-    for judgement in told[:_MOST_FILES]:
+        shown = [judgement for judgement in verdict.files if judgement.state != "valid"]
+    for judgement in shown[:_MOST_FILES]:
         tell(f"            {judgement.file}: {_what(judgement)}")
-    if len(told) > _MOST_FILES:
-        tell(f"            and {len(told) - _MOST_FILES} more files; --json names all")
+    if len(shown) > _MOST_FILES:
+        tell(f"            and {len(shown) - _MOST_FILES} more files; --json names all")
     for remark in verdict.remarks:
         tell(f"            {remark}")
 

@@ -14,7 +14,7 @@ from safe_ckpt.core.staging import host_memory
 from safe_ckpt.doctor.finding import Finding, fail, ok, refused, skipped, warn
 from safe_ckpt.doctor.runner import Examined
 from safe_ckpt.text import bytes_text
-from safe_ckpt.versions import SUPPORTED, judge, numbers
+from safe_ckpt.versions import SUPPORTED, judge
 
 PACKAGES = ("safe-ckpt", "torch", "lightning", "pytorch-lightning", "accelerate", "transformers", "deepspeed", "numpy")
 _PROBE_BYTES = 16 << 20
@@ -130,12 +130,13 @@ def judge_versions(installed: Mapping[str, str]) -> list[Finding]:
         return [fail("versions", text, "torch is missing: pip install torch", **installed)]
     odd = []
     for name, version in installed.items():
-        supported = SUPPORTED.get(name)
-        verdict = judge(version, supported) if supported is not None and numbers(version) else "allowed"
-        if supported is not None and verdict == "too old":
+        if (supported := SUPPORTED.get(name)) is None:
+            continue
+        verdict = judge(version, supported)
+        if verdict == "too old":
             advice = f"use {name} {supported.lowest} or later; before that, {supported.because}"
             odd.append(fail("versions", f"{name} {version} is too old", advice))
-        elif supported is not None and verdict == "newer series":
+        elif verdict == "newer series":
             advice = f"{supported.newest} is the newest release that was tested: try a save and a resume first"
             odd.append(warn("versions", f"{name} {version} is of a newer series", advice))
     return [*odd, ok("versions", text, **installed)]

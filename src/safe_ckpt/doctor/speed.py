@@ -87,34 +87,49 @@ def judge_speed(passes: dict[str, Pass], size: int | None) -> Finding:
     return ok("speed", text, **figures)
 
 
-def _may_go_on(examined: Examined, begun: float) -> bool:
-    limit_s = min(_PASS_S, examined.options.timeout_s / 6)
-    return time.monotonic() - begun < limit_s and not examined.stop.is_set()
+class _Meter:
+    """Times a pass and hashes what it moves; the time of hashing does not count."""
+
+    def __init__(self, examined: Examined) -> None:
+        self._hasher, self.moved, self._hashing_s = xxhash.xxh3_128(), 0, 0.0
+        self._stop, self._begun = examined.stop, time.monotonic()
+        self._limit_s = min(_PASS_S, examined.options.timeout_s / 6)
+
+    def goes_on(self, wanted: int) -> bool:
+        return self.moved < wanted and time.monotonic() - self._begun < self._limit_s and not self._stop.is_set()
+
+    def take(self, buffer: mmap.mmap, count: int) -> None:
+        since = time.monotonic()
+        with memoryview(buffer) as view:
+            self._hasher.update(view[:count])
+        self._hashing_s += time.monotonic() - since
+        self.moved += count
+
+    def result(self) -> Pass:
+        seconds = time.monotonic() - self._begun - self._hashing_s
+        return Pass(moved_bytes=self.moved, seconds=seconds, digest=self._hasher.hexdigest())
 
 
 def _write(examined: Examined, path: Path, block: mmap.mmap, wanted: int, *, direct: bool) -> Pass | None:
     """None where this file system cannot write directly."""
     fd, is_direct = create_file(str(path), direct)
-    hasher, moved, begun, hashing_s = xxhash.xxh3_128(), 0, time.monotonic(), 0.0
+    meter = _Meter(examined)
     try:
         if direct and not is_direct:
             return None
-        while moved < wanted and _may_go_on(examined, begun):
-            block[:8] = moved.to_bytes(8, "little")  # so that no two blocks are alike
+        while meter.goes_on(wanted):
+            block[:8] = meter.moved.to_bytes(8, "little")  # so that no two blocks are alike
             try:
                 written = os.write(fd, block)
             except OSError as error:
-                if direct and not moved and error.errno == errno.EINVAL:
+                if direct and not meter.moved and error.errno == errno.EINVAL:
                     return None
                 raise
-            since = time.monotonic()
-            hasher.update(memoryview(block)[:written])
-            hashing_s += time.monotonic() - since
-            moved += written
-            if not direct and moved % _FLUSH_BYTES == 0:
+            meter.take(block, written)
+            if not direct and meter.moved % _FLUSH_BYTES == 0:
                 os.fdatasync(fd)
         os.fsync(fd)
-        return Pass(moved_bytes=moved, seconds=time.monotonic() - begun - hashing_s, digest=hasher.hexdigest())
+        return meter.result()
     finally:
         os.close(fd)
 
@@ -122,20 +137,13 @@ def _write(examined: Examined, path: Path, block: mmap.mmap, wanted: int, *, dir
 def _read(examined: Examined, path: Path, length: int) -> Pass:
     fd = _open_past_cache(path)
     buffer = mmap.mmap(-1, _BLOCK_BYTES)
-    hasher, moved, begun, hashing_s = xxhash.xxh3_128(), 0, time.monotonic(), 0.0
+    meter = _Meter(examined)
     try:
-        with memoryview(buffer) as view:
-            while moved < length and _may_go_on(examined, begun):
-                count = _read_block(fd, buffer)
-                if not count:
-                    break
-                since = time.monotonic()
-                hasher.update(view[:count])
-                hashing_s += time.monotonic() - since
-                moved += count
+        while meter.goes_on(length) and (count := _read_block(fd, buffer)):
+            meter.take(buffer, count)
     finally:
         os.close(fd)
-    return Pass(moved_bytes=moved, seconds=time.monotonic() - begun - hashing_s, digest=hasher.hexdigest())
+    return meter.result()
 
 
 def _read_block(fd: int, buffer: mmap.mmap) -> int:

@@ -1,4 +1,4 @@
-"""Hooks that are ready to use: what ``Telemetry`` asks for, or given as ``hooks=`` by hand.
+"""What may listen to events: hooks that ``Telemetry`` asks for, or that are given as ``hooks=``.
 
 Each lives in a module of its own, which is imported when it is asked for.
 """
@@ -15,13 +15,13 @@ def asked_for(telemetry: Telemetry) -> list[Hook]:
     Raises:
         ConfigError: one of them cannot work; says what to do.
     """
-    found: list[Hook] = []
+    hooks: list[Hook] = []
     if telemetry.prometheus_textfile is not None:
         from safe_ckpt.hooks.prometheus import PrometheusHook
 
-        found.append(PrometheusHook(telemetry.prometheus_textfile))
+        hooks.append(PrometheusHook(telemetry.prometheus_textfile))
     if telemetry.opentelemetry:
         from safe_ckpt.hooks.opentelemetry import OpenTelemetryHook
 
-        found.append(OpenTelemetryHook())
-    return found
+        hooks.append(OpenTelemetryHook())
+    return hooks

@@ -16,13 +16,13 @@ _MOST_WAITING = 10_000
 
 
 class Emitter:
-    """Hands events to hooks, in order, on a thread of its own, and keeps what they do wrong away from the save.
+    """Hands events to hooks, in order, on a thread of its own, and keeps their failures away from the save.
 
     The caller waits until the hooks have returned, so that what they record is there when a save is over; but not for one that
     does not return: after ``patience_s`` the caller goes on, the log names the hook, and events queue up behind it.
 
     Args:
-        hooks: who wants to know.
+        hooks: they receive every event.
         patience_s: how long a call waits for the hooks.
     """
 
@@ -37,19 +37,19 @@ class Emitter:
         self._pid = os.getpid()
 
     def add(self, hook: Hook) -> None:
-        """One more that wants to know."""
+        """One more hook."""
         self._hooks.append(hook)
 
     def remove(self, hook: Hook) -> None:
-        """This one need not know any more."""
+        """One hook less."""
         with contextlib.suppress(ValueError):
             self._hooks.remove(hook)
 
     def __call__(self, event: Event) -> None:
         """Hand the event to every hook. On any thread."""
-        self.tell([event])
+        self.emit([event])
 
-    def tell(self, events: Iterable[Event]) -> None:
+    def emit(self, events: Iterable[Event]) -> None:
         """Hand several events to every hook, one after the other, and wait once. On any thread."""
         events = list(events)
         if not self._start():
@@ -57,18 +57,18 @@ class Emitter:
             return
         if self._queue.qsize() >= _MOST_WAITING:
             return  # a hook has not returned for that long, and was named
-        told = threading.Event()
-        self._queue.put((events, told))
+        delivered = threading.Event()
+        self._queue.put((events, delivered))
         if self._stuck or threading.current_thread() is self._thread:
             return
-        if not told.wait(self._patience_s):
+        if not delivered.wait(self._patience_s):
             self._stuck = True
             logger.warning(
                 "hook %r has not returned for %.0f s; saves do not wait for it", self._running, self._patience_s
             )
 
     def close(self) -> None:
-        """End the thread, once the hooks have heard of everything or ``patience_s`` is over. Later events are told at once."""
+        """End it when the hooks have received everything or after ``patience_s``. Later events are delivered directly."""
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is not None:
@@ -76,7 +76,7 @@ class Emitter:
         if thread is not None and thread is not threading.current_thread():
             thread.join(self._patience_s)
             if thread.is_alive():
-                logger.warning("hook %r has not returned; what it was not told of is lost", self._running)
+                logger.warning("hook %r has not returned; events that it did not receive are lost", self._running)
 
     def _start(self) -> bool:
         with self._lock:
@@ -91,11 +91,11 @@ class Emitter:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            events, told = item
+            events, delivered = item
             self._deliver(events)
             self._stuck = False
-            told.set()
-            del events, told, item
+            delivered.set()
+            del events, delivered, item
 
     def _deliver(self, events: Iterable[Event]) -> None:
         for event in events:

@@ -22,7 +22,7 @@ _BESIDE = ("torch", "lightning", "pytorch_lightning", "accelerate", "transformer
 
 
 class JsonlHook:
-    """Appends one line per event. Before its first one comes a line ``"event": "run"``, which tells runs apart.
+    """Appends one line per event. Before its first one comes a line ``"event": "run"``, which separates runs.
 
     A line is written in one piece, so that no reader sees half of two. One that a killed job left torn stays a line of its own.
     While the disk refuses, events are left out, and the log says so once.
@@ -105,7 +105,7 @@ def _run(world_size: int, first_at: float) -> dict[str, Any]:
     return {
         "event": "run",
         "rank": 0,
-        "at": min(time.time(), first_at),  # what is told on another thread may be some time on its way here
+        "at": min(time.time(), first_at),  # an event of another thread may arrive late
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "world_size": world_size,

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
 from safe_ckpt import events
@@ -18,27 +17,18 @@ from safe_ckpt.hooks.save_record import Save, Saves
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Metric:
-    name: str
-    type: str
-    help: str
-
-
-_COUNTERS = (
-    _Metric(name="saves_committed_total", type="counter", help="Checkpoints committed since the run began."),
-    _Metric(name="saves_failed_total", type="counter", help="Saves that failed since the run began."),
-    _Metric(name="bytes_written_total", type="counter", help="Bytes of committed checkpoints, of all ranks."),
-    _Metric(name="respawns_total", type="counter", help="Writer processes of rank 0 that died or stalled."),
-    _Metric(name="quarantined_total", type="counter", help="Damaged checkpoints that were moved away."),
-)
-_GAUGES = (
-    _Metric(name="last_committed_step", type="gauge", help="Training step of the newest committed checkpoint."),
-    _Metric(name="last_committed_timestamp_seconds", type="gauge", help="When it was committed, since the epoch."),
-    _Metric(name="last_save_seconds", type="gauge", help="From the call of save to the commit, of the last one."),
-    _Metric(name="last_stall_seconds", type="gauge", help="How long the last save held the training on rank 0."),
-    _Metric(name="last_write_bytes_per_second", type="gauge", help="How fast rank 0 wrote its part of the last one."),
-)
+_HELP = {  # what ends in _total is a counter, the others are gauges
+    "last_committed_step": "Training step of the newest committed checkpoint.",
+    "last_committed_timestamp_seconds": "When it was committed, since the epoch.",
+    "last_save_seconds": "From the call of save to the commit, of the last one.",
+    "last_stall_seconds": "How long the last save held the training on rank 0.",
+    "last_write_bytes_per_second": "How fast rank 0 wrote its part of the last one.",
+    "saves_committed_total": "Checkpoints committed since the run began.",
+    "saves_failed_total": "Saves that failed since the run began.",
+    "bytes_written_total": "Bytes of committed checkpoints, of all ranks.",
+    "respawns_total": "Writer processes of rank 0 that died or stalled.",
+    "quarantined_total": "Damaged checkpoints that were moved away.",
+}
 _KEPT = ("last_committed_step", "last_committed_timestamp_seconds")
 _LARGEST_BYTES = 1 << 20
 
@@ -48,8 +38,8 @@ class PrometheusHook:
 
     Counters begin at 0 with every run. The step and the time of the last commit are taken over from the file that is there, so
     that they are not lost when a restarted run fails before its first commit. Every line is labelled ``run`` with the file's
-    name without ``.prom``: the collector refuses two files in its directory that say the same. While the disk refuses, the log
-    says so once.
+    name without ``.prom``: the collector refuses two files in its directory with the same samples. While writing fails, the
+    log has one warning.
 
     Args:
         path: the file, in an existing directory; ends in ``.prom``.
@@ -69,7 +59,7 @@ class PrometheusHook:
         self._label = self._path.stem.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         self._lock = threading.Lock()
         self._saves = Saves()
-        self._values: dict[str, float] = dict.fromkeys((counter.name for counter in _COUNTERS), 0)
+        self._values: dict[str, float] = dict.fromkeys((name for name in _HELP if name.endswith("_total")), 0)
         self._values.update(_last_commit(self._path, self._label))
         self._refused = False
 
@@ -120,11 +110,11 @@ class PrometheusHook:
 
     def _text(self) -> str:
         lines = []
-        for metric in (*_GAUGES, *_COUNTERS):
-            if metric.name in self._values:
-                name = f"safe_ckpt_{metric.name}"
-                lines += [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.type}"]
-                lines.append(f'{name}{{run="{self._label}"}} {self._values[metric.name]!r}')
+        for name, meaning in _HELP.items():
+            if name in self._values:
+                kind = "counter" if name.endswith("_total") else "gauge"
+                lines += [f"# HELP safe_ckpt_{name} {meaning}", f"# TYPE safe_ckpt_{name} {kind}"]
+                lines.append(f'safe_ckpt_{name}{{run="{self._label}"}} {self._values[name]!r}')
         return "\n".join(lines) + "\n"
 
 
@@ -138,10 +128,10 @@ def _last_commit(path: Path, label: str) -> dict[str, float]:
     except OSError as error:
         logger.warning("%s: what an earlier run left there is not read: %s", path, error)
         return {}
-    found: dict[str, float] = {}
+    kept: dict[str, float] = {}
     for name in _KEPT:
         line = rf'^safe_ckpt_{name}\{{run="{re.escape(label)}"\}} ([0-9.eE+-]+)$'
         for number in re.findall(line, text, re.MULTILINE):
             with contextlib.suppress(ValueError, OverflowError):
-                found[name] = int(number) if name == "last_committed_step" else float(number)
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+                kept[name] = int(number) if name == "last_committed_step" else float(number)
+    return {name: value for name, value in kept.items() if math.isfinite(value)}

@@ -67,7 +67,7 @@ class ScalarsHook:
     def take(self, name: str) -> Scalars | None:
         """What there is to say of the last save of this name, once; None when there is nothing (any more)."""
         with self._lock:
-            found = [scalars for scalars in self._done if scalars.name == name]
+            named = [scalars for scalars in self._done if scalars.name == name]
             others = [scalars for scalars in self._done if scalars.name != name]
             self._done = deque(others, maxlen=_MOST)
-        return found[-1] if found else None
+        return named[-1] if named else None

@@ -1,5 +1,5 @@
-"""How a tree of frozen dataclasses is checked, read from YAML and the environment, and described.
+"""Settings from Python, YAML and the environment: checked, explained, documented.
 
-Knows nothing of the settings themselves: they are in ``safe_ckpt.config``, which imports from here. Only ``yaml_file``,
-``environment`` and ``show`` import PyYAML, and nothing here imports torch.
+This package is generic: the settings themselves are in ``safe_ckpt.config``, which imports ``fields``. Only ``sources``
+imports PyYAML, and nothing here imports torch.
 """

@@ -1,21 +1,168 @@
-"""The JSON schema (draft 2020-12) of the YAML file, for editors. Pure: dataclass in, plain data out."""
+"""The reference of all settings in Markdown and the JSON schema for editors, made from the dataclasses. Pure functions."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import json
+import re
+from dataclasses import dataclass
 from typing import Any
 
-from safe_ckpt.settings.fields import CLOCK
-from safe_ckpt.settings.keys import Key, hints, is_section, keys
-from safe_ckpt.settings.reference import meanings, summary
-from safe_ckpt.settings.sources import OWN_KEY
+from safe_ckpt.settings.fields import CLOCK, Key, hints, is_section, keys
+from safe_ckpt.settings.sources import OWN_KEY, variable
 
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", tuple: "array"}
 _NUMBER = r"^\d+(?:\.\d+)?$"
+_ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
+_COLUMNS = ("Key", "Type", "Unit", "Default", "Allowed", "Meaning")
+_INTRODUCTION = """\
+# Configuration
+
+<!-- Made by `make docs-reference` from the docstrings in `safe_ckpt.config`; do not edit. -->
+
+Every setting has a default, and there are three ways to change one.
+
+**In Python**, `config=CheckpointConfig(...)`, or `CheckpointConfig.from_yaml(path)`. What is given this way is taken as it is:
+nothing in the environment changes it.
+
+**In a YAML file**, which the environment variable `SAFE_CKPT_CONFIG` names. It holds where the program gives no `config`. The
+keys are at its top level, or under `safe_ckpt:`, beside which there may be anything:
+
+```yaml
+# yaml-language-server: $schema=safe_ckpt.schema.json
+retention:
+  keep_last: 3
+timeouts:
+  lengthy_s: "02:00:00"
+```
+
+**In the environment**, one variable per key, such as `SAFE_CKPT__RETENTION__KEEP_LAST=3`, over the file, and likewise only
+where the program gives no `config`. Two underscores stand between the parts of a key. Values are written as in YAML, lists as
+`[SIGTERM, SIGUSR1]`. Give all ranks the same: a mistake in the environment of one of them is an error on all, which names
+the rank.
+
+With **LightningCLI** the settings are arguments of the callback, there with seconds as numbers only:
+
+<!-- not run: train.py is the reader's own -->
+```sh
+python train.py fit --trainer.callbacks+=safe_ckpt.lightning.SafeCheckpointCallback \\
+  --trainer.callbacks.dirpath=runs/exp --trainer.callbacks.save_top_k=2 --trainer.callbacks.config.timeouts.barrier_s=600
+```
+
+```yaml
+trainer:
+  callbacks:
+    - class_path: safe_ckpt.lightning.SafeCheckpointCallback
+      init_args:
+        dirpath: runs/exp
+        save_top_k: 2
+        config:
+          timeouts:
+            barrier_s: 600
+```
+
+In Lightning and Transformers the framework's own arguments say what to keep: rules in `retention` are refused there, and the
+error names the file or the variable.
+
+`safe-ckpt config check FILE` checks a file. `safe-ckpt config show` prints what holds and where it comes from.
+`safe-ckpt config reference` prints this page, and `safe-ckpt config schema` the [JSON schema](safe_ckpt.schema.json) with which
+editors complete keys and mark mistakes.
+
+Seconds are numbers, or text: `"90"`, `"1:30"`, `"01:00:00"`. An unknown key, a key that is given twice, a wrong type, and a
+value that is not allowed are refused, with file, line, key, and the nearest key that there is:
+`runs/ckpt.yaml:7: retention.keep_lst: unknown key; did you mean "keep_last"?`
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One setting, in words: each field is a column of the reference."""
+
+    key: str
+    type: str
+    unit: str
+    default: str
+    allowed: str
+    meaning: str
+
+
+def meanings(section: type) -> dict[str, str]:
+    """What the ``Attributes:`` of a dataclass's docstring say, on one line each, with Markdown's backticks."""
+    _, _, attributes = inspect.cleandoc(section.__doc__ or "").partition("Attributes:\n")
+    return {name: _markdown(" ".join(text.split())) for name, text in _ATTRIBUTE.findall(attributes)}
+
+
+def summary(section: type) -> str:
+    """The first paragraph of a dataclass's docstring, on one line."""
+    return _markdown(" ".join(inspect.cleandoc(section.__doc__ or "").partition("\n\n")[0].split()))
+
+
+def rows(kind: type) -> list[Row]:
+    """All settings, in the order of the fields."""
+    return [
+        Row(
+            key=key.path,
+            type=_type(key),
+            unit=key.unit,
+            default=_literal(key.default),
+            allowed=_allowed(key),
+            meaning=meanings(key.section).get(key.name, ""),
+        )
+        for key in keys(kind)
+    ]
+
+
+def markdown(kind: type) -> str:
+    """The reference as one page: an introduction, then a table for each section, those of the top level first."""
+    described = dict(zip(keys(kind), rows(kind), strict=True))
+    sections = sorted(dict.fromkeys(key.section for key in described), key=lambda section: section is not kind)
+    parts = [_INTRODUCTION]
+    for section in sections:
+        own = [key for key in described if key.section is section]
+        prefix = own[0].path.rpartition(".")[0]
+        example = variable(own[0].path)
+        title = f"`{prefix}`: {section.__name__}" if prefix else section.__name__
+        lines = [f"## {title}", "", summary(section), "", f"The variable of the first one is `{example}`.", ""]
+        lines += [_line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
+        lines += [_line(_cells(described[key])) for key in own]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _cells(row: Row) -> list[str]:
+    return [f"`{row.key}`", row.type, row.unit, f"`{row.default}`", row.allowed, row.meaning]
+
+
+def _line(cells: list[str] | tuple[str, ...]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _markdown(text: str) -> str:
+    return text.replace("``", "`")
+
+
+def _type(key: Key) -> str:
+    names = {"float": "number", "tuple": "list of text", "str": "text"}
+    name = names.get(key.kind.__name__, key.kind.__name__)
+    return f"{name} or null" if key.nullable else name
+
+
+def _allowed(key: Key) -> str:
+    if key.choices:
+        return ", ".join(f"`{choice}`" for choice in key.choices)
+    return "`true`, `false`" if key.kind is bool else str(key.limits)
+
+
+def _literal(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
 def schema(kind: type) -> dict[str, Any]:
-    """The schema of a file with the settings of ``kind`` at top level, or under ``safe_ckpt:`` beside anything else."""
+    """The JSON schema (draft 2020-12) of the YAML file.
+
+    The settings of ``kind`` are at its top level, or under ``safe_ckpt:`` beside anything else.
+    """
     reference = {"$ref": f"#/$defs/{kind.__name__}"}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -59,19 +206,19 @@ def _property(key: Key) -> dict[str, Any]:
         texts = [{"type": "string", "pattern": _NUMBER}, {"type": "string", "pattern": CLOCK}]
         null = [{"type": "null"}] if key.nullable else []
         return {"anyOf": [numbers, *texts, *null], "default": default}
-    found: dict[str, Any] = {"type": [name, "null"] if key.nullable else name, "default": default}
+    typed: dict[str, Any] = {"type": [name, "null"] if key.nullable else name, "default": default}
     if key.kind is tuple:
-        return found | {"items": {"type": "string", **_bounds(key)}}
-    return found | _bounds(key)
+        return typed | {"items": {"type": "string", **_bounds(key)}}
+    return typed | _bounds(key)
 
 
 def _bounds(key: Key) -> dict[str, Any]:
     limits = key.limits
-    found = {
+    bounds = {
         "exclusiveMinimum": limits.above,
         "minimum": limits.at_least,
         "maximum": limits.at_most,
         "multipleOf": limits.multiple_of,
         "pattern": limits.pattern,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in bounds.items() if value is not None}

@@ -1,23 +1,188 @@
-"""Plain data, such as parsed YAML, to a tree of settings; and the check that every dataclass of the tree makes when built."""
+"""The fields of a tree of frozen dataclasses: their keys and limits, how they are built from plain data, and their checks.
+
+Every dataclass of the tree calls ``check`` when it is built; ``build`` makes a tree from plain data such as parsed YAML.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
+import hashlib
 import math
 import re
+import types
 import typing
-from collections.abc import Mapping
-from typing import Any, Literal, TypeGuard, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeGuard, TypeVar, Union
 
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.settings.keys import hints, is_section, joined, suggestion, without_none
-from safe_ckpt.settings.limits import limits_of
 
 _T = TypeVar("_T")
 CLOCK = r"^(?:(\d+):(?=[0-5]?\d:))?(\d{1,2}):([0-5]\d(?:\.\d+)?)$"
 """``HH:MM:SS`` or ``MM:SS``, as a regular expression that JSON Schema understands too."""
+DEFAULTS = "the defaults"
+_LIMITS = "safe_ckpt.limits"
+_UNITS = {"_s": "seconds", "_bytes": "bytes", "_steps": "steps"}
 _LONGEST_SHOWN = 200
 _LARGEST_SHOWN = 1e18
+_LONGEST_DEVIATIONS = 600
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds of one value; for a list, of each of its entries. None where there is no such bound.
+
+    Attributes:
+        above: it must be greater than this.
+        at_least: it must not be less than this.
+        at_most: it must not be greater than this.
+        multiple_of: it must be a multiple of this.
+        pattern: a regular expression that must be found in the text.
+        words: what ``pattern`` means, for people; goes on from "expected".
+    """
+
+    above: float | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+    multiple_of: int | None = None
+    pattern: str | None = None
+    words: str = ""
+
+    def allows(self, value: Any) -> bool:
+        """Whether ``value``, which has the right type already, is within all bounds."""
+        return (
+            (self.above is None or value > self.above)
+            and (self.at_least is None or value >= self.at_least)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.multiple_of is None or value % self.multiple_of == 0)
+            and (self.pattern is None or re.search(self.pattern, value) is not None)
+        )
+
+    def __str__(self) -> str:
+        parts = [self.words] if self.words else []
+        if self.above is not None:
+            parts.append(f"above {self.above}")
+        if self.at_least is not None:
+            both = self.at_most is not None
+            parts.append(f"{self.at_least} to {self.at_most}" if both else f"at least {self.at_least}")
+        elif self.at_most is not None:
+            parts.append(f"at most {self.at_most}")
+        if self.multiple_of is not None:
+            parts.append(f"a multiple of {self.multiple_of}")
+        return ", ".join(parts)
+
+
+def limits(**bounds: Any) -> Mapping[str, Limits]:
+    """The ``metadata`` of a dataclass field; see ``Limits`` for the arguments."""
+    return {_LIMITS: Limits(**bounds)}
+
+
+def limits_of(item: dataclasses.Field[Any]) -> Limits:
+    """The bounds that were given to a field; without any, bounds that allow everything."""
+    bounds: Limits = item.metadata.get(_LIMITS, Limits())
+    return bounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One setting.
+
+    Attributes:
+        path: the names that lead to it, joined by dots: ``retention.keep_last``.
+        section: the dataclass that has the field.
+        kind: ``int``, ``float``, ``bool``, ``str``, or ``tuple`` for a list of texts.
+        nullable: whether None is allowed.
+        choices: the only values that are allowed; empty where the limits alone decide.
+        limits: the bounds.
+        default: what it is where nobody sets it.
+    """
+
+    path: str
+    section: type
+    kind: type
+    nullable: bool
+    choices: tuple[str, ...]
+    limits: Limits
+    default: Any
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def unit(self) -> str:
+        """What it counts, as the end of its name says: ``seconds``, ``bytes``, ``steps``, or nothing."""
+        return next((unit for suffix, unit in _UNITS.items() if self.name.endswith(suffix)), "")
+
+
+hints: Callable[[type], Mapping[str, Any]] = functools.cache(typing.get_type_hints)
+"""The types of a dataclass's fields, resolved once: that takes longer than saving a small model."""
+
+
+def is_section(hint: Any) -> bool:
+    """Whether a field of this type has keys of its own."""
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+
+
+def without_none(hint: Any) -> tuple[Any, bool]:
+    """``int | None`` -> ``(int, True)``; ``int`` -> ``(int, False)``."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return next(arg for arg in typing.get_args(hint) if arg is not types.NoneType), True
+    return hint, False
+
+
+def _tree(kind: type, prefix: str = "") -> tuple[Key, ...]:
+    tree: list[Key] = []
+    for item in dataclasses.fields(kind):
+        path, hint = joined(prefix, item.name), hints(kind)[item.name]
+        tree += _tree(hint, path) if is_section(hint) else [_key(kind, item, hint, path)]
+    return tuple(tree)
+
+
+keys: Callable[[type], tuple[Key, ...]] = functools.cache(_tree)
+"""All settings of a dataclass and of those within it, in the order of their fields."""
+
+
+def _key(section: type, item: dataclasses.Field[Any], hint: Any, path: str) -> Key:
+    plain, nullable = without_none(hint)
+    literal = typing.get_origin(plain) is Literal
+    return Key(
+        path=path,
+        section=section,
+        kind=str if literal else typing.get_origin(plain) or plain,
+        nullable=nullable,
+        choices=typing.get_args(plain) if literal else (),
+        limits=limits_of(item),
+        default=item.default,
+    )
+
+
+def joined(prefix: str, name: object) -> str:
+    """Two parts of a path, joined by a dot."""
+    return f"{prefix}.{name}" if prefix else str(name)
+
+
+def value_at(settings: Any, path: str) -> Any:
+    """The value of the setting at ``path``."""
+    return functools.reduce(getattr, path.split("."), settings)
+
+
+def suggestion(root: type, section: type, name: object) -> str:
+    """What somebody may have meant who wrote ``name`` within ``section`` of ``root``: words for the end of an error."""
+    here, last = list(hints(section)), str(name).rpartition(".")[2]
+    places = {key.name: key.path.rpartition(".")[0] for key in keys(root)}
+    near = [] if last in places else difflib.get_close_matches(str(name), here, n=1)
+    if near:
+        return f'did you mean "{near[0]}"?'
+    elsewhere = difflib.get_close_matches(last, places, n=1)
+    if not elsewhere:
+        return f"known here: {', '.join(here)}"
+    place = places[elsewhere[0]]
+    where = f'under "{place}"' if place else "at the top level"
+    return f'"{elsewhere[0]}" belongs {where}'
 
 
 def parse_duration(value: object, key: str) -> float:
@@ -146,3 +311,29 @@ def _shown(value: object) -> str:
     except ValueError:  # an integer of more digits than Python prints
         return "a number that is too large to be shown"
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
+def deviations(settings: Any) -> str:
+    """``retention.keep_last=3, timeouts.barrier_s=25.0``, sorted by key; ``the defaults`` where nothing differs.
+
+    Args:
+        settings: a dataclass of settings, checked already.
+
+    Returns:
+        At most some 650 characters: a longer text is cut and ends in a hash of all of it.
+    """
+    different = []
+    for key in keys(type(settings)):
+        value, default = (_plain(key, each) for each in (value_at(settings, key.path), key.default))
+        if value != default:
+            different.append(f"{key.path}={value!r}")
+    text = ", ".join(sorted(different)) or DEFAULTS
+    if len(text) <= _LONGEST_DEVIATIONS:
+        return text
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return f"{text[:_LONGEST_DEVIATIONS]}... (sha256 {digest})"
+
+
+def _plain(key: Key, value: Any) -> Any:
+    # 25 and 25.0, and a list and a tuple, are the same setting: in Python both may be given.
+    return None if value is None else key.kind(value)

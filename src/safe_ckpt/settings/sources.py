@@ -1,21 +1,135 @@
-"""A YAML file as a layer of settings: every key with its line, no key twice."""
+"""Where settings come from: a YAML file with the line of every key, and environment variables over it.
+
+Each source is a layer of plain data; later layers lie over earlier ones, and each value has its origin.
+``SAFE_CKPT__RETENTION__KEEP_LAST=3`` is ``retention.keep_last: 3``: two underscores between the parts, values as in YAML.
+"""
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import yaml
 
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.settings.keys import joined
-from safe_ckpt.settings.layers import Layer, Origin
+from safe_ckpt.settings.fields import Key, build, joined, keys, value_at
 
+_T = TypeVar("_T")
+logger = logging.getLogger(__name__)
 OWN_KEY = "safe_ckpt"
 """Where our settings are in a file that holds others too."""
 _DEEPEST = 3
 _Entry = tuple[yaml.Node, yaml.Node]
 _MERGE = "tag:yaml.org,2002:merge"
+CONFIG_VARIABLE = "SAFE_CKPT_CONFIG"
+PREFIX = "SAFE_CKPT__"
+_OURS = PREFIX.removesuffix("_")
+_OTHERS = (CONFIG_VARIABLE, "SAFE_CKPT_SHIM", "SAFE_CKPT_THOROUGH", "SAFE_CKPT_KILLS", "SAFE_CKPT_KILL_SEED")
+"""Names that begin like ours, belong to no key, and are read: the file, and what the test kit and the tests take."""
+_HELP = "`safe-ckpt config reference` lists the keys; between the parts of a key go two underscores"
+_reported: set[str] = set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a value was written.
+
+    Attributes:
+        source: the file or the environment variable.
+        line: the line in the file, from 1; None where there are no lines.
+    """
+
+    source: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """What one source says.
+
+    Attributes:
+        data: the plain data, nested as the settings are.
+        origins: path of a key, or of a section, to where it was written; ``""`` is the whole.
+    """
+
+    data: object
+    origins: Mapping[str, Origin]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded(Generic[_T]):
+    """Settings and where they came from.
+
+    Attributes:
+        settings: the settings.
+        origins: path of a key to where it was written; keys that are not in it have their defaults.
+    """
+
+    settings: _T
+    origins: Mapping[str, Origin]
+
+
+def load(kind: type[_T], layers: Sequence[Layer]) -> Loaded[_T]:
+    """Settings from several sources, later ones over earlier ones.
+
+    Raises:
+        ConfigError: a key is unknown, or a value of the wrong type or out of range; names key and origin.
+    """
+    try:
+        settings = build(kind, _merged(layers))
+    except ConfigError as error:
+        origin = _blamed(kind, error.key, layers)
+        raise ConfigError(key=error.key, message=error.message, source=origin.source, line=origin.line) from None
+    return Loaded(settings=settings, origins={path: at for layer in layers for path, at in layer.origins.items()})
+
+
+def _merged(layers: Sequence[Layer]) -> object:
+    merged: object = {}
+    for layer in layers:
+        merged = _over(layer.data, merged)
+    return merged
+
+
+def _over(upper: object, lower: object) -> object:
+    """``upper``, and what only ``lower`` has. What is no mapping stays as it is, to be refused when it is built."""
+    if not isinstance(lower, Mapping) or not isinstance(upper, Mapping):
+        return upper if isinstance(lower, Mapping) else lower
+    both: dict[Any, object] = {**lower}
+    for key, value in upper.items():
+        section = isinstance(value, Mapping) and lower.get(key) is not None  # None: a section without keys
+        both[key] = _over(value, lower[key]) if section else value
+    return both
+
+
+def _blamed(kind: type, path: str, layers: Sequence[Layer]) -> Origin:
+    """Where the key was written; where it was not, what clashes with its default: in the first layer that brings the error."""
+    written = [layer.origins[path] for layer in layers if path in layer.origins]
+    if written:
+        return written[-1]
+    guilty = next(count for count in range(1, len(layers) + 1) if _fails(kind, path, layers[:count]))
+    origins = layers[guilty - 1].origins
+    while path:
+        path = path.rpartition(".")[0]
+        within = [at for other, at in origins.items() if other.startswith(f"{path}." if path else "")]
+        if path in origins or within:
+            return origins.get(path, within[0])
+    return Origin(source="")
+
+
+def _fails(kind: type, path: str, layers: Sequence[Layer]) -> bool:
+    try:
+        build(kind, _merged(layers))
+    except ConfigError as error:
+        return error.key == path
+    return False
 
 
 def read_yaml(path: str | os.PathLike[str]) -> Layer:
@@ -128,3 +242,100 @@ class _Reader:
 
     def _error(self, node: yaml.Node, path: str, message: str) -> ConfigError:
         return ConfigError(key=path, message=message, source=self._source, line=node.start_mark.line + 1)
+
+
+def load_effective(kind: type[_T], environ: Mapping[str, str], *, file: str | None = None) -> Loaded[_T]:
+    """The defaults, over them the file, over it the variables.
+
+    Args:
+        kind: the dataclass of all settings.
+        environ: the environment.
+        file: the YAML file; None for the one that ``SAFE_CKPT_CONFIG`` names, or none.
+
+    Raises:
+        ConfigError: the file cannot be read, a key or variable is unknown, or a value is not allowed.
+    """
+    named = environ.get(CONFIG_VARIABLE) if file is None else file
+    layers = [read_yaml(named)] if named else []
+    for name, meant in slips(kind, environ).items():
+        if name not in _reported:
+            _reported.add(name)
+            logger.warning("the environment variable %s changes nothing: %s", name, meant)
+    return load(kind, [*layers, read_environment(kind, environ)])
+
+
+def origin_of(kind: type, environ: Mapping[str, str], section: str) -> tuple[str, Origin] | None:
+    """Which key of ``section`` the environment sets to something that is not its default, and where; None for none.
+
+    Never raises: it is asked in order to say where something came from that is refused anyway.
+    """
+    try:
+        loaded: Loaded[Any] = load_effective(kind, environ)
+    except ConfigError:
+        return None
+    for key in keys(kind):
+        if key.path.startswith(f"{section}.") and value_at(loaded.settings, key.path) != key.default:
+            return key.path, loaded.origins[key.path]
+    return None
+
+
+def slips(kind: type, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that look like ours and are not, such as one with an underscore too few, each with what to do about it."""
+    known = {_squashed(name): name for name in (CONFIG_VARIABLE, *(variable(key.path) for key in keys(kind)))}
+    odd = {}
+    for name in environ:
+        if not name.upper().startswith(_OURS) or name.startswith(PREFIX) or name in _OTHERS:
+            continue
+        near = difflib.get_close_matches(_squashed(name), known, n=1, cutoff=0.85)
+        odd[name] = f"did you mean {known[near[0]]}?" if near else _HELP
+    return odd
+
+
+def _squashed(name: str) -> str:
+    return name.upper().replace("_", "")
+
+
+def variable(path: str) -> str:
+    """``retention.keep_last`` -> ``SAFE_CKPT__RETENTION__KEEP_LAST``."""
+    return PREFIX + path.replace(".", "__").upper()
+
+
+def read_environment(kind: type, environ: Mapping[str, str]) -> Layer:
+    """The layer of the variables that begin with ``SAFE_CKPT__``.
+
+    Raises:
+        ConfigError: a variable is unknown, or its value is no YAML.
+    """
+    known = {variable(key.path): key for key in keys(kind)}
+    data: dict[str, Any] = {}
+    origins: dict[str, Origin] = {}
+    for name in sorted(name for name in environ if name.startswith(PREFIX)):
+        if name not in known:
+            raise ConfigError(source=name, message=f"unknown variable; {_suggestion(name, list(known))}")
+        key = known[name]
+        *sections, last = key.path.split(".")
+        inner = data
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[last] = _parsed(environ[name], key, name)
+        origins[key.path] = Origin(source=name)
+    return Layer(data=data, origins=origins)
+
+
+def _suggestion(name: str, known: list[str]) -> str:
+    within = next((other for other in known if other.startswith(f"{name}__")), None)
+    if within:
+        return f"there is one for each key, such as {within}"
+    near = difflib.get_close_matches(name.upper(), known, n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    return _HELP
+
+
+def _parsed(text: str, key: Key, name: str) -> object:
+    try:
+        value: object = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(key=key.path, source=name, message=f"cannot be read as YAML: {text!r}") from error
+    # A metric may be called 1 or off, and nobody quotes a value for YAML in a shell.
+    return text if key.kind is str and not isinstance(value, str | None) else value

@@ -12,7 +12,7 @@ from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.coordination.log_entry import refuse_differences
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.settings.environment import origin_of
+from safe_ckpt.settings.sources import origin_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -179,7 +179,7 @@ class SaveQueue:
         if info is not None:
             self.last_save_s = time.monotonic() - job.started
         # Here and not on the caller's thread: hooks write to files.
-        self._emit.tell(save_events.over(job, phases, info, failure, self._coordinator.rank))
+        self._emit.emit(save_events.over(job, phases, info, failure, self._coordinator.rank))
         if info is not None and self._coordinator.rank == 0:
             self._retain(job, info)
         self._conclude(job, info, failure)
