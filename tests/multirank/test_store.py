@@ -69,9 +69,9 @@ def _attacked(rank, folder):
                 "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=9)
             )
             bomb = base64.b64encode(pickle.dumps(Bomb(str(folder / "boom")))).decode()
-            forged = {"answer": {"error": None, "items": {"s": {"token": None, "plan": bomb, "lengths": {}}}}}
-            client.set(f"{name}/1", json.dumps(forged))
-            client.set(f"{name}/all", "")
+            forged = {"answer": {"s": {"token": None, "plan": bomb, "lengths": {}}}}
+            client.set(f"{name}/from/1", json.dumps(forged))
+            client.set(f"{name}/all/0", "{}")
         else:
             while not (folder / "over").exists():
                 time.sleep(0.01)

@@ -342,8 +342,11 @@ class Coordinator:
         if self in _open:
             _open.remove(self)
         try:
-            if self.rank == 0 and self.size > 1:
-                self._await_reads()
+            if self.rank == 0 and self._heartbeat is not None:
+                lost, over = self._heartbeat.lost, self._heartbeat.all_gone
+                self.receipts.await_all(
+                    self._calls, within_s=self._shutdown_s, have_left=self.have_left, lost=lost, over=over
+                )
         except (CoordinationError, KeyTimeout) as error:
             logger.debug("left without waiting for the others: %s", error)
         finally:
@@ -407,15 +410,6 @@ class Coordinator:
 
     def _expect_reads(self, step: LogEntry, count: int) -> None:
         self.receipts.expect(step.read, count, self._call, instead_of="log/")
-
-    def _await_reads(self) -> None:
-        def over() -> bool:
-            return self._heartbeat is not None and self._heartbeat.all_gone()
-
-        def lost() -> int:
-            return self._heartbeat.lost() if self._heartbeat is not None else 0
-
-        self.receipts.await_all(self._calls, within_s=self._shutdown_s, have_left=self.have_left, lost=lost, over=over)
 
 
 def _beat_interval_s(timeouts: Timeouts) -> float:

@@ -77,14 +77,14 @@ def read_metadata(folder: Path) -> Metadata:
     """
     try:
         with (folder / METADATA).open("rb") as stream:
-            found = _Unpickler(stream).load()
+            metadata = _Unpickler(stream).load()
     except OSError:
         raise
     except Exception as error:  # whatever a pickle machine makes of bytes that are none
         raise CorruptCheckpointError(path=str(folder), file=METADATA, message=str(error)) from error
-    if not isinstance(found, Metadata):
+    if not isinstance(metadata, Metadata):
         raise CorruptCheckpointError(path=str(folder), file=METADATA, message="is no metadata of DCP")
-    return found
+    return metadata
 
 
 def load_into(folder: Path, state: dict[str, Any], metadata: Metadata | None = None) -> None:
@@ -257,16 +257,16 @@ def spread_optimizer(optimizer: torch.optim.Optimizer, whole: Mapping[str, Any])
 def _spread(value: Any, like: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != like.shape or not dtensor.is_dtensor(like):
         return value
-    found = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)
-    dtensor.copy_part(found, value)
-    return found
+    tensor = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)
+    dtensor.copy_part(tensor, value)
+    return tensor
 
 
 def _names(module: torch.nn.Module) -> dict[int, str]:
     """The names of parameters without what wrappers add to them, as DCP has them."""
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")  # noqa: PLW2901
-        found.setdefault(id(parameter), name)
-    return found
+        names.setdefault(id(parameter), name)
+    return names

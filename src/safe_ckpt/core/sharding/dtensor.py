@@ -21,8 +21,8 @@ _HOMES = {"DTensor": "torch.distributed.tensor", "ShardedTensor": "torch.distrib
 
 
 def _classes(*names: str) -> tuple[type, ...]:
-    found = (getattr(sys.modules.get(_HOMES[name]), name, None) for name in names)
-    return tuple(kind for kind in found if kind is not None)
+    classes = (getattr(sys.modules.get(_HOMES[name]), name, None) for name in names)
+    return tuple(kind for kind in classes if kind is not None)
 
 
 def is_sharded(value: object) -> bool:
@@ -40,13 +40,13 @@ def leaves(value: object) -> Iterator[object]:
     seen: set[int] = set()
     waiting = [value]
     while waiting:
-        found = waiting.pop()
+        inner = waiting.pop()
         # The first question answers for nearly all of them, at a fraction of the time of the second.
-        if type(found) in _LEAVES or not isinstance(found, Mapping | list | tuple):
-            yield found
-        elif id(found) not in seen:
-            seen.add(id(found))
-            waiting.extend(found.values() if isinstance(found, Mapping) else found)
+        if type(inner) in _LEAVES or not isinstance(inner, Mapping | list | tuple):
+            yield inner
+        elif id(inner) not in seen:
+            seen.add(id(inner))
+            waiting.extend(inner.values() if isinstance(inner, Mapping) else inner)
 
 
 def has_sharded(value: object) -> bool:
@@ -54,18 +54,18 @@ def has_sharded(value: object) -> bool:
     kinds = _classes(*_HOMES)
     if not kinds:
         return False
-    found: Iterable[object] = leaves(value)
+    values: Iterable[object] = leaves(value)
     if isinstance(value, torch.nn.Module):
-        found = (*value.parameters(), *value.buffers())
+        values = (*value.parameters(), *value.buffers())
     elif isinstance(value, torch.optim.Optimizer):
-        found = (tensor for group in value.param_groups for tensor in group["params"])
-    return any(type(leaf) not in _LEAVES and isinstance(leaf, kinds) for leaf in found)
+        values = (tensor for group in value.param_groups for tensor in group["params"])
+    return any(type(leaf) not in _LEAVES and isinstance(leaf, kinds) for leaf in values)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part, or the tensor itself where it is whole."""
-    found: Any = tensor.detach()
-    return found.to_local() if type(tensor) not in _PLAIN and is_dtensor(tensor) else found  # type: ignore[no-any-return]
+    detached: Any = tensor.detach()
+    return detached.to_local() if type(tensor) not in _PLAIN and is_dtensor(tensor) else detached  # type: ignore[no-any-return]
 
 
 def chunk_of(tensor: torch.Tensor) -> Span | None:
@@ -96,12 +96,12 @@ def reduced(tensor: torch.Tensor) -> torch.Tensor:
 
 def meshes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """The meshes of the DTensors among ``tensors``, each once."""
-    found: dict[int, Any] = {}
+    meshes: dict[int, Any] = {}
     for tensor in tensors:
         if is_dtensor(tensor):
             mesh = tensor.device_mesh  # type: ignore[attr-defined]
-            found[id(mesh)] = mesh
-    return list(found.values())
+            meshes[id(mesh)] = mesh
+    return list(meshes.values())
 
 
 def cut(tensor: torch.Tensor, begin: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:

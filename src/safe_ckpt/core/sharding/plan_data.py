@@ -47,7 +47,7 @@ def plan_to_json(plan: SavePlan) -> dict[str, Any]:
     """A plan of ``DefaultSavePlanner`` as JSON-able data.
 
     Raises:
-        StateError: it says something that cannot be told; names the entry.
+        StateError: it says something that cannot be expressed; names the entry.
     """
     _refuse_fields("the plan", plan, ("items", "planner_data", "usable"))
     paths = plan.planner_data
@@ -159,7 +159,7 @@ class _Reader:
         self._rank = rank
 
     def refuse(self, what: str, why: str) -> NoReturn:
-        raise StateError(key=f"sharded items: {what:.200}", message=f"what this rank told: {why}", rank=self._rank)
+        raise StateError(key=f"sharded items: {what:.200}", message=f"what this rank reported: {why}", rank=self._rank)
 
     def typed(self, value: Any, kind: type[_Kind], what: str) -> _Kind:
         if type(value) is not kind:
@@ -172,14 +172,14 @@ class _Reader:
         return int(value)
 
     def listed(self, value: Any, most: int, what: str) -> list[Any]:
-        if len(found := self.typed(value, list, what)) > most:
-            self.refuse(what, f"{len(found)} are more than {most}")
-        return found
+        if len(items := self.typed(value, list, what)) > most:
+            self.refuse(what, f"{len(items)} are more than {most}")
+        return items
 
     def text(self, value: Any, what: str) -> str:
-        if len(found := self.typed(value, str, what)) > _MOST_CHARACTERS:
-            self.refuse(what, f"{len(found)} characters are more than {_MOST_CHARACTERS}")
-        return found
+        if len(text := self.typed(value, str, what)) > _MOST_CHARACTERS:
+            self.refuse(what, f"{len(text)} characters are more than {_MOST_CHARACTERS}")
+        return text
 
     def named(self, table: Mapping[str, _Kind], value: Any, what: str) -> _Kind:
         if self.typed(value, str, what) not in table:

@@ -75,9 +75,9 @@ class TensorQueue:
                     cause = f"{name} was not gathered within {self._timeout_s:.0f} s"
                     raise SaveError(name=self._name, cause=cause, phase="gather")
                 self._turn.wait(_LOOK_S)
-            found, tensor = self._waiting.popleft()
-        if found != name:
-            cause = f"{name} is to be written and {found} was gathered: tensors cannot be gathered a second time"
+            gathered, tensor = self._waiting.popleft()
+        if gathered != name:
+            cause = f"{name} is to be written and {gathered} was gathered: tensors cannot be gathered a second time"
             raise SaveError(name=self._name, cause=cause, phase="write")
         return tensor
 
