@@ -100,13 +100,12 @@ class CommitProtocol:
                 raise job.error
             self._prepare()
             self._two_phase.prepared()
-            if 0 in job.writers:
-                self._two_phase.report(self._write())
-            reports = self._two_phase.reports(self._left_s()) if job.writers else {}
-            for rank in sorted(reports):
-                if "error" in reports[rank]:
-                    raise from_wire(reports[rank]["error"])
-            info = self._commit(reports)
+            own = {0: self._write()} if 0 in job.writers else {}
+            others = self._two_phase.reports(self._left_s()) if any(job.writers) else {}
+            for rank in sorted(others):
+                if "error" in others[rank]:
+                    raise from_wire(others[rank]["error"])
+            info = self._commit({**own, **others})
         except BaseException as error:
             ours = self._named(self._taken_over(error) or error, "commit")
             # The cause first: nobody should wait for the tidying up.
