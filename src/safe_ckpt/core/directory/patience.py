@@ -36,7 +36,7 @@ class Patience:
         """Wait until ``file`` is there. Returns False when time is up and its directory does not name it either.
 
         Raises:
-            OSError: it cannot be told: the directory cannot be listed, or names what cannot be opened.
+            OSError: it is not known: the directory cannot be listed, or names what cannot be opened.
         """
         return await_visible(file, self.left_s) or not is_gone(file)
 
@@ -49,10 +49,10 @@ class Patience:
             look: called while waiting; raises to give up.
 
         Raises:
-            OSError: it cannot be told.
+            OSError: it is not known.
         """
         pause_s = _FIRST_PAUSE_S
-        while (found := _size_of(file)) != size_bytes and self.left_s:
+        while (size := _size_of(file)) != size_bytes and self.left_s:
             look()
             time.sleep(min(pause_s, self.left_s))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -61,7 +61,7 @@ class Patience:
                     OSError
                 ):  # listing makes a network file system look again; the size is asked for
                     os.listdir(folder)
-        return found if found >= 0 or is_gone(file) else _size_of(file)
+        return size if size >= 0 or is_gone(file) else _size_of(file)
 
 
 def _size_of(file: Path) -> int:

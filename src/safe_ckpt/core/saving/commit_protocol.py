@@ -52,7 +52,7 @@ class CommitProtocol:
 
     Args:
         job: the save.
-        two_phase: where the ranks tell each other how it goes.
+        two_phase: where the ranks report how it goes.
         writer: writes this rank's files.
         config: settings.
         rank: this rank.
@@ -220,7 +220,7 @@ class CommitProtocol:
         return list(results.values())
 
     def _copy_files(self) -> list[WrittenFile]:
-        """Copy what lies in files. They must be read before the caller goes on; this tells it."""
+        """Copy what lies in files. The caller goes on once they are read."""
         job = self._job
         if not job.request.content.copies:
             return []
@@ -343,10 +343,10 @@ class CommitProtocol:
         # is only not seen yet, or with an old size, is waited for: caches of network file systems lag behind.
         patience = Patience(self._config.timeouts)
         for entry in entries:
-            found = patience.until_sized(self._job.folder / entry.path, entry.size_bytes, self._look_around)
-            if found != entry.size_bytes:
+            size = patience.until_sized(self._job.folder / entry.path, entry.size_bytes, self._look_around)
+            if size != entry.size_bytes:
                 cause = f"{entry.path}, written by rank {entry.rank} with {entry.size_bytes} bytes, "
-                cause += "is not there" if found < 0 else f"has {found} bytes here"
+                cause += "is not there" if size < 0 else f"has {size} bytes here"
                 self._job.workspace.confirm()  # a job that took over has swept it away
                 raise SaveError(name=self._job.name, cause=cause, rank=entry.rank, phase="commit")
 

@@ -139,7 +139,7 @@ class SaveQueue:
                 self._abandon()
 
     def _abandon(self) -> None:
-        """The thread sits in something that does not end: whoever waits for its saves is told so."""
+        """The thread sits in something that does not end: whoever waits for its saves gets an error."""
         cause = "this rank shut down while the disk did not answer"
         for number, job in enumerate(list(self._open)):
             kind = SaveError if number else CommitOutcomeUnknown  # the first one may be anywhere
