@@ -18,8 +18,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.store import KeyTimeout
 from safe_ckpt.core.coordination.two_phase import TwoPhaseCommit
 from safe_ckpt.core.directory import extra_files
-from safe_ckpt.core.directory.patience import Patience
-from safe_ckpt.core.directory.shared import await_visible
+from safe_ckpt.core.directory.shared import Patience, await_visible
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
 from safe_ckpt.core.saving.request import SaveJob
 from safe_ckpt.core.saving.streamed_files import FileStream

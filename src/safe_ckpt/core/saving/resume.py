@@ -17,8 +17,7 @@ from typing import Any
 from safe_ckpt import events
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.directory.catalog import Candidate, newest_first
-from safe_ckpt.core.directory.patience import Patience
-from safe_ckpt.core.directory.shared import await_visible
+from safe_ckpt.core.directory.shared import Patience, await_visible
 from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, read_manifest
 from safe_ckpt.core.saving.engine import Engine
