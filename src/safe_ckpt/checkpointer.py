@@ -106,7 +106,7 @@ class Checkpointer:
             StateError: something cannot be saved; names it, on every rank. Nothing was started.
             DesyncError: the ranks differ in step, directory or names.
             RendezvousTimeout: some ranks did not call ``save``; names them.
-            SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started.
+            SafeCheckpointError: the error of an earlier save that was not reported yet; this one was not started.
         """
         with self._engine.together():
             return self._save(step, state, metrics or {})
@@ -194,13 +194,13 @@ class Checkpointer:
         Raises:
             NoValidCheckpointError: there are checkpoints and none is usable.
             RestoreError: the checkpoint does not fit the state.
-            DirectoryError: a file could not be read; nothing is condemned for that.
+            DirectoryError: a file could not be read; the checkpoint is not treated as corrupt.
         """
         self._engine.wait()
 
         def listed() -> list[catalog.Candidate]:
-            found = self._listed()
-            return found if step is None else [c for c in found if c.path.name == catalog.step_name(step)]
+            candidates = self._listed()
+            return candidates if step is None else [c for c in candidates if c.path.name == catalog.step_name(step)]
 
         view = {"names": ", ".join(map(str, state)), "step": step}
         chosen = resume.choose(self._engine, self._workspace, listed, lambda path: self._load(path, state), view)
@@ -274,7 +274,7 @@ class Checkpointer:
         """Wait until everything in flight is committed.
 
         Raises:
-            SafeCheckpointError: a save failed and nobody was told yet; the same on every rank.
+            SafeCheckpointError: a save failed and that was not reported yet; the same on every rank.
         """
         self._engine.wait()
 
@@ -282,7 +282,7 @@ class Checkpointer:
         """Finish what is in flight, end the writer process, free the memory, give the directory back.
 
         Raises:
-            SafeCheckpointError: a save failed and nobody was told yet.
+            SafeCheckpointError: a save failed and that was not reported yet.
         """
         self._engine.close()
 

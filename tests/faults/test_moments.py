@@ -15,7 +15,7 @@ from entries import ENTRIES, entered
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.core.directory.catalog import looks_like_checkpoint
-from safe_ckpt.core.directory.patience import Patience
+from safe_ckpt.core.directory.shared import Patience
 from safe_ckpt.core.formats.manifest import FileEntry
 from safe_ckpt.core.saving.commit_protocol import CommitProtocol
 from safe_ckpt.core.storage import presence

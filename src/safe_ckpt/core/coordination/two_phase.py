@@ -27,7 +27,7 @@ class TwoPhaseCommit:
         coordinator: where the ranks meet.
         store_client: the connection of the thread that this is used on.
         op_id: unique to this save.
-        writers: the ranks that have something to write.
+        writers: the other ranks that have something to write; rank 0 keeps its own report.
         check: called while waiting; raises when the save is to be given up.
         call: the number of the call that it began with.
     """

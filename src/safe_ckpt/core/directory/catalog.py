@@ -40,7 +40,7 @@ class Candidate:
         problem: why it cannot be used, as far as a look at the manifest tells; "" when nothing is wrong so far.
         damaged: the problem is that its bytes are wrong.
         foreign: it was written by another tool.
-        step: its training step, or the number in its name, where that can be told of one that is foreign or a directory.
+        step: its training step, or the number in its name, where that is known of one that is foreign or a directory.
         missing: the manifest, or the file as a whole, that was not seen although this may be one of ours; None when nothing
             was missed.
     """
@@ -77,20 +77,20 @@ def list_directories(
         step_of: the number in a name that a checkpoint would have; None for the names that ``step_name`` gives.
         problem_of_stock: why a directory of such a name, without a manifest, cannot be used; "" if another tool may have
             written it. None when only ours count.
-        on_error: told of a checkpoint that cannot be looked at, which is then left out; None to raise instead.
+        on_error: called with a checkpoint that cannot be looked at, which is then left out; None to raise instead.
 
     Raises:
         OSError: the directory could not be listed.
         UnsupportedFormatError: one is of a newer format version.
     """
     number_of = step_of or _step_of
-    found = []
+    candidates = []
     for path in _entries(workspace):
         with _guarded(path, on_error):
             candidate = _directory(path, number_of(path.name), problem_of_stock)
             if candidate is not None:
-                found.append(candidate)
-    return found
+                candidates.append(candidate)
+    return candidates
 
 
 def _directory(path: Path, number: int | None, problem_of_stock: Callable[[Path], str] | None) -> Candidate | None:
@@ -143,13 +143,13 @@ def list_files(
         workspace: where to look.
         suffix: how their names end.
         is_directory: which directories of such a name are checkpoints although they have no manifest of ours.
-        on_error: told of a file or folder that cannot be looked at, which is then left out; None to raise instead.
+        on_error: called with a file or folder that cannot be looked at, which is then left out; None to raise instead.
 
     Raises:
         OSError: the directory could not be listed, nor a folder below it; one that denies it, or has gone, is passed over.
         UnsupportedFormatError: one is of a newer format version.
     """
-    found, whole = [], []
+    files, whole = [], []
     for folder, below, names in _walk(workspace, on_error):
         # A checkpoint that is a directory is one thing: nothing below it is looked at.
         ours = []
@@ -160,9 +160,9 @@ def list_files(
         whole += ours
         besides = {HIDDEN, *(path.name for path in ours)}
         below[:] = sorted(name for name in below if name not in besides and not _is_there(Path(folder, name, HIDDEN)))
-        found += [Path(folder, name) for name in sorted(names) if name.endswith(suffix)]
+        files += [Path(folder, name) for name in sorted(names) if name.endswith(suffix)]
     candidates = []
-    for path, look in [*((path, _look) for path in found), *((path, _look_at) for path in whole)]:
+    for path, look in [*((path, _look) for path in files), *((path, _look_at) for path in whole)]:
         with _guarded(path, on_error):
             if not path.is_symlink() and (look is _look_at or not _is_other(path)):
                 candidates.append(look(path))
@@ -172,7 +172,7 @@ def list_files(
 def _is_there(path: Path) -> bool:
     try:
         return presence.is_there(path)
-    except OSError:  # whoever looks into the folder is told why
+    except OSError:  # whoever looks into the folder gets the error
         return False
 
 
@@ -376,7 +376,7 @@ def _still_has_its_name(info: CheckpointInfo) -> bool:
     try:
         return is_of(info, read_manifest(info.path))
     except (SafeCheckpointError, OSError) as error:
-        logger.warning("%s is left alone, because nobody can tell whose it is: %s", info.path, error)
+        logger.warning("%s is left alone, because it is not known whose it is: %s", info.path, error)
         return False
 
 

@@ -108,8 +108,8 @@ def _known(workspace: Path) -> int:
     for name in _RECORDS:
         with contextlib.suppress(OSError), _opened(workspace / HIDDEN, name, os.O_RDONLY) as file:
             tail = os.pread(file, _TAIL_BYTES, max(0, os.fstat(file).st_size - _TAIL_BYTES))
-            if (found := max(_sequences(tail), default=None)) is not None:
-                return max(found, _given.get(workspace, 0))
+            if (sequence := max(_sequences(tail), default=None)) is not None:
+                return max(sequence, _given.get(workspace, 0))
     return _given.get(workspace, 0)
 
 

@@ -93,7 +93,7 @@ def carry(old: Path, staged: Path, wanted: Callable[[str], bool]) -> None:
     try:
         ours = {entry.path for entry in read_manifest(old).files}
     except SafeCheckpointError:
-        ours = set()  # it cannot be told: all of it goes along but for what is written anew
+        ours = set()  # not known: all of it is kept but for what is written anew
     for name in _files_below(old):
         target = staged / name
         if name in ours or name == MANIFEST_NAME or os.path.lexists(target) or not wanted(name):

@@ -39,8 +39,8 @@ class Lease:
         pid: the process, as its own PID namespace counts.
         started_at: when the lock was taken, ISO 8601.
         lease_s: the holder changes the file at least every sixth of this.
-        kernel: tells boots of machines apart; "" where that cannot be told.
-        namespace: the PID namespace; 0 where that cannot be told.
+        kernel: tells boots of machines apart; "" where that is not known.
+        namespace: the PID namespace; 0 where that is not known.
         process_start: when the process began, in clock ticks since the kernel did.
         device: the file system as that kernel numbers it; 0 where the holder has no lock of the kernel beside this one.
         beat: counts up as long as the holder lives.
@@ -66,13 +66,13 @@ class Lease:
         """From a lock file; None where it is empty, torn or not one of ours."""
         try:
             fields: dict[str, Any] = json.loads(data)
-            found = cls(**{**fields, "beat": int(fields["beat"]), "lease_s": float(fields["lease_s"])})
+            lease = cls(**{**fields, "beat": int(fields["beat"]), "lease_s": float(fields["lease_s"])})
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
             return None
-        texts = (found.token, found.host, found.started_at, found.kernel)
-        numbers = (found.pid, found.namespace, found.process_start, found.device)
+        texts = (lease.token, lease.host, lease.started_at, lease.kernel)
+        numbers = (lease.pid, lease.namespace, lease.process_start, lease.device)
         right = all(isinstance(text, str) for text in texts) and all(isinstance(number, int) for number in numbers)
-        return found if right and 0 < found.lease_s < float("inf") else None
+        return lease if right and 0 < lease.lease_s < float("inf") else None
 
     def next(self) -> Lease:
         """The next sign of life."""

@@ -120,10 +120,10 @@ class JobLock:
     def is_seen(self) -> bool:
         """Whether the lock file is there and this job's, as far as one look tells."""
         try:
-            found = self._read()
+            lease = self._read()
         except OSError:
             return False
-        return found is not None and self._lease is not None and found.token == self._lease.token
+        return lease is not None and self._lease is not None and lease.token == self._lease.token
 
     def confirm(self) -> None:
         """Check that the lock is still ours. Called right before every rename that commits.
@@ -133,18 +133,18 @@ class JobLock:
             DirectoryError: that cannot be looked at now.
         """
         try:
-            found = self._read()
+            lease = self._read()
             deadline = time.monotonic() + _MOMENT_S
-            while (found is None or not found.token) and time.monotonic() < deadline and self._lease is not None:
+            while (lease is None or not lease.token) and time.monotonic() < deadline and self._lease is not None:
                 # Somebody looks at it aside and gives it back, or a cache does not know it for a moment.
                 time.sleep(_PAUSE_S)
                 look_again(self._directory)
-                found = self._read()
+                lease = self._read()
         except OSError as error:
             raise DirectoryError.of(error, path=self._path, rank=0, phase="confirming the job lock") from error
-        if found is None or self._lease is None or found.token != self._lease.token:
+        if lease is None or self._lease is None or lease.token != self._lease.token:
             gone = "its lock is gone: it was taken away (safe-ckpt unlock --break-lock), or the directory was"
-            raise self.in_use(_TAKEN_AWAY.format(self._lease_s) if found is not None else gone, found)
+            raise self.in_use(_TAKEN_AWAY.format(self._lease_s) if lease is not None else gone, lease)
 
     def release(self) -> None:
         """Give the lock back. What the disk refuses is logged: the lease of a process that ends is taken over anyway."""
@@ -247,17 +247,17 @@ class JobLock:
                 raise self.in_use(so_far, lease)
             time.sleep(pause_s)
             look_again(self._directory)
-            found = read_lock(self._directory)
+            now = read_lock(self._directory)
             took_s, before = time.monotonic() - before, time.monotonic()
             still_s += min(took_s, pause_s + _SLOW_S)
             if took_s > pause_s + _SLOW_S:
                 # The storage stood still, for the holder perhaps too: it gets the time of two beats to show itself.
                 still_s = min(still_s, needed_s - 2 * lease_s / _BEATS_PER_LEASE)
-            if found == data and lease is not None and fate_of(lease, self._directory) == "dead":
+            if now == data and lease is not None and fate_of(lease, self._directory) == "dead":
                 return True
-            if found == data:
+            if now == data:
                 continue
-            if lease is not None and found is not None and token_of(found) == lease.token:
+            if lease is not None and now is not None and token_of(now) == lease.token:
                 raise self.in_use("it gave a sign of life: stop it, or choose another directory", lease)
             return False
         logger.info("%s taken over: no sign of life of host %s for %.0f s", self._subject, host, lease_s)
@@ -282,23 +282,23 @@ class JobLock:
         while not stop.wait(lease.lease_s / _BEATS_PER_LEASE):
             lease = lease.next()
             try:
-                found = self._renew(lease)
+                holder = self._renew(lease)
             except Exception as error:  # the next try may succeed, whatever it was
                 if not warned:
                     logger.warning("the lock of %s cannot be renewed: %s", self._subject, error)
                 warned = True
                 continue
             warned = False
-            if found is not None and found.token not in ("", lease.token) and not stop.is_set():
-                where = f"process {found.pid} on host {found.host}"
+            if holder is not None and holder.token not in ("", lease.token) and not stop.is_set():
+                where = f"process {holder.pid} on host {holder.host}"
                 logger.error("%s was taken over by %s: nothing more is committed there", self._subject, where)
                 return
 
     def _renew(self, lease: Lease) -> Lease | None:
         """One sign of life. Returns whose the lock is; None when the file, or the whole directory, is away just now."""
-        found = self._read()
-        if found is None or found.token != lease.token:
-            return found
+        holder = self._read()
+        if holder is None or holder.token != lease.token:
+            return holder
         fd = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             # What is open now is looked at: it may be another one since, and one renamed aside harms nobody.
@@ -306,7 +306,7 @@ class JobLock:
                 os.pwrite(fd, lease.to_bytes(), 0)
         finally:
             os.close(fd)
-        return found
+        return holder
 
     def _sweep(self) -> None:
         """Remove what others left who were killed while they made a lock or took one away."""
@@ -373,7 +373,7 @@ class Holder:
         host: where; "" where the lock file names nobody: a job writes it at this moment, or was killed before it did.
         pid: which process there; 0 where the lock file names nobody.
         started_at: since when, ISO 8601; "?" where that is not recorded.
-        alive: False when it is gone, so that the next job takes the lock over at once; None when that cannot be told from
+        alive: False when it is gone, so that the next job takes the lock over at once; None when that is not known from
             here.
         lease_s: how long a holder that cannot be asked may show no sign of life before the next job takes over.
     """

@@ -92,7 +92,7 @@ def policy_of(rules: Retention) -> KeepByRules | None:
 
 
 def after_commit(new: CheckpointInfo, catalog: Catalog | None, policy: RetentionPolicy | None) -> Decision | None:
-    """``new`` was committed: tell the catalog, and decide what is deleted. On rank 0, in the background.
+    """``new`` was committed: add it to the catalog, and decide what is deleted. On rank 0, in the background.
 
     Returns:
         The decision; None without a policy.

@@ -312,8 +312,8 @@ def _listed(folder: Path) -> list[Path]:
 
 def _missing(paths: Iterable[Path]) -> list[Path]:
     """Which of ``paths`` and the folders above them are not there, the deepest first."""
-    found = {folder for path in paths for folder in (path, *path.parents) if not folder.exists()}
-    return sorted(found, key=lambda folder: len(folder.parts), reverse=True)
+    missing = {folder for path in paths for folder in (path, *path.parents) if not folder.exists()}
+    return sorted(missing, key=lambda folder: len(folder.parts), reverse=True)
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:

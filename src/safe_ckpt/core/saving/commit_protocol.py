@@ -18,8 +18,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.store import KeyTimeout
 from safe_ckpt.core.coordination.two_phase import TwoPhaseCommit
 from safe_ckpt.core.directory import extra_files
-from safe_ckpt.core.directory.patience import Patience
-from safe_ckpt.core.directory.shared import await_visible
+from safe_ckpt.core.directory.shared import Patience, await_visible
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
 from safe_ckpt.core.saving.request import SaveJob
 from safe_ckpt.core.saving.streamed_files import FileStream
@@ -51,7 +50,7 @@ class CommitProtocol:
 
     Args:
         job: the save.
-        two_phase: where the ranks tell each other how it goes.
+        two_phase: where the ranks report how it goes.
         writer: writes this rank's files.
         config: settings.
         rank: this rank.
@@ -99,13 +98,12 @@ class CommitProtocol:
                 raise job.error
             self._prepare()
             self._two_phase.prepared()
-            if 0 in job.writers:
-                self._two_phase.report(self._write())
-            reports = self._two_phase.reports(self._left_s()) if job.writers else {}
-            for rank in sorted(reports):
-                if "error" in reports[rank]:
-                    raise from_wire(reports[rank]["error"])
-            info = self._commit(reports)
+            own = {0: self._write()} if 0 in job.writers else {}
+            others = self._two_phase.reports(self._left_s()) if any(job.writers) else {}
+            for rank in sorted(others):
+                if "error" in others[rank]:
+                    raise from_wire(others[rank]["error"])
+            info = self._commit({**own, **others})
         except BaseException as error:
             ours = self._named(self._taken_over(error) or error, "commit")
             # The cause first: nobody should wait for the tidying up.
@@ -220,7 +218,7 @@ class CommitProtocol:
         return list(results.values())
 
     def _copy_files(self) -> list[WrittenFile]:
-        """Copy what lies in files. They must be read before the caller goes on; this tells it."""
+        """Copy what lies in files. The caller goes on once they are read."""
         job = self._job
         if not job.request.content.copies:
             return []
@@ -343,10 +341,10 @@ class CommitProtocol:
         # is only not seen yet, or with an old size, is waited for: caches of network file systems lag behind.
         patience = Patience(self._config.timeouts)
         for entry in entries:
-            found = patience.until_sized(self._job.folder / entry.path, entry.size_bytes, self._look_around)
-            if found != entry.size_bytes:
+            size = patience.until_sized(self._job.folder / entry.path, entry.size_bytes, self._look_around)
+            if size != entry.size_bytes:
                 cause = f"{entry.path}, written by rank {entry.rank} with {entry.size_bytes} bytes, "
-                cause += "is not there" if found < 0 else f"has {found} bytes here"
+                cause += "is not there" if size < 0 else f"has {size} bytes here"
                 self._job.workspace.confirm()  # a job that took over has swept it away
                 raise SaveError(name=self._job.name, cause=cause, rank=entry.rank, phase="commit")
 

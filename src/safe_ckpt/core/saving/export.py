@@ -135,7 +135,7 @@ class _Stream:
         )
 
     def feed(self, job: SaveJob) -> None:
-        """Gather everything. What goes wrong is told by the save's handle, on every rank."""
+        """Gather everything. The save's handle reports what goes wrong, on every rank."""
 
         def check() -> None:
             if job.handle.done():
@@ -156,14 +156,14 @@ class _Stream:
             self._handover.fail(SaveError(name=job.name, cause="interrupted", phase="gather"))
             raise
         finally:
-            stream.close()  # also when this was interrupted: the others are told, and the timeouts put back
+            stream.close()  # also when this was interrupted: the others learn of it, and the timeouts are put back
 
 
 def _tensors_of(model: Mapping[str, Any] | torch.nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    found = gather.named_tensors(hugging_face.unwrapped(model) if isinstance(model, torch.nn.Module) else model)
-    for name, tensor in found.items():
+    tensors = gather.named_tensors(hugging_face.unwrapped(model) if isinstance(model, torch.nn.Module) else model)
+    for name, tensor in tensors.items():
         hugging_face.admit(name, tensor, _final(tensor, dtype))
-    return found
+    return tensors
 
 
 def _final(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:

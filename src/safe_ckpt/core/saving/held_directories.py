@@ -246,12 +246,12 @@ def _sweep(own: Workspace, lease_s: float) -> None:
     names = own.path / HIDDEN / NAMES
     swept = own.trash / _SWEPT
     try:
-        found = sorted(entry for entry in names.iterdir() if entry != own.hidden and not entry.is_symlink())
+        folders = sorted(entry for entry in names.iterdir() if entry != own.hidden and not entry.is_symlink())
         swept.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         logger.debug("%s is not swept: %s", names, error)
         return
-    for hidden in found:
+    for hidden in folders:
         workspace = Workspace(own.path, lease_s=lease_s, hidden=hidden, swept=swept)
         try:
             if read_lock(hidden) is None:
@@ -300,10 +300,10 @@ def refuse(
         raise DirectoryError(path=str(path), message=f"checkpoints are kept in it, {remedy}", rank=0)
     if (path / MANIFEST_NAME).exists():
         try:
-            found = read_manifest(path).notes.get("adapter")
+            kind = read_manifest(path).notes.get("adapter")
         except SafeCheckpointError as error:
             raise DirectoryError(path=str(path), message=f"{error}; {remedy}", rank=0) from None
-        if found != adapter:
+        if kind != adapter:
             raise DirectoryError(path=str(path), message=f"it is no {adapter} directory of safe_ckpt, {remedy}", rank=0)
     elif empty and any(path.iterdir()):
         raise DirectoryError(path=str(path), message=f"it exists and safe_ckpt did not write it, {remedy}", rank=0)

@@ -1,7 +1,7 @@
 """Resuming: which checkpoint, agreed by all ranks, and nothing applied before all of them have verified what they need.
 
-What a moment must not do: only bytes that differ, and differ again when they are read once more, condemn a checkpoint. What
-cannot be read is an error on all ranks. What is not there is waited for, and then passed over, not condemned.
+A checkpoint is treated as corrupt only if bytes differ, and differ again when they are read once more. What
+cannot be read is an error on all ranks. What is not there is waited for, and then passed over, but not treated as corrupt.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any
 from safe_ckpt import events
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.directory.catalog import Candidate, newest_first
-from safe_ckpt.core.directory.patience import Patience
-from safe_ckpt.core.directory.shared import await_visible
+from safe_ckpt.core.directory.shared import Patience, await_visible
 from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, read_manifest
 from safe_ckpt.core.saving.engine import Engine
@@ -80,7 +79,7 @@ def choose(
 
     Raises:
         NoValidCheckpointError: there are or were checkpoints and none is usable.
-        SafeCheckpointError: a checkpoint could not be read, on every rank. That condemns nothing.
+        SafeCheckpointError: a checkpoint could not be read, on every rank. It is not treated as corrupt then.
     """
     with engine.together():
         return _choose(engine, workspace, list_candidates, load, view)
@@ -109,7 +108,7 @@ def _choose(
         loaded, verdict = _try(engine, path, load, ours=info.verified)
         if verdict is None:
             engine.agree(
-                "resume from", must_match={"name": name}, decide=lambda _: _set_aside(engine, workspace, damaged)
+                "resume from", must_match={"name": name}, decide=lambda _: _quarantine(engine, workspace, damaged)
             )
             seconds = time.monotonic() - begun
             engine.emit(
@@ -354,7 +353,7 @@ def _await_missing(path: Path, error: FileNotFoundError, patience: Patience, *, 
         raise IncompleteCheckpointError(path=str(path), file=file.name, message="is missing") from error
 
 
-def _set_aside(engine: Engine, workspace: Workspace, rejected: Mapping[str, str]) -> None:
+def _quarantine(engine: Engine, workspace: Workspace, rejected: Mapping[str, str]) -> None:
     for name, reason in rejected.items():
         path = workspace.path / name
         try:

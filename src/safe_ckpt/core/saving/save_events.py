@@ -66,7 +66,7 @@ def over(
 
 
 def occupied_bytes(path: Path) -> int:
-    """How much deleting ``path`` gives back: not what has another name besides. 0 where that cannot be told; never raises."""
+    """How much deleting ``path`` gives back: not what has another name besides. 0 where that is not known; never raises."""
     try:
         if path.is_symlink() or not path.is_dir():
             return _own_bytes(os.lstat(path))
@@ -100,11 +100,11 @@ def _failed(request: SaveRequest, error: SafeCheckpointError, rank: int, seconds
 
 def _missing(error: BaseException) -> tuple[int, ...]:
     """The ranks that did not come or were lost, also where that is only what the error comes from."""
-    for found in (error, error.__cause__):
-        if isinstance(found, RendezvousTimeout):
-            return tuple(found.missing)
-        if isinstance(found, PeerLostError):
-            return tuple(found.ranks)
+    for cause in (error, error.__cause__):
+        if isinstance(cause, RendezvousTimeout):
+            return tuple(cause.missing)
+        if isinstance(cause, PeerLostError):
+            return tuple(cause.ranks)
     return ()
 
 

@@ -63,7 +63,7 @@ class SaveQueue:
         self._writer = WriterSupervisor(config.writer, config.timeouts, self._respawned)
         coordinator.movers.append(self._writer.progress)
         self._background = Background("safe_ckpt-save", self._work)
-        self._boards: list[TwoPhaseCommit] = []
+        self._concluded: list[TwoPhaseCommit] = []
         self._open: list[SaveJob] = []
         self._beginning = threading.Lock()
         self._failures = 0
@@ -139,7 +139,7 @@ class SaveQueue:
                 self._abandon()
 
     def _abandon(self) -> None:
-        """The thread sits in something that does not end: whoever waits for its saves is told so."""
+        """The thread sits in something that does not end: whoever waits for its saves gets an error."""
         cause = "this rank shut down while the disk did not answer"
         for number, job in enumerate(list(self._open)):
             kind = SaveError if number else CommitOutcomeUnknown  # the first one may be anywhere
@@ -162,9 +162,10 @@ class SaveQueue:
                 raise  # Ctrl-C is the caller's
 
     def _process(self, job: SaveJob) -> None:
-        self._boards = [two_phase for two_phase in self._boards if not self._forget(two_phase)]
+        self._concluded = [two_phase for two_phase in self._concluded if not self._forget(two_phase)]
         give_up = functools.partial(self._check_giving_up, job.name)
-        two_phase = TwoPhaseCommit(self._coordinator, self._store_client, job.op_id, job.writers, give_up, job.call)
+        reporting = [rank for rank in job.writers if rank != 0]
+        two_phase = TwoPhaseCommit(self._coordinator, self._store_client, job.op_id, reporting, give_up, job.call)
         phases = CommitProtocol(job, two_phase, self._writer, self._config, self._coordinator.rank, give_up)
         self._emit(save_events.agreed(job, self._coordinator.rank))
         info, failure = None, None
@@ -174,7 +175,7 @@ class SaveQueue:
             failure = error
         finally:
             if self._coordinator.rank == 0:
-                self._boards.append(two_phase)
+                self._concluded.append(two_phase)
             self._free(job)
         if info is not None:
             self.last_save_s = time.monotonic() - job.started

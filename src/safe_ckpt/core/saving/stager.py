@@ -90,7 +90,7 @@ class Stager:
             except Exception as error:  # as the docstring says
                 job.error = error
             return
-        job.buffer = self._take_arena()
+        job.buffer = self._take_buffer()
         try:
             planned = snapshot.lay_out(
                 content.files,
@@ -105,7 +105,7 @@ class Stager:
             job.error = error
 
     def copy(self, job: SaveJob) -> None:
-        """Copy what cannot wait; the rest on a thread, behind the gate. Without an arena wait until all is written."""
+        """Copy what cannot wait; the rest on a thread, behind the gate. Without a buffer wait until all is written."""
         copy, content = job.copy, job.request.content
         if copy is not None and job.overlap is not None:
             optimizer_gate.close(copy, self._config.timeouts.barrier_s)
@@ -143,9 +143,9 @@ class Stager:
         for buffer in self._free:
             buffer.close()
 
-    def _take_arena(self) -> SharedBuffer:
+    def _take_buffer(self) -> SharedBuffer:
         if self._preparing is not None:
-            # It makes ready what is needed here; an arena must not grow under a copy.
+            # It makes ready what is needed here; a buffer must not grow under a copy.
             self._preparing.join(self._config.timeouts.barrier_s)
             if self._preparing.is_alive():
                 return SharedBuffer()

@@ -49,7 +49,7 @@ class FileStream:
         """
         with self._turn:
             self._size_bytes += image.length
-            buffer = self._arena_for(snapshot.arena_bytes([image]))
+            buffer = self._buffer_for(snapshot.arena_bytes([image]))
         try:
             tasks = snapshot.take([image], buffer, *self._place)
         except BaseException:
@@ -62,7 +62,7 @@ class FileStream:
                 self._waiting.append((buffer, tasks))
             self._turn.notify_all()
 
-    def _arena_for(self, size_bytes: int) -> SharedBuffer:
+    def _buffer_for(self, size_bytes: int) -> SharedBuffer:
         """The smallest that is large enough, else the largest, which grows: so each stays about as large as one file."""
         self._pool.sort(key=lambda buffer: buffer.size)
         fitting = next((buffer for buffer in self._pool if buffer.size >= size_bytes), None)
