@@ -1,7 +1,7 @@
 """Settings: frozen, validated when built, readable from YAML.
 
 Units are in the names: ``_s`` seconds, ``_bytes`` bytes. ``Retention`` says what to keep, ``Timeouts`` how long to wait,
-``WriterConfig`` how bytes reach the disk, ``Network`` where the ranks meet, ``Telemetry`` who is told, and
+``WriterConfig`` how bytes reach the disk, ``Network`` where the ranks meet, ``Telemetry`` where events go, and
 ``CheckpointConfig`` holds one of each.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Literal
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.settings.fields import build, check, deviations, limits
 
-_LONGEST_S = 365 * 24 * 3600  # longer is a slip, and some waits cannot be told more
+_LONGEST_S = 365 * 24 * 3600  # longer is a slip, and some waits take no more
 _SIGNAL = r"^SIG(?!KILL$|STOP$)[A-Z0-9]+$"
 
 
@@ -83,8 +83,8 @@ class WriterConfig:
         flush_every_bytes: without direct I/O, flush after so many bytes so that the last fsync is short.
         niceness: added to the niceness of the writer process, 0 to 19.
         max_respawns: how often a dead or stalled writer process is replaced within one save.
-        inline_bytes: what a rank writes in one save, up to so much, is written by a thread of its own process, and the writer
-            process is not started for it. 0: the writer process writes everything.
+        inline_bytes: a rank that writes at most this much in one save writes it with a thread of its own process, without the
+            writer process. 0: the writer process writes everything.
     """
 
     direct_io: Literal["auto", "off"] = "auto"
@@ -118,7 +118,7 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Telemetry:
-    """Who is told what happens. Observing never fails a save, and none of it needs more than rank 0.
+    """Where events are recorded and exported. Observing never fails a save, and none of it needs more than rank 0.
 
     Attributes:
         record_bytes: how large ``events.jsonl`` may grow before it is renamed to ``events.jsonl.1`` and begun anew.
@@ -151,7 +151,7 @@ class CheckpointConfig:
         retention: which committed checkpoints to keep.
         writer: how bytes reach the disk.
         network: where the ranks reach rank 0.
-        telemetry: who is told what happens.
+        telemetry: where events are recorded and exported.
         snapshot: ``"eager"``: the state is copied before ``save`` returns. ``"overlapped"``: parameters and optimizer state
             are copied while training goes on, and the optimizer's next step waits for the copy; nothing else may change them
             until then. ``"auto"``: eager, as long as nothing proves that overlapping is safe.
@@ -161,8 +161,8 @@ class CheckpointConfig:
         on_busy: what ``save`` does when that many are in flight: ``"wait"`` for the oldest, or ``"skip"`` this one.
         on_failure: ``"raise"`` the error of a failed save, or ``"warn"`` and go on.
         max_consecutive_failures: with ``"warn"``: raise after so many failed saves in a row.
-        save_on_signals: signals, such as ``("SIGTERM", "SIGUSR1")``, after which every rank is told at the same step to save
-            and stop: ``Checkpointer.stop_requested``, or by itself in Lightning. The handler that was there before still runs;
+        save_on_signals: signals, such as ``("SIGTERM", "SIGUSR1")``, after which every rank saves and stops at the same
+            step: ``Checkpointer.stop_requested``, or by itself in Lightning. The handler that was there before still runs;
             the default action does not. A program that does not react ends at the same signal after ``signal_grace_s``.
         signal_grace_s: how long the job may live after such a signal; a save that is not done by then is given up.
         lease_s: how long the record of a job on another host must stay unchanged before its directory is taken over.
