@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 
 from safe_ckpt.adapters import Engine, FilePlan, file_plan, raise_first
-from safe_ckpt.adapters.weights import wholes
+from safe_ckpt.adapters.sharding import gather_whole, shard_planner
 from safe_ckpt.errors import CoordinationError, to_wire
 
 if TYPE_CHECKING:
@@ -28,9 +28,7 @@ def planner(engine: Engine, accelerator: Any) -> ShardPlanner | None:
     """What plans the shards; None where nothing is sharded."""
     if not is_sharding(accelerator):
         return None
-    from safe_ckpt.adapters import ShardPlanner  # DCP takes a while to import
-
-    return ShardPlanner(engine.coordinator, barrier_s=engine.config.timeouts.barrier_s, strict=False)
+    return shard_planner(engine)
 
 
 def folders(accelerator: Any) -> list[str]:
@@ -81,7 +79,7 @@ def _states(accelerator: Any) -> dict[str, Any]:
 def _whole(engine: Engine, states: Mapping[str, Any], problem: Exception | None) -> list[FilePlan]:
     wire = to_wire(problem, rank=engine.rank, phase="planning the save") if problem else None
     engine.agree("gather", {}, answer=wire, decide=raise_first)
-    found = wholes.whole(states, engine.config.timeouts.lengthy_s, engine.group)
+    found = gather_whole(engine, states)
     if found is None:
         return []
     planned = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -27,6 +26,7 @@ from safe_ckpt.adapters.layouts import Layout
 from safe_ckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
+    HostileCheckpointError,
     NoValidCheckpointError,
     SafeCheckpointError,
     UnsupportedFormatError,
@@ -161,12 +161,17 @@ def look_inside(path: Path) -> Layout:
     Raises:
         OSError: it could not be read.
     """
-    facts = layouts.facts_file(path)
-    content: object = None
-    with contextlib.suppress(CorruptCheckpointError, UnsupportedFormatError), Window(facts) as window:
-        content = open_archive(window).root if looks_like_archive(window) else read_old_file(window)
     kind = layouts.LIGHTNING_SHARDED if presence.is_directory(path) else layouts.LIGHTNING_FILE
-    return kind.layout_of(path).told_by(content)
+    layout = kind.layout_of(path)
+    try:
+        with Window(layouts.facts_file(path)) as window:
+            return layout.told_by(open_archive(window).root if looks_like_archive(window) else read_old_file(window))
+    except HostileCheckpointError as error:
+        return dataclasses.replace(layout, problem=f"is no checkpoint: {error.message}", resumable=False)
+    except CorruptCheckpointError:
+        return layout.told_by(None)
+    except UnsupportedFormatError:  # too long to be looked at: only its name tells
+        return layout
 
 
 def _finish(workspace: Workspace, info: CheckpointInfo) -> None:

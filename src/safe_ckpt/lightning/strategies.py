@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters import Engine, FilePlan, file_plan, layouts, patch, presence
 from safe_ckpt.adapters.directories import MANIFEST_NAME, resume, verify_share
-from safe_ckpt.adapters.weights import wholes
+from safe_ckpt.adapters.sharding import gather_whole, shard_planner
 
 if TYPE_CHECKING:
     import torch
 
+    from safe_ckpt.adapters import ShardPlanner
     from safe_ckpt.deepspeed.nested import Nested
 
 _LEFT_OUT = ("state_dict", "optimizer_states")  # DeepSpeed has them, in parts
@@ -56,22 +57,28 @@ def layout_of(strategy: Any) -> Layout | None:
     return None
 
 
+def is_sharded(strategy: Any) -> bool:
+    """Whether what a strategy writes now is a directory of which every rank has a part."""
+    form = layout_of(strategy)
+    return form is not None and form.sharded
+
+
+def planner(engine: Engine, strategy: Any) -> ShardPlanner | None:
+    """What plans the shards; None where nothing is sharded, or a DeepSpeed engine does it."""
+    form = layout_of(strategy)
+    return None if form is None or not form.sharded or form.engine else shard_planner(engine)
+
+
 def dump(trainer: Any, form: Layout, weights_only: bool | None) -> dict[str, Any]:
     """The Trainer's checkpoint with this rank's parts in it; with what Lightning has gathered where it does that.
 
     A full checkpoint is asked for in parts as well: Lightning would gather it in collectives that nobody watches.
     """
     strategy = trainer.strategy
-    if not form.gathers:
+    parts = {"_save_distributed_checkpoint": True} if form.gathers else {}
+    with patch.Patch(strategy, parts):
         checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only)
         return checkpoint
-    before = strategy._save_distributed_checkpoint
-    strategy._save_distributed_checkpoint = True
-    try:
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
-    finally:
-        strategy._save_distributed_checkpoint = before
-    return checkpoint
 
 
 def split(checkpoint: Mapping[str, Any], form: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -96,13 +103,13 @@ def whole(engine: Engine, trainer: Any, checkpoint: dict[str, Any]) -> dict[str,
     parts: dict[str, Any] = {
         name: checkpoint[name] for name in ("state_dict", "optimizer_states") if name in checkpoint
     }
-    found = wholes.whole(parts, engine.config.timeouts.lengthy_s, engine.group)
-    if found is None:
+    gathered = gather_whole(engine, parts)
+    if gathered is None:
         return None
     model = trainer.strategy.model
-    if "optimizer_states" in found:
-        found["optimizer_states"] = [_by_number(state, model) for state in found["optimizer_states"]]
-    return {**checkpoint, **found}
+    if "optimizer_states" in gathered:
+        gathered["optimizer_states"] = [_by_number(state, model) for state in gathered["optimizer_states"]]
+    return {**checkpoint, **gathered}
 
 
 def _by_number(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:

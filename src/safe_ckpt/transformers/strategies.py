@@ -22,6 +22,7 @@ import transformers.trainer as upstream
 from safe_ckpt.accelerate import support
 from safe_ckpt.adapters import Engine, FileCopy, FilePlan, raise_first
 from safe_ckpt.adapters.patch import Patch
+from safe_ckpt.adapters.sharding import shard_planner
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError, CoordinationError, to_wire
 from safe_ckpt.transformers.contents import Catch
@@ -150,11 +151,7 @@ class Sharing:
     def _plan(self, trainer: Any, noted: Noted, caught: Catch) -> Added:
         if trainer.is_fsdp_enabled:
             if self._shards is None:
-                from safe_ckpt.adapters import ShardPlanner  # DCP takes a while to import
-
-                self._shards = ShardPlanner(
-                    self._core.coordinator, barrier_s=self._core.config.timeouts.barrier_s, strict=False
-                )
+                self._shards = shard_planner(self._core)
             return Added(images=self._shards.images(caught.shards), folders=sorted(caught.shards))
         from safe_ckpt.deepspeed import nested
 
