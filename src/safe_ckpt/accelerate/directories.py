@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate import utils
-
-from safe_ckpt.adapters import CheckpointInfo, Engine, presence, raise_first
+from safe_ckpt.adapters import CheckpointInfo, Engine, raise_first
 from safe_ckpt.adapters.directories import (
     HIDDEN,
     WEIGHTS,
@@ -29,12 +27,12 @@ from safe_ckpt.adapters.directories import (
     resume,
     retention,
 )
+from safe_ckpt.adapters.layouts import ACCELERATE
 from safe_ckpt.config import Retention
 from safe_ckpt.errors import ConfigError, to_wire
 
 ADAPTER = "accelerate"
 FOLDER = "checkpoints"
-_NAME = re.compile(r"^checkpoint_(\d+)$")
 _STEP = re.compile(r"(?:^|(?:step|epoch|checkpoint|ckpt|iter|iteration)s?[-_=]?)(\d{1,18})$")
 _living: weakref.WeakSet[CheckpointDirectory] = weakref.WeakSet()
 
@@ -232,14 +230,14 @@ class CheckpointDirectory:
 
 def candidates(folder: Path) -> list[Candidate]:
     """Everything in ``folder`` that may be a checkpoint of an Accelerator, stock ones included, in no order."""
-    found = catalog.list_directories(folder, _number_of, _problem_of_stock)
+    found = catalog.list_directories(folder, ACCELERATE.number_of, ACCELERATE.problem)
     return [c for c in found if c.manifest is None or c.manifest.notes.get("adapter") == ADAPTER]
 
 
 def next_number(folder: Path) -> int:
     """One more than the highest number in use."""
     try:
-        numbers = [_number_of(name) for name in os.listdir(folder)]
+        numbers = [ACCELERATE.number_of(name) for name in os.listdir(folder)]
     except FileNotFoundError:
         return 0
     return max((number for number in numbers if number is not None), default=-1) + 1
@@ -265,18 +263,5 @@ def _has_folders(path: Path) -> bool:
         return False
 
 
-def _number_of(name: str) -> int | None:
-    found = _NAME.match(name)
-    return int(found.group(1)) if found else None
-
-
 def _is_stock(path: Path) -> str:
-    return "it is a checkpoint of an Accelerator" if not _problem_of_stock(path) else ""
-
-
-def _problem_of_stock(path: Path) -> str:
-    # Accelerate writes the random states last but for custom objects: without them it was interrupted.
-    last = path / f"{utils.RNG_STATE_NAME}_0.pkl"
-    if not presence.is_there(last):
-        return f"it has no manifest, and without {last.name} it is not complete either"
-    return "" if presence.ends_as_archive(last) else f"it has no manifest, and {last.name} was not written to its end"
+    return "it is a checkpoint of an Accelerator" if not ACCELERATE.problem(path) else ""

@@ -27,11 +27,11 @@ from safe_ckpt.adapters import (
     file_plan,
 )
 from safe_ckpt.adapters.directories import MANIFEST_NAME, read_manifest, verify_entry
+from safe_ckpt.adapters.layouts import LATEST
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.deepspeed.arguments import LATEST
+from safe_ckpt.deepspeed.arguments import check_settings
 from safe_ckpt.deepspeed.directories import ADAPTER, CheckpointDirectory, step_of
 from safe_ckpt.deepspeed.save import agree_place
-from safe_ckpt.deepspeed.support import check_settings
 from safe_ckpt.errors import (
     ClosedError,
     ConfigError,

@@ -23,8 +23,9 @@ from safe_ckpt.adapters.directories import (
     refuse,
     retention,
 )
+from safe_ckpt.adapters.layouts import LATEST, has_states
 from safe_ckpt.config import Retention
-from safe_ckpt.deepspeed.arguments import LATEST, is_tag
+from safe_ckpt.deepspeed.arguments import is_tag
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 
 logger = logging.getLogger(__name__)
@@ -179,10 +180,10 @@ def refuse_what_stands_there(top: Path, tag: str) -> None:
     for above in path.parents:
         if above == top:
             break
-        if presence.is_there(above / MANIFEST_NAME) or not stock_problem(above):
+        if presence.is_there(above / MANIFEST_NAME) or has_states(above):
             raise DirectoryError(path=str(above), message=f"is a tag itself: {tag!r} cannot lie in it", rank=0)
     _refuse_tags_within(path)
-    if stock_problem(path):
+    if not has_states(path):
         refuse(path, ADAPTER, empty=True)
 
 
@@ -206,14 +207,6 @@ def _refuse_tags_within(path: Path) -> None:
 def is_state(name: str) -> bool:
     """Whether DeepSpeed itself wrote this file of a tag: it goes when the tag is replaced."""
     return name.endswith("_states.pt") or name.split("/", 1)[0] == OFFLOADED
-
-
-def stock_problem(path: Path) -> str:
-    """Why ``path`` is no tag that DeepSpeed wrote; "" if it may be one."""
-    has_states = (
-        any(child.name.endswith("_states.pt") for child in path.iterdir()) if presence.is_directory(path) else False
-    )
-    return "" if has_states else "it holds no states of DeepSpeed"
 
 
 def order(folder: Path, tag: str | None) -> list[Path]:

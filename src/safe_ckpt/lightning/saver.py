@@ -21,6 +21,7 @@ from safe_ckpt.adapters import (
     raise_first,
 )
 from safe_ckpt.adapters.directories import Decision, HeldDirectories, catalog, one_shot, resume
+from safe_ckpt.adapters.planned import Planned
 from safe_ckpt.adapters.tracking import Tracking
 from safe_ckpt.adapters.weights import Exporter
 from safe_ckpt.config import CheckpointConfig
@@ -379,10 +380,10 @@ class TrainerSaver:
     def _request(self, intents: PendingActions, *, weights_only: bool | None, overlap: bool) -> SaveRequest:
         primary = Path(os.path.abspath((intents.saves or [*intents.links, *intents.removals])[0]))
         workspace = self._directories.of(primary)
-        files = contents.Files()
+        files = Planned()
         if intents.saves:
             fitting = self.training and str(getattr(self._trainer.state.fn, "value", "")) == "fit"
-            files = contents.images(
+            files = contents.planned(
                 self.engine,
                 self._trainer,
                 self._io,

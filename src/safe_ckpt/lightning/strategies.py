@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters import Engine, FilePlan, file_plan, layouts, patch, presence
 from safe_ckpt.adapters.directories import MANIFEST_NAME, resume, verify_share
+from safe_ckpt.adapters.planned import Planned
 from safe_ckpt.adapters.sharding import gather_whole, shard_planner
 
 if TYPE_CHECKING:
     import torch
 
     from safe_ckpt.adapters import ShardPlanner
-    from safe_ckpt.deepspeed.nested import Nested
 
 _LEFT_OUT = ("state_dict", "optimizer_states")  # DeepSpeed has them, in parts
 
@@ -171,7 +171,7 @@ def guard(trainer: Any, engine: Engine, before: Callable[[], None], end: Callabl
 
 def collect_engine(
     core: Engine, strategy: Any, checkpoint: Mapping[str, Any] | None, error: Exception | None
-) -> Nested:
+) -> Planned:
     """What the engine writes, with the rest of the Trainer's checkpoint in it. Every rank calls this.
 
     Raises:
@@ -188,7 +188,7 @@ def collect_engine(
     )
     if error is None:
         return collected
-    return nested.Nested(folders=collected.folders, notes=collected.notes, error=error)
+    return Planned(folders=collected.folders, notes=collected.notes, error=error)
 
 
 def _engine_loading(core: Engine, strategy: Any, path: Path) -> contextlib.AbstractContextManager[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -12,7 +11,6 @@ from types import TracebackType
 from typing import Any
 
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import Self
 
 from safe_ckpt.adapters import CheckpointInfo, Engine, SaveRequest, presence
@@ -26,6 +24,7 @@ from safe_ckpt.adapters.directories import (
     resume,
     verify_share,
 )
+from safe_ckpt.adapters.layouts import TRAINER_STATE, TRANSFORMERS
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.events import Hook
@@ -36,8 +35,6 @@ from safe_ckpt.transformers.strategies import Sharing
 logger = logging.getLogger(__name__)
 ADAPTER = "transformers"
 HIDDEN = "_safe_ckpt"
-STATE_FILE = "trainer_state.json"
-_NAME = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 
 
 class TrainerSaver:
@@ -178,23 +175,9 @@ class TrainerSaver:
 
 def candidates(folder: Path) -> list[Candidate]:
     """Everything in ``folder`` that may be a checkpoint of a Trainer, stock ones included."""
-    found = catalog.list_directories(folder, _number_of, _problem_of_stock)
+    found = catalog.list_directories(folder, TRANSFORMERS.number_of, TRANSFORMERS.problem)
     ours = [c for c in found if c.manifest is None or c.manifest.notes.get("adapter") == ADAPTER]
-    return [c for c in ours if _number_of(c.path.name) is not None]  # a copy that somebody keeps is not one
-
-
-def _number_of(name: str) -> int | None:
-    found = _NAME.match(name)
-    return int(found.group(1)) if found else None
-
-
-def _problem_of_stock(path: Path) -> str:
-    # The Trainer writes its state last: without it the save was interrupted.
-    if not presence.is_there(path / STATE_FILE):
-        return f"it has no manifest, and without {STATE_FILE} it is not complete either"
-    files = [file for file in sorted([*path.iterdir(), *path.glob("global_step*/*")]) if ".pt" in file.name]
-    cut_off = [file.name for file in files if presence.is_file(file) and not presence.ends_as_archive(file)]
-    return f"it has no manifest, and {cut_off[0]} was not written to its end" if cut_off else ""
+    return [c for c in ours if TRANSFORMERS.number_of(c.path.name) is not None]  # a copy that somebody keeps is not one
 
 
 def _write(trainer: Any, folder: str) -> None:
@@ -214,7 +197,7 @@ def _write(trainer: Any, folder: str) -> None:
                 states[name].append(state)
             else:
                 states[name] = state
-    trainer.state.save_to_json(f"{folder}/{STATE_FILE}")
+    trainer.state.save_to_json(f"{folder}/{TRAINER_STATE}")
 
 
 def _metrics(trainer: Any) -> dict[str, float]:
