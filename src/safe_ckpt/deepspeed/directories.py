@@ -16,9 +16,9 @@ from safe_ckpt.adapters.directories import (
     MANIFEST_NAME,
     NAMES,
     Candidate,
-    Catalog,
     Decision,
-    Workspace,
+    OpenDirectory,
+    candidates_in,
     catalog,
     refuse,
     retention,
@@ -37,17 +37,13 @@ _living: weakref.WeakSet[CheckpointDirectory] = weakref.WeakSet()
 
 
 @dataclass(kw_only=True)
-class SaveTarget:
+class SaveTarget(OpenDirectory):
     """A directory of tags that is held.
 
     Attributes:
-        workspace: it.
-        ledger: what is in it; counts on rank 0 only.
         tops: where a ``latest`` may name a tag of it: itself, and for tags such as ``"warmup/step10"`` the one above.
     """
 
-    workspace: Workspace
-    ledger: Catalog
     tops: tuple[Path, ...] = ()
 
 
@@ -86,14 +82,8 @@ class CheckpointDirectory:
                 self._let_go(earlier)
         for other in list(_living):
             other._let_go(folder)
-        place = SaveTarget(workspace=self._engine.hold(folder), ledger=Catalog(), tops=(folder, top))
-
-        def take_stock() -> None:
-            found = candidates(folder)
-            place.ledger = Catalog(found)
-            place.workspace.start_after(catalog.newest_sequence(found))
-
-        self._engine.take_stock(place.workspace, {"directory": folder}, take_stock)
+        place = SaveTarget.take(self._engine, folder, lambda: candidates(folder))
+        place.tops = (folder, top)
         self._held[folder] = place
         return place
 
@@ -148,14 +138,14 @@ def _is_held(folder: Path) -> bool:
 
 def candidates(folder: Path) -> list[Candidate]:
     """The tags in ``folder`` that this package wrote, in no order."""
-    found = catalog.list_directories(folder, lambda _: None) if presence.is_directory(folder) else []
-    return [c for c in found if c.manifest is not None and c.manifest.notes.get("adapter") == ADAPTER]
+    listed = candidates_in(folder, ADAPTER) if presence.is_directory(folder) else []
+    return [c for c in listed if c.manifest is not None]
 
 
 def step_of(tag: str) -> int:
     """The number that a tag ends with, such as that of ``global_step10``; -1 when there is none."""
-    found = re.search(r"\d+$", tag)
-    return int(found.group()) if found else -1
+    match = re.search(r"\d+$", tag)
+    return int(match.group()) if match else -1
 
 
 def latest_tag(folder: Path) -> str | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters import Engine, FilePlan, file_plan, layouts, patch, presence
-from safe_ckpt.adapters.directories import MANIFEST_NAME, resume, verify_share
+from safe_ckpt.adapters.directories import MANIFEST_NAME, verify
 from safe_ckpt.adapters.planned import Planned
 from safe_ckpt.adapters.sharding import gather_whole, shard_planner
 
@@ -140,7 +140,6 @@ def guard(trainer: Any, engine: Engine, before: Callable[[], None], end: Callabl
     def load(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         before()
         path = Path(checkpoint_path)
-        rank, size = engine.rank, engine.coordinator.size
 
         def look(_: object) -> tuple[bool, bool]:
             folder = presence.is_directory(path)
@@ -149,7 +148,7 @@ def guard(trainer: Any, engine: Engine, before: Callable[[], None], end: Callabl
         # As rank 0 sees it: what follows is done on all ranks together or on none.
         is_folder, is_ours = engine.agree("load", {"path": path}, decide=look)
         if is_ours:
-            resume.check(engine, path, lambda found: verify_share(found, rank, size))
+            verify(engine, path)
         if form is None or not form.engine or not is_folder:
             return original(strategy, checkpoint_path, *args, **kwargs)
         with _engine_loading(engine, strategy, path):
