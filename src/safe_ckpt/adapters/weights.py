@@ -6,6 +6,6 @@ from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.hugging_face import parse_size
 from safe_ckpt.core.saving import export
 from safe_ckpt.core.saving.export import Exporter
-from safe_ckpt.core.sharding import dtensor, wholes
+from safe_ckpt.core.sharding import dtensor
 
-__all__ = ["Exporter", "dtensor", "export", "hugging_face", "parse_size", "wholes"]
+__all__ = ["Exporter", "dtensor", "export", "hugging_face", "parse_size"]
