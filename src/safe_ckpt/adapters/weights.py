@@ -7,6 +7,5 @@ from safe_ckpt.core.formats.hugging_face import parse_size
 from safe_ckpt.core.saving import export
 from safe_ckpt.core.saving.export import Exporter
 from safe_ckpt.core.sharding import dtensor
-from safe_ckpt.core.sharding.gather import gather_nested
 
-__all__ = ["Exporter", "dtensor", "export", "gather_nested", "hugging_face", "parse_size"]
+__all__ = ["Exporter", "dtensor", "export", "hugging_face", "parse_size"]

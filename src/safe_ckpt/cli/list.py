@@ -32,14 +32,14 @@ def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
     except (SafeCheckpointError, OSError) as error:
         say(str(error))
         raise typer.Exit(DAMAGED) from error
-    found = list(rows(listing))
+    listed = list(rows(listing))
     if as_json:
-        print_json([vars(row) for row in found])
+        print_json([vars(row) for row in listed])
     else:
         now = datetime.now(timezone.utc)
         columns = ("name", "step", "age", "size", "metrics", "state", "written by")
-        print_table(columns, [_cells(row, now) for row in found])
-        if not found:
+        print_table(columns, [_cells(row, now) for row in listed])
+        if not listed:
             say(f"no checkpoints in {directory}")
     if listing.unreadable:
         raise typer.Exit(DAMAGED)

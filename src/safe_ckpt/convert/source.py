@@ -46,14 +46,14 @@ def weights_of(structure: Any, item: str, path: Path) -> dict[str, Entry]:
             message = f"--item must say where the weights are; there is {_names(chosen)}"
             raise UnsupportedFormatError(path=str(path), message=message)
         chosen = chosen[key]
-    found = dict(tensors_in(chosen))
-    if not found:
+    weights = dict(tensors_in(chosen))
+    if not weights:
         raise UnsupportedFormatError(path=str(path), message=f"{item or 'it'} holds no tensors")
-    lost = [name for name, entry in found.items() if not entry.pieces]
+    lost = [name for name, entry in weights.items() if not entry.pieces]
     if lost:
         message = f"the numbers of {', '.join(lost[:_MOST_SHOWN])} cannot be read without running the checkpoint"
         raise UnsupportedFormatError(path=str(path), message=message)
-    return found
+    return weights
 
 
 def filled(structure: Any, make: Make, *, drop_objects: bool) -> Any:

@@ -150,8 +150,13 @@ def judge(tasks: Iterable[Task], *, progress: ReadProgress | None = None) -> lis
         try:
             futures = [[pool.submit(job, report) for job in task.jobs] for task in tasks]
             return [
-                Verdict(path=task.path, kind=task.kind, files=tuple(f.result() for f in found), remarks=task.remarks)
-                for task, found in zip(tasks, futures, strict=True)
+                Verdict(
+                    path=task.path,
+                    kind=task.kind,
+                    files=tuple(future.result() for future in pending),
+                    remarks=task.remarks,
+                )
+                for task, pending in zip(tasks, futures, strict=True)
             ]
         except BaseException:
             stop.set()  # Ctrl-C: whoever reads now ends with the piece in hand
@@ -211,15 +216,15 @@ def _located(folder: Path, name: str, size: int) -> Judgement:
     """A file whose digest is wrong: where in it the damage is, as far as its own format tells."""
     place = inside(folder, name)
     metadata = _metadata(place.parent) if place.suffix == ".distcp" else None
-    found = check_file(Found(path=place, name=name, size_bytes=size), metadata, None)
+    judgement = check_file(Found(path=place, name=name, size_bytes=size), metadata, None)
     reason = UNEQUAL
-    if found.state == "damaged" and found.reason != UNEQUAL:
-        reason = f"{UNEQUAL} ({found.reason})"
+    if judgement.state == "damaged" and judgement.reason != UNEQUAL:
+        reason = f"{UNEQUAL} ({judgement.reason})"
     elif place.suffix == SUFFIX:
         reason = f"{UNEQUAL}; in which of its tensors is not known: safetensors {NO_CHECKSUMS}"
-    elif found.state == "cannot tell" and found.covered_bytes:
-        reason = f"{UNEQUAL}; in which of its tensors is not known: {found.reason}"
-    return damaged(name, reason, size=size, names=found.names)
+    elif judgement.state == "cannot tell" and judgement.covered_bytes:
+        reason = f"{UNEQUAL}; in which of its tensors is not known: {judgement.reason}"
+    return damaged(name, reason, size=size, names=judgement.names)
 
 
 def _metadata(folder: Path) -> Metadata:
@@ -248,11 +253,11 @@ def _other(file: Found, metadata: Metadata) -> Job:
 
 def _missing(path: Path, files: Sequence[Found], known: dict[Path, Metadata]) -> list[tuple[str, str]]:
     """What an index or ``.metadata`` names and is not there."""
-    found = []
+    missing = []
     for folder, metadata in known.items():
         if isinstance(metadata, dcp_reader.Directory):
             absent = [name for name in sorted(metadata.items) if not (folder / name).is_file()]
-            found += [(name, "is missing: .metadata says that tensors are in it") for name in absent]
+            missing += [(name, "is missing: .metadata says that tensors are in it") for name in absent]
     for file in files:
         if file.name.endswith(".safetensors.index.json") and path.is_dir():
             try:
@@ -260,10 +265,10 @@ def _missing(path: Path, files: Sequence[Found], known: dict[Path, Metadata]) ->
                 names = sorted({str(name) for name in where.values()})
                 absent = [name for name in names if not inside(file.path.parent, name).is_file()]
             except (ValueError, AttributeError) as error:
-                found.append((file.name, getattr(error, "message", f"is no index of shards: {error}")))
+                missing.append((file.name, getattr(error, "message", f"is no index of shards: {error}")))
                 continue
-            found += [(name, f"is missing: {file.name} says that tensors are in it") for name in absent]
-    return found
+            missing += [(name, f"is missing: {file.name} says that tensors are in it") for name in absent]
+    return missing
 
 
 Metadata = dcp_reader.Directory | CorruptCheckpointError | UnsupportedFormatError | None
@@ -352,10 +357,10 @@ def _check_old(file: Found, window: Window) -> Judgement:
     if file.path.suffix not in torch_reader.SUFFIXES:
         return unverifiable(file.name, f"is of no known format, and {NO_CHECKSUMS}", size=file.size_bytes)
     try:
-        found = torch_reader.read_old_file(window)
+        root = torch_reader.read_old_file(window)
     except UnsupportedFormatError as error:
         return unverifiable(file.name, error.message, size=file.size_bytes)
-    if found is None:
+    if root is None:
         return damaged(file.name, "is neither an archive nor a pickle", size=file.size_bytes)
     return unverifiable(file.name, f"is a plain pickle, which {NO_CHECKSUMS}", size=file.size_bytes)
 

@@ -117,7 +117,7 @@ def walk(path: Path, *, follow_symlinks: bool = False) -> list[Found]:
             raise HostileCheckpointError(path=str(path), message="is not a regular file")
         return [Found(path=path, name=path.name, size_bytes=status.st_size)]
     home = path.resolve()
-    found: list[Found] = []
+    files: list[Found] = []
     folders = [path]
     while folders:
         with os.scandir(folders.pop()) as entries:
@@ -130,13 +130,13 @@ def walk(path: Path, *, follow_symlinks: bool = False) -> list[Found]:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(place)
                 elif entry.is_file():
-                    found.append(Found(path=place, name=name, size_bytes=entry.stat().st_size))
+                    files.append(Found(path=place, name=name, size_bytes=entry.stat().st_size))
                 elif not entry.is_dir():  # a link to a folder inside is met there
                     raise HostileCheckpointError(path=str(path), file=name, message="is not a regular file")
-                if len(found) + len(folders) > MOST_FILES:
+                if len(files) + len(folders) > MOST_FILES:
                     message = f"has more than {MOST_FILES} files: this is no checkpoint"
                     raise HostileCheckpointError(path=str(path), message=message)
-    return sorted(found, key=lambda file: file.name)
+    return sorted(files, key=lambda file: file.name)
 
 
 def read_json(file: Found) -> Any:

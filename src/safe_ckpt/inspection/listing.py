@@ -16,7 +16,7 @@ from safe_ckpt.core.directory import catalog
 from safe_ckpt.core.directory.catalog import Candidate
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.storage import presence
-from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection.dcp_reader import METADATA
 from safe_ckpt.inspection.files import Found, Window, inside
 from safe_ckpt.inspection.torch_reader import looks_like_archive, open_archive, read_old_file
@@ -193,13 +193,16 @@ def read_layout(path: Path) -> Layout:
         OSError: it could not be read.
     """
     kind = layouts.LIGHTNING_SHARDED if presence.is_directory(path) else layouts.LIGHTNING_FILE
-    content: object = None
-    with (
-        contextlib.suppress(CorruptCheckpointError, UnsupportedFormatError),
-        Window(layouts.facts_file(path)) as window,
-    ):
-        content = open_archive(window).root if looks_like_archive(window) else read_old_file(window)
-    return kind.layout_of(path).told_by(content)
+    layout = kind.layout_of(path)
+    try:
+        with Window(layouts.facts_file(path)) as window:
+            return layout.told_by(open_archive(window).root if looks_like_archive(window) else read_old_file(window))
+    except HostileCheckpointError as error:
+        return replace(layout, problem=f"is no checkpoint: {error.message}", resumable=False)
+    except CorruptCheckpointError:
+        return layout.told_by(None)
+    except UnsupportedFormatError:  # too long to be looked at: only its name tells
+        return layout
 
 
 def _number_of(name: str) -> int | None:

@@ -99,12 +99,12 @@ def _is_counts(value: object) -> bool:
 
 def _extra(metadata: dict[str, str], key: str, path: Path) -> dict[str, Any]:
     try:
-        found = parse_json(metadata.get(key, "{}").encode())
+        entry = parse_json(metadata.get(key, "{}").encode())
     except ValueError as error:
         raise _damaged(path, f"its entry {key} is no JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(entry, dict):
         raise _damaged(path, f"its entry {key} is not what it should be")
-    return found
+    return entry
 
 
 def _damaged(path: Path, why: str) -> CorruptCheckpointError:

@@ -177,8 +177,8 @@ def read_old_file(source: Readable) -> Any | None:
 
 def _check_old_length(source: Readable, root: object, keys: object, at: int) -> None:
     """Behind the pickles lie the numbers of each storage, in the order of ``keys``, each behind its count."""
-    found = (leaf.storage for _, leaf in leaves(root, str(source.path)) if isinstance(leaf, Tensor))
-    items = {storage.key: ITEM_BYTES.get(storage.dtype) for storage in found if storage is not None}
+    storages = (leaf.storage for _, leaf in leaves(root, str(source.path)) if isinstance(leaf, Tensor))
+    items = {storage.key: ITEM_BYTES.get(storage.dtype) for storage in storages if storage is not None}
     for key in keys if isinstance(keys, list) else []:
         item = items.get(key) if isinstance(key, str) else None
         if item is None:

@@ -73,11 +73,11 @@ class Mapped:
         return flat.as_strided(piece.shape, piece.stride)
 
     def _map(self, file: Path) -> mmap.mmap:
-        found = self._maps.get(file)
-        if found is None:
+        mapped = self._maps.get(file)
+        if mapped is None:
             with file.open("rb") as stream:
-                found = self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        return found
+                mapped = self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        return mapped
 
 
 def difference(first: torch.Tensor, second: torch.Tensor) -> float:

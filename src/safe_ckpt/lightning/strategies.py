@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters import Engine, FilePlan, layouts, patch, presence, torch_archive
-from safe_ckpt.adapters.directories import MANIFEST_NAME, resume, verify_share
-from safe_ckpt.adapters.weights import gather_nested
+from safe_ckpt.adapters.directories import MANIFEST_NAME, verify
+from safe_ckpt.adapters.planned import Planned
+from safe_ckpt.adapters.sharding import gather_whole, shard_planner
 
 if TYPE_CHECKING:
     import torch
 
-    from safe_ckpt.deepspeed.nested import Nested
+    from safe_ckpt.adapters import ShardPlanner
 
 _LEFT_OUT = ("state_dict", "optimizer_states")  # DeepSpeed has them, in parts
 
@@ -56,22 +57,28 @@ def layout_of(strategy: Any) -> Layout | None:
     return None
 
 
+def is_sharded(strategy: Any) -> bool:
+    """Whether what a strategy writes now is a directory of which every rank has a part."""
+    form = layout_of(strategy)
+    return form is not None and form.sharded
+
+
+def planner(engine: Engine, strategy: Any) -> ShardPlanner | None:
+    """What plans the shards; None where nothing is sharded, or a DeepSpeed engine does it."""
+    form = layout_of(strategy)
+    return None if form is None or not form.sharded or form.engine else shard_planner(engine)
+
+
 def dump(trainer: Any, form: Layout, weights_only: bool | None) -> dict[str, Any]:
     """The Trainer's checkpoint with this rank's parts in it; with what Lightning has gathered where it does that.
 
     A full checkpoint is asked for in parts as well: Lightning would gather it in collectives that nobody watches.
     """
     strategy = trainer.strategy
-    if not form.gathers:
+    parts = {"_save_distributed_checkpoint": True} if form.gathers else {}
+    with patch.Patch(strategy, parts):
         checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only)
         return checkpoint
-    before = strategy._save_distributed_checkpoint
-    strategy._save_distributed_checkpoint = True
-    try:
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
-    finally:
-        strategy._save_distributed_checkpoint = before
-    return checkpoint
 
 
 def split(checkpoint: Mapping[str, Any], form: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -96,13 +103,13 @@ def whole(engine: Engine, trainer: Any, checkpoint: dict[str, Any]) -> dict[str,
     parts: dict[str, Any] = {
         name: checkpoint[name] for name in ("state_dict", "optimizer_states") if name in checkpoint
     }
-    found = gather_nested(parts, engine.config.timeouts.lengthy_s, engine.group)
-    if found is None:
+    gathered = gather_whole(engine, parts)
+    if gathered is None:
         return None
     model = trainer.strategy.model
-    if "optimizer_states" in found:
-        found["optimizer_states"] = [_by_number(state, model) for state in found["optimizer_states"]]
-    return {**checkpoint, **found}
+    if "optimizer_states" in gathered:
+        gathered["optimizer_states"] = [_by_number(state, model) for state in gathered["optimizer_states"]]
+    return {**checkpoint, **gathered}
 
 
 def _by_number(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
@@ -133,7 +140,6 @@ def guard(trainer: Any, engine: Engine, before: Callable[[], None], end: Callabl
     def load(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         before()
         path = Path(checkpoint_path)
-        rank, size = engine.rank, engine.coordinator.size
 
         def look(_: object) -> tuple[bool, bool]:
             folder = presence.is_directory(path)
@@ -142,7 +148,7 @@ def guard(trainer: Any, engine: Engine, before: Callable[[], None], end: Callabl
         # As rank 0 sees it: what follows is done on all ranks together or on none.
         is_folder, is_ours = engine.agree("load", must_match={"path": path}, decide=look)
         if is_ours:
-            resume.check(engine, path, lambda found: verify_share(found, rank, size))
+            verify(engine, path)
         if form is None or not form.engine or not is_folder:
             return original(strategy, checkpoint_path, *args, **kwargs)
         with _engine_loading(engine, strategy, path):
@@ -164,7 +170,7 @@ def guard(trainer: Any, engine: Engine, before: Callable[[], None], end: Callabl
 
 def collect_engine(
     core: Engine, strategy: Any, checkpoint: Mapping[str, Any] | None, error: Exception | None
-) -> Nested:
+) -> Planned:
     """What the engine writes, with the rest of the Trainer's checkpoint in it. Every rank calls this.
 
     Raises:
@@ -181,7 +187,7 @@ def collect_engine(
     )
     if error is None:
         return collected
-    return nested.Nested(folders=collected.folders, notes=collected.notes, error=error)
+    return Planned(folders=collected.folders, notes=collected.notes, error=error)
 
 
 def _engine_loading(core: Engine, strategy: Any, path: Path) -> contextlib.AbstractContextManager[None]:

@@ -123,11 +123,8 @@ class SafeCheckpointMixin(_Base):
         if self._safe_saver is not None:
             self._safe_saver.wait()
         # With a limit of 1 it deletes here all but the best, the newest included: that one is to stay.
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
+        with Patch(self.args, {"save_total_limit": None}):
             return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
-        finally:
-            self.args.save_total_limit = limit
 
     def _sorted_checkpoints(self, *args: Any, **kwargs: Any) -> Any:
         # Asked in releases before 5.3 alone, which have no _finalize_training: what there is to delete at the end. Nothing.

@@ -52,10 +52,10 @@ def parse_json(text: bytes) -> Any:
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    values = dict(pairs)
+    if len(values) != len(pairs):
         raise ValueError("a key stands in it twice")
-    return found
+    return values
 
 
 FORMAT = "safe_ckpt"
@@ -72,13 +72,13 @@ _DIGEST = re.compile(r"^[0-9a-f]{32}$")
 @functools.cache
 def versions() -> Mapping[str, str]:
     """Of Python and the packages that made a checkpoint. Looked up once, which takes milliseconds."""
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    names = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in ("safe-ckpt", "torch"):
         try:
-            found[package] = version(package)
+            names[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "unknown"
-    return found
+            names[package] = "unknown"
+    return names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,10 +146,10 @@ class Manifest:
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise UnsupportedFormatError(path=path, message="its manifest was not written by safe_ckpt")
-        found = data.get("format_version")
-        if not isinstance(found, int) or found > FORMAT_VERSION:
+        written = data.get("format_version")
+        if not isinstance(written, int) or written > FORMAT_VERSION:
             message = (
-                f"format version {found} is newer than {FORMAT_VERSION}, the newest that this release reads: upgrade"
+                f"format version {written} is newer than {FORMAT_VERSION}, the newest that this release reads: upgrade"
             )
             raise UnsupportedFormatError(path=path, message=f"{message} safe-ckpt")
         try:

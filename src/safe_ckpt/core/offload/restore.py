@@ -111,7 +111,7 @@ def parts_of(
     Raises:
         RestoreError: there is no such part for this rank.
     """
-    found = []
+    parts = []
     for asked, target in targets.items():
         name = own_part(notes, asked, rank)
         if name is None:
@@ -119,8 +119,8 @@ def parts_of(
             raise RestoreError(path=str(checkpoint), key=repr(asked), message=message)
         below = f"{prefix}{name}/"
         entries = [entry for entry in manifest.files if entry.path.startswith(below)]
-        found.append(Part(checkpoint=checkpoint, entries=entries, prefix=below, target=target))
-    return found
+        parts.append(Part(checkpoint=checkpoint, entries=entries, prefix=below, target=target))
+    return parts
 
 
 def give_back(coordinator: Coordinator, find: Callable[[], list[Part]], timeout_s: float) -> None:

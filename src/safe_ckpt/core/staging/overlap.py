@@ -81,13 +81,13 @@ class OverlapPlan:
         stepped = [optimizer for optimizer in optimizers if is_known(optimizer)]
         owned = {id(parameter) for optimizer in stepped for parameter in _parameters(optimizer)}
         changing: list[torch.Tensor] = []  # by something else than a step
-        found: list[tuple[str, torch.Tensor]] = []
+        tensors: list[tuple[str, torch.Tensor]] = []
         for number, module in enumerate(modules):
             of = _which("module", number, modules)
             changing += [*module.buffers(), *_changed_in_forward(module)]
             for name, parameter in module.named_parameters():
                 if id(parameter) in owned and not _steps_in_backward(parameter):
-                    found.append((f"parameter {name}{of}", local_of(parameter)))
+                    tensors.append((f"parameter {name}{of}", local_of(parameter)))
                 else:
                     changing.append(parameter)
         for number, optimizer in enumerate(stepped):
@@ -98,10 +98,10 @@ class OverlapPlan:
                     continue
                 for key, value in optimizer.state.get(stepped_one, {}).items():
                     if isinstance(value, torch.Tensor) and value.dim() > 0:
-                        found.append((f"optimizer state {key} of parameter {index}{of}", local_of(value)))
+                        tensors.append((f"optimizer state {key} of parameter {index}{of}", local_of(value)))
         # Not one that is tied to such a one either.
         homes = {_home(tensor) for tensor in map(local_of, changing) if _is_plain(tensor)}
-        placed = [(name, tensor, _home(tensor)) for name, tensor in found if _is_plain(tensor)]
+        placed = [(name, tensor, _home(tensor)) for name, tensor in tensors if _is_plain(tensor)]
         # Whatever is deferred is watched: equal modules have parameters of the same names.
         self._tensors = [(name, tensor) for name, tensor, home in placed if home not in homes]
         self._storages = {home for _, _, home in placed} - homes

@@ -74,10 +74,10 @@ class Plan:
 
     def described(self, rank: int) -> dict[str, dict[str, Any]]:
         """What the manifest says of them."""
-        found = {item.name: item.to_json() for item in self.items}
+        items = {item.name: item.to_json() for item in self.items}
         if rank == 0:
-            found.update({name: {"file": name, "per_rank": False, "form": SHARDED} for name in self.sharded})
-        return found
+            items.update({name: {"file": name, "per_rank": False, "form": SHARDED} for name in self.sharded})
+        return items
 
 
 def plan(state: Mapping[str, Any], *, rank: int) -> Plan:
@@ -264,14 +264,14 @@ def load_file(folder: Path, entry: FileEntry, item: Mapping[str, Any], name: str
     """
     file = folder / entry.path
     try:
-        found = file.stat().st_size
+        size_bytes = file.stat().st_size
         memory, digest = read_whole(file, entry.size_bytes)
     except IsADirectoryError:
         raise CorruptCheckpointError(path=str(folder), file=entry.path, message="is a directory") from None
     except (FileNotFoundError, NotADirectoryError):
         raise IncompleteCheckpointError(path=str(folder), file=entry.path, message="is missing") from None
-    if found != entry.size_bytes or digest != entry.xxh3_128:
-        message = f"its {found} bytes are not the {entry.size_bytes} that were written"
+    if size_bytes != entry.size_bytes or digest != entry.xxh3_128:
+        message = f"its {size_bytes} bytes are not the {entry.size_bytes} that were written"
         raise CorruptCheckpointError(path=str(folder), file=entry.path, message=message)
     if file.suffix == ".json":
         return file_plan.parse_json(memory, entry.size_bytes)

@@ -311,9 +311,9 @@ def free_bytes(path: Path) -> int | None:
         OSError: any other reason.
     """
     try:
-        found = shutil.disk_usage(path)
+        usage = shutil.disk_usage(path)
     except OSError as error:
         if error.errno in _NOT_TOLD:
             return None
         raise
-    return found.free if found.total else None  # what is full has a size; what has no size says nothing
+    return usage.free if usage.total else None  # what is full has a size; what has no size says nothing

@@ -247,10 +247,10 @@ def _results(reply: dict[str, Any], job: WriteJob) -> list[WrittenFile]:
         raise OSError(error["errno"], error["message"], error["path"])
     for device, path in reply["refused_direct"]:
         write_without_direct(device, path)
-    found = [WrittenFile(path=path, size_bytes=size, xxh3_128=digest) for path, size, digest in reply["files"]]
-    if [result.path for result in found] != job.paths:
+    results = [WrittenFile(path=path, size_bytes=size, xxh3_128=digest) for path, size, digest in reply["files"]]
+    if [result.path for result in results] != job.paths:
         raise OSError(None, "the writer reports other files than it was given")
-    return found
+    return results
 
 
 def _where(standing: Progress, job: WriteJob) -> str:

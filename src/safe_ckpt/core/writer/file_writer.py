@@ -69,15 +69,15 @@ def _write_file(
             size = _write_image(fd, image, hasher, options, progress, direct=direct)
             progress.entered("fsync")
             os.fsync(fd)
-            found = os.fstat(fd).st_size
+            on_disk = os.fstat(fd).st_size
         finally:
             os.close(fd)
     except OSError as error:
         raise OSError(error.errno, error.strerror, task.path) from error
     finally:
         hasher.stop()
-    if found != size:
-        raise OSError(errno.EIO, f"{size} bytes were written but the file has {found}", task.path)
+    if on_disk != size:
+        raise OSError(errno.EIO, f"{size} bytes were written but the file has {on_disk}", task.path)
     return WrittenFile(path=task.path, size_bytes=size, xxh3_128=hasher.digest)
 
 

@@ -96,13 +96,13 @@ def _serve(
         options = WriteOptions(**plan["options"])
         page.begin(0)
         copies = [FileCopy.from_json(entry) for entry in plan["copies"]]
-        found = copy_files(copies, options, page)
+        written = copy_files(copies, options, page)
         memory = memoryview(_mapped(job, buffers, maps)) if plan["files"] else memoryview(b"")
         ready = functools.partial(read_mark, memory)
         for index, entry in enumerate(plan["files"], len(copies)):
             page.begin(index)
-            found.append(write_file(WriteTask.from_json(entry), memory, options, page, ready))
-        results = [[result.path, result.size_bytes, result.xxh3_128] for result in found]
+            written.append(write_file(WriteTask.from_json(entry), memory, options, page, ready))
+        results = [[result.path, result.size_bytes, result.xxh3_128] for result in written]
         for directory in plan["directories"]:
             sync_directory(directory)
         # Nobody reads a log of this process: its parent says what was found.
