@@ -51,7 +51,7 @@ TORCH = [
          "core/formats/torch_archive.py", "its bytes"),
     Part(TENSOR.untyped_storage(), "_cdata", "core/formats/torch_archive.py", "tells one storage from another"),
     Part(TENSOR, "_backward_hooks", "core/formats/torch_archive.py", "a tensor with hooks is not plain"),
-    Part(TENSOR, "_version", "core/staging/witness.py", "counts the changes of a tensor"),
+    Part(TENSOR, "_version", "core/staging/detector.py", "counts the changes of a tensor"),
     Part(TENSOR, "_post_accumulate_grad_hooks", "core/staging/overlap.py", "an optimizer that steps within backward"),
     Part(torch.nn.Module(), "_parameters", "accelerate/offloaded_models.py", "the parameters of one module"),
     Part(torch.nn.Module(), "_buffers", "accelerate/offloaded_models.py", "the buffers of one module"),

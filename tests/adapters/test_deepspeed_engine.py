@@ -19,6 +19,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
 from safe_ckpt.core.formats.manifest import read_manifest
@@ -1004,3 +1005,23 @@ def test_a_real_engine_commits_before_its_next_step_and_at_its_end(tmp_path):
     for tag in (tag_of(2), "x", "y", "last"):
         assert len(read_manifest(tmp_path / tag).files) == 3
         verify(tmp_path / tag, read_manifest(tmp_path / tag))
+
+
+def test_a_deepspeed_that_does_not_show_when_a_save_is_complete_is_refused(monkeypatch):
+    """One that asks is_decoupled() before its last file, or not at all, is refused at construction, by its version."""
+
+    def too_early(self, info):
+        self.checkpoint_engine.create(info)
+        self.checkpoint_engine.is_decoupled()
+        self._save_checkpoint(info)
+        self._save_zero_checkpoint(info)
+
+    def never(self, info):
+        self.checkpoint_engine.create(info)
+        self._save_checkpoint(info)
+        self._save_zero_checkpoint(info)
+
+    for changed in (too_early, never):
+        monkeypatch.setattr(DeepSpeedEngine, "save_checkpoint", changed)
+        with pytest.raises(ConfigError, match=r"DeepSpeed \d.* does not ask is_decoupled\(\)"):
+            SafeCheckpointEngine()

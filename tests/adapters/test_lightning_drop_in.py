@@ -14,11 +14,11 @@ import torch
 from lightning_runs import PACKAGES, Stop, module_class, package, stop_at, trainer
 
 from safe_ckpt import CheckpointConfig
+from safe_ckpt.adapters.patch import StandIn
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.lightning import SafeCheckpointCallback, resumable
-from safe_ckpt.lightning.stand_ins import StandIn
 from support import writers_of
 
 pl = package("lightning.pytorch")

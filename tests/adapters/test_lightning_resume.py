@@ -17,7 +17,7 @@ from safe_ckpt.core.directory import catalog, commit_order
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.errors import ConfigError, NoValidCheckpointError
 from safe_ckpt.lightning import SafeCheckpointCallback, resumable
-from safe_ckpt.lightning.peek import Sight, peek
+from safe_ckpt.lightning.resume import look_inside
 
 KINDS = {
     "epoch": ({"save_top_k": -1}, {}),
@@ -379,15 +379,20 @@ def test_stock_files_with_foreign_classes_inside_are_tried_in_order(tmp_path):
     assert made.ckpt_path.endswith("step=12.ckpt")
 
 
-def test_peeking_runs_nothing(tmp_path):
-    """A pickle that would execute code is looked at without doing so."""
+def test_looking_inside_runs_nothing(tmp_path):
+    """A pickle that would execute code is looked at without doing so, and is never resumed from by itself."""
 
     class Evil:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "executed"),)
 
     torch.save({"global_step": 7, "loops": {}, "state_dict": {}, "evil": Evil()}, tmp_path / "a.ckpt")
-    assert peek(tmp_path / "a.ckpt") == Sight(step=7, weights_only=False, whole=True)
+    seen = look_inside(tmp_path / "a.ckpt")
+    assert not seen.resumable
+    assert "it would run posix.mkdir" in seen.problem
+    torch.save({"global_step": 7, "loops": {}, "state_dict": {}, "path": pathlib.Path("x")}, tmp_path / "b.ckpt")
+    seen = look_inside(tmp_path / "b.ckpt")
+    assert (seen.step, seen.weights_only, seen.resumable, seen.problem) == (7, False, True, "")
     assert not (tmp_path / "executed").exists()
 
 

@@ -196,4 +196,4 @@ def test_no_source_unpickles_what_came_through_a_store():
         for file in home.rglob("*.py")
         if "pickle.load" in (text := file.read_text(encoding="utf-8")) or "Unpickler" in text
     }
-    assert reading == {"core/sharding/dcp_load.py", "lightning/peek.py", "testing/ranks.py"}
+    assert reading == {"core/sharding/dcp_load.py", "testing/ranks.py"}

@@ -13,9 +13,8 @@ import torch
 from accelerate import utils
 from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard, SeedableRandomSampler
 
-from safe_ckpt.accelerate import engines
-from safe_ckpt.core.formats import file_plan
-from safe_ckpt.core.formats.file_plan import FilePlan
+from safe_ckpt.accelerate import strategies
+from safe_ckpt.adapters import FilePlan, file_plan
 from safe_ckpt.errors import StateError
 
 _DEVICES = ("xpu", "mlu", "sdaa", "musa", "hpu", "neuron", "cuda")
@@ -53,7 +52,7 @@ def images(
         ),
         *(
             _archive(f"{numbered(utils.SCHEDULER_NAME, i)}.bin", s.state_dict())
-            for i, s in _each(engines.plain_schedulers(accelerator))
+            for i, s in _each(strategies.plain_schedulers(accelerator))
         ),
         *(_archive(f"{numbered(utils.SAMPLER_NAME, i)}.bin", s) for i, s in samplers(accelerator)),
         *(_archive(name, state) for name, state in shared.items()),

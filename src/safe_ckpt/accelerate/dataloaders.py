@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from safe_ckpt.accelerate import contents
+from safe_ckpt.adapters.patch import Patch
 
 KEY = "safe_ckpt_loaders"
 """In each rank's ``random_states_<rank>.pkl``; stock Accelerate ignores it."""
@@ -66,7 +67,7 @@ class _Watched:
         self._begun: Mapping[str, Any] | None = None
         self._pending: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
         # Accelerate asks the loader within by attribute, so one of the instance is found.
-        self._base.__iter__ = self._begin
+        self._patch = Patch(self._base, {"__iter__": self._begin})
 
     def state(self) -> dict[str, Any]:
         return {
@@ -98,7 +99,7 @@ class _Watched:
             contents.restore_random_states(now)
 
     def forget(self) -> None:
-        vars(self._base).pop("__iter__", None)
+        self._patch.give_back()
 
     def _begin(self) -> Iterator[Any]:
         pending, self._pending = self._pending, None

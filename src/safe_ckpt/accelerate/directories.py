@@ -11,32 +11,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate import utils
-
+from safe_ckpt.adapters import Engine, reraise
+from safe_ckpt.adapters.directories import (
+    HIDDEN,
+    WEIGHTS,
+    Candidate,
+    Catalog,
+    HeldDirectories,
+    OpenDirectory,
+    candidates_in,
+    extra_files,
+    is_of,
+    refuse,
+    retention,
+)
+from safe_ckpt.adapters.layouts import ACCELERATE
 from safe_ckpt.config import Retention
-from safe_ckpt.core.coordination.log_entry import reraise
-from safe_ckpt.core.directory import catalog, extra_files, retention
-from safe_ckpt.core.directory.catalog import WEIGHTS, Candidate, Catalog, is_of
-from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
-from safe_ckpt.core.saving import resume
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
-from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import ConfigError
 
 ADAPTER = "accelerate"
 FOLDER = "checkpoints"
-_NAME = re.compile(r"^checkpoint_(\d+)$")
 _STEP = re.compile(r"(?:^|(?:step|epoch|checkpoint|ckpt|iter|iteration)s?[-_=]?)(\d{1,18})$")
 _living: weakref.WeakSet[CheckpointDirectory] = weakref.WeakSet()
-
-
-@dataclass(kw_only=True)
-class SaveTarget:
-    """A directory of checkpoints that is held. ``ledger`` counts on rank 0 only."""
-
-    workspace: Workspace
-    ledger: Catalog
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +48,7 @@ class Target:
         key: what ``begun`` is staged under.
     """
 
-    place: SaveTarget
+    place: OpenDirectory
     path: Path
     number: int
     step: int
@@ -80,7 +76,7 @@ class CheckpointDirectory:
         self._engine = engine
         self._accelerator = accelerator
         self.retention = retention.policy_of(policy)
-        self._automatic: SaveTarget | None = None
+        self._automatic: OpenDirectory | None = None
         self.named = HeldDirectories(engine)
         self._ledgers: dict[Path, Catalog] = {}
         self._last: Path | None = None
@@ -93,7 +89,7 @@ class CheckpointDirectory:
             return None
         return Path(os.path.abspath(self._accelerator.project_dir)) / FOLDER
 
-    def hold_automatic(self) -> SaveTarget | None:
+    def hold_automatic(self) -> OpenDirectory | None:
         """Take the folder of automatic naming, if there is one.
 
         Raises:
@@ -104,19 +100,11 @@ class CheckpointDirectory:
         if folder is None or self._automatic is not None:
             return self._automatic
         # In the folder that Accelerate lists nothing but checkpoints may lie: it takes whatever sorts last.
-        workspace = self._engine.hold(folder, hidden=folder.parent / HIDDEN)
-        place = SaveTarget(workspace=workspace, ledger=Catalog())
+        hidden = folder.parent / HIDDEN
+        self._automatic = OpenDirectory.take(self._engine, folder, lambda: candidates(folder), hidden=hidden)
+        return self._automatic
 
-        def take_stock() -> None:
-            found = resume.listed(lambda: candidates(folder), self._engine.config.timeouts)
-            place.ledger = Catalog(found)
-            workspace.start_after(catalog.newest_sequence(found))
-
-        self._engine.take_stock(workspace, {"directory": folder}, take_stock)
-        self._automatic = place
-        return place
-
-    def for_load(self) -> SaveTarget:
+    def for_load(self) -> OpenDirectory:
         """Where ``load_state()`` without a path looks.
 
         Raises:
@@ -132,15 +120,15 @@ class CheckpointDirectory:
             raise ConfigError(key="load_state: input_dir", message=message)
         return self._hold_named(self._last)
 
-    def candidates(self, place: SaveTarget) -> list[Candidate]:
+    def candidates(self, place: OpenDirectory) -> list[Candidate]:
         """What ``load_state()`` may take: with names of the user's only what this process saved. On rank 0."""
         if place is self._automatic:
             return candidates(place.workspace.path)
         own = {info.path: info for info in place.ledger.committed}
         return [
-            found
-            for found in candidates(place.workspace.path)
-            if found.path in own and (found.manifest is None or is_of(own[found.path], found.manifest))
+            one
+            for one in candidates(place.workspace.path)
+            if one.path in own and (one.manifest is None or is_of(own[one.path], one.manifest))
         ]
 
     def for_weights(self, path: Path, view: Mapping[str, str], error: Exception | None) -> bool:
@@ -205,10 +193,10 @@ class CheckpointDirectory:
         step = number if own is None else _step_of(path.name, number)
         return Target(place=place, path=path, number=number, step=step, begun=begun, key=agreed["key"])
 
-    def _hold_named(self, path: Path) -> SaveTarget:
+    def _hold_named(self, path: Path) -> OpenDirectory:
         self._take_over(path)
         workspace = self.named.hold(path, resumed=True)
-        return SaveTarget(workspace=workspace, ledger=self._ledgers.setdefault(path.parent, Catalog()))
+        return OpenDirectory(workspace=workspace, ledger=self._ledgers.setdefault(path.parent, Catalog()))
 
     def _take_over(self, path: Path) -> None:
         """From an Accelerator of this process, such as that of a notebook's cell that was run again and is still held."""
@@ -219,14 +207,13 @@ class CheckpointDirectory:
 
 def candidates(folder: Path) -> list[Candidate]:
     """Everything in ``folder`` that may be a checkpoint of an Accelerator, stock ones included, in no order."""
-    found = catalog.list_directories(folder, _number_of, _problem_of_stock)
-    return [c for c in found if c.manifest is None or c.manifest.notes.get("adapter") == ADAPTER]
+    return candidates_in(folder, ADAPTER, ACCELERATE)
 
 
 def next_number(folder: Path) -> int:
     """One more than the highest number in use."""
     try:
-        numbers = [_number_of(name) for name in os.listdir(folder)]
+        numbers = [ACCELERATE.number_of(name) for name in os.listdir(folder)]
     except FileNotFoundError:
         return 0
     return max((number for number in numbers if number is not None), default=-1) + 1
@@ -240,8 +227,8 @@ def _named(output_dir: str | os.PathLike[str] | None) -> Path:
 
 
 def _step_of(name: str, otherwise: int) -> int:
-    found = _STEP.search(name)
-    return int(found.group(1)) if found else otherwise
+    match = _STEP.search(name)
+    return int(match.group(1)) if match else otherwise
 
 
 def _has_folders(path: Path) -> bool:
@@ -252,18 +239,5 @@ def _has_folders(path: Path) -> bool:
         return False
 
 
-def _number_of(name: str) -> int | None:
-    found = _NAME.match(name)
-    return int(found.group(1)) if found else None
-
-
 def _is_stock(path: Path) -> str:
-    return "it is a checkpoint of an Accelerator" if not _problem_of_stock(path) else ""
-
-
-def _problem_of_stock(path: Path) -> str:
-    # Accelerate writes the random states last but for custom objects: without them it was interrupted.
-    last = path / f"{utils.RNG_STATE_NAME}_0.pkl"
-    if not presence.is_there(last):
-        return f"it has no manifest, and without {last.name} it is not complete either"
-    return "" if presence.ends_as_archive(last) else f"it has no manifest, and {last.name} was not written to its end"
+    return "it is a checkpoint of an Accelerator" if not ACCELERATE.problem(path) else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -9,18 +10,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from accelerate.utils import DistributedType
 from typing_extensions import Self
 
-from safe_ckpt.accelerate import engines, load, save, strategies, support
+from safe_ckpt.accelerate import load, save, strategies
 from safe_ckpt.accelerate import save_model as models
 from safe_ckpt.accelerate.dataloaders import Loaders
 from safe_ckpt.accelerate.directories import CheckpointDirectory
-from safe_ckpt.accelerate.trackers import Trackers
+from safe_ckpt.adapters import Engine, plan, registration
 from safe_ckpt.adapters.patch import Patch
-from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.state import plan
-from safe_ckpt.errors import ClosedError
+from safe_ckpt.adapters.tracking import Tracking
+from safe_ckpt.config import CheckpointConfig, Retention
+from safe_ckpt.errors import ClosedError, ConfigError
 from safe_ckpt.events import Hook
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _OWNER = "a registered Accelerator; its free_memory() or end_training(), or handle.remove(), frees it"
+_OTHERS = ("MEGATRON_LM", "XLA")
+"""They write checkpoints of their own kind, past what is replaced here."""
 _REPLACED = ("save_state", "load_state", "save_model", "end_training", "free_memory", "prepare_data_loader")
 _ENDED = {
     "end_training": (
@@ -52,10 +55,14 @@ class Handle:
         self.config = config
         self._accelerator = accelerator
         self._engine = Engine(config, hooks=hooks, owner=_OWNER)
-        self._trackers = Trackers(accelerator, self._engine)
+        self._trackers = Tracking(
+            self._engine,
+            lambda: [("a tracker", accelerator.log)] if accelerator.is_main_process else [],
+            facts=True,
+        )
         self._ended = ""
         try:
-            self._places = CheckpointDirectory(self._engine, accelerator, support.retention(accelerator, config))
+            self._places = CheckpointDirectory(self._engine, accelerator, retention(accelerator, config))
             self._places.hold_automatic()
         except BaseException:
             self._engine.close(quiet=True)
@@ -69,8 +76,8 @@ class Handle:
         self._end_training: Callable[[], None] = accelerator.end_training
         self._free_memory: Callable[..., Any] = accelerator.free_memory
         methods = {name: getattr(self, name) for name in _REPLACED}
-        self._stand_ins = Patch(accelerator, {**methods, "__getstate__": self._state_of_a_copy})
-        accelerator._safe_ckpt = self
+        self._patch = Patch(accelerator, {**methods, "__getstate__": self._state_of_a_copy})
+        registration.mark(accelerator, self)
         self.prepare()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -114,8 +121,8 @@ class Handle:
                 ``async_save=False`` also that of this one.
         """
         self._refuse_ended("save_state")
-        self._trackers.tell()
-        if save_model_func_kwargs and not engines.of(self._accelerator):
+        self._trackers.report()
+        if save_model_func_kwargs and not strategies.engines_of(self._accelerator):
             logger.warning("save_state ignores %s: only DeepSpeed has them", ", ".join(save_model_func_kwargs))
         options = save.Options(
             safe_serialization=safe_serialization,
@@ -130,7 +137,7 @@ class Handle:
         self._trackers.follow(handle, step)
         if not async_save:
             handle.result()
-            self._trackers.tell()
+            self._trackers.report()
         return path
 
     def load_state(
@@ -157,12 +164,12 @@ class Handle:
         self._land()  # one that failed is no reason not to go back to the one before it; its error stays to be raised
 
         def restore(path: Path) -> None:
-            with engines.loading(self._engine, self._accelerator, path):
+            with strategies.engines_loading(self._engine, self._accelerator, path):
                 self._load_state(str(path), load_kwargs, **load_model_func_kwargs)
 
         with self._engine.together():
             path = load.load(self._engine, self._places, self._loaders, self._accelerator, input_dir, restore)
-        engines.resume(self._engine, self._accelerator, path, load_model_func_kwargs)
+        strategies.resume_engines(self._engine, self._accelerator, path, load_model_func_kwargs)
         self.prepare()
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,7 +216,7 @@ class Handle:
             SafeCheckpointError: it could not be written; the same on every rank.
         """
         self._refuse_ended("save_model")
-        self._trackers.tell()
+        self._trackers.report()
         options = models.Options(max_shard_size=max_shard_size, safe_serialization=safe_serialization, dtype=dtype)
         with self._engine.together():
             return models.save(self._engine, self._places, self._accelerator, model, save_directory, options)
@@ -255,7 +262,7 @@ class Handle:
         try:
             self._engine.wait()
         finally:
-            self._trackers.tell()
+            self._trackers.report()
 
     def prepare(self) -> None:
         """Make host memory for snapshots of what ``prepare()`` was given ready, in the background.
@@ -313,7 +320,7 @@ class Handle:
 
     def _land(self) -> None:
         self._engine.settle()
-        self._trackers.tell()
+        self._trackers.report()
 
     def _finish(self, by: str) -> None:
         if self._ended:
@@ -322,7 +329,7 @@ class Handle:
             self._land()
         finally:
             self._ended = by
-            self._stand_ins.give_back("save_model")  # needs no registration: from here on it is stock's
+            self._patch.give_back("save_model")  # needs no registration: from here on it is stock's
             self._engine.close()
 
     def _refuse_ended(self, call: str) -> None:
@@ -334,16 +341,13 @@ class Handle:
             self._refuse_ended(call)
 
     def _restore(self) -> None:
-        accelerator = self._accelerator
-        if vars(accelerator).get("_safe_ckpt") is not self:
-            return
-        del accelerator._safe_ckpt
-        self._loaders.forget()
-        self._stand_ins.give_back()
+        if registration.unmark(self._accelerator, self):
+            self._loaders.forget()
+            self._patch.give_back()
 
     def _state_of_a_copy(self) -> Any:
         """Stands in for the Accelerator's ``__getstate__``: a copy, also one in a worker, is as if it were not registered."""
-        state = self._stand_ins.state_without()
+        state = self._patch.state_without()
         if isinstance(state, dict):
             state.pop("_safe_ckpt", None)
         return state
@@ -355,3 +359,56 @@ def _ended_handle(accelerator: Any, config: CheckpointConfig) -> Handle:
     handle._accelerator = accelerator
     handle._ended = "copy"
     return handle
+
+
+def check(accelerator: Any, config: CheckpointConfig) -> None:
+    """Refuse what is not covered.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    kind = accelerator.distributed_type
+    if kind in [getattr(DistributedType, name, None) for name in _OTHERS]:
+        message = (
+            f"{kind} writes its checkpoints itself and is not covered yet; save_state stays as it is without register"
+        )
+        raise ConfigError(key="accelerator.distributed_type", message=message)
+    if kind == DistributedType.DEEPSPEED and config.snapshot == "overlapped":
+        message = 'DeepSpeed\'s optimizers are not known to change parameters only in step(): use "eager" or "auto"'
+        raise ConfigError(key="snapshot", message=message)
+    if kind == DistributedType.FSDP and not getattr(accelerator, "is_fsdp2", False):
+        message = "FSDP of version 1 is not covered: use FullyShardedDataParallelPlugin(fsdp_version=2)"
+        raise ConfigError(key="fsdp_plugin.fsdp_version", message=message)
+    if kind == DistributedType.FSDP:
+        form = str(getattr(accelerator.state.fsdp_plugin.state_dict_type, "name", "?"))
+        if form not in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+            message = f"expected SHARDED_STATE_DICT or FULL_STATE_DICT, got {form}"
+            raise ConfigError(key="fsdp_plugin.state_dict_type", message=message)
+    project = accelerator.project_configuration
+    if project.save_on_each_node:
+        message = (
+            "is not supported: safe_ckpt commits one checkpoint that all ranks see. Use a file system that they share"
+        )
+        raise ConfigError(key="ProjectConfiguration.save_on_each_node", message=message)
+    if project.automatic_checkpoint_naming and accelerator.project_dir is None:
+        message = "automatic_checkpoint_naming needs it: it is where the checkpoints go"
+        raise ConfigError(key="ProjectConfiguration.project_dir", message=message)
+
+
+def retention(accelerator: Any, config: CheckpointConfig) -> Retention:
+    """What to keep: ``total_limit`` is ``keep_last``, beside the other rules of ``config``.
+
+    Raises:
+        ConfigError: both are given and differ.
+    """
+    limit = accelerator.project_configuration.total_limit
+    if limit is None or not accelerator.project_configuration.automatic_checkpoint_naming:
+        return config.retention
+    if limit < 1:
+        raise ConfigError(key="ProjectConfiguration.total_limit", message=f"expected at least 1, got {limit!r}")
+    if config.retention.keep_last not in (None, limit):
+        message = (
+            f"is {config.retention.keep_last} and ProjectConfiguration.total_limit is {limit}: give one of the two"
+        )
+        raise ConfigError(key="retention.keep_last", message=message)
+    return dataclasses.replace(config.retention, keep_last=limit)

@@ -12,11 +12,15 @@ from accelerate import utils
 
 from safe_ckpt.accelerate.dataloaders import KEY, Loaders
 from safe_ckpt.accelerate.directories import CheckpointDirectory, next_number
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
-from safe_ckpt.core.formats.verify import verify_share
-from safe_ckpt.core.saving import resume
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.storage import presence
+from safe_ckpt.adapters import Engine, presence
+from safe_ckpt.adapters.directories import (
+    MANIFEST_NAME,
+    newest,
+    read_manifest,
+    resume,
+    verify,
+    warn_if_foreign,
+)
 from safe_ckpt.errors import NoValidCheckpointError
 
 logger = logging.getLogger(__name__)
@@ -48,9 +52,8 @@ def load(
     else:
         path = Path(os.path.abspath(os.path.expanduser(input_dir)))
         engine.agree("load_state", must_match={"path": path}, decide=lambda _: _expect(path))
-        resume.check(engine, path, lambda found: _verify_share(engine, found))
-    if engine.rank == 0 and not presence.is_there(path / MANIFEST_NAME):
-        logger.warning("%s was not written by safe_ckpt: it is loaded without verification", path)
+        verify(engine, path)
+    warn_if_foreign(engine, path)
     if not presence.is_there(path / f"{utils.RNG_STATE_NAME}_{engine.rank}.pkl"):
         logger.warning("%s holds no random state of rank %d: it does not continue exactly there", path, engine.rank)
 
@@ -67,22 +70,16 @@ def load(
 
 def _newest(engine: Engine, places: CheckpointDirectory) -> Path:
     place = places.for_load()
-    chosen = resume.choose(
-        engine, place.workspace, lambda: places.candidates(place), lambda found: _verify_share(engine, found)
-    )
+    chosen = newest(engine, place, lambda: places.candidates(place))
     if chosen is None:
         message = "there is no checkpoint: save one first, or do not load on a fresh run"
         raise NoValidCheckpointError(path=str(place.workspace.path), message=message)
-    return chosen.info.path
+    return chosen.path
 
 
 def _expect(path: Path) -> None:
     if not presence.is_directory(path):
         raise NoValidCheckpointError(path=str(path), message="there is no such directory")
-
-
-def _verify_share(engine: Engine, path: Path) -> None:
-    verify_share(path, engine.rank, engine.coordinator.size)
 
 
 def _loader_states(path: Path, rank: int) -> list[Any]:

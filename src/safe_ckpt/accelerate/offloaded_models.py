@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from accelerate.utils import OffloadedWeightsLoader
 
-from safe_ckpt.core.formats import hugging_face
-from safe_ckpt.core.formats.file_plan import LazyTensor
-from safe_ckpt.core.sharding import dtensor
+from safe_ckpt.adapters import LazyTensor
+from safe_ckpt.adapters.weights import dtensor, hugging_face
 from safe_ckpt.errors import StateError
 
 Fetch = Callable[[], torch.Tensor]

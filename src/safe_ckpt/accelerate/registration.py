@@ -9,10 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from safe_ckpt.accelerate import support
-from safe_ckpt.accelerate.handle import Handle
+from safe_ckpt.accelerate.handle import Handle, check
+from safe_ckpt.adapters.registration import begin
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.agreed_config import config_of_all
 from safe_ckpt.events import Hook
 
 logger = logging.getLogger(__name__)
@@ -49,11 +48,7 @@ def register(accelerator: Any, config: CheckpointConfig | None = None, *, hooks:
         DesyncError: the ranks were given different settings.
         RendezvousTimeout: some ranks did not call this.
     """
-    earlier: Handle | None = getattr(accelerator, "_safe_ckpt", None)
-    if earlier is not None:
-        earlier.remove()
-    settings = config_of_all(config)
-    support.check(accelerator, settings)
+    settings = begin(accelerator, config, check)
     _end_earlier(accelerator)
     handle = Handle(accelerator, settings, hooks=hooks)
     _registered.add(handle)

@@ -8,18 +8,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.accelerate import contents, engines, strategies
+from safe_ckpt.accelerate import contents, strategies
 from safe_ckpt.accelerate.dataloaders import KEY, Loaders
 from safe_ckpt.accelerate.directories import ADAPTER, CheckpointDirectory, Target
-from safe_ckpt.core.formats.file_plan import FilePlan
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.handle import SaveHandle
-from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit, SaveRequest, Snapshot, Unplanned
-from safe_ckpt.core.staging.overlap import OverlapPlan
-from safe_ckpt.core.state import plan
+from safe_ckpt.adapters import (
+    Content,
+    Destination,
+    Engine,
+    Facts,
+    FilePlan,
+    OnCommit,
+    OverlapPlan,
+    SaveHandle,
+    SaveRequest,
+    Snapshot,
+    Unplanned,
+    plan,
+)
 
 if TYPE_CHECKING:
-    from safe_ckpt.core.sharding.dcp_plan import ShardPlanner
+    from safe_ckpt.adapters import ShardPlanner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +80,7 @@ def _unsharded(
     accelerator: Any, loaders: Loaders, target: Target, options: Options
 ) -> tuple[list[FilePlan], dict[str, str]]:
     """The files that one rank writes by itself, and what must be equal on all ranks for that."""
-    apart = options.shards is not None or bool(engines.of(accelerator))
+    apart = options.shards is not None or bool(strategies.engines_of(accelerator))
     models = [] if apart else accelerator._models
     states = [accelerator.get_state_dict(model, unwrap=False) for model in models]
     if target.begun is not None:
@@ -107,7 +115,7 @@ def _request(
     if options.shards is not None:
         parts, error = strategies.images(engine, options.shards, accelerator, error)
         planned = [*planned, *parts]
-    nested = engines.collect(engine, accelerator, options.arguments)
+    nested = strategies.collect_engines(engine, accelerator, options.arguments)
     if nested is not None:
         planned, error = [*planned, *nested.images], error or nested.error
     content: Content

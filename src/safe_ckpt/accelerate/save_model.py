@@ -22,18 +22,9 @@ from huggingface_hub import (
 
 from safe_ckpt.accelerate import offloaded_models, strategies
 from safe_ckpt.accelerate.directories import CheckpointDirectory
-from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
-from safe_ckpt.core.formats import file_plan, hugging_face
-from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME
-from safe_ckpt.core.saving import export
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.export import Exporter
-from safe_ckpt.core.saving.held_directories import NAMES
-from safe_ckpt.core.saving.request import Streamed, Unplanned
-from safe_ckpt.core.sharding import dtensor
-from safe_ckpt.core.storage import durable
-from safe_ckpt.core.storage.durable import sync_directory
+from safe_ckpt.adapters import Engine, FilePlan, LazyTensor, Streamed, Unplanned, file_plan
+from safe_ckpt.adapters.directories import HIDDEN, MANIFEST_NAME, NAMES, Workspace, durable, sync_directory
+from safe_ckpt.adapters.weights import Exporter, dtensor, export, hugging_face
 from safe_ckpt.errors import ConfigError, DirectoryError, StateError
 
 logger = logging.getLogger(__name__)

@@ -1,25 +1,27 @@
-"""FSDP2 under an Accelerator: the directories or files that ``save_fsdp_model`` and ``save_fsdp_optimizer`` would write.
+"""FSDP2 and DeepSpeed under an Accelerator.
 
-Accelerate offers FSDP2 on accelerators only. It was run here on two gloo processes whose Accelerator was told by hand that it
-is one of FSDP; on GPUs it was never run.
+FSDP2: the directories or files that ``save_fsdp_model`` and ``save_fsdp_optimizer`` would write. DeepSpeed: what ``save_state``
+has its engines write, and what ``load_state`` needs besides.
+
+Accelerate offers both on accelerators only. They were run here on two gloo processes whose Accelerator was set by hand; on GPUs
+they were never run.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from accelerate import utils
+from accelerate.utils import DistributedType
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 
-from safe_ckpt.core.coordination.log_entry import reraise
-from safe_ckpt.core.formats import file_plan
-from safe_ckpt.core.formats.file_plan import FilePlan
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.sharding.gather import gather_nested
+from safe_ckpt.adapters import Engine, FilePlan, ShardPlanner, file_plan, reraise
+from safe_ckpt.adapters.planned import Planned
+from safe_ckpt.adapters.sharding import gather_whole, shard_planner
 from safe_ckpt.errors import CoordinationError
-
-if TYPE_CHECKING:
-    from safe_ckpt.core.sharding.dcp_plan import ShardPlanner
 
 
 def is_sharding(accelerator: Any) -> bool:
@@ -31,9 +33,7 @@ def planner(engine: Engine, accelerator: Any) -> ShardPlanner | None:
     """What plans the shards; None where nothing is sharded."""
     if not is_sharding(accelerator):
         return None
-    from safe_ckpt.core.sharding.dcp_plan import ShardPlanner  # DCP takes a while to import
-
-    return ShardPlanner(engine.coordinator, barrier_s=engine.config.timeouts.barrier_s, strict=False)
+    return shard_planner(engine)
 
 
 def folders(accelerator: Any) -> list[str]:
@@ -83,7 +83,7 @@ def _states(accelerator: Any) -> dict[str, Any]:
 
 def _whole(engine: Engine, states: Mapping[str, Any], problem: Exception | None) -> list[FilePlan]:
     engine.agree("gather", local=reraise(problem), phase="planning the save")
-    found = gather_nested(states, engine.config.timeouts.lengthy_s, engine.group)
+    found = gather_whole(engine, states)
     if found is None:
         return []
     planned = []
@@ -92,3 +92,76 @@ def _whole(engine: Engine, states: Mapping[str, Any], problem: Exception | None)
         name = f"{folder.removesuffix('_0')}.bin"  # as Accelerate: the first one has no number
         planned.append(file_plan.torch_image(name, inner, strict=False, key=name))
     return planned
+
+
+def engines_of(accelerator: Any) -> dict[str, Any]:
+    """The tag that Accelerate gives each DeepSpeed engine -> the engine; nothing without DeepSpeed."""
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return {}
+    names = [utils.MODEL_NAME, *(f"{utils.MODEL_NAME}_{number}" for number in range(1, len(accelerator._models)))]
+    return dict(zip(names, accelerator._models, strict=False))
+
+
+def plain_schedulers(accelerator: Any) -> list[Any]:
+    """The schedulers that are saved by themselves: DeepSpeed saves its own."""
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return list(accelerator._schedulers)
+    return [one for one in accelerator._schedulers if not isinstance(one, utils.DeepSpeedSchedulerWrapper)]
+
+
+def collect_engines(core: Engine, accelerator: Any, arguments: Mapping[str, Any]) -> Planned | None:
+    """What the engines would write; None without DeepSpeed. Every rank calls this.
+
+    Args:
+        core: where the ranks meet.
+        accelerator: whose engines.
+        arguments: of ``save_state``, for ``save_checkpoint``.
+
+    Raises:
+        TypeError: there is an argument that is not for here.
+        SafeCheckpointError: see ``nested.collect``.
+    """
+    engines = engines_of(accelerator)
+    if not engines:
+        return None
+    from safe_ckpt.deepspeed import nested
+
+    known = {key: arguments[key] for key in ("client_state", "exclude_frozen_parameters") if key in arguments}
+    unknown = set(arguments) - set(known) - {"save_latest"}
+    if unknown:
+        raise TypeError(f"save_state: unexpected arguments for DeepSpeed: {', '.join(sorted(unknown))}")
+    return nested.collect(
+        core,
+        engines,
+        known.get("client_state") or {},
+        exclude_frozen_parameters=bool(known.get("exclude_frozen_parameters", False)),
+        save_latest=bool(arguments.get("save_latest", True)),
+    )
+
+
+def engines_loading(core: Engine, accelerator: Any, path: Path) -> contextlib.AbstractContextManager[None]:
+    """Within this block the engines may load. Every rank enters it.
+
+    Raises:
+        SafeCheckpointError: see ``nested.loading``.
+    """
+    engines = engines_of(accelerator)
+    if not engines:
+        return contextlib.nullcontext()
+    from safe_ckpt.deepspeed import nested
+
+    return nested.loading(core, engines, path)
+
+
+def resume_engines(core: Engine, accelerator: Any, path: Path, arguments: Mapping[str, Any]) -> None:
+    """After ``load_state``: what DeepSpeed leaves out with NVMe offload. Every rank calls this.
+
+    Raises:
+        SafeCheckpointError: see ``nested.resume_swapped``.
+    """
+    engines = engines_of(accelerator)
+    if engines:
+        from safe_ckpt.deepspeed import nested
+
+        wanted = bool(arguments.get("load_optimizer_states", True)) and not arguments.get("load_module_only", False)
+        nested.resume_swapped(core, engines, path, optimizer_states=wanted)

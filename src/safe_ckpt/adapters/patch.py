@@ -1,30 +1,35 @@
-"""Attributes of one object of a framework that ours stand in for, until they are given back."""
+"""Attributes of a framework's object that are replaced by ours, and given back.
+
+``Patch`` replaces several and gives them back together. ``put`` and ``once`` replace one method so that a copy of the object,
+and one that was pickled, has its own method again.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from typing_extensions import Self
 
 logger = logging.getLogger(__name__)
+_ABSENT = object()
 
 
 class Patch:
     """Replaces attributes of ``owner`` and remembers what was there. As a context manager it gives them back at the end.
 
     Args:
-        owner: the object, or a module; an object's class stays as it is.
-        methods: name -> what stands in for it.
+        owner: the object, class or module; an object's class stays as it is.
+        replacements: name -> what takes its place.
     """
 
-    def __init__(self, owner: Any, methods: Mapping[str, Any]) -> None:
+    def __init__(self, owner: Any, replacements: Mapping[str, Any]) -> None:
         self._owner = owner
-        self._methods = dict(methods)
-        self._before = {name: vars(owner).get(name) for name in methods}
-        for name, method in self._methods.items():
-            setattr(owner, name, method)
+        self._replacements = dict(replacements)
+        self._before = {name: vars(owner).get(name, _ABSENT) for name in replacements}
+        for name, replacement in self._replacements.items():
+            setattr(owner, name, replacement)
 
     def __enter__(self) -> Self:
         return self
@@ -35,17 +40,14 @@ class Patch:
     def give_back(self, *names: str) -> None:
         """Leave the object as it was, or these of its attributes. What somebody else put there stays, with a warning."""
         owner = self._owner
-        for name in names or tuple(self._methods):
-            method = self._methods.pop(name, None)
-            if method is None:
+        for name in names or tuple(self._replacements):
+            if name not in self._replacements:
                 continue
-            before = self._before[name]
-            if vars(owner).get(name) != method:
+            replacement, before = self._replacements.pop(name), self._before[name]
+            if vars(owner).get(name, _ABSENT) != replacement:
                 logger.warning("%s.%s was replaced by something else and stays so", type(owner).__name__, name)
-            elif before is None:
-                delattr(owner, name)
             else:
-                setattr(owner, name, before)
+                _put_back(owner, name, before)
 
     def state_without(self) -> Any:
         """What a copy of the object begins with if nothing of ours is to go along: its state as it was."""
@@ -55,9 +57,62 @@ class Patch:
         if not isinstance(state, dict):
             return state
         state = dict(state)
-        for name, method in self._methods.items():
-            if state.get(name) == method:
+        for name, replacement in self._replacements.items():
+            if state.get(name, _ABSENT) == replacement:
                 del state[name]
-                if self._before[name] is not None:
+                if self._before[name] is not _ABSENT:
                     state[name] = self._before[name]
         return state
+
+
+class StandIn:
+    """Stands in for a method of one object. A copy of the object, and one that was pickled, has the method itself.
+
+    Args:
+        owner: the object.
+        name: of the method.
+        function: what is called in its place.
+    """
+
+    def __init__(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        self._owner = owner
+        self._name = name
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what stands in."""
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Whoever copies the owner has begun the copy already, and has not filled it yet: the class's own method is found.
+        return getattr, (self._owner, self._name)
+
+
+def put(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Let ``function`` stand in for a method of ``owner`` until ``take_away``."""
+    setattr(owner, name, StandIn(owner, name, function))
+
+
+def take_away(owner: Any, *names: str) -> None:
+    """Give ``owner`` the methods of these names back; harmless where nothing stands in."""
+    for name in names:
+        if isinstance(vars(owner).get(name), StandIn):
+            delattr(owner, name)
+
+
+def once(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Let ``function`` stand in for the next call. It gets what was there before as its first argument."""
+    before = vars(owner).get(name, _ABSENT)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _put_back(owner, name, before)
+        return function(getattr(owner, name), *args, **kwargs)
+
+    put(owner, name, run)
+
+
+def _put_back(owner: Any, name: str, before: Any) -> None:
+    if before is not _ABSENT:
+        setattr(owner, name, before)
+    elif name in vars(owner):
+        delattr(owner, name)

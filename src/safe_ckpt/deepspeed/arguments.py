@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.core.coordination.log_entry import refuse_differences
-from safe_ckpt.core.directory.workspace import HIDDEN
-from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.adapters import Engine, refuse_differences
+from safe_ckpt.adapters.directories import HIDDEN
+from safe_ckpt.adapters.layouts import LATEST
+from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError
 
-LATEST = "latest"
 _RESERVED = (".", "..", HIDDEN, LATEST)
 
 
@@ -92,3 +92,33 @@ def checked_file(directory: object, name: object) -> Path:
     if not text or text.endswith(os.sep) or path == folder or set(path.parts) & {HIDDEN} or path.name == LATEST:
         raise ConfigError(key="save_filename", message=f"expected the name of a file, got {text!r}")
     return path
+
+
+def default_tag(engine: Any) -> str:
+    """The tag of a save that was given none."""
+    return f"global_step{engine.global_steps}"
+
+
+def check_engine(engine: Any) -> None:
+    """Refuse an engine that writes in a way that is not covered.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if engine.zero_nvme_offload_optimizer() and engine.has_moe_layers:
+        message = "optimizer states on NVMe together with mixture-of-experts layers are not covered"
+        raise ConfigError(key="zero_optimization.offload_optimizer.device", message=message)
+
+
+def check_settings(config: CheckpointConfig) -> None:
+    """Refuse settings that mean nothing here.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if config.retention.keep_best is not None:
+        message = "save_checkpoint takes no metrics, so there is no best one: use keep_last or keep_every_steps"
+        raise ConfigError(key="retention.keep_best", message=message)
+    if config.snapshot == "overlapped":
+        message = 'DeepSpeed\'s optimizers are not known to change parameters only in step(): use "eager" or "auto"'
+        raise ConfigError(key="snapshot", message=message)

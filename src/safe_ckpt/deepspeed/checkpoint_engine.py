@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
+import inspect
 import logging
 import multiprocessing.util
 import os
@@ -13,23 +15,31 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+from deepspeed.runtime.engine import DeepSpeedEngine
 
+from safe_ckpt.adapters import (
+    Destination,
+    Engine,
+    Facts,
+    FileByFile,
+    FileStream,
+    OnCommit,
+    Pointer,
+    SaveHandle,
+    SaveRequest,
+    SharedBuffer,
+    config_of_all,
+    file_plan,
+)
+from safe_ckpt.adapters.directories import MANIFEST_NAME, read_manifest, verify_entry
+from safe_ckpt.adapters.layouts import LATEST
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.agreed_config import config_of_all
-from safe_ckpt.core.formats import file_plan
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
-from safe_ckpt.core.formats.verify import verify_entry
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.handle import SaveHandle
-from safe_ckpt.core.saving.request import Destination, Facts, FileByFile, OnCommit, Pointer, SaveRequest
-from safe_ckpt.core.saving.streamed_files import FileStream
-from safe_ckpt.core.staging.buffer import SharedBuffer
-from safe_ckpt.deepspeed.arguments import LATEST
+from safe_ckpt.deepspeed.arguments import check_settings
 from safe_ckpt.deepspeed.directories import ADAPTER, CheckpointDirectory, step_of
 from safe_ckpt.deepspeed.save import agree_place
-from safe_ckpt.deepspeed.support import check_settings
 from safe_ckpt.errors import (
     ClosedError,
     ConfigError,
@@ -68,7 +78,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         hooks: called with what happens; see ``safe_ckpt.events``.
 
     Raises:
-        ConfigError: a setting means nothing here.
+        ConfigError: a setting means nothing here, or this release of DeepSpeed does not show when a save is complete.
         DesyncError: the ranks were given different settings.
         RendezvousTimeout: some ranks did not make one.
     """
@@ -76,6 +86,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def __init__(self, config: CheckpointConfig | None = None, *, hooks: Iterable[Hook] = ()) -> None:
         super().__init__()
         self.name = "SafeCheckpointEngine"
+        _refuse_without_sign(DeepSpeedEngine.save_checkpoint)
         settings = config_of_all(config)
         check_settings(settings)
         if settings.max_host_bytes is not None:
@@ -205,7 +216,8 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def is_decoupled(self) -> bool:
         """True: DeepSpeed commits before the next step, not at the end of ``save_checkpoint``."""
-        # There, and nowhere else, it asks when it has handed over the last file: the only sign that it has.
+        # There, and nowhere else, it asks when it has handed over the last file. That is the only sign: the step after a save
+        # that was interrupted asks, too, and which files a rank has is not known before. See ``_refuse_without_sign``.
         if self._open is not None and _caller().f_code.co_name == "save_checkpoint":
             self._open.complete = True
             self._open.parts.seal()
@@ -242,6 +254,24 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if self._open is not None:
             name, rank = self._open.path.name, self._core.rank
             self._open.parts.fail(SaveError(name=name, cause=cause, rank=rank, phase="snapshot"))
+
+
+def _refuse_without_sign(save_checkpoint: Any) -> None:
+    """Refuse a DeepSpeed whose ``save_checkpoint`` does not ask ``is_decoupled`` once it has handed over the last file.
+
+    Raises:
+        ConfigError: it does not, or the order cannot be told.
+    """
+    code = getattr(inspect.unwrap(save_checkpoint), "__code__", None)
+    names = [step.argval for step in dis.get_instructions(code)] if code is not None else []
+    last = {name: number for number, name in enumerate(names) if isinstance(name, str)}
+    order = [last.get(name, -1) for name in ("create", "_save_checkpoint", "_save_zero_checkpoint", "is_decoupled")]
+    if -1 in order or order != sorted(order) or names.count("is_decoupled") != 1:
+        message = (
+            f"DeepSpeed {deepspeed.__version__} does not ask is_decoupled() in save_checkpoint after the last file, so nobody "
+            "can tell when a save is complete: use install"
+        )
+        raise ConfigError(key="SafeCheckpointEngine", message=message)
 
 
 def _caller() -> FrameType:

@@ -10,15 +10,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from safe_ckpt.adapters import Engine, presence
+from safe_ckpt.adapters.directories import (
+    HIDDEN,
+    MANIFEST_NAME,
+    NAMES,
+    Candidate,
+    OpenDirectory,
+    candidates_in,
+    catalog,
+    refuse,
+    retention,
+)
+from safe_ckpt.adapters.layouts import LATEST, has_states
 from safe_ckpt.config import Retention
-from safe_ckpt.core.directory import catalog, retention
-from safe_ckpt.core.directory.catalog import Candidate, Catalog
-from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.held_directories import NAMES, refuse
-from safe_ckpt.core.storage import presence
-from safe_ckpt.deepspeed.arguments import LATEST, is_tag
+from safe_ckpt.deepspeed.arguments import is_tag
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 
 logger = logging.getLogger(__name__)
@@ -30,17 +36,13 @@ _living: weakref.WeakSet[CheckpointDirectory] = weakref.WeakSet()
 
 
 @dataclass(kw_only=True)
-class SaveTarget:
+class SaveTarget(OpenDirectory):
     """A directory of tags that is held.
 
     Attributes:
-        workspace: it.
-        ledger: what is in it; counts on rank 0 only.
         tops: where a ``latest`` may name a tag of it: itself, and for tags such as ``"warmup/step10"`` the one above.
     """
 
-    workspace: Workspace
-    ledger: Catalog
     tops: tuple[Path, ...] = ()
 
 
@@ -83,14 +85,9 @@ class CheckpointDirectory:
                 self._let_go(earlier)
         for other in list(_living):
             other._let_go(folder)
-        place = SaveTarget(workspace=self._engine.hold(folder), ledger=Catalog(), tops=(folder, top))
-
-        def take_stock() -> None:
-            found = candidates(folder)
-            place.ledger = Catalog(found, pointers=[top / LATEST for top in place.tops])
-            place.workspace.start_after(catalog.newest_sequence(found))
-
-        self._engine.take_stock(place.workspace, {"directory": folder}, take_stock)
+        place = SaveTarget.take(self._engine, folder, lambda: candidates(folder))
+        place.tops = (folder, top)
+        place.ledger.pointers += [above / LATEST for above in place.tops]
         self._held[folder] = place
         return place
 
@@ -136,14 +133,14 @@ def _is_held(folder: Path) -> bool:
 
 def candidates(folder: Path) -> list[Candidate]:
     """The tags in ``folder`` that this package wrote, in no order."""
-    found = catalog.list_directories(folder, lambda _: None) if presence.is_directory(folder) else []
-    return [c for c in found if c.manifest is not None and c.manifest.notes.get("adapter") == ADAPTER]
+    listed = candidates_in(folder, ADAPTER) if presence.is_directory(folder) else []
+    return [c for c in listed if c.manifest is not None]
 
 
 def step_of(tag: str) -> int:
     """The number that a tag ends with, such as that of ``global_step10``; -1 when there is none."""
-    found = re.search(r"\d+$", tag)
-    return int(found.group()) if found else -1
+    match = re.search(r"\d+$", tag)
+    return int(match.group()) if match else -1
 
 
 def latest_tag(folder: Path) -> str | None:
@@ -168,10 +165,10 @@ def refuse_what_stands_there(top: Path, tag: str) -> None:
     for above in path.parents:
         if above == top:
             break
-        if presence.is_there(above / MANIFEST_NAME) or not stock_problem(above):
+        if presence.is_there(above / MANIFEST_NAME) or has_states(above):
             raise DirectoryError(path=str(above), message=f"is a tag itself: {tag!r} cannot lie in it", rank=0)
     _refuse_tags_within(path)
-    if stock_problem(path):
+    if not has_states(path):
         refuse(path, ADAPTER, empty=True)
 
 
@@ -195,14 +192,6 @@ def _refuse_tags_within(path: Path) -> None:
 def is_state(name: str) -> bool:
     """Whether DeepSpeed itself wrote this file of a tag: it goes when the tag is replaced."""
     return name.endswith("_states.pt") or name.split("/", 1)[0] == OFFLOADED
-
-
-def stock_problem(path: Path) -> str:
-    """Why ``path`` is no tag that DeepSpeed wrote; "" if it may be one."""
-    has_states = (
-        any(child.name.endswith("_states.pt") for child in path.iterdir()) if presence.is_directory(path) else False
-    )
-    return "" if has_states else "it holds no states of DeepSpeed"
 
 
 def order(folder: Path, tag: str | None) -> list[Path]:

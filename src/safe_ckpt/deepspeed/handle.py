@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
@@ -9,16 +10,17 @@ from typing import Any, cast
 
 from typing_extensions import Self
 
+from safe_ckpt.adapters import Engine, registration
+from safe_ckpt.adapters.directories import HeldDirectories
 from safe_ckpt.adapters.patch import Patch
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.agreed_config import config_of_all
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.held_directories import HeldDirectories
-from safe_ckpt.deepspeed import load, save, support
+from safe_ckpt.deepspeed import load, save
+from safe_ckpt.deepspeed.arguments import check_engine, check_settings, default_tag
 from safe_ckpt.deepspeed.directories import CheckpointDirectory
 from safe_ckpt.errors import ClosedError
 from safe_ckpt.events import Hook
 
+logger = logging.getLogger(__name__)
 _OWNER = "a DeepSpeed engine that install() took; its destroy(), or handle.remove(), frees it"
 _REPLACED = ("save_checkpoint", "load_checkpoint", "save_16bit_model", "destroy")
 
@@ -51,12 +53,7 @@ def install(
         DesyncError: the ranks were given different settings.
         RendezvousTimeout: some ranks did not call this.
     """
-    earlier: Handle | None = getattr(engine, "_safe_ckpt", None)
-    if earlier is not None:
-        earlier.remove()
-    settings = config_of_all(config)
-    support.check(engine, settings)
-    return Handle(engine, settings, async_save=async_save, hooks=hooks)
+    return Handle(engine, registration.begin(engine, config, check), async_save=async_save, hooks=hooks)
 
 
 class Handle:
@@ -77,8 +74,8 @@ class Handle:
         self._workspaces = HeldDirectories(self._core)
         self._load_checkpoint = engine.load_checkpoint
         self._destroy: Callable[[], None] = engine.destroy
-        self._stand_ins = Patch(engine, {name: getattr(self, name) for name in _REPLACED})
-        engine._safe_ckpt = self
+        self._patch = Patch(engine, {name: getattr(self, name) for name in _REPLACED})
+        registration.mark(engine, self)
 
     def save_checkpoint(
         self,
@@ -124,7 +121,7 @@ class Handle:
                 self._places,
                 self._engine,
                 save_dir,
-                f"global_step{self._engine.global_steps}" if tag is None else tag,
+                default_tag(self._engine) if tag is None else tag,
                 client_state or {},
                 save_latest=save_latest,
                 exclude_frozen_parameters=exclude_frozen_parameters,
@@ -299,8 +296,20 @@ class Handle:
             raise ClosedError(message=f"{what}: this engine's checkpoints were closed, by destroy() or remove()")
 
     def _restore(self) -> None:
-        engine = self._engine
-        if getattr(engine, "_safe_ckpt", None) is not self:
-            return
-        del engine._safe_ckpt
-        self._stand_ins.give_back()
+        if registration.unmark(self._engine, self):
+            self._patch.give_back()
+
+
+def check(engine: Any, config: CheckpointConfig) -> None:
+    """Refuse what is not covered.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    check_engine(engine)
+    check_settings(config)
+    if engine.use_node_local_storage() and engine.global_rank == 0:
+        logger.warning(
+            "use_node_local_storage: checkpoints go to a directory that all nodes share all the same; one of each node's own "
+            "is refused at the first save (DirectoryNotSharedError)"
+        )

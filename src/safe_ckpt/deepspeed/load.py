@@ -14,13 +14,16 @@ import deepspeed.runtime.engine as upstream
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from safe_ckpt import events
+from safe_ckpt.adapters import Engine, presence
+from safe_ckpt.adapters.directories import (
+    HIDDEN,
+    MANIFEST_NAME,
+    read_manifest,
+    resume,
+    verify,
+    warn_if_foreign,
+)
 from safe_ckpt.adapters.patch import Patch
-from safe_ckpt.core.directory.workspace import HIDDEN
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
-from safe_ckpt.core.formats.verify import verify_share
-from safe_ckpt.core.saving import resume
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.storage import presence
 from safe_ckpt.deepspeed import arguments, directories, nvme, universal
 from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError
 
@@ -146,15 +149,14 @@ def _first_good(core: Engine, engine: Any, folder: Path, order: list[str], *, as
         path = folder / name
         nvme.refuse_unfit(core, {path: engine})
         try:
-            resume.check(core, path, lambda found: verify_share(found, core.rank, core.coordinator.size))
+            verify(core, path)
         except CorruptCheckpointError as error:
             if asked:
                 raise
             rejected[name] = error.message
             logger.warning("%s cannot be used: %s", path, error.message)
             continue
-        if core.rank == 0 and not presence.is_there(path / MANIFEST_NAME):
-            logger.warning("%s was not written by safe_ckpt: it is loaded without verification", path)
+        warn_if_foreign(core, path)
         return name, len(rejected)
     if rejected:
         message = "there are checkpoints, but none is usable"

@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.core.formats import file_plan
-from safe_ckpt.core.formats.file_plan import FilePlan
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.storage.copier import FileCopy
-from safe_ckpt.deepspeed import nvme, support
-from safe_ckpt.deepspeed.arguments import LATEST
-from safe_ckpt.deepspeed.capture import capture
+from safe_ckpt.adapters import Engine, FileCopy, FilePlan, file_plan
+from safe_ckpt.adapters.layouts import LATEST
+from safe_ckpt.adapters.planned import Planned
+from safe_ckpt.deepspeed import nvme
+from safe_ckpt.deepspeed.arguments import check_engine
 from safe_ckpt.deepspeed.load import plain_reading
+from safe_ckpt.deepspeed.save import capture
 
 ZERO3_GATHER = "_zero3_consolidated_16bit_state_dict"
 """The engine's method that gathers the weights of ZeRO-3; a collective."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Nested:
-    """What one rank adds to a request of the core. ``folders`` and ``notes`` are the same on all ranks."""
-
-    images: Sequence[FilePlan] = ()
-    copies: Sequence[FileCopy] = ()
-    folders: Sequence[str] = ()
-    notes: Mapping[str, Any] = field(default_factory=dict)
-    error: Exception | None = None
 
 
 def collect(
@@ -40,7 +27,7 @@ def collect(
     *,
     exclude_frozen_parameters: bool = False,
     save_latest: bool = True,
-) -> Nested:
+) -> Planned:
     """Plan the files of several engines. Every rank calls this.
 
     Args:
@@ -61,22 +48,22 @@ def collect(
     beside: dict[str, bytes] = {}
     error: Exception | None = None
     for tag, engine in engines.items():
-        support.check_engine(engine)
+        check_engine(engine)
         parts = nvme.agree(core, engine, f"{tag}/")
         if parts is not None:
             copies += parts.copies
             folders += parts.folders
             notes[f"{tag}/"] = list(parts.notes)
         folders.append(tag)
-        found = capture(engine, tag, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
-        images += [dataclasses.replace(image, path=f"{tag}/{image.path}") for image in found.images]
-        beside.update(found.scripts)
+        captured = capture(engine, tag, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
+        images += [dataclasses.replace(image, path=f"{tag}/{image.path}") for image in captured.images]
+        beside.update(captured.scripts)
         if save_latest:
             beside[LATEST] = tag.encode()
-        error = error or found.error
+        error = error or captured.error
     if core.rank == 0:
         images += [file_plan.bytes_image(name, data) for name, data in beside.items()]
-    return Nested(images=images, copies=copies, folders=sorted(set(folders)), notes={nvme.NOTE: notes}, error=error)
+    return Planned(images=images, copies=copies, folders=sorted(set(folders)), notes={nvme.NOTE: notes}, error=error)
 
 
 @contextlib.contextmanager
@@ -97,7 +84,7 @@ def resume_swapped(core: Engine, engines: Mapping[str, Any], checkpoint: Path, *
     """After the engines have loaded: what DeepSpeed leaves out with NVMe offload. Every rank calls this.
 
     Raises:
-        SafeCheckpointError: see ``swapping.resume_all``; the same on every rank.
+        SafeCheckpointError: see ``nvme.resume_all``; the same on every rank.
     """
     for tag, engine in engines.items():
         nvme.put_back(core, engine, checkpoint, f"{tag}/")

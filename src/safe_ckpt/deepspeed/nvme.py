@@ -10,12 +10,9 @@ from typing import Any
 import torch
 from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
-from safe_ckpt.core.offload.consolidate import OffloadPlan, agree_parts, own_part
-from safe_ckpt.core.offload.restore import Part, give_back, parts_of
-from safe_ckpt.core.saving import resume
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.storage import presence
+from safe_ckpt.adapters import Engine, presence
+from safe_ckpt.adapters.directories import MANIFEST_NAME, read_manifest, resume
+from safe_ckpt.adapters.offload import OffloadPlan, Part, agree_parts, give_back, own_part, parts_of
 from safe_ckpt.errors import RestoreError, SafeCheckpointError
 
 FOLDER = "offloaded_tensors"

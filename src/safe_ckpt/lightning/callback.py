@@ -10,25 +10,21 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
-from weakref import proxy
 
+from safe_ckpt.adapters import CheckpointInfo
+from safe_ckpt.adapters.directories import HIDDEN
+from safe_ckpt.adapters.weights import parse_size
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.directory.workspace import HIDDEN
-from safe_ckpt.core.formats.hugging_face import parse_size
-from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.events import Hook
-from safe_ckpt.lightning import loop_state, requeueing
+from safe_ckpt.lightning import loop_state, signals
 from safe_ckpt.lightning import resume as resuming
-from safe_ckpt.lightning.arguments import check_arguments, refuse_remote
-from safe_ckpt.lightning.callback_state import PendingActions, SavedCallbackState, known_paths, reconcile
+from safe_ckpt.lightning.callback_state import PendingActions, SavedCallbackState, known_paths, reconcile, report_commit
 from safe_ckpt.lightning.compat import ModelCheckpoint
-from safe_ckpt.lightning.install import install, install_for_loading, overrides_saving
+from safe_ckpt.lightning.install import check_arguments, install, install_for_loading, overrides_saving, refuse_remote
 from safe_ckpt.lightning.saver import TrainerSaver
-from safe_ckpt.lightning.stopping import STOPPED_NAME, end_fit
 
 logger = logging.getLogger(__name__)
-COMMITTED_HOOK = "on_checkpoint_committed"
 # What belongs to a running stage: our pipeline, and the logging methods that a Trainer attaches.
 _LIVE = ("_saver", "_intents", "_shadow", "log", "log_dict")
 
@@ -176,12 +172,12 @@ class SafeCheckpointCallback(ModelCheckpoint):
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         if self._saver is not None and self._saver.continuation is None:
             size = self._saver.engine.coordinator.size
-            self._saver.continuation = loop_state.prepare(checkpoint, self._saver.rank, size)
+            self._saver.continuation = loop_state.prepare(checkpoint, self._saver.engine.rank, size)
             if self._saver.continuation is not None:
                 loop_state.let_next_epoch_begin(trainer.fit_loop)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the beliefs back, but for files that are gone."""
+        """Take the attributes back, without the paths of files that are gone."""
         super().load_state_dict(state_dict)
         if self._saver is not None:
             reconcile(self, self._saver.exists(known_paths(self)))
@@ -217,17 +213,17 @@ class SafeCheckpointCallback(ModelCheckpoint):
             return
         saver.land()
         directory = saver.auto_directory or self._directory
-        path = directory / f"{STOPPED_NAME}{self.FILE_EXTENSION}"
+        path = directory / f"{signals.STOPPED_NAME}{self.FILE_EXTENSION}"
         due = not saver.has_whole(directory, trainer.global_step)
         if saver.agree_on_requeue() and saver.auto_directory is None:
-            path, due = requeueing.save_path(trainer), True  # the one file that the requeued job will look for
+            path, due = signals.requeue_save_path(trainer), True  # the one file that the requeued job will look for
         if due:
             saver.save(
                 PendingActions(saves=[str(path)]), self, SavedCallbackState.of(self), weights_only=False, wait=False
             )
         saver.stopping = True
         saver.settle()
-        end_fit(trainer)
+        signals.end_fit(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Everything is committed and no directory is held: SLURM may end the job now, if it is to be requeued."""
@@ -235,7 +231,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         saver = self._saver
         if saver is not None and saver.stopper is self and saver.requeue_due:
             saver.requeue_due = False
-            requeueing.requeue(trainer)
+            signals.requeue(trainer)
 
     def _should_skip_saving_checkpoint(self, trainer: Any) -> bool:
         stopping = self._saver is not None and self._saver.stopping
@@ -392,17 +388,9 @@ class SafeCheckpointCallback(ModelCheckpoint):
             self._saver.settle()
 
     def settled(self, trainer: Any, info: CheckpointInfo | None) -> None:
-        """A save of this callback is over: loggers and callbacks are told of what exists, not of what is hoped for."""
-        if info is None:
-            return
-        for log in trainer.loggers if trainer.is_global_zero else ():
-            log.after_save_checkpoint(proxy(self))
-        for callback in trainer.callbacks:
-            if (hook := getattr(callback, COMMITTED_HOOK, None)) is not None:
-                try:
-                    hook(trainer, trainer.lightning_module, info)
-                except Exception:  # on this rank alone: the others are on their way into the next agreement
-                    logger.warning("%s of %r failed", COMMITTED_HOOK, callback, exc_info=True)
+        """A save of this callback is over. Only what is committed is reported to loggers and callbacks."""
+        if info is not None:
+            report_commit(self, trainer, info)
 
     @property
     def _came_from(self) -> Path | None:

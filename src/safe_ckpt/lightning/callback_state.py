@@ -1,12 +1,19 @@
-"""What a ModelCheckpoint believes, and how to take it back when a save has failed."""
+"""A ModelCheckpoint's attributes (``best_model_path``, ...): restored when a save fails, reported when one is committed."""
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+from weakref import proxy
 
+from safe_ckpt.adapters import CheckpointInfo, SaveHandle
+from safe_ckpt.adapters.tracking import Tracking
+
+logger = logging.getLogger(__name__)
+COMMITTED_HOOK = "on_checkpoint_committed"
 _FIELDS = (
     "best_k_models",
     "best_model_path",
@@ -22,17 +29,17 @@ _FIELDS = (
 
 @dataclass(frozen=True)
 class SavedCallbackState:
-    """A callback's beliefs at one moment."""
+    """The attributes of a callback at one moment."""
 
     values: dict[str, Any]
 
     @classmethod
     def of(cls, callback: object) -> SavedCallbackState:
-        """Take a copy of what ``callback`` believes now."""
+        """Copy the attributes of ``callback``."""
         return cls({name: copy.copy(getattr(callback, name)) for name in _FIELDS if hasattr(callback, name)})
 
     def restore(self, callback: object) -> None:
-        """Make ``callback`` believe it again."""
+        """Give ``callback`` these attributes again."""
         for name, value in self.values.items():
             setattr(callback, name, copy.copy(value))
 
@@ -89,6 +96,77 @@ def reconcile(callback: Any, existing: Collection[str]) -> None:
 
 
 def known_paths(callback: Any) -> list[str]:
-    """Every path that a ModelCheckpoint believes to exist."""
+    """Every path in a ModelCheckpoint's attributes."""
     paths = [*callback.best_k_models, callback.best_model_path, callback.kth_best_model_path, callback.last_model_path]
     return [path for path in dict.fromkeys(map(str, paths)) if path]
+
+
+def report_commit(callback: Any, trainer: Any, info: CheckpointInfo) -> None:
+    """Report what is committed to the Trainer's loggers, and to callbacks with an ``on_checkpoint_committed``."""
+    for log in trainer.loggers if trainer.is_global_zero else ():
+        log.after_save_checkpoint(proxy(callback))
+    for other in trainer.callbacks:
+        if (hook := getattr(other, COMMITTED_HOOK, None)) is not None:
+            try:
+                hook(trainer, trainer.lightning_module, info)
+            except Exception:  # on this rank alone: the others are on their way into the next agreement
+                logger.warning("%s of %r failed", COMMITTED_HOOK, other, exc_info=True)
+
+
+class Owner(Protocol):
+    """The callback for which something is saved."""
+
+    def settled(self, trainer: Any, info: CheckpointInfo | None) -> None:
+        """A save of it is over; ``info`` is None when it failed."""
+
+
+@dataclass(frozen=True)
+class _Flight:
+    handle: SaveHandle
+    owner: Owner | None
+    state: SavedCallbackState | None
+
+
+class Flights:
+    """The saves that are in flight, in their order, each with the callback that it is for.
+
+    Args:
+        trainer: whose.
+        tracking: what its loggers are told through.
+    """
+
+    def __init__(self, trainer: Any, tracking: Tracking) -> None:
+        self._trainer = trainer
+        self._tracking = tracking
+        self._flights: list[_Flight] = []
+
+    def add(self, handle: SaveHandle, owner: Owner | None, state: SavedCallbackState | None) -> None:
+        """A save was begun. ``state`` is what ``owner`` gets back if it fails."""
+        self._flights.append(_Flight(handle, owner, state))
+
+    def land(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing is in flight; report to the owners what became of theirs. Failures stay to be raised.
+
+        Raises:
+            RendezvousTimeout: it takes longer than ``timeout_s``.
+        """
+        while self._flights:
+            flight = self._flights[0]
+            flight.handle.settle(timeout_s)
+            self._report(flight)
+
+    def look(self) -> None:
+        """Report to the owner what has been committed meanwhile, without waiting."""
+        if self._flights and self._flights[0].handle.outcome is not None:
+            self._report(self._flights[0])
+
+    def _report(self, flight: _Flight) -> None:
+        if flight not in self._flights:
+            return  # a signal handler that saves came first
+        self._flights.remove(flight)
+        info = flight.handle.outcome
+        if info is None and flight.owner is not None and flight.state is not None:
+            flight.state.restore(flight.owner)
+        self._tracking.report_one(flight.handle)
+        if flight.owner is not None:
+            flight.owner.settled(self._trainer, info)

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from safe_ckpt.core.directory import commit_order
-from safe_ckpt.core.formats.verify import verify_if_ours
-from safe_ckpt.core.saving import one_shot
-from safe_ckpt.core.storage import presence
+from safe_ckpt.adapters import presence
+from safe_ckpt.adapters.directories import commit_order, one_shot, verify_if_ours
 from safe_ckpt.lightning.compat import CheckpointIO
 from safe_ckpt.lightning.resume import WEIGHTS_ONLY
 

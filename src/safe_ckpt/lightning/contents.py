@@ -1,38 +1,29 @@
-"""What a Trainer saves: its own checkpoint, with what the ranks add to it for an exact continuation, planned as files."""
+"""What a Trainer saves: its own checkpoint, with what the ranks add to it for an exact continuation, planned as files.
+
+In Lightning forward and backward run inside ``optimizer.step``, as its closure, and the optimizer gate waits behind the
+closure. Whatever else a module or a callback does to parameters in between cannot be known from outside: ``"auto"`` is eager.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from safe_ckpt.core.coordination.log_entry import reraise
-from safe_ckpt.core.formats import file_plan
-from safe_ckpt.core.formats.file_plan import FilePlan
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.storage.copier import FileCopy
+from safe_ckpt.adapters import Engine, FilePlan, OverlapPlan, file_plan, reraise
+from safe_ckpt.adapters.planned import Planned
 from safe_ckpt.errors import CoordinationError
-from safe_ckpt.lightning import engines, loop_state, strategies
+from safe_ckpt.lightning import loop_state, strategies
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 
 if TYPE_CHECKING:
-    from safe_ckpt.core.sharding.dcp_plan import ShardPlanner
+    from safe_ckpt.adapters import ShardPlanner
+
+_SWAPPERS = frozenset({"StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning"})
 
 
-@dataclass(frozen=True)
-class Files:
-    """What of a request of the core is this rank's."""
-
-    images: Sequence[FilePlan] = ()
-    error: Exception | None = None
-    copies: Sequence[FileCopy] = ()
-    folders: Sequence[str] = ()
-    notes: Mapping[str, Any] = field(default_factory=dict)
-
-
-def images(
+def planned(
     engine: Engine,
     trainer: Any,
     io: SafeCheckpointIO,
@@ -42,7 +33,7 @@ def images(
     whole: bool,
     broken_off: dict[str, Any] | None = None,
     shards: ShardPlanner | None = None,
-) -> Files:
+) -> Planned:
     """The planned files of this rank; what went wrong, where it did. Nothing is raised before all ranks know of it.
 
     Args:
@@ -61,26 +52,26 @@ def images(
     if form is not None and form.engine:
         return _of_an_engine(engine, trainer, found, error)
     if shards is not None and form is not None:
-        return Files(*_sharded(engine, form, shards, found, error))
+        images, error = _sharded(engine, form, shards, found, error)
+        return Planned(images=images, error=error)
     if form is not None and form.gathers:
         found, error = _gathered(engine, trainer, found, error)
     if found is None or error is not None:
-        return Files(error=error)
+        return Planned(error=error)
     try:
         image = file_plan.torch_image(path.name, found, strict=False, key="checkpoint")
     except Exception as problem:
-        return Files(error=problem)
-    return Files([file_plan.single(image, path.name)])
+        return Planned(error=problem)
+    return Planned(images=[file_plan.single(image, path.name)])
 
 
-def _of_an_engine(engine: Engine, trainer: Any, checkpoint: dict[str, Any] | None, error: Exception | None) -> Files:
+def _of_an_engine(engine: Engine, trainer: Any, checkpoint: dict[str, Any] | None, error: Exception | None) -> Planned:
     try:
-        found = engines.collect(engine, trainer.strategy, checkpoint, error)
+        return strategies.collect_engine(engine, trainer.strategy, checkpoint, error)
     except CoordinationError:
         raise
     except Exception as problem:  # the same on all ranks
-        return Files(error=error or problem)
-    return Files(found.images, found.error, found.copies, found.folders, found.notes)
+        return Planned(error=error or problem)
 
 
 def _whole_checkpoint(
@@ -178,3 +169,17 @@ def numbers(trainer: Any) -> dict[str, float]:
         except (TypeError, ValueError, RuntimeError):
             continue
     return found
+
+
+def overlap_plan(trainer: Any, mode: Literal["auto", "eager", "overlapped"]) -> OverlapPlan | None:
+    """What may be copied after ``save`` has returned; None for nothing.
+
+    Args:
+        trainer: in ``fit``.
+        mode: ``CheckpointConfig.snapshot``. Also with ``"overlapped"`` nothing is deferred beside callbacks that are known to
+            change parameters between steps, nor with DeepSpeed.
+    """
+    kinds = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
+    if mode != "overlapped" or kinds & _SWAPPERS or hasattr(trainer.strategy, "deepspeed_engine"):
+        return None
+    return OverlapPlan([trainer.lightning_module], trainer.optimizers) or None

@@ -1,13 +1,16 @@
-"""Putting safe_ckpt into a Trainer: the I/O of its strategy, the saver behind it, and ``save_checkpoint`` itself."""
+"""Putting safe_ckpt into a Trainer: what is refused, the I/O of its strategy, the saver behind it, and ``save_checkpoint``."""
 
 from __future__ import annotations
 
 import functools
+import os
+from pathlib import Path
 from typing import Any
 
-from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.adapters import refused_retention
+from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.lightning import requeueing, strategies
+from safe_ckpt.lightning import signals, strategies
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 from safe_ckpt.lightning.saver import TrainerSaver
 
@@ -20,7 +23,7 @@ def install(trainer: Any, config: CheckpointConfig) -> TrainerSaver:
     Raises:
         ConfigError: the strategy is not covered, another CheckpointIO is in use, or the callbacks disagree.
     """
-    config = requeueing.watching(trainer, config)
+    config = signals.with_requeue_signal(trainer, config)
     strategy = trainer.strategy
     present = strategy.checkpoint_io
     if isinstance(present, SafeCheckpointIO) and isinstance(present.saver, TrainerSaver) and not present.saver.closed:
@@ -117,3 +120,43 @@ def _writes_as_torch(io: Any) -> bool:
 def _is_unsharded(strategy: Any) -> bool:
     # Exactly those that leave saving to the base class: rank 0 hands one dict to the I/O.
     return bool(type(strategy).save_checkpoint.__qualname__ == "Strategy.save_checkpoint")
+
+
+def check_arguments(
+    dirpath: str | Path | None,
+    config: CheckpointConfig,
+    resume: str | None,
+    *,
+    save_weights_only: bool,
+    from_environment: bool = False,
+) -> None:
+    """Refuse what cannot work together. ``from_environment``: the program gave no ``config``.
+
+    Raises:
+        ConfigError: naming the argument.
+    """
+    if config.on_busy != "wait" or config.max_in_flight != 1:
+        message = "a Trainer saves one after the other: leave on_busy and max_in_flight alone"
+        raise ConfigError(key="config.on_busy", message=message)
+    if resume == "auto" and save_weights_only:
+        message = "a checkpoint of weights alone cannot be resumed from: use a second callback for those"
+        raise ConfigError(key="save_weights_only", message=message)
+    if config.retention != Retention():
+        own = "save_top_k, monitor and save_last are the retention in Lightning"
+        raise refused_retention(key="config.retention", instead=own, from_environment=from_environment)
+    if resume not in ("auto", None):
+        raise ConfigError(key="resume", message=f'expected "auto" or None, got {resume!r}')
+    if resume == "auto" and dirpath is None:
+        message = 'resume="auto" needs an explicit dirpath: the default one is new with every run'
+        raise ConfigError(key="dirpath", message=message)
+    refuse_remote(dirpath)
+
+
+def refuse_remote(dirpath: str | Path | None) -> None:
+    """Refuse a directory that is a URL.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if dirpath is not None and "://" in os.fspath(dirpath) and not os.fspath(dirpath).startswith("file://"):
+        raise ConfigError(key="dirpath", message=f"only local and mounted file systems are supported, got {dirpath}")

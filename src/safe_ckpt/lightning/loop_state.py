@@ -2,6 +2,10 @@
 
 The generators of every rank, and the states of its stateful loaders, stand in the checkpoint under one key that stock Lightning
 ignores. On a resume they are put back where the save was taken: after ``on_train_start``, before anything else of the loop.
+
+``max_steps``, ``should_stop``, a Timer and EarlyStopping can end ``fit`` in the middle of an epoch. Lightning counts that epoch
+as processed, as it does one that ended, and runs the hooks at the end of an epoch. What tells the two apart is
+``batch_progress.is_last_batch``: whether the data, or ``limit_train_batches``, had nothing more to give after that batch.
 """
 
 from __future__ import annotations
@@ -15,8 +19,8 @@ from typing import Any
 
 import torch
 
-from safe_ckpt.core.state.rng import get_rng_state, set_rng_state
-from safe_ckpt.lightning import dataloader, epochs, stand_ins
+from safe_ckpt.adapters import get_rng_state, patch, set_rng_state
+from safe_ckpt.lightning import dataloader
 
 logger = logging.getLogger(__name__)
 KEY = "safe_ckpt"
@@ -30,14 +34,14 @@ def capture(trainer: Any, broken_off: dict[str, Any] | None) -> dict[str, Any]:
         broken_off: what the generators were where this epoch was broken off; None where it was not.
     """
     loop = trainer.fit_loop
-    ended = epochs.at_end(loop)
+    ended = at_end(loop)
     rng = get_rng_state() if broken_off is None or ended else broken_off
     loaders = loop._combined_loader
     states = [] if loaders is None else loaders._state_dicts()
     if ended:
         states = [dataloader.at_end(state) for state in states]
     else:
-        unseen = epochs.unprocessed(vars(loop.epoch_loop.batch_progress.current))
+        unseen = unprocessed(vars(loop.epoch_loop.batch_progress.current))
         states = [dataloader.at_batch(state, unseen=unseen, now=rng) for state in states]
     return {"rng": rng, "loaders": states, "mid_epoch": not ended}
 
@@ -96,7 +100,7 @@ def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | 
             size,
         )
     state, batch = fit_loop.get("state_dict", {}), fit_loop["epoch_loop.batch_progress"]
-    mid_epoch = bool(saved[0]["mid_epoch"]) if saved else not epochs.ended(batch)
+    mid_epoch = bool(saved[0]["mid_epoch"]) if saved else not ended(batch)
     if mid_epoch:
         batch["is_last_batch"] = False  # an exception came while that batch was trained on: it is to be done again
     if saved:
@@ -111,7 +115,7 @@ def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | 
         mine=mine,
         mid_epoch=mid_epoch,
         finish_epoch=_let_epoch_end(fit_loop),
-        broken_off=mid_epoch and epochs.go_on_within(fit_loop),
+        broken_off=mid_epoch and go_on_within(fit_loop),
     )
 
 
@@ -120,7 +124,7 @@ def _of_stock(states: Sequence[Any], batches: Mapping[str, int]) -> dict[str, An
     rng = dataloader.generators(states)
     if rng is None:
         return None
-    unseen = epochs.unprocessed(batches)
+    unseen = unprocessed(batches)
     return {"rng": rng, "loaders": [dataloader.at_batch(state, unseen=unseen, now=rng) for state in states]}
 
 
@@ -133,13 +137,13 @@ def let_next_epoch_begin(fit_loop: Any) -> None:
 
     def begin_next(reset: Callable[[], None]) -> None:
         counts = fit_loop.epoch_progress.current
-        # An epoch that was broken off is not counted as processed any more: ``epochs.go_on_within``.
+        # An epoch that was broken off is not counted as processed any more: ``go_on_within``.
         if fit_loop.restarting and counts.ready == counts.started == counts.processed:
             fit_loop._restarting = False
             fit_loop.epoch_loop.restarting = False
         reset()
 
-    stand_ins.once(fit_loop, "reset", begin_next)
+    patch.once(fit_loop, "reset", begin_next)
 
 
 def _let_epoch_end(fit_loop: dict[str, Any]) -> bool:
@@ -188,7 +192,7 @@ def _put_generators_back(fit_loop: Any, rng: Mapping[str, Any]) -> None:
         set_rng_state(rng)
         on_advance_start()
 
-    stand_ins.once(fit_loop, "on_advance_start", put_back)
+    patch.once(fit_loop, "on_advance_start", put_back)
 
 
 def _train_at_once(epoch_loop: Any) -> None:
@@ -198,14 +202,14 @@ def _train_at_once(epoch_loop: Any) -> None:
         on_run_start(data_fetcher)
         epoch_loop.restarting = False
 
-    stand_ins.once(epoch_loop, "on_run_start", begin)
+    patch.once(epoch_loop, "on_run_start", begin)
 
 
 def _start_epoch_with(epoch_loop: Any, *, finish: bool) -> None:
     def begin(on_run_start: Callable[[Any], None], data_fetcher: Any) -> None:
         validation_due = epoch_loop.restarting and epoch_loop._should_check_val_fx(data_fetcher)
         if finish and validation_due:
-            stand_ins.once(epoch_loop, "on_advance_end", validate_too)
+            patch.once(epoch_loop, "on_advance_end", validate_too)
         elif finish:
             epoch_loop.restarting = False  # else the loop would ask for one more batch
         elif not validation_due and not epoch_loop.done:
@@ -217,7 +221,7 @@ def _start_epoch_with(epoch_loop: Any, *, finish: bool) -> None:
         epoch_loop._skip_next_val = False
         on_advance_end(data_fetcher)
 
-    stand_ins.once(epoch_loop, "on_run_start", begin)
+    patch.once(epoch_loop, "on_run_start", begin)
 
 
 def _warn_if_inexact(trainer: Any, mine: Mapping[str, Any]) -> None:
@@ -228,3 +232,89 @@ def _warn_if_inexact(trainer: Any, mine: Mapping[str, Any]) -> None:
             "again and the run will differ from an uninterrupted one. Use safe_ckpt.lightning.resumable(loader), a "
             "torchdata StatefulDataLoader, or save at the ends of epochs"
         )
+
+
+def at_end(fit_loop: Any) -> bool:
+    """Whether the loop has trained on the last batch of an epoch, and has not begun the next one."""
+    # A loader that gives fewer batches than its length says ends an epoch without a last batch.
+    fetcher, batches = fit_loop._data_fetcher, fit_loop.epoch_loop.batch_progress
+    last = batches.is_last_batch or (fetcher is not None and fetcher.done)
+    return bool(last) and not unprocessed(vars(batches.current))
+
+
+def ended(batch_progress: Mapping[str, Any]) -> bool:
+    """The same of the state of a loop, as far as it tells."""
+    return bool(batch_progress["is_last_batch"]) and not unprocessed(batch_progress["current"])
+
+
+def unprocessed(batches: Mapping[str, int]) -> int:
+    """How many batches were fetched and not trained on: one where an exception came in between."""
+    return max(0, batches["ready"] - batches["processed"])
+
+
+def go_on_within(fit_loop: dict[str, Any]) -> bool:
+    """In the state of a loop that broke an epoch off, count that epoch as one that goes on.
+
+    Stock Lightning would train the rest of it under the number of the next one, so that a DistributedSampler shuffles anew, or
+    with ``max_epochs`` leave the rest out.
+
+    Args:
+        fit_loop: of a checkpoint whose epoch has not ended.
+
+    Returns:
+        Whether it was broken off.
+    """
+    epoch, batch = fit_loop.get("epoch_progress"), fit_loop.get("epoch_loop.batch_progress")
+    if not epoch or not batch or batch["is_last_batch"] or not batch["current"]["ready"]:
+        return False
+    current = epoch["current"]
+    if not current["processed"] or current["processed"] != current["ready"]:
+        return False
+    for count in (epoch["total"], current):
+        count["processed"] -= 1
+        count["completed"] = count["processed"]
+    return True
+
+
+class BreakingOff:
+    """Notes what the random generators are when an epoch is broken off.
+
+    What follows is not part of a run that goes on: the hooks at the end of an epoch, and the validation that Lightning adds
+    when it was told to stop. All of them may be random, and a validation loader is.
+
+    Attributes:
+        rng: what they were; None while the epoch goes on.
+    """
+
+    def __init__(self) -> None:
+        self.rng: dict[str, Any] | None = None
+
+    def watch(self, trainer: Any) -> None:
+        """Note it from now on, until ``forget``."""
+        epoch_loop = trainer.fit_loop.epoch_loop
+        original = epoch_loop.on_advance_end
+
+        def on_advance_end(data_fetcher: Any) -> None:
+            self.rng = get_rng_state() if _adds_a_validation(trainer, data_fetcher) else None
+            original(data_fetcher)
+            if self.rng is None and epoch_loop.done and not at_end(trainer.fit_loop):
+                self.rng = get_rng_state()
+
+        patch.put(epoch_loop, "on_advance_end", on_advance_end)
+
+    @staticmethod
+    def forget(trainer: Any) -> None:
+        """Let the loop be as it was."""
+        patch.take_away(trainer.fit_loop.epoch_loop, "on_advance_end")
+
+
+def _adds_a_validation(trainer: Any, data_fetcher: Any) -> bool:
+    """Whether Lightning validates at this batch only because it was told to stop."""
+    loop = trainer.fit_loop
+    if not trainer.should_stop or not loop._can_stop_early or at_end(loop):
+        return False
+    trainer.should_stop = False
+    try:
+        return not loop.epoch_loop._should_check_val_fx(data_fetcher)
+    finally:
+        trainer.should_stop = True

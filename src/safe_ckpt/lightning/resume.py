@@ -11,19 +11,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from safe_ckpt.core.directory import catalog
-from safe_ckpt.core.directory.catalog import Candidate
-from safe_ckpt.core.directory.workspace import Workspace
-from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
-from safe_ckpt.core.formats.verify import verify_if_ours, verify_share
-from safe_ckpt.core.saving import resume
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.storage import durable, presence
-from safe_ckpt.core.storage.durable import Link
-from safe_ckpt.errors import ConfigError, CorruptCheckpointError, NoValidCheckpointError, SafeCheckpointError
-from safe_ckpt.lightning import requeueing, stand_ins
-from safe_ckpt.lightning.peek import peek
-from safe_ckpt.lightning.strategies import facts_file, is_sharded_directory
+from safe_ckpt.adapters import CheckpointInfo, Engine, Link, layouts, patch, presence
+from safe_ckpt.adapters.directories import (
+    Candidate,
+    Workspace,
+    catalog,
+    durable,
+    read_manifest,
+    resume,
+    verify_if_ours,
+    verify_share,
+)
+from safe_ckpt.adapters.layouts import Layout
+from safe_ckpt.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    HostileCheckpointError,
+    NoValidCheckpointError,
+    SafeCheckpointError,
+    UnsupportedFormatError,
+)
+from safe_ckpt.inspection.files import Window
+from safe_ckpt.inspection.torch_reader import looks_like_archive, open_archive, read_old_file
+from safe_ckpt.lightning import signals
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +75,13 @@ def arrange(trainer: Any, saver: Resumer, directory: Path, suffix: str) -> None:
 
     # Lightning has no public seam here: when setup() runs, ckpt_path is a local variable of the Trainer already.
     def restore(original: Callable[..., None], checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-        rival = requeueing.resume_path(trainer) if checkpoint_path is not None else None
+        rival = signals.requeue_resume_path(trainer) if checkpoint_path is not None else None
         if checkpoint_path is None or (rival is not None and rival == Path(os.path.abspath(checkpoint_path))):
             chosen = saver.resume_from(directory, suffix, rival)
             checkpoint_path = str(chosen) if chosen is not None else None
         original(checkpoint_path, *args, **kwargs)
 
-    stand_ins.once(trainer._checkpoint_connector, "_restore_modules_and_callbacks", restore)
+    patch.once(trainer._checkpoint_connector, "_restore_modules_and_callbacks", restore)
 
 
 def choose(engine: Engine, workspace: Workspace, suffix: str) -> Path | None:
@@ -112,13 +122,12 @@ def choose_beside(engine: Engine, workspace: Workspace, suffix: str, rival: Path
 
 
 def _step(path: Path) -> int:
-    seen = peek(facts_file(path))
-    return seen.step if seen is not None else -1
+    return look_inside(path).step
 
 
 def listed(directory: Path, suffix: str) -> list[Candidate]:
     """The checkpoints of a directory: files, and the directories that sharding strategies write."""
-    return catalog.list_files(directory, suffix, is_sharded_directory)
+    return catalog.list_files(directory, suffix, layouts.is_lightning_directory)
 
 
 def _verify(path: Path) -> None:
@@ -141,15 +150,28 @@ def _judged(candidate: Candidate) -> Candidate:
         return candidate
     if candidate.manifest is not None:
         weights_only = bool(candidate.manifest.notes.get(WEIGHTS_ONLY))
-        return dataclasses.replace(candidate, problem=_NO_STATE) if weights_only else candidate
-    seen = peek(facts_file(candidate.path))
-    if seen is None:
-        return dataclasses.replace(candidate, problem="is no checkpoint")
-    without_state = not seen.whole if presence.is_directory(candidate.path) else seen.weights_only
-    return dataclasses.replace(candidate, step=seen.step, problem=_NO_STATE if without_state else "")
+        return dataclasses.replace(candidate, problem=layouts.WEIGHTS_ONLY) if weights_only else candidate
+    seen = look_inside(candidate.path)
+    return dataclasses.replace(candidate, step=seen.step, problem=seen.problem)
 
 
-_NO_STATE = "holds weights only, no state of the training"
+def look_inside(path: Path) -> Layout:
+    """What a checkpoint of another tool says about itself, read without loading a tensor and without running its pickle.
+
+    Raises:
+        OSError: it could not be read.
+    """
+    kind = layouts.LIGHTNING_SHARDED if presence.is_directory(path) else layouts.LIGHTNING_FILE
+    layout = kind.layout_of(path)
+    try:
+        with Window(layouts.facts_file(path)) as window:
+            return layout.told_by(open_archive(window).root if looks_like_archive(window) else read_old_file(window))
+    except HostileCheckpointError as error:
+        return dataclasses.replace(layout, problem=f"is no checkpoint: {error.message}", resumable=False)
+    except CorruptCheckpointError:
+        return layout.told_by(None)
+    except UnsupportedFormatError:  # too long to be looked at: only its name tells
+        return layout
 
 
 def _finish(workspace: Workspace, info: CheckpointInfo) -> None:

@@ -8,59 +8,42 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.coordinator import open_coordinator
-from safe_ckpt.core.coordination.log_entry import reraise
-from safe_ckpt.core.directory import catalog, commit_order
-from safe_ckpt.core.directory.retention import DeleteListed
-from safe_ckpt.core.directory.workspace import Workspace
-from safe_ckpt.core.formats.manifest import CheckpointInfo
-from safe_ckpt.core.saving import one_shot, resume
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.export import Exporter
-from safe_ckpt.core.saving.handle import SaveHandle
-from safe_ckpt.core.saving.held_directories import HeldDirectories
-from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit, SaveRequest, Snapshot, Unplanned
-from safe_ckpt.core.state import plan
-from safe_ckpt.core.storage.durable import Link
-from safe_ckpt.errors import (
-    RendezvousTimeout,
-    SaveError,
+from safe_ckpt.adapters import (
+    DeleteListed,
+    Destination,
+    Engine,
+    Facts,
+    Link,
+    OnCommit,
+    SaveHandle,
+    SaveRequest,
+    open_coordinator,
+    plan,
+    reraise,
 )
+from safe_ckpt.adapters.directories import HeldDirectories, catalog, one_shot, resume
+from safe_ckpt.adapters.planned import Planned
+from safe_ckpt.adapters.tracking import Tracking
+from safe_ckpt.adapters.weights import Exporter
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.errors import RendezvousTimeout, SaveError
 from safe_ckpt.events import Hook
-from safe_ckpt.lightning import contents, overlapping, requeueing, stopping, strategies
+from safe_ckpt.lightning import contents, signals, strategies
 from safe_ckpt.lightning import resume as resuming
-from safe_ckpt.lightning.callback_state import PendingActions, SavedCallbackState
+from safe_ckpt.lightning.callback_state import Flights, Owner, PendingActions, SavedCallbackState
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
-from safe_ckpt.lightning.epochs import BreakingOff
-from safe_ckpt.lightning.loop_state import Continuation
-from safe_ckpt.lightning.scalars import LoggerScalars
+from safe_ckpt.lightning.directories import TrainerDirectories
+from safe_ckpt.lightning.loop_state import BreakingOff, Continuation
 from safe_ckpt.lightning.signals import in_signal_handler
 
 if TYPE_CHECKING:
     import torch
 
-    from safe_ckpt.core.sharding.dcp_plan import ShardPlanner
 
 logger = logging.getLogger(__name__)
-
-
-class Owner(Protocol):
-    """The callback for which something is saved."""
-
-    def settled(self, trainer: Any, info: CheckpointInfo | None) -> None:
-        """A save of it is over; ``info`` is None when it failed."""
-
-
-@dataclass(frozen=True)
-class _Flight:
-    handle: SaveHandle
-    owner: Owner | None
-    shadow: SavedCallbackState | None
 
 
 class TrainerSaver:
@@ -78,13 +61,14 @@ class TrainerSaver:
         stopping: whether a signal ended the run: what is saved after that would stand in the way of the resume.
         stopper: the callback that asks for signals, the last one, when all others have saved what was due.
         continuation: what is left to be done before a resumed loop goes on.
+        closed: whether the pipeline has ended.
         requeue_due: whether the job goes back into SLURM's queue when ``fit`` is over.
     """
 
     def __init__(self, trainer: Any, config: CheckpointConfig, io: SafeCheckpointIO) -> None:
         self.config = config
         self.engine = Engine(config, owner="a Trainer; it is free when fit() has ended")
-        self._scalars = LoggerScalars(trainer, self.engine)
+        self._flights = Flights(trainer, Tracking(self.engine, self._loggers))
         self._hooks: list[Hook] = []
         self._trainer = trainer
         self._io = io
@@ -96,21 +80,18 @@ class TrainerSaver:
         self.requeue_due = False
         self.continuation: Continuation | None = None
         self._breaking_off = BreakingOff()
-        self._wish = requeueing.Wish()
+        self._wish = signals.RequeueWish()
         self._last_whole: SaveHandle | None = None
-        self._shards = self._shard_planner()
-        self._workspaces: dict[Path, Workspace] = {}
+        self._shards = strategies.planner(self.engine, trainer.strategy)
+        self._directories = TrainerDirectories(self.engine)
         self._counted: set[tuple[Path, str]] = set()
-        self._flights: list[_Flight] = []
         self._collector: tuple[Callable[[str], None], bool] | None = None
         self._busy = False
-        self._closed = False
+        self.closed = False
         self._out_by: float | None = None
 
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-        return self.engine.rank
+    def _loggers(self) -> list[tuple[str, Callable[..., Any]]]:
+        return [(type(one).__name__, one.log_metrics) for one in self._trainer.loggers]
 
     def add_hooks(self, hooks: Iterable[Hook]) -> None:
         """Further ones that are called with what happens; one that several callbacks have is called once."""
@@ -121,9 +102,7 @@ class TrainerSaver:
 
     def hold(self, directory: Path, suffix: str) -> None:
         """Take a directory of checkpoints; a second callback may name the same one."""
-        if directory not in self._workspaces:
-            self._workspaces[directory] = self.engine.hold(directory)
-        workspace = self._workspaces[directory]
+        workspace = self._directories.hold(directory)
         if (directory, suffix) not in self._counted:
             self._counted.add((directory, suffix))
             self.engine.agree(
@@ -138,23 +117,19 @@ class TrainerSaver:
 
     def hold_beside(self, path: Path, sequence: int) -> None:
         """Take the folder of one file, whose place in the order of commits is known."""
-        workspace = self._workspaces[path.parent] = self.engine.hold(path.parent)
-        workspace.start_after(sequence - 1)
+        self._directories.hold(path.parent).start_after(sequence - 1)
 
     def holds(self, directory: Path) -> bool:
         """Whether this directory is taken already."""
-        return directory in self._workspaces and not self._closed
+        return directory in self._directories and not self.closed
 
     def land(self, timeout_s: float | None = None) -> None:
-        """Wait until nothing is in flight; tell the owners what became of theirs. Failures stay to be raised.
+        """Wait until nothing is in flight; report to the owners what became of theirs. Failures stay to be raised.
 
         Raises:
             RendezvousTimeout: it takes longer than ``timeout_s``.
         """
-        while self._flights:
-            flight = self._flights[0]
-            flight.handle.settle(timeout_s)
-            self._tell(flight)
+        self._flights.land(timeout_s)
 
     def land_on_exception(self) -> None:
         """As ``land``; all of the way out after an exception takes ``shutdown_s`` at most.
@@ -168,15 +143,14 @@ class TrainerSaver:
         """Wait until nothing is in flight.
 
         Raises:
-            SafeCheckpointError: a save failed; its owner believes again what it did before. The same on every rank.
+            SafeCheckpointError: a save failed; its owner has the attributes of before. The same on every rank.
         """
         self.land()
         self.engine.raise_unreported()
 
     def look(self) -> None:
-        """Tell the owner of what has been committed meanwhile, without waiting."""
-        if self._flights and self._flights[0].handle.outcome is not None:
-            self._tell(self._flights[0])
+        """Report to the owner what has been committed meanwhile, without waiting."""
+        self._flights.look()
 
     def save(
         self,
@@ -202,7 +176,7 @@ class TrainerSaver:
             if owner is not None and shadow is not None:
                 shadow.restore(owner)
             raise
-        self._flights.append(_Flight(handle, owner, shadow))
+        self._flights.add(handle, owner, shadow)
         if intents.saves and not weights_only:
             self._last_whole = handle
         if wait:
@@ -221,9 +195,9 @@ class TrainerSaver:
             self._save_alone(target, weights_only)
         elif self._collector is not None and bool(weights_only) == self._collector[1]:
             self._collector[0](os.fspath(path))
-        elif self._closed and strategies.layout_of(self._trainer.strategy) is not None:
+        elif self.closed and strategies.layout_of(self._trainer.strategy) is not None:
             self._save_with_another(target, weights_only)
-        elif self._closed:
+        elif self.closed:
             self._save_without_pipeline(target, weights_only)
         else:
             intents = PendingActions(saves=[str(target)])
@@ -256,13 +230,7 @@ class TrainerSaver:
 
     def next_sequence(self, path: Path) -> int:
         """The place of ``path`` in the order of commits, for a file that is written past the pipeline."""
-        held = next((workspace for directory, workspace in self._workspaces.items() if directory in path.parents), None)
-        if held is not None and not self._closed:
-            return held.next_sequence()
-        # Any of them may have given out the number of a file elsewhere, see ``_root_of``.
-        return commit_order.sequence_beside(
-            path, after=max((workspace.last_sequence for workspace in self._workspaces.values()), default=0)
-        )
+        return self._directories.next_sequence(path, closed=self.closed)
 
     def _save_alone(self, path: Path, weights_only: bool | None) -> None:
         """From a signal handler: this rank may be in the middle of an agreement, or the others in a collective.
@@ -274,23 +242,10 @@ class TrainerSaver:
             cause = (
                 "from a signal handler no rank can count on the others, and each has only a part: save at the next step"
             )
-            raise SaveError(name=path.name, cause=cause, rank=self.rank, phase="signal handler")
+            raise SaveError(name=path.name, cause=cause, rank=self.engine.rank, phase="signal handler")
         with self._io.writing():
             checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only)
             self._trainer.strategy.save_checkpoint(checkpoint, str(path))
-
-    @property
-    def _makes_directories(self) -> bool:
-        form = strategies.layout_of(self._trainer.strategy)
-        return form is not None and form.sharded
-
-    def _shard_planner(self) -> ShardPlanner | None:
-        form = strategies.layout_of(self._trainer.strategy)
-        if form is None or not form.sharded or form.engine:
-            return None
-        from safe_ckpt.core.sharding.dcp_plan import ShardPlanner  # DCP takes a while to import
-
-        return ShardPlanner(self.engine.coordinator, barrier_s=self.engine.config.timeouts.barrier_s, strict=False)
 
     def _save_with_another(self, path: Path, weights_only: bool | None) -> None:
         """After ``fit``, where every rank writes: with a pipeline of its own."""
@@ -356,7 +311,7 @@ class TrainerSaver:
             suffix: of its files.
             rival: a file that Lightning would resume from; taken when it is the newer one.
         """
-        workspace = self._workspaces[directory]
+        workspace = self._directories[directory]
         if rival is None:
             self.resumed_from = resuming.choose(self.engine, workspace, suffix)
         else:
@@ -366,7 +321,7 @@ class TrainerSaver:
 
     def end(self) -> None:
         """Finish what is in flight and end the pipeline. After an exception nothing here raises: that one is to be seen."""
-        if self._closed:
+        if self.closed:
             return
         interrupted = str(getattr(self._trainer.state.status, "value", "")) == "interrupted"
         try:
@@ -376,8 +331,8 @@ class TrainerSaver:
             else:
                 self.land()
         finally:
-            self._closed = True
-            stopping.restore(self._trainer)
+            self.closed = True
+            signals.undo_end_fit(self._trainer)
             self._breaking_off.forget(self._trainer)
             self.engine.close(quiet=interrupted, within_s=self._left_s() if interrupted else None)
 
@@ -386,11 +341,6 @@ class TrainerSaver:
             self._out_by = time.monotonic() + self.config.timeouts.shutdown_s
         return max(0.0, self._out_by - time.monotonic())
 
-    @property
-    def closed(self) -> bool:
-        """Whether the pipeline has ended."""
-        return self._closed
-
     def begin_training(self) -> None:
         """The loops are about to run, and Lightning's own signal handlers are in place. Every rank calls this."""
         if not self.training:
@@ -398,8 +348,8 @@ class TrainerSaver:
             self._breaking_off.watch(self._trainer)
             state: dict[str, Any] = {"module": self._trainer.lightning_module}
             state.update({f"optimizer {number}": one for number, one in enumerate(self._trainer.optimizers)})
-            self.engine.prepare(plan.expected_bytes(state, rank=self.rank))
-            self.engine.watch_signals(self._wish.take_from(stopping.without_lightnings))
+            self.engine.prepare(plan.expected_bytes(state, rank=self.engine.rank))
+            self.engine.watch_signals(self._wish.take_from(signals.without_lightnings))
 
     def agree_on_exception(self) -> None:
         """Learn whether all ranks are about to save at an exception, within ``peer_stall_s``. Each that is calls this.
@@ -408,7 +358,7 @@ class TrainerSaver:
             SafeCheckpointError: some are not.
         """
         timeout_s = self.config.timeouts.peer_stall_s
-        if not self._closed:
+        if not self.closed:
             self.engine.coordinator.agree("exception", timeout_s=timeout_s)
             return
         timeouts = dataclasses.replace(self.config.timeouts, barrier_s=timeout_s)
@@ -431,24 +381,13 @@ class TrainerSaver:
             )
         return self.requeue_due
 
-    def _tell(self, flight: _Flight) -> None:
-        if flight not in self._flights:
-            return  # a signal handler that saves came first
-        self._flights.remove(flight)
-        info = flight.handle.outcome
-        if info is None and flight.owner is not None and flight.shadow is not None:
-            flight.shadow.restore(flight.owner)
-        self._scalars.tell(flight.handle.name)
-        if flight.owner is not None:
-            flight.owner.settled(self._trainer, info)
-
     def _request(self, intents: PendingActions, *, weights_only: bool | None, overlap: bool) -> SaveRequest:
         primary = Path(os.path.abspath((intents.saves or [*intents.links, *intents.removals])[0]))
-        workspace = self._root_of(primary)
-        files = contents.Files()
+        workspace = self._directories.of(primary)
+        files = Planned()
         if intents.saves:
             fitting = self.training and str(getattr(self._trainer.state.fn, "value", "")) == "fit"
-            files = contents.images(
+            files = contents.planned(
                 self.engine,
                 self._trainer,
                 self._io,
@@ -462,10 +401,12 @@ class TrainerSaver:
         links += [Link(path=Path(os.path.abspath(path)), target=target) for path, target in intents.links.items()]
         to_delete = [Path(os.path.abspath(path)) for path in intents.to_delete]
         notes = resuming.notes(workspace, links=links, to_delete=to_delete, weights_only=bool(weights_only))
-        is_directory = self._makes_directories and bool(intents.saves)
+        is_directory = strategies.is_sharded(self._trainer.strategy) and bool(intents.saves)
         return SaveRequest(
             destination=Destination(workspace=workspace, path=primary, kind="directory" if is_directory else "file"),
-            content=self._content(files, overlap=overlap),
+            content=files.content(
+                overlap=contents.overlap_plan(self._trainer, self.config.snapshot) if files.images and overlap else None
+            ),
             facts=Facts(
                 step=int(self._trainer.global_step),
                 metrics=contents.numbers(self._trainer),
@@ -474,26 +415,3 @@ class TrainerSaver:
             must_match={"names": ", ".join([*intents.saves, *intents.links])},
             on_commit=OnCommit(links=links, retention=DeleteListed(paths=to_delete) if to_delete else None),
         )
-
-    def _content(self, files: contents.Files, *, overlap: bool) -> Content:
-        if files.error is not None:
-            return Unplanned(error=files.error)
-        plan = overlapping.overlap_plan(self._trainer, self.config.snapshot) if files.images and overlap else None
-        return Snapshot(files=files.images, copies=files.copies, folders=files.folders, overlap=plan)
-
-    def _root_of(self, path: Path) -> Workspace:
-        """The held directory in which ``path`` lies, else one on the same file system: staging is done there."""
-        for directory, workspace in self._workspaces.items():
-            if directory in path.parents:
-                return workspace
-        workspaces = list(self._workspaces.values())
-        found = next((workspace for workspace in workspaces if _device(workspace.path) == _device(path)), workspaces[0])
-        if self.rank == 0:
-            found.start_after(commit_order.last_beside(path))
-        return found
-
-
-def _device(path: Path) -> int:
-    while not path.exists():
-        path = path.parent
-    return path.stat().st_dev

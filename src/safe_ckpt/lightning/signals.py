@@ -1,11 +1,29 @@
-"""Whether the code that runs was called from a signal handler."""
+"""Signals: whether a handler is running, ending ``fit`` after one, and SLURM's requeueing.
+
+After a signal ``fit`` ends at once, in order, and with nothing saved after the checkpoint that was made for it.
+
+With ``SLURMEnvironment(auto_requeue=True)``, which Lightning detects by itself, Lightning saves in the handler of SIGUSR1, on
+every rank at another place in the middle of a step, and has SLURM end the job at once. Here that signal becomes one decision
+of all ranks, as those of ``save_on_signals`` do, and Lightning's handler runs when ``fit`` is over, to requeue and no more.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import signal
 import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
+
+from safe_ckpt.adapters import patch
+from safe_ckpt.config import CheckpointConfig
+
+STOPPED_NAME = "stopped"
+HANDLER = "_slurm_sigusr_handler_fn"
 
 
 def in_signal_handler() -> bool:
@@ -28,3 +46,112 @@ def _code(handler: object) -> CodeType | None:
         # Lightning composes several handlers in an object that is called.
         code = getattr(type(handler).__call__, "__code__", None)
     return code if isinstance(code, CodeType) else None
+
+
+def end_fit(trainer: Any) -> None:
+    """Let ``fit`` return after this batch, without the validation that Lightning would run before."""
+    fit_loop = trainer.fit_loop
+    fit_loop.min_epochs = None  # else Lightning trains on until they are reached
+    fit_loop.epoch_loop.min_steps = None
+    patch.put(fit_loop.epoch_loop, "_should_check_val_fx", lambda _: False)
+    trainer.should_stop = True
+
+
+def undo_end_fit(trainer: Any) -> None:
+    """Take back what ``end_fit`` put into the loops; harmless without it."""
+    patch.take_away(trainer.fit_loop.epoch_loop, "_should_check_val_fx")
+
+
+def without_lightnings(handler: Any, without: Mapping[str, Callable[[], None]]) -> Any:
+    """A signal handler without what Lightning would do in it. What the user had installed stays.
+
+    For SIGTERM Lightning issues a broadcast from within the handler, which waits for ranks that are somewhere else, and makes
+    the loop raise before anything is saved. Stopping in agreement takes its place.
+
+    Args:
+        handler: what is installed.
+        without: names of further parts that are left out, with what is called in their place.
+    """
+    parts = getattr(handler, "signal_handlers", None)
+    if parts is None:
+        return handler
+    replaced = {"_sigterm_notifier_fn": _do_nothing, **without}
+
+    def run(number: int, frame: Any) -> None:
+        for part in parts:
+            instead = replaced.get(getattr(part, "__name__", ""))
+            if instead is not None:
+                instead()
+                continue
+            if callable(part):
+                part(number, frame)
+
+    return run
+
+
+def _do_nothing() -> None:
+    """In the place of a part that is left out."""
+
+
+def with_requeue_signal(trainer: Any, config: CheckpointConfig) -> CheckpointConfig:
+    """The settings with the signal among ``save_on_signals`` at which Lightning would requeue the job, if it would."""
+    number = _signal_of(trainer)
+    if number is None or number.name in config.save_on_signals:
+        return config
+    taken = signal.getsignal(number) not in (None, signal.SIG_DFL)  # Lightning leaves it to that handler then
+    if taken or threading.current_thread() is not threading.main_thread():
+        return config
+    return dataclasses.replace(config, save_on_signals=(*config.save_on_signals, number.name))
+
+
+def requeue_save_path(trainer: Any) -> Path:
+    """The file from which a job goes on that was requeued by Lightning."""
+    return Path(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)).absolute()
+
+
+def requeue_resume_path(trainer: Any) -> Path | None:
+    """The file from which Lightning goes on if it is given none, after it has requeued a job; None where there is none."""
+    found = trainer._checkpoint_connector._hpc_resume_path
+    return Path(found).absolute() if found is not None else None
+
+
+def requeue(trainer: Any) -> None:
+    """Let Lightning finish the loggers and requeue the job, as its handler does, without the save that it makes there."""
+    number = _signal_of(trainer)
+    if number is None:
+        return
+    with patch.Patch(trainer, {"save_checkpoint": _is_saved}):
+        getattr(trainer._signal_connector, HANDLER)(number, None)
+
+
+class RequeueWish:
+    """Whether this rank has got the signal to requeue.
+
+    Attributes:
+        made: it has.
+    """
+
+    def __init__(self) -> None:
+        self.made = False
+
+    def take_from(self, unwrap: Callable[..., Any]) -> Callable[[Any], Any]:
+        """An ``unwrap`` for ``Preemption`` that notes the wish when Lightning's handler is among those left out."""
+
+        def unwrapped(handler: Any) -> Any:
+            return unwrap(handler, without={HANDLER: self._make})
+
+        return unwrapped
+
+    def _make(self) -> None:
+        self.made = True
+
+
+def _signal_of(trainer: Any) -> signal.Signals | None:
+    environment = trainer._accelerator_connector.cluster_environment
+    if not getattr(environment, "auto_requeue", False):
+        return None
+    return signal.Signals(environment.requeue_signal)
+
+
+def _is_saved(*args: Any, **kwargs: Any) -> None:
+    """Stands in for ``Trainer.save_checkpoint`` when everything is committed."""

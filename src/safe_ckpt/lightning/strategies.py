@@ -2,30 +2,30 @@
 
 ``ModelParallelStrategy`` (FSDP2, tensor parallelism) was run with two processes on the CPU. ``FSDPStrategy`` needs a GPU: its
 sharded layout is covered by the same code and was never run; its full checkpoints are gathered by Lightning itself.
+
+DeepSpeed: Lightning starts it on CUDA GPUs only. It was run here with a strategy that is not asked for one, on two processes on
+the CPU; on GPUs it was never run.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.core.formats import file_plan
-from safe_ckpt.core.formats.file_plan import FilePlan
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME
-from safe_ckpt.core.formats.verify import verify_share
-from safe_ckpt.core.saving import resume
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.sharding.gather import gather_nested
-from safe_ckpt.core.storage import presence
-from safe_ckpt.lightning import engines, stand_ins
+from safe_ckpt.adapters import Engine, FilePlan, file_plan, layouts, patch, presence
+from safe_ckpt.adapters.directories import MANIFEST_NAME, verify
+from safe_ckpt.adapters.planned import Planned
+from safe_ckpt.adapters.sharding import gather_whole, shard_planner
 
 if TYPE_CHECKING:
     import torch
 
-META = "meta.pt"
-METADATA = ".metadata"
+    from safe_ckpt.adapters import ShardPlanner
+
+_LEFT_OUT = ("state_dict", "optimizer_states")  # DeepSpeed has them, in parts
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,16 @@ def layout_of(strategy: Any) -> Layout | None:
     return None
 
 
-def is_sharded_directory(path: Path) -> bool:
-    """Whether a directory is a sharded checkpoint: ours, or one that Lightning wrote to its end, for this file comes last."""
-    return presence.is_file(path / META) or engines.is_tag_directory(path)
+def is_sharded(strategy: Any) -> bool:
+    """Whether what a strategy writes now is a directory of which every rank has a part."""
+    form = layout_of(strategy)
+    return form is not None and form.sharded
 
 
-def facts_file(path: Path) -> Path:
-    """Where a checkpoint says how far the training was: in itself, or in one of the files of a directory."""
-    if not presence.is_directory(path):
-        return path
-    return path / META if presence.is_there(path / META) else engines.facts_file(path)
+def planner(engine: Engine, strategy: Any) -> ShardPlanner | None:
+    """What plans the shards; None where nothing is sharded, or a DeepSpeed engine does it."""
+    form = layout_of(strategy)
+    return None if form is None or not form.sharded or form.engine else shard_planner(engine)
 
 
 def dump(trainer: Any, form: Layout, weights_only: bool | None) -> dict[str, Any]:
@@ -75,16 +75,10 @@ def dump(trainer: Any, form: Layout, weights_only: bool | None) -> dict[str, Any
     A full checkpoint is asked for in parts as well: Lightning would gather it in collectives that nobody watches.
     """
     strategy = trainer.strategy
-    if not form.gathers:
+    parts = {"_save_distributed_checkpoint": True} if form.gathers else {}
+    with patch.Patch(strategy, parts):
         checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only)
         return checkpoint
-    before = strategy._save_distributed_checkpoint
-    strategy._save_distributed_checkpoint = True
-    try:
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
-    finally:
-        strategy._save_distributed_checkpoint = before
-    return checkpoint
 
 
 def split(checkpoint: Mapping[str, Any], form: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -97,7 +91,7 @@ def split(checkpoint: Mapping[str, Any], form: Layout) -> tuple[dict[str, Any], 
 
 def meta_image(rest: Mapping[str, Any]) -> FilePlan:
     """The file for what is not sharded."""
-    return file_plan.torch_image(META, dict(rest), strict=False, key="checkpoint")
+    return file_plan.torch_image(layouts.META, dict(rest), strict=False, key="checkpoint")
 
 
 def whole(engine: Engine, trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
@@ -109,13 +103,13 @@ def whole(engine: Engine, trainer: Any, checkpoint: dict[str, Any]) -> dict[str,
     parts: dict[str, Any] = {
         name: checkpoint[name] for name in ("state_dict", "optimizer_states") if name in checkpoint
     }
-    found = gather_nested(parts, engine.config.timeouts.lengthy_s, engine.group)
-    if found is None:
+    gathered = gather_whole(engine, parts)
+    if gathered is None:
         return None
     model = trainer.strategy.model
-    if "optimizer_states" in found:
-        found["optimizer_states"] = [_by_number(state, model) for state in found["optimizer_states"]]
-    return {**checkpoint, **found}
+    if "optimizer_states" in gathered:
+        gathered["optimizer_states"] = [_by_number(state, model) for state in gathered["optimizer_states"]]
+    return {**checkpoint, **gathered}
 
 
 def _by_number(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
@@ -146,7 +140,6 @@ def guard(trainer: Any, engine: Engine, before: Callable[[], None], end: Callabl
     def load(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         before()
         path = Path(checkpoint_path)
-        rank, size = engine.rank, engine.coordinator.size
 
         def look(_: object) -> tuple[bool, bool]:
             folder = presence.is_directory(path)
@@ -155,21 +148,65 @@ def guard(trainer: Any, engine: Engine, before: Callable[[], None], end: Callabl
         # As rank 0 sees it: what follows is done on all ranks together or on none.
         is_folder, is_ours = engine.agree("load", must_match={"path": path}, decide=look)
         if is_ours:
-            resume.check(engine, path, lambda found: verify_share(found, rank, size))
+            verify(engine, path)
         if form is None or not form.engine or not is_folder:
             return original(strategy, checkpoint_path, *args, **kwargs)
-        with engines.loading(engine, strategy, path):
+        with _engine_loading(engine, strategy, path):
             loaded = original(strategy, checkpoint_path, *args, **kwargs)
         fitting = str(getattr(trainer.state.fn, "value", "")) == "fit"
-        engines.resume(engine, strategy, path, fitting=fitting)
+        _resume_engine(engine, strategy, path, fitting=fitting)
         return loaded
 
     def teardown() -> None:
-        stand_ins.take_away(strategy, "load_checkpoint", "teardown")
+        patch.take_away(strategy, "load_checkpoint", "teardown")
         try:
             end()
         finally:
             type(strategy).teardown(strategy)
 
-    stand_ins.put(strategy, "load_checkpoint", load)
-    stand_ins.put(strategy, "teardown", teardown)
+    patch.put(strategy, "load_checkpoint", load)
+    patch.put(strategy, "teardown", teardown)
+
+
+def collect_engine(
+    core: Engine, strategy: Any, checkpoint: Mapping[str, Any] | None, error: Exception | None
+) -> Planned:
+    """What the engine writes, with the rest of the Trainer's checkpoint in it. Every rank calls this.
+
+    Raises:
+        SafeCheckpointError: see ``nested.collect``.
+    """
+    from safe_ckpt.deepspeed import nested
+
+    client = {key: value for key, value in (checkpoint or {}).items() if key not in _LEFT_OUT}
+    collected = nested.collect(
+        core,
+        {layouts.LIGHTNING_TAG: strategy.deepspeed_engine},
+        client,
+        exclude_frozen_parameters=bool(getattr(strategy, "exclude_frozen_parameters", False)),
+    )
+    if error is None:
+        return collected
+    return Planned(folders=collected.folders, notes=collected.notes, error=error)
+
+
+def _engine_loading(core: Engine, strategy: Any, path: Path) -> contextlib.AbstractContextManager[None]:
+    """Within this block the strategy may load. Every rank enters it.
+
+    Raises:
+        SafeCheckpointError: see ``nested.loading``.
+    """
+    from safe_ckpt.deepspeed import nested
+
+    return nested.loading(core, {layouts.LIGHTNING_TAG: strategy.deepspeed_engine}, path)
+
+
+def _resume_engine(core: Engine, strategy: Any, path: Path, *, fitting: bool) -> None:
+    """After the strategy has loaded: what DeepSpeed leaves out with NVMe offload. Every rank calls this.
+
+    Raises:
+        SafeCheckpointError: see ``nested.resume_swapped``.
+    """
+    from safe_ckpt.deepspeed import nested
+
+    nested.resume_swapped(core, {layouts.LIGHTNING_TAG: strategy.deepspeed_engine}, path, optimizer_states=fitting)

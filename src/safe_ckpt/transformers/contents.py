@@ -18,8 +18,8 @@ import safetensors.torch
 import torch
 from transformers import modeling_utils
 
-from safe_ckpt.core.formats import file_plan
-from safe_ckpt.core.formats.file_plan import FilePlan
+from safe_ckpt.adapters import FilePlan, file_plan
+from safe_ckpt.adapters.patch import Patch
 
 
 class Catch:
@@ -81,24 +81,16 @@ def catching(folder: Path, *, shards: bool = False) -> Iterator[Catch]:
         else:
             catch.take(file_plan.safetensors_image(name, dict(tensors), metadata))
 
-    patches: list[tuple[Any, str, Any]] = [(torch, "save", caught_save)]
-    patches += [
-        (safetensors.torch, "save_file", caught_save_file),
-        (modeling_utils, "safe_save_file", caught_save_file),
-    ]
-    if shards:
-        patches.append(_for_shards(catch))
-    before = [(home, name, getattr(home, name)) for home, name, _ in patches]
-    for home, name, replacement in patches:
-        setattr(home, name, replacement)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(Patch(torch, {"save": caught_save}))
+        stack.enter_context(Patch(safetensors.torch, {"save_file": caught_save_file}))
+        stack.enter_context(Patch(modeling_utils, {"safe_save_file": caught_save_file}))
+        if shards:
+            stack.enter_context(_for_shards(catch))
         yield catch
-    finally:
-        for home, name, original in before:
-            setattr(home, name, original)
 
 
-def _for_shards(catch: Catch) -> tuple[Any, str, Any]:
+def _for_shards(catch: Catch) -> Patch:
     import torch.distributed.checkpoint as dcp  # it takes a while
 
     home: Any = dcp
@@ -112,4 +104,4 @@ def _for_shards(catch: Catch) -> tuple[Any, str, Any]:
         catch.shards[name] = state_dict
         return None
 
-    return home, "save", caught_shards
+    return Patch(home, {"save": caught_shards})

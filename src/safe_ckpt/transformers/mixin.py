@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from transformers import trainer as upstream
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from safe_ckpt.adapters import config_of_all, refused_retention
 from safe_ckpt.adapters.patch import Patch
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.agreed_config import config_of_all, refused_retention
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
 from safe_ckpt.transformers import strategies
@@ -123,11 +123,8 @@ class SafeCheckpointMixin(_Base):
         if self._safe_saver is not None:
             self._safe_saver.wait()
         # With a limit of 1 it deletes here all but the best, the newest included: that one is to stay.
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
+        with Patch(self.args, {"save_total_limit": None}):
             return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
-        finally:
-            self.args.save_total_limit = limit
 
     def _sorted_checkpoints(self, *args: Any, **kwargs: Any) -> Any:
         # Asked in releases before 5.3 alone, which have no _finalize_training: what there is to delete at the end. Nothing.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -12,20 +11,33 @@ from types import TracebackType
 from typing import Any
 
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import Self
 
+from safe_ckpt.adapters import (
+    Content,
+    Destination,
+    Engine,
+    Facts,
+    KeepNewest,
+    OnCommit,
+    SaveRequest,
+    Snapshot,
+    Unplanned,
+    presence,
+)
+from safe_ckpt.adapters.directories import (
+    Candidate,
+    Catalog,
+    OpenDirectory,
+    Workspace,
+    candidates_in,
+    extra_files,
+    newest,
+    verify,
+    warn_if_foreign,
+)
+from safe_ckpt.adapters.layouts import TRAINER_STATE, TRANSFORMERS
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.directory import catalog, extra_files
-from safe_ckpt.core.directory.catalog import Candidate, Catalog
-from safe_ckpt.core.directory.retention import KeepNewest
-from safe_ckpt.core.directory.workspace import Workspace
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME
-from safe_ckpt.core.formats.verify import verify_share
-from safe_ckpt.core.saving import resume
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit, SaveRequest, Snapshot, Unplanned
-from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.events import Hook
 from safe_ckpt.transformers.contents import Catch, catching
@@ -34,8 +46,6 @@ from safe_ckpt.transformers.strategies import Sharing
 logger = logging.getLogger(__name__)
 ADAPTER = "transformers"
 HIDDEN = "_safe_ckpt"
-STATE_FILE = "trainer_state.json"
-_NAME = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 
 
 class TrainerSaver:
@@ -49,7 +59,7 @@ class TrainerSaver:
     def __init__(self, config: CheckpointConfig, hooks: Iterable[Hook] = ()) -> None:
         self._engine = Engine(config, hooks=hooks, owner="a Transformers Trainer; it is free when train() has ended")
         self._sharing = Sharing(self._engine)
-        self._held: dict[Path, tuple[Workspace, Catalog]] = {}
+        self._held: dict[Path, OpenDirectory] = {}
 
     def newest(self, folder: Path) -> Path:
         """The newest valid checkpoint in ``folder``, verified and agreed.
@@ -57,12 +67,11 @@ class TrainerSaver:
         Raises:
             NoValidCheckpointError: there is none.
         """
-        workspace, _ = self._hold(folder)
-        chosen = resume.choose(self._engine, workspace, lambda: candidates(folder), self._verify)
+        chosen = newest(self._engine, self._hold(folder), lambda: candidates(folder))
         if chosen is None:
             raise NoValidCheckpointError(path=str(folder), message="there is no checkpoint to resume from")
-        self._warn_if_stock(chosen.info.path)
-        return chosen.info.path
+        warn_if_foreign(self._engine, chosen.path)
+        return chosen.path
 
     def verify(self, path: Path) -> None:
         """Verify the checkpoint at ``path``; one that a stock Trainer wrote is taken as it is.
@@ -74,8 +83,8 @@ class TrainerSaver:
             "checkpoint", must_match={"path": path}, decide=lambda _: presence.is_directory(path)
         )
         if there:  # else the Trainer says what it misses
-            resume.check(self._engine, path, self._verify)
-            self._warn_if_stock(path)
+            verify(self._engine, path)
+            warn_if_foreign(self._engine, path)
 
     def loading(self, trainer: Any) -> AbstractContextManager[None]:
         """While this is entered, what the Trainer loads is complete."""
@@ -91,7 +100,8 @@ class TrainerSaver:
             return self._save(trainer, path)
 
     def _save(self, trainer: Any, path: Path) -> Path:
-        workspace, ledger = self._hold(path.parent)
+        directory = self._hold(path.parent)
+        workspace, ledger = directory.workspace, directory.ledger
         key = self._engine.agree("save", must_match={"path": path}, decide=lambda _: uuid.uuid4().hex)
         begun = extra_files.open_folder(
             self._engine.coordinator, workspace, key, self._engine.config.timeouts.barrier_s
@@ -156,48 +166,19 @@ class TrainerSaver:
             ),
         )
 
-    def _hold(self, folder: Path) -> tuple[Workspace, Catalog]:
+    def _hold(self, folder: Path) -> OpenDirectory:
         if folder not in self._held:
             # What begins with an underscore is not pushed to the hub.
-            workspace, ledger = self._engine.hold(folder, hidden=folder / HIDDEN), Catalog()
-
-            def take_stock() -> None:
-                nonlocal ledger
-                found = resume.listed(lambda: candidates(folder), self._engine.config.timeouts)
-                workspace.start_after(catalog.newest_sequence(found))
-                ledger = Catalog(found)
-
-            self._engine.take_stock(workspace, {"directory": folder}, take_stock)
-            self._held[folder] = (workspace, ledger)
+            hidden = folder / HIDDEN
+            self._held[folder] = OpenDirectory.take(self._engine, folder, lambda: candidates(folder), hidden=hidden)
         return self._held[folder]
-
-    def _verify(self, path: Path) -> None:
-        verify_share(path, self._engine.rank, self._engine.coordinator.size)
-
-    def _warn_if_stock(self, path: Path) -> None:
-        if self._engine.rank == 0 and not presence.is_there(path / MANIFEST_NAME):
-            logger.warning("%s was not written by safe_ckpt: it is loaded without verification", path)
 
 
 def candidates(folder: Path) -> list[Candidate]:
     """Everything in ``folder`` that may be a checkpoint of a Trainer, stock ones included."""
-    found = catalog.list_directories(folder, _number_of, _problem_of_stock)
-    ours = [c for c in found if c.manifest is None or c.manifest.notes.get("adapter") == ADAPTER]
-    return [c for c in ours if _number_of(c.path.name) is not None]  # a copy that somebody keeps is not one
-
-
-def _number_of(name: str) -> int | None:
-    found = _NAME.match(name)
-    return int(found.group(1)) if found else None
-
-
-def _problem_of_stock(path: Path) -> str:
-    # The Trainer writes its state last: without it the save was interrupted.
-    if not presence.is_there(path / STATE_FILE):
-        return f"it has no manifest, and without {STATE_FILE} it is not complete either"
-    files = [file for file in sorted([*path.iterdir(), *path.glob("global_step*/*")]) if ".pt" in file.name]
-    cut_off = [file.name for file in files if presence.is_file(file) and not presence.ends_as_archive(file)]
-    return f"it has no manifest, and {cut_off[0]} was not written to its end" if cut_off else ""
+    # A copy that somebody keeps is not one.
+    ours = candidates_in(folder, ADAPTER, TRANSFORMERS)
+    return [c for c in ours if TRANSFORMERS.number_of(c.path.name) is not None]
 
 
 def _write(trainer: Any, folder: str) -> None:
@@ -217,7 +198,7 @@ def _write(trainer: Any, folder: str) -> None:
                 states[name].append(state)
             else:
                 states[name] = state
-    trainer.state.save_to_json(f"{folder}/{STATE_FILE}")
+    trainer.state.save_to_json(f"{folder}/{TRAINER_STATE}")
 
 
 def _metrics(trainer: Any) -> dict[str, float]:

@@ -3,7 +3,7 @@
 The Trainer's own code, Accelerate's below it and DeepSpeed's say what goes where. What they would write in common is noted
 while they run, and planned when all processes have come to the end.
 
-Neither is offered on CPUs. Both were run here on two gloo processes whose Accelerate was told by hand that it has accelerators;
+Neither is offered on CPUs. Both were run here on two gloo processes whose Accelerate was set by hand that it has accelerators;
 on GPUs they were never run.
 """
 
@@ -11,34 +11,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import transformers.trainer as upstream
 
-from safe_ckpt.accelerate import support
+from safe_ckpt.accelerate import handle as accelerate
+from safe_ckpt.adapters import Engine, reraise
 from safe_ckpt.adapters.patch import Patch
+from safe_ckpt.adapters.planned import Planned
+from safe_ckpt.adapters.sharding import shard_planner
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.log_entry import reraise
-from safe_ckpt.core.formats.file_plan import FilePlan
-from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.errors import ConfigError, CoordinationError
 from safe_ckpt.transformers.contents import Catch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Added:
-    """What one process adds to a request of the core. ``folders`` and ``notes`` are the same on all of them."""
-
-    images: Sequence[FilePlan] = ()
-    copies: Sequence[FileCopy] = ()
-    folders: Sequence[str] = ()
-    notes: Mapping[str, Any] = field(default_factory=dict)
-    error: Exception | None = None
 
 
 def check(trainer: Any, config: CheckpointConfig) -> None:
@@ -54,7 +42,7 @@ def check(trainer: Any, config: CheckpointConfig) -> None:
         message = "FSDP of version 1 is not covered: use version 2"
         raise ConfigError(key="TrainingArguments.fsdp_config['version']", message=message)
     if is_shared(trainer):
-        support.check(trainer.accelerator, config)
+        accelerate.check(trainer.accelerator, config)
 
 
 def is_shared(trainer: Any) -> bool:
@@ -126,7 +114,7 @@ class Sharing:
                 stack.enter_context(Patch(engine, instead))
             yield noted
 
-    def plan(self, trainer: Any, noted: Noted, caught: Catch, problem: Exception | None) -> Added:
+    def plan(self, trainer: Any, noted: Noted, caught: Catch, problem: Exception | None) -> Planned:
         """Plan what was noted, unless a process has failed: then that error is in the result, on all of them.
 
         Args:
@@ -139,42 +127,28 @@ class Sharing:
             CoordinationError: the processes did not meet.
         """
         if not is_shared(trainer):
-            return Added(error=problem)
+            return Planned(error=problem)
         problem = noted.end(problem)
         if problem is not None:
-            return Added(error=problem)
+            return Planned(error=problem)
         try:
             return self._plan(trainer, noted, caught)
         except CoordinationError:
             raise
         except Exception as error:  # the same on all processes
-            return Added(error=error)
+            return Planned(error=error)
 
-    def _plan(self, trainer: Any, noted: Noted, caught: Catch) -> Added:
+    def _plan(self, trainer: Any, noted: Noted, caught: Catch) -> Planned:
         if trainer.is_fsdp_enabled:
             if self._shards is None:
-                from safe_ckpt.core.sharding.dcp_plan import ShardPlanner  # DCP takes a while to import
-
-                self._shards = ShardPlanner(
-                    self._core.coordinator, barrier_s=self._core.config.timeouts.barrier_s, strict=False
-                )
-            return Added(images=self._shards.images(caught.shards), folders=sorted(caught.shards))
+                self._shards = shard_planner(self._core)
+            return Planned(images=self._shards.images(caught.shards), folders=sorted(caught.shards))
         from safe_ckpt.deepspeed import nested
 
-        images: dict[str, FilePlan] = {}
-        copies: list[FileCopy] = []
-        notes: dict[str, Any] = {}
-        folders: set[str] = set()
-        error: Exception | None = None
-        for tag, options in noted.tags.items():
-            found = nested.collect(self._core, {tag: trainer.model_wrapped}, **options)
-            images.update((image.path, image) for image in found.images)
-            copies += found.copies
-            folders.update(found.folders)
-            for key, value in found.notes.items():
-                notes[key] = {**notes.get(key, {}), **value}
-            error = error or found.error
-        return Added(images=list(images.values()), copies=copies, folders=sorted(folders), notes=notes, error=error)
+        engine = trainer.model_wrapped
+        return Planned.joined(
+            nested.collect(self._core, {tag: engine}, **options) for tag, options in noted.tags.items()
+        )
 
 
 class Noted:
@@ -206,21 +180,23 @@ class Noted:
 
     def of(self, engine: Any) -> Callable[..., bool]:
         """What stands in for ``engine.save_checkpoint``."""
+        from safe_ckpt.deepspeed.arguments import default_tag
+
         save = engine.save_checkpoint
 
-        def save_checkpoint(
-            save_dir: str | os.PathLike[str],
-            tag: object = None,
-            client_state: Mapping[str, Any] | None = None,
-            save_latest: bool = True,
-            exclude_frozen_parameters: bool = False,
-        ) -> bool:
-            options = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen_parameters}
-            if Path(os.path.abspath(save_dir)) != self._folder:
-                return bool(save(save_dir, tag, client_state or {}, **options))
-            name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        signature = inspect.signature(save)
+
+        @functools.wraps(save)
+        def save_checkpoint(*args: Any, **kwargs: Any) -> bool:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
+            if Path(os.path.abspath(given["save_dir"])) != self._folder:
+                return bool(save(*args, **kwargs))
+            name = default_tag(engine) if given["tag"] is None else str(given["tag"])
             self.tags.pop(name, None)  # ``latest`` names the one that was saved last
-            self.tags[name] = {"client_state": dict(client_state or {}), **options}
+            options = {key: given[key] for key in ("save_latest", "exclude_frozen_parameters")}
+            self.tags[name] = {"client_state": dict(given["client_state"] or {}), **options}
             return True
 
         return save_checkpoint

@@ -1,0 +1,60 @@
+"""The directories of one Trainer's callbacks: which one a file belongs to, and its place in the order of commits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safe_ckpt.adapters import Engine
+from safe_ckpt.adapters.directories import Workspace, commit_order
+
+
+class TrainerDirectories:
+    """Directories that are held, each taken when a callback names it first.
+
+    Args:
+        engine: where the ranks meet.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._workspaces: dict[Path, Workspace] = {}
+
+    def __contains__(self, directory: Path) -> bool:
+        return directory in self._workspaces
+
+    def __getitem__(self, directory: Path) -> Workspace:
+        return self._workspaces[directory]
+
+    def hold(self, directory: Path) -> Workspace:
+        """Take a directory of checkpoints; a second callback may name the same one."""
+        if directory not in self._workspaces:
+            self._workspaces[directory] = self._engine.hold(directory)
+        return self._workspaces[directory]
+
+    def of(self, path: Path) -> Workspace:
+        """The directory in which ``path`` lies, else one on the same file system: staging is done there."""
+        if (held := self._above(path)) is not None:
+            return held
+        workspaces = list(self._workspaces.values())
+        beside = next((one for one in workspaces if _device(one.path) == _device(path)), workspaces[0])
+        if self._engine.rank == 0:
+            beside.start_after(commit_order.last_beside(path))
+        return beside
+
+    def next_sequence(self, path: Path, *, closed: bool) -> int:
+        """The place of ``path`` in the order of commits, for a file that is written past the pipeline, or after its end."""
+        held = self._above(path)
+        if held is not None and not closed:
+            return held.next_sequence()
+        # Any of them may have given out the number of a file elsewhere, see ``of``.
+        last = max((workspace.last_sequence for workspace in self._workspaces.values()), default=0)
+        return commit_order.sequence_beside(path, after=last)
+
+    def _above(self, path: Path) -> Workspace | None:
+        return next((held for directory, held in self._workspaces.items() if directory in path.parents), None)
+
+
+def _device(path: Path) -> int:
+    while not path.exists():
+        path = path.parent
+    return path.stat().st_dev

@@ -1,0 +1,101 @@
+"""The table of how frameworks name and complete their checkpoints."""
+
+import dataclasses
+
+import pytest
+import torch
+from accelerate import utils
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from safe_ckpt.adapters import layouts
+from safe_ckpt.adapters.layouts import kind_of
+
+
+def archive(path, content=None):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as stream:
+        torch.save(content or {}, stream)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-30])
+
+
+# The layout -> a name that its framework gives, and the files in the order in which it writes them ("" for the path itself).
+MADE = {
+    "Lightning file": ("epoch=0-step=7.ckpt", [""], 7),
+    "Lightning directory": ("step=7.ckpt", ["__0_0.distcp", ".metadata", "meta.pt"], -1),
+    "Lightning DeepSpeedStrategy directory": ("a.ckpt", ["checkpoint/mp_rank_00_model_states.pt", "latest"], -1),
+    "Accelerate checkpoint": ("checkpoint_3", ["model.safetensors", "optimizer.bin", "random_states_0.pkl"], 3),
+    "Transformers checkpoint": ("checkpoint-12", ["optimizer.pt", "trainer_state.json"], 12),
+    "DeepSpeed tag": ("global_step10", ["zero_pp_rank_0_mp_rank_00_optim_states.pt"], 10),
+    "torch.distributed.checkpoint directory": ("dcp", ["__0_0.distcp", ".metadata"], -1),
+}
+
+
+def make(folder, name):
+    path = folder / MADE[name][0]
+    for file in MADE[name][1]:
+        archive(path / file if file else path)
+    return path
+
+
+def test_every_layout_of_the_table_is_made_here():
+    """A new row needs an example."""
+    assert {kind.name for kind in (layouts.LIGHTNING_FILE, *layouts.KINDS)} == set(MADE)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_a_framework_wrote_to_its_end_is_recognised(tmp_path, name):
+    """Each layout by its name, with the number in the name."""
+    layout = kind_of(make(tmp_path, name))
+    assert (layout.name, layout.step, layout.complete, layout.problem) == (name, MADE[name][2], True, "")
+    assert layout.resumable == (name != "torch.distributed.checkpoint directory")
+
+
+@pytest.mark.parametrize("name", [name for name, (_, files, _) in MADE.items() if len(files) > 1])
+def test_what_lacks_its_last_file_is_not_complete(tmp_path, name):
+    """What a framework writes last is what tells that it came to the end."""
+    path = make(tmp_path, name)
+    (path / MADE[name][1][-1]).unlink()
+    layout = kind_of(path)
+    assert layout is None or not layout.resumable
+
+
+@pytest.mark.parametrize(("name", "file"), [("Accelerate checkpoint", 2), ("Transformers checkpoint", 0)])
+def test_what_was_cut_off_is_not_complete(tmp_path, name, file):
+    """A file that does not end as an archive was not written to its end."""
+    path = make(tmp_path, name)
+    cut(path / MADE[name][1][file])
+    assert "was not written to its end" in kind_of(path).problem
+
+
+def test_only_its_content_tells_of_a_lightning_file_what_is_in_it(tmp_path):
+    """The step, and whether there is more than weights."""
+    layout = kind_of(make(tmp_path, "Lightning file"))
+    assert layout.weights_only is None
+    assert layout.facts == tmp_path / "epoch=0-step=7.ckpt"
+    whole = layout.told_by({"global_step": 9, "state_dict": {}, "loops": {}})
+    assert (whole.step, whole.weights_only, whole.resumable, whole.problem) == (9, False, True, "")
+    weights = layout.told_by({"global_step": 9, "state_dict": {}})
+    assert (weights.step, weights.weights_only, weights.resumable) == (9, True, False)
+    assert layout.told_by([1]) == dataclasses.replace(layout, problem="is no checkpoint", resumable=False)
+
+
+def test_nothing_else_is_a_checkpoint(tmp_path):
+    """A folder of other files, a text, and what is not there."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "notes.txt").write_text("x")
+    assert [kind_of(tmp_path / name) for name in ("logs", "notes.txt", "gone")] == [None, None, None]
+
+
+def test_the_names_are_the_frameworks_own():
+    """What the table spells out is what these releases write."""
+    assert f"{utils.RNG_STATE_NAME}_0.pkl" == layouts._RANDOM_STATES
+    assert layouts.TRANSFORMERS.number_of(f"{PREFIX_CHECKPOINT_DIR}-5") == 5
+    from transformers.trainer import TRAINER_STATE_NAME
+
+    assert TRAINER_STATE_NAME == layouts.TRAINER_STATE
+    from lightning.pytorch.strategies.model_parallel import _METADATA_FILENAME
+
+    assert _METADATA_FILENAME == layouts.META
