@@ -7,7 +7,7 @@ import torch
 from backends import Way
 
 from safe_ckpt import CheckpointConfig, Checkpointer
-from safe_ckpt.core.formats import file_plan
+from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.core.saving.request import Destination, Facts, SaveRequest, Snapshot
@@ -63,7 +63,7 @@ class SingleFile(Way):
 
     def save(self, step: int) -> None:
         self._path = self._root.path / f"step={step}.ckpt"
-        image = file_plan.torch_image(self._path.name, self.state(), strict=False, key="checkpoint")
+        image = torch_archive.torch_image(self._path.name, self.state(), strict=False, key="checkpoint")
         images = [file_plan.single(image, self._path.name)]
         overlapped = self._config.snapshot == "overlapped"
         self._handle = self._engine.save(

@@ -16,8 +16,8 @@ from safe_ckpt import CheckpointConfig
 from safe_ckpt.core.directory import catalog, commit_order
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.errors import ConfigError, NoValidCheckpointError
+from safe_ckpt.inspection.listing import read_layout
 from safe_ckpt.lightning import SafeCheckpointCallback, resumable
-from safe_ckpt.lightning.resume import look_inside
 
 KINDS = {
     "epoch": ({"save_top_k": -1}, {}),
@@ -387,11 +387,11 @@ def test_looking_inside_runs_nothing(tmp_path):
             return os.mkdir, (str(tmp_path / "executed"),)
 
     torch.save({"global_step": 7, "loops": {}, "state_dict": {}, "evil": Evil()}, tmp_path / "a.ckpt")
-    seen = look_inside(tmp_path / "a.ckpt")
+    seen = read_layout(tmp_path / "a.ckpt")
     assert not seen.resumable
     assert "it would run posix.mkdir" in seen.problem
     torch.save({"global_step": 7, "loops": {}, "state_dict": {}, "path": pathlib.Path("x")}, tmp_path / "b.ckpt")
-    seen = look_inside(tmp_path / "b.ckpt")
+    seen = read_layout(tmp_path / "b.ckpt")
     assert (seen.step, seen.weights_only, seen.resumable, seen.problem) == (7, False, True, "")
     assert not (tmp_path / "executed").exists()
 

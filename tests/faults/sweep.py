@@ -29,7 +29,7 @@ import torch
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, SafeCheckpointError, Timeouts, WriterConfig
 from safe_ckpt.core.directory import catalog
 from safe_ckpt.core.directory.retention import DeleteListed
-from safe_ckpt.core.formats import file_plan
+from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.saving.engine import Engine
@@ -181,7 +181,7 @@ class Files(Numbered):
         try:
             root = engine.hold(folder)
             root.start_after(catalog.newest_sequence(catalog.list_files(folder, ".ckpt")))
-            image = file_plan.torch_image(self.name(number), state(number), strict=False, key="checkpoint")
+            image = torch_archive.torch_image(self.name(number), state(number), strict=False, key="checkpoint")
             to_delete = [path for path in folder.glob("step=*.ckpt") if path.name != self.name(number)]
             request = SaveRequest(
                 destination=Destination(workspace=root, path=folder / self.name(number), kind="file"),

@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
 
 import pytest
 
 from safe_ckpt.core.formats.write_task import WriteTask
-from safe_ckpt.core.storage import direct_io, durable, reader, space
+from safe_ckpt.core.storage import direct_io, durable, reader
 from safe_ckpt.core.storage.direct_io import WriteOptions
 from safe_ckpt.core.writer.file_writer import write_file
 from safe_ckpt.testing import FaultyStorage
@@ -201,10 +202,13 @@ def test_calls_that_some_file_systems_do_not_know(tmp_path, syscall):
     assert done.stdout.split() == ["3"], done.stderr
 
 
-def test_a_size_of_zeros_is_no_full_disk(tmp_path):
+def test_a_size_of_zeros_is_no_full_disk(tmp_path, monkeypatch):
     """``statfs`` with zeros, or without an answer: saves are made."""
-    assert space.judge_free(0, 0) is None
-    assert space.judge_free(1000, 0) == 0
+    with monkeypatch.context() as patch:
+        for total, free in ((0, None), (1000, 0)):
+            usage = types.SimpleNamespace(total=total, free=0)
+            patch.setattr(durable.shutil, "disk_usage", lambda _, usage=usage: usage)
+            assert durable.free_bytes(tmp_path) == free
     (tmp_path / "job.py").write_text(textwrap.dedent(REPLACES))
     for how in ("error=ENOSYS", "retval=0"):  # without the call the answer stays what it was: zeros
         command = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", "trace=statfs,fstatfs", "-e"]

@@ -35,8 +35,8 @@ CORPUS = Path(__file__).with_name("corpus")
 
 
 MODULES = (
-    "errors", "core.formats.manifest", "inspection.check", "inspection.content", "inspection.dcp_reader", "inspection.equality",
-    "inspection.files", "inspection.pickle_reader", "inspection.safetensors_reader", "inspection.structure",
+    "errors", "core.formats.manifest", "inspection.check", "inspection.content", "inspection.dcp_reader",
+    "inspection.files", "inspection.pickle_reader", "inspection.safetensors_reader", "inspection.values",
     "inspection.tensors", "inspection.torch_reader", "report.event_log",
 )  # fmt: skip
 m = {}  # the modules, imported under instrumentation when that is wanted
@@ -57,7 +57,7 @@ def zip_of(records):
 def told(found):
     """What ``inspect`` would say of it."""
     for value in found.values:
-        m["equality"].same(value.value, value.value)
+        m["values"].same(value.value, value.value)
     values = [[value.name, value.text, value.value if value.is_plain else None] for value in found.values]
     json.dumps([values, [[e.name, e.dtype, e.shape, e.size_bytes, e.note] for e in found.tensors]], default=str)
 
@@ -109,7 +109,7 @@ def _check(path):
     verdicts = m["check"].judge([m["check"].plan(path)])
     json.dumps([vars(judgement) for verdict in verdicts for judgement in verdict.files])
     told(m["content"].read_content(path))
-    for _ in m["structure"].tensors_in(m["structure"].read_structure(path)):
+    for _ in m["content"].tensors_in(m["content"].read_structure(path)):
         pass
 
 

@@ -12,11 +12,10 @@ from typer.testing import CliRunner
 from safe_ckpt import Checkpointer
 from safe_ckpt.cli.app import app
 from safe_ckpt.core.directory.lock import JobLock, holder_of
-from safe_ckpt.doctor import Options, locking
-from safe_ckpt.doctor.examined import Examined, known_size
-from safe_ckpt.inspection.listing import find_shelf
+from safe_ckpt.doctor import Examined, Options, durability
+from safe_ckpt.doctor.runner import known_size
+from safe_ckpt.inspection.listing import list_existing, read_listing
 from safe_ckpt.report import event_log
-from safe_ckpt.report.existing import list_existing
 from support import holding_lock
 
 
@@ -44,7 +43,7 @@ def test_the_lock_of_a_killed_job_keeps_nobody_out(tmp_path):
     told = run("unlock", tmp_path, "--json")
     holder = json.loads(told.stdout)["holder"]
     assert (told.exit_code, holder["alive"], holder["pid"]) == (0, False, job.pid)
-    found = locking.holder(Examined(asked=tmp_path, existing=tmp_path))[0]
+    found = durability.holder(Examined(asked=tmp_path, existing=tmp_path))[0]
     assert f"process {job.pid} " in found.measured
     assert "is gone" in found.measured
     assert {path.name: path.read_bytes() for path in hidden.iterdir()} == before
@@ -165,7 +164,7 @@ LAYOUTS = {  # where the checkpoints are, their name, the hidden folder, what th
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_commands_have_one_idea_of_a_directory(tmp_path, layout):
-    """What find_shelf finds is what unlock, doctor and report speak of: the lock, the quarantine, the checkpoints, events."""
+    """What read_listing finds is what unlock, doctor and report speak of: the lock, the quarantine, the checkpoints, events."""
     below, name, hidden, asked = LAYOUTS[layout]
     hidden, asked = tmp_path / hidden, tmp_path / asked
     with Checkpointer(tmp_path / "made") as ckpt:
@@ -178,9 +177,9 @@ def test_all_commands_have_one_idea_of_a_directory(tmp_path, layout):
     lock = JobLock(hidden, subject=tmp_path, lease_s=60.0)
     lock.acquire()
     try:
-        shelf = find_shelf(asked)
+        shelf = read_listing(asked)
         unlocked = json.loads(run("unlock", asked, "--json").stdout)
-        found = locking.holder(Examined(asked=asked, existing=asked))[0]
+        found = durability.holder(Examined(asked=asked, existing=asked))[0]
     finally:
         lock.release()
     assert shelf.hidden == hidden
@@ -188,7 +187,8 @@ def test_all_commands_have_one_idea_of_a_directory(tmp_path, layout):
     rows, problem = list_existing(asked)
     (found_one,) = shelf.usable
     assert found_one.path == tmp_path / below / name
-    assert [asked / row.name for row in rows] == [found_one.path, asked / f"{name}-bad"]
-    assert ([row.state for row in rows], problem) == (["valid", "quarantined: its bytes were wrong"], "")
+    assert asked / rows[0].name == found_one.path
+    assert rows[1].name.endswith(f"/quarantine/{name}-bad")
+    assert ([row.state for row in rows], problem) == (["valid", "quarantined"], "")
     assert known_size(asked, Options()) == (found_one.info.size_bytes, f"as {name} is")
     assert event_log.find_events(asked) == (hidden / "events.jsonl",)

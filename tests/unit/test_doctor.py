@@ -5,7 +5,6 @@ import dataclasses
 import errno
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -17,14 +16,12 @@ from typer.testing import CliRunner
 from safe_ckpt import Checkpointer
 from safe_ckpt.cli.app import app
 from safe_ckpt.core.directory.lease import Lease
-from safe_ckpt.doctor import Options, cgroup, diagnose, examination, limits, machine, rank_findings, surroundings
-from safe_ckpt.doctor import disk as mounts
+from safe_ckpt.core.staging.host_memory import allowance
+from safe_ckpt.doctor import Options, diagnose, disk, examination, machine, rank_findings, world_of
 from safe_ckpt.doctor.durability import judge_fsync
 from safe_ckpt.doctor.finding import Finding, refused, worst
 from safe_ckpt.doctor.runner import Check
-from safe_ckpt.doctor.space import judge_space
 from safe_ckpt.doctor.speed import Pass, judge_speed
-from safe_ckpt.doctor.world import world_of
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.testing import FaultyStorage, small_disk
 from support import kill_group, needs_root, run_script
@@ -45,7 +42,7 @@ def test_a_good_directory_is_good_and_stays_as_it_was(tmp_path):
     code, found, whole = examine(tmp_path, "--state-bytes", "1MiB")
     assert code == 0
     assert whole["state"] in ("ok", "warn")
-    assert {"fsync", "rename", "exclusive creation", "links", "lock", "memory", "limits", "resolver"} <= set(found)
+    assert {"fsync", "rename", "links", "names", "lock", "memory", "file size", "cores", "versions"} <= set(found)
     assert not [finding for finding in found.values() if finding["state"] == "fail"]
     assert found["lock"]["figures"]["takeover_s"] < 10
     assert found["speed"]["figures"]["cached_bytes_per_s"] > 0
@@ -112,12 +109,12 @@ def test_a_file_is_no_directory(tmp_path):
 @needs_root
 def test_little_space(tmp_path):
     """Little space is a warning, room for one checkpoint too, for none a failure; memory that looks like a disk is named."""
-    with small_disk(tmp_path / "disk", "16m") as disk:
-        code, found, _ = examine(disk)
+    with small_disk(tmp_path / "disk", "16m") as small:
+        code, found, _ = examine(small)
         assert (code, found["space"]["state"], found["speed"]["state"]) == (0, "warn", "skipped")
         assert "gone after a reboot" in found["file system"]["advice"]
-        assert examine(disk, "--state-bytes", "10MiB")[1]["space"]["figures"]["fit"] == 1
-        code, found, _ = examine(disk, "--state-bytes", "1GiB")
+        assert examine(small, "--state-bytes", "10MiB")[1]["space"]["figures"]["fit"] == 1
+        code, found, _ = examine(small, "--state-bytes", "1GiB")
         assert (code, found["space"]["state"]) == (1, "fail")
 
 
@@ -140,7 +137,7 @@ def test_a_check_that_breaks_leaves_nothing(tmp_path, monkeypatch):
 
     def breaks(error):
         def run(examined):
-            (examined.place() / "left").touch()
+            (examined.folder("left") / "file").touch()
             raise error
 
         return (Check(name="broken", run=run),)
@@ -163,7 +160,7 @@ def test_a_signal_leaves_nothing(tmp_path, number):
         pytest.skip(f"{number.name} is ignored here, and so it is by what is started from here")
     process = subprocess.Popen([*COMMAND, str(tmp_path), "--mebibytes", "4096"], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 30
-    while not any((folder / "direct").exists() for folder in tmp_path.iterdir()) and time.monotonic() < deadline:
+    while not any((folder / "speed/direct").exists() for folder in tmp_path.iterdir()) and time.monotonic() < deadline:
         assert process.poll() is None
     process.send_signal(number)
     assert process.wait(timeout=30) != 0
@@ -255,35 +252,33 @@ damaged
 )
 def test_the_mount_of_a_path(path, kind, state, says):
     """The deepest mount above it, of two at one point the later, spaces and all; and what is known of its kind."""
-    mount = mounts.mount_of(path, MOUNTS)
+    mount = disk.mount_of(path, MOUNTS)
     assert mount.kind == kind
-    found = mounts.judge(mount)
+    found = disk.judge(mount)
     assert found.state == state
     assert says in found.advice
 
 
 def test_a_mount_of_containers_and_of_programs():
     """What goes with the container, and what only looks like a disk, is a warning."""
-    mount = mounts.mount_of("/", MOUNTS)
+    mount = disk.mount_of("/", MOUNTS)
     for kind, word in (("overlay", "volume"), ("fuse.s3fs", "object stores"), ("tmpfs", "reboot")):
-        found = mounts.judge(dataclasses.replace(mount, kind=kind))
+        found = disk.judge(dataclasses.replace(mount, kind=kind))
         assert (found.state, word in found.advice) == ("warn", True)
 
 
 @pytest.mark.parametrize(
     ("found", "state"),
     [
-        (judge_space(free_bytes=10 * GIB, total_bytes=90 * GIB, size=4 * GIB), "ok"),
-        (judge_space(free_bytes=7 * GIB, total_bytes=90 * GIB, size=4 * GIB), "warn"),
-        (judge_space(free_bytes=3 * GIB, total_bytes=90 * GIB, size=4 * GIB), "fail"),
+        (disk.judge_space(free_bytes=10 * GIB, total_bytes=90 * GIB, size=4 * GIB), "ok"),
+        (disk.judge_space(free_bytes=7 * GIB, total_bytes=90 * GIB, size=4 * GIB), "warn"),
+        (disk.judge_space(free_bytes=3 * GIB, total_bytes=90 * GIB, size=4 * GIB), "fail"),
         (judge_fsync(2e-3, 1e-3, in_memory=False), "ok"),
         (judge_fsync(2e-3, 3.0, in_memory=False), "warn"),
         (machine.judge_memory(free_bytes=GIB, limit_bytes=2 * GIB, size=3 * GIB), "warn"),
         (machine.judge_memory(free_bytes=9 * GIB, limit_bytes=None, size=3 * GIB), "ok"),
-        (limits.judge_cores(8, 2.0, 2), "warn"),
-        (limits.judge_cores(8, None, 2), "ok"),
-        (surroundings.judge_resolver({"a": 0.1, "b": 5.0}), "warn"),
-        (surroundings.judge_resolver({"a": 0.1, "b": 0.2}), "ok"),
+        (machine.judge_cores(8, 2.0, 2), "warn"),
+        (machine.judge_cores(8, None, 2), "ok"),
         (judge_speed({"direct": Pass(moved_bytes=GIB, seconds=100.0)}, GIB), "warn"),
         (judge_speed({"cached": Pass(moved_bytes=GIB, seconds=1.0)}, None), "ok"),
     ],
@@ -301,28 +296,26 @@ def test_an_fsync_that_is_too_quick_is_a_hint():
     assert judge_fsync(3e-6, 1e-6, in_memory=True).advice == ""
 
 
-def test_limits_that_are_low():
-    """Each is told with the command that raises it; a file size below that of a checkpoint is a failure."""
-    fine = {limit.name: resource.RLIM_INFINITY for limit in limits.LIMITS}
-    assert [finding.state for finding in limits.judge_limits(fine, None)] == ["ok"]
-    low = {**fine, "open files": 256, "file size": 5 * GIB}
-    files, size, _ = limits.judge_limits(low, GIB)
-    assert (files.state, "ulimit -n" in files.advice, size.state) == ("warn", True, "warn")
-    assert limits.judge_limits(low, 6 * GIB)[1].state == "fail"
+def test_a_limit_on_the_size_of_files():
+    """It is reported with the command that raises it; one below the size of a checkpoint is a failure."""
+    assert machine.judge_file_size(None, GIB).state == "ok"
+    low = machine.judge_file_size(5 * GIB, GIB)
+    assert (low.state, "ulimit -f" in low.advice) == ("warn", True)
+    assert machine.judge_file_size(5 * GIB, 6 * GIB).state == "fail"
 
 
 def test_control_groups_of_both_kinds(tmp_path):
     """The tightest limit of all levels counts; what says that it is none does not."""
 
-    def allowance(membership, **files):
+    def read(membership, **files):
         for name, text in files.items():
             path = tmp_path / name.replace("__", "/").replace("_dot_", ".")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         (tmp_path / "membership").write_text(membership)
-        return cgroup.allowance(tmp_path / "membership", tmp_path)
+        return allowance(tmp_path / "membership", tmp_path)
 
-    found = allowance(
+    found = read(
         "0::/job/step\n",
         job__memory_dot_max="5000\n",
         job__step__memory_dot_max="max\n",
@@ -330,7 +323,7 @@ def test_control_groups_of_both_kinds(tmp_path):
         job__step__cpu_dot_max="max 100000\n",
     )
     assert (found.memory_bytes, found.cores) == (5000, 1.5)
-    found = allowance(
+    found = read(
         "4:memory:/job\n1:cpu,cpuacct:/job\n",
         memory__memory_dot_limit_in_bytes="9223372036854771712\n",
         memory__job__memory_dot_limit_in_bytes="7000\n",
@@ -340,21 +333,13 @@ def test_control_groups_of_both_kinds(tmp_path):
     assert (found.memory_bytes, found.cores) == (7000, None)
 
 
-def test_what_a_scheduler_says():
-    """A job of SLURM, with the time that is left; without one nothing is made up."""
-    found = surroundings.judge_scheduler({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1090"}, 1000.0)
-    assert "SLURM job 7" in found.measured
-    assert "ends in 90.0 s" in found.measured
-    assert surroundings.judge_scheduler({}, 1000.0).advice == ""
-
-
 def test_releases_that_do_not_fit():
     """What is too old fails, what is of a newer series than was run is a warning, what is missing is said."""
-    too_old, newer, _ = surroundings.judge_versions({"torch": "2.0.1", "deepspeed": "99.0", "numpy": "9"})
+    too_old, newer, _ = machine.judge_versions({"torch": "2.0.1", "deepspeed": "99.0", "numpy": "9"})
     assert (too_old.state, "torch 2.0.1" in too_old.measured) == ("fail", True)
     assert (newer.state, "deepspeed 99.0" in newer.measured) == ("warn", True)
-    assert surroundings.judge_versions({"numpy": "2.0"})[0].state == "fail"
-    assert [finding.state for finding in surroundings.judge_versions({"torch": "2.13.0+cpu"})] == ["ok"]
+    assert machine.judge_versions({"numpy": "2.0"})[0].state == "fail"
+    assert [finding.state for finding in machine.judge_versions({"torch": "2.13.0+cpu"})] == ["ok"]
 
 
 def test_what_a_launcher_says():
@@ -392,7 +377,7 @@ def test_ranks_that_differ_are_named():
 def test_only_what_is_amiss_on_another_host_is_told():
     """With its name and ranks."""
     amiss = Finding(check="cores", state="warn", measured="1", advice="more").to_json()
-    fine = Finding(check="swap", state="ok", measured="none").to_json()
+    fine = Finding(check="memory", state="ok", measured="none").to_json()
     told = {0: {"machine": "a", "host": "a"}, 1: {"machine": "b", "host": "b"}, 2: {"machine": "b", "host": "b"}}
     _, found = rank_findings.machines(told, {0: {}, 1: {"findings": [fine, amiss]}, 2: {"findings": [fine, amiss]}})
     assert (found.check, found.where) == ("cores", "b (ranks 1, 2)")

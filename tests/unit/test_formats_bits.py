@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from safe_ckpt import Checkpointer
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.saving.one_shot import save_archive
+from safe_ckpt.core.storage import reader
 from safe_ckpt.core.storage.checksum import crc32
 from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from safe_ckpt.inspection import scanning
 from safe_ckpt.inspection.check import judge, plan
 from safe_ckpt.inspection.torch_reader import open_archive
 
@@ -182,7 +182,7 @@ def test_every_byte_of_a_single_file_of_ours_counts(tmp_path):
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "from_disk"])
 def test_random_flips_in_larger_files(tmp_path, monkeypatch, cached):
     """Megabytes, read in pieces or by several threads: the tensor in which the flip is, wherever it is, and no other."""
-    monkeypatch.setattr(scanning, "is_cached", lambda *_: cached)
+    monkeypatch.setattr(reader, "is_cached", lambda *_: cached)
     file = tmp_path / "x.pt"
     torch.save({f"w{index}": torch.full((2_000_000,), float(index)) for index in range(5)}, file)
     data = file.read_bytes()

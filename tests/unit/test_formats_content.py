@@ -20,11 +20,9 @@ from safe_ckpt.core.saving.one_shot import save_archive
 from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.inspection import pickle_reader
 from safe_ckpt.inspection.check import judge, plan
-from safe_ckpt.inspection.content import read_content
-from safe_ckpt.inspection.equality import same
+from safe_ckpt.inspection.content import read_content, read_structure
 from safe_ckpt.inspection.pickle_reader import read_pickle
-from safe_ckpt.inspection.structure import read_structure
-from safe_ckpt.inspection.values import Mapped
+from safe_ckpt.inspection.values import Mapped, same
 
 
 def save_dcp(folder, state):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from safe_ckpt import CheckpointConfig, Checkpointer
-from safe_ckpt.core.formats import file_plan
+from safe_ckpt.core.formats import file_plan, safetensors, torch_archive
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import GRANULE, SharedBuffer
 from safe_ckpt.core.staging.progress import read_mark
@@ -34,9 +34,9 @@ def mixed():
 
 
 IMAGES = {
-    "archive": lambda: file_plan.torch_image("x.pt", mixed(), strict=True, key="x"),
-    "single file": lambda: file_plan.single(file_plan.torch_image("x.pt", mixed(), strict=True, key="x"), "x.pt"),
-    "safetensors": lambda: file_plan.safetensors_image(
+    "archive": lambda: torch_archive.torch_image("x.pt", mixed(), strict=True, key="x"),
+    "single file": lambda: file_plan.single(torch_archive.torch_image("x.pt", mixed(), strict=True, key="x"), "x.pt"),
+    "safetensors": lambda: safetensors.safetensors_image(
         "x.safetensors", {"a": torch.randn(900_001), "b": torch.ones(3)}
     ),
     "json": lambda: file_plan.json_image("x.json", {"a": [1, 2.5, "x"]}),

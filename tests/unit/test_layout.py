@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safe_ckpt.core.formats import file_plan
-from safe_ckpt.core.formats import safetensors as safetensors_names
+from safe_ckpt.core.formats import file_plan, safetensors_names, torch_archive
 from safe_ckpt.core.formats.manifest import RECORD_NAME, archive_digest, read_manifest
+from safe_ckpt.core.formats.safetensors import fits_safetensors, safetensors_image
 from safe_ckpt.core.formats.verify import verify, verify_if_ours
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
@@ -42,7 +42,7 @@ def write(image, folder, manifest=None):
 
 
 def torch_file(obj, folder, *, strict=True):
-    return write(file_plan.torch_image("x.pt", obj, strict=strict, key="x"), folder)[0]
+    return write(torch_archive.torch_image("x.pt", obj, strict=strict, key="x"), folder)[0]
 
 
 def same(one, other):
@@ -177,8 +177,8 @@ def test_any_tensor_round_trips(tmp_path_factory, dtype, shape, skip, transpose)
     tensor = tensor.transpose(0, -1) if transpose and len(shape) > 1 else tensor
     folder = tmp_path_factory.mktemp("x")
     same(tensor, torch.load(torch_file({"t": tensor}, folder), weights_only=True)["t"])
-    if file_plan.fits_safetensors({"t": tensor}):
-        file, _ = write(file_plan.safetensors_image("x.safetensors", {"t": tensor}), folder)
+    if fits_safetensors({"t": tensor}):
+        file, _ = write(safetensors_image("x.safetensors", {"t": tensor}), folder)
         found = safetensors.torch.load_file(file)["t"]
         assert found.dtype == dtype
         assert bits(found).equal(bits(tensor))
@@ -233,7 +233,9 @@ def test_an_archive_larger_than_four_gigabytes(tmp_path):
 
 def test_every_single_flipped_byte_is_found(tmp_path):
     """Whichever byte of a single-file checkpoint changes, verification says so: payload, structure, directory, comment."""
-    image = file_plan.single(file_plan.torch_image("x.ckpt", {"w": torch.arange(40)}, strict=True, key="x"), "x.ckpt")
+    image = file_plan.single(
+        torch_archive.torch_image("x.ckpt", {"w": torch.arange(40)}, strict=True, key="x"), "x.ckpt"
+    )
     facts = {"format": "safe_ckpt", "format_version": 1, "name": "x.ckpt", "sequence": 1, "step": 1, "op_id": "a",
              "world_size": 1, "metrics": {}, "versions": {}, "items": {}, "notes": {}, "created_at": "now"}  # fmt: skip
     file, result = write(image, tmp_path, facts)
@@ -262,8 +264,8 @@ def test_safetensors_is_read_by_its_own_library(tmp_path):
     tied = torch.randn(4, 4)
     tensors = {"b": tied, "a": tied, "half": torch.ones(3, dtype=torch.float16), "flag": torch.tensor([True]),
                "image": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), "none": torch.empty(0)}  # fmt: skip
-    assert file_plan.fits_safetensors(tensors)
-    file, _ = write(file_plan.safetensors_image("x.safetensors", tensors), tmp_path)
+    assert fits_safetensors(tensors)
+    file, _ = write(safetensors_image("x.safetensors", tensors), tmp_path)
     loaded = safetensors.torch.load_file(file)
     assert set(loaded) == {"b", "half", "flag", "image", "none"}
     for name in loaded:
@@ -289,14 +291,14 @@ def test_safetensors_is_read_by_its_own_library(tmp_path):
 )
 def test_safetensors_is_chosen_only_where_it_is_exact(data, fits):
     """A dict goes to safetensors exactly when that format can hold it without loss."""
-    assert file_plan.fits_safetensors(data) is fits
+    assert fits_safetensors(data) is fits
 
 
 def test_overlapping_tensors_do_not_go_to_safetensors():
     """Partly shared memory cannot be expressed there."""
     base = torch.arange(10)
-    assert not file_plan.fits_safetensors({"a": base[:6], "b": base[4:]})
-    assert file_plan.fits_safetensors({"a": base, "b": base})
+    assert not fits_safetensors({"a": base[:6], "b": base[4:]})
+    assert fits_safetensors({"a": base, "b": base})
 
 
 @pytest.mark.parametrize(
@@ -342,7 +344,7 @@ class Custom:
 def test_what_cannot_be_saved_is_refused_by_name(state, where, words):
     """An object that weights_only loading would refuse is refused before anything is written, and named."""
     with pytest.raises(StateError) as caught:
-        file_plan.torch_image("x.pt", state, strict=True, key="state['x']")
+        torch_archive.torch_image("x.pt", state, strict=True, key="state['x']")
     assert caught.value.key == where
     assert words in str(caught.value)
 
@@ -353,14 +355,14 @@ def test_a_bottomless_structure_is_refused():
     for _ in range(100_000):
         deep = [deep]
     with pytest.raises(StateError, match="nested too deeply"):
-        file_plan.torch_image("x.pt", deep, strict=True, key="x")
+        torch_archive.torch_image("x.pt", deep, strict=True, key="x")
 
 
 def test_without_strict_anything_that_torch_saves_is_saved(tmp_path):
     """Lightning's checkpoints may hold arbitrary objects: numpy arrays are copied, classes kept."""
     array = numpy.arange(3)
     obj = {"array": array, "custom": Counter(a=1), "set": frozenset([1])}
-    image = file_plan.torch_image("x.pt", obj, strict=False, key="x")
+    image = torch_archive.torch_image("x.pt", obj, strict=False, key="x")
     array[0] = 99
     loaded = torch.load(write(image, tmp_path)[0], weights_only=False)
     assert loaded["array"].tolist() == [0, 1, 2]

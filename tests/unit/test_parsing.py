@@ -7,8 +7,9 @@ import pickle
 import pytest
 import torch
 
-from safe_ckpt.core.formats import parsing, torch_archive
-from safe_ckpt.core.formats.file_plan import safetensors_image, torch_image
+from safe_ckpt.core.formats import safetensors, torch_archive
+from safe_ckpt.core.formats.safetensors import safetensors_image
+from safe_ckpt.core.formats.torch_archive import torch_image
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage.direct_io import WriteOptions
@@ -65,7 +66,7 @@ def archive():
 def test_an_archive_is_read_without_a_copy(archive):
     """Contract with torch: the tensors lie in the memory that was read. A release where this fails still reads, with a copy."""
     memory, length = archive
-    loaded = parsing.parse_archive(memory, length)
+    loaded = torch_archive.parse_archive(memory, length)
     begin = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     assert begin <= loaded["a"].data_ptr() < begin + len(memory)
     assert loaded["a"].equal(torch.arange(5000.0))
@@ -80,8 +81,8 @@ def test_an_archive_is_read_where_torch_has_other_insides(archive, monkeypatch):
     def refuse(*_):
         raise TypeError("no such overload")
 
-    monkeypatch.setattr(parsing, "_View", refuse)
-    loaded = parsing.parse_archive(memory, length)
+    monkeypatch.setattr(torch_archive, "_View", refuse)
+    loaded = torch_archive.parse_archive(memory, length)
     assert loaded["a"].equal(torch.arange(5000.0))
     assert loaded["b"][1] == "x"
 
@@ -93,7 +94,7 @@ def test_an_archive_with_code_in_it_is_refused(archive):
     memory = mmap.mmap(-1, 1 << 16)
     memory[: len(buffer.getvalue())] = buffer.getvalue()
     with pytest.raises(pickle.UnpicklingError):
-        parsing.parse_archive(memory, len(buffer.getvalue()))
+        torch_archive.parse_archive(memory, len(buffer.getvalue()))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -107,7 +108,7 @@ def test_safetensors_lie_in_memory_and_are_apart():
     """Tensors, strides and aliases come back; to change one changes no other."""
     one = torch.arange(12.0).view(3, 4)
     image = safetensors_image("x.safetensors", {"a": one, "b": one.clone().t(), "c": one, "d": torch.ones(3).bool()})
-    loaded = parsing.parse_safetensors(in_memory(image), image.length)
+    loaded = safetensors.parse_safetensors(in_memory(image), image.length)
     assert loaded["a"].equal(one)
     assert loaded["b"].equal(one.t())
     assert loaded["b"].stride() == (1, 4)
@@ -126,7 +127,7 @@ def test_an_archive_of_ours_in_memory(tmp_path):
     buffer.close()
     memory, digest = read_whole(tmp_path / "x.pt", result.size_bytes)
     assert digest == result.xxh3_128
-    loaded = parsing.parse_archive(memory, result.size_bytes)
+    loaded = torch_archive.parse_archive(memory, result.size_bytes)
     expected = torch.load(tmp_path / "x.pt", weights_only=True)
     assert loaded["numbers"] == expected["numbers"]
     for name in ("dtypes", "views", "empty"):

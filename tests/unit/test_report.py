@@ -16,11 +16,10 @@ from typer.testing import CliRunner
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention
 from safe_ckpt.cli.app import app
-from safe_ckpt.report import charts, event_log, history, page, scale, summary, words
-from safe_ckpt.report.existing import list_existing
+from safe_ckpt.inspection.listing import list_existing
+from safe_ckpt.report import charts, event_log, history, page, summary
 from safe_ckpt.report.sections import Subject
-from safe_ckpt.report.style import CSS
-from safe_ckpt.text import bytes_text
+from safe_ckpt.text import age, bytes_text, clean, counted, duration, percent, rate
 from support import flip_bit
 
 START = 1_800_000_000.0
@@ -57,7 +56,7 @@ def record(folder, events, name="events.jsonl"):
 
 def told(events):
     read = [event_log.parse(json.dumps(event).encode()) for event in events]
-    return history.tell(event_log.Recording(events=tuple(event for event in read if event)))
+    return history.build(event_log.Recording(events=tuple(event for event in read if event)))
 
 
 def rendered(events, **subject):
@@ -405,7 +404,7 @@ def test_the_page_allows_itself_nothing():
     )
     digest = base64.b64encode(hashlib.sha256(re.search("<style>(.*)</style>", text, re.DOTALL)[1].encode()).digest())
     assert policy == f"default-src 'none'; style-src 'sha256-{digest.decode()}'; base-uri 'none'; form-action 'none'"
-    assert "url(" not in CSS
+    assert "url(" not in page.CSS
     assert "http" not in text.replace("http-equiv", "")
 
 
@@ -429,7 +428,7 @@ def test_a_bar_that_is_cut_off_is_said():
     text = charts.chart("Stall", "Note.", [*values, charts.Bar(label="step 50", value=9.0)], "seconds", "longest")
     assert "Cut off at the top, marked with a triangle: step 50 with 9 s." in text
     assert text.count('class="mark cut"') == 1
-    assert scale.fit([0.01] * 50 + [9.0], "seconds").top < 0.05
+    assert charts.fit([0.01] * 50 + [9.0], "seconds").top < 0.05
 
 
 def test_many_saves_share_bars_that_show_the_worst():
@@ -444,10 +443,10 @@ def test_many_saves_share_bars_that_show_the_worst():
     assert len(rendered(events)) < 400_000
 
 
-@given(st.lists(st.floats(0, 1e12), min_size=1, max_size=200), st.sampled_from(sorted(scale.UNITS)))
+@given(st.lists(st.floats(0, 1e12), min_size=1, max_size=200), st.sampled_from(sorted(charts.UNITS)))
 def test_every_axis_begins_at_zero_and_has_room(values, quantity):
     """Three ticks in even steps from zero; no value goes beyond the top but those that are far above the others."""
-    axis = scale.fit(values, quantity)
+    axis = charts.fit(values, quantity)
     places = [value for value, _ in axis.ticks]
     assert places[0] == 0
     assert places[2] == pytest.approx(2 * places[1])
@@ -457,25 +456,25 @@ def test_every_axis_begins_at_zero_and_has_room(values, quantity):
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        (words.duration(0), "0 s"),
-        (words.duration(0.00025), "250 µs"),
-        (words.duration(0.01234), "12.3 ms"),
-        (words.duration(0.9999), "1 s"),
-        (words.duration(600), "10 min"),
-        (words.duration(9000), "2.5 h"),
-        (words.duration(None), ""),
-        (words.age(0.5), "a moment"),
-        (words.age(1), "1 second"),
-        (words.age(7199), "1 hour"),
-        (words.percent(0.00312), "0.31 %"),
-        (words.percent(1e-6), "less than 0.01 %"),
-        (words.percent(0), "0 %"),
-        (words.rate(1.234), "1.23 GB/s"),
-        (words.rate(0.0456), "45.6 MB/s"),
+        (duration(0), "0 s"),
+        (duration(0.00025), "250 µs"),
+        (duration(0.01234), "12.3 ms"),
+        (duration(0.9999), "1 s"),
+        (duration(600), "10 min"),
+        (duration(9000), "2.5 h"),
+        (duration(None), ""),
+        (age(0.5), "a moment"),
+        (age(1), "1 second"),
+        (age(7199), "1 hour"),
+        (percent(0.00312), "0.31 %"),
+        (percent(1e-6), "less than 0.01 %"),
+        (percent(0), "0 %"),
+        (rate(1.234), "1.23 GB/s"),
+        (rate(0.0456), "45.6 MB/s"),
         (bytes_text(1536), "1.5 KiB"),
-        (words.counted(20000, "save"), "20\xa0000 saves"),
-        (words.clean("a\nb\x1b[2J"), "a b�[2J"),
-        (words.clean("x" * 5, most=3), "xxx…"),
+        (counted(20000, "save"), "20\xa0000 saves"),
+        (clean("a\nb\x1b[2J"), "a b�[2J"),
+        (clean("x" * 5, most=3), "xxx…"),
     ],
 )
 def test_words(said, expected):
@@ -485,7 +484,7 @@ def test_words(said, expected):
 
 def _colours(scheme):
     block = re.search(
-        r"dark\)\{:root\{(.*?)\}" if scheme == "dark" else r"^:root\{(.*?)\}", CSS, re.DOTALL | re.MULTILINE
+        r"dark\)\{:root\{(.*?)\}" if scheme == "dark" else r"^:root\{(.*?)\}", page.CSS, re.DOTALL | re.MULTILINE
     )[1]
     return dict(re.findall(r"--(\w+):#([0-9a-f]+)", block))
 

@@ -16,7 +16,7 @@ from safe_ckpt.cli.app import app
 from safe_ckpt.core.directory import catalog
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.inspection.check import judge, plan
-from safe_ckpt.inspection.listing import find_shelf
+from safe_ckpt.inspection.listing import read_listing
 from support import flip_bit
 
 STATE = {"w": {"t": torch.arange(2000.0)}}
@@ -53,7 +53,7 @@ def layout(kind, folder):
 def test_every_command_finds_the_same_checkpoints(tmp_path, kind):
     """A flipped bit in the newest: list shows both, verify finds it, resume-path takes the other one."""
     homes = layout(kind, tmp_path)
-    newest = find_shelf(homes[0]).usable[0].path
+    newest = read_listing(homes[0]).usable[0].path
     flip_bit(newest / "w.safetensors", 5000)
     for home in homes:
         assert len(json.loads(run("list", home, "--json").stdout)) == 2
@@ -61,14 +61,14 @@ def test_every_command_finds_the_same_checkpoints(tmp_path, kind):
         assert verified.exit_code == 1
         assert f"damaged     {newest}" in verified.stdout
         done = run("resume-path", home)
-        assert (done.exit_code, done.stdout) == (0, f"{find_shelf(homes[0]).usable[1].path}\n")
+        assert (done.exit_code, done.stdout) == (0, f"{read_listing(homes[0]).usable[1].path}\n")
 
 
 def test_a_folder_called_checkpoints_hides_nothing(tmp_path):
     """It is taken for Accelerate's only where nothing else is kept."""
     make(tmp_path, 1)
     (tmp_path / "checkpoints").mkdir()
-    assert [candidate.path.name for candidate in find_shelf(tmp_path).usable] == ["step-00000001"]
+    assert [candidate.path.name for candidate in read_listing(tmp_path).usable] == ["step-00000001"]
 
 
 def test_gc_does_not_count_what_is_damaged(tmp_path):
@@ -188,11 +188,11 @@ def test_ctrl_c_ends_a_verification(tmp_path):
 import os, signal, sys, threading
 from pathlib import Path
 from safe_ckpt.inspection.check import Task, judge
-from safe_ckpt.inspection.scanning import scan
+from safe_ckpt.core.storage.reader import digest_of
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 file = Path(sys.argv[1])
 def job(told):
-    scan(file, file.stat().st_size, progress=lambda count: (print("reading", flush=True), told(count)), whole=True)
+    digest_of(file, file.stat().st_size, progress=lambda count: (print("reading", flush=True), told(count)))
 try:
     judge([Task(path=file, kind="x", size_bytes=1, jobs=[job])])
 except KeyboardInterrupt:

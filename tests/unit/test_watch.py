@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from safe_ckpt.cli import watch
+from safe_ckpt.cli import report
 from safe_ckpt.cli.app import app
 from safe_ckpt.report import event_log, follow, history
 from safe_ckpt.report.follow import Follower
@@ -70,7 +70,7 @@ def test_nothing_recorded_acts_on_the_terminal(tmp_path):
     shown = once(tmp_path).stdout
     screen = Console(file=io.StringIO(), width=200, force_terminal=True)
     told = Follower(tmp_path).look()
-    screen.print(watch.view(told, tmp_path, START + 5))
+    screen.print(report.view(told, tmp_path, START + 5))
     for text in (shown, screen.file.getvalue()):
         assert "[bold]x[/nonsense]" in text
         assert not {"\x1b]", "\x07", "\u202e", "\ud800"} & {
@@ -81,11 +81,11 @@ def test_nothing_recorded_acts_on_the_terminal(tmp_path):
 def test_the_screen(tmp_path):
     """Verdict, figures, the last saves newest first, what failed; a directory in which nothing is recorded yet waits."""
     screen = Console(file=io.StringIO(), width=100)
-    screen.print(watch.view(None, tmp_path, START))
+    screen.print(report.view(None, tmp_path, START))
     assert "waiting" in screen.file.getvalue()
     record(tmp_path, "".join(a_save(step, step) for step in range(1, 31)) + a_save(31, 31, error="no space"))
     screen = Console(file=io.StringIO(), width=100)
-    screen.print(watch.view(Follower(tmp_path).look(), tmp_path, START + 31))
+    screen.print(report.view(Follower(tmp_path).look(), tmp_path, START + 31))
     text = screen.file.getvalue()
     assert "30 saves committed, 1 failed." in text
     assert "Last committed: step 30, 1 second ago." in text
@@ -96,11 +96,11 @@ def test_the_screen(tmp_path):
 
 def test_only_what_is_new_is_printed():
     """After the last line that was printed; all of it when that line is not among them any more."""
-    assert watch.after(["a", "b", "c"], ["a"]) == ["b", "c"]
-    assert watch.after(["a", "b"], ["a", "b"]) == []
-    assert watch.after(["c", "d"], ["a", "b"]) == ["c", "d"]
-    assert watch.after(["a"], []) == ["a"]
-    assert watch.happenings(History()) == []
+    assert report.after(["a", "b", "c"], ["a"]) == ["b", "c"]
+    assert report.after(["a", "b"], ["a", "b"]) == []
+    assert report.after(["c", "d"], ["a", "b"]) == ["c", "d"]
+    assert report.after(["a"], []) == ["a"]
+    assert report.happenings(History()) == []
 
 
 def test_a_file_is_read_again_only_when_it_changed(tmp_path):
@@ -140,7 +140,7 @@ def parse(line, original=event_log.parse):
 
 
 def everything(directory):
-    return history.tell(event_log.read_events(event_log.find_events(directory)))
+    return history.build(event_log.read_events(event_log.find_events(directory)))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_an_outcome_that_nobody_knows(tmp_path):
     assert shown.startswith("1 save committed, none failed, 1 with an unknown outcome.")
     assert "outcome unknown  step-2: rank 0 was lost" in shown
     screen = Console(file=io.StringIO(), width=150)
-    screen.print(watch.view(Follower(tmp_path).look(), tmp_path, START + 5))
+    screen.print(report.view(Follower(tmp_path).look(), tmp_path, START + 5))
     assert "outcome unknown" in screen.file.getvalue()
     assert "step-2: rank 0 was lost" in screen.file.getvalue()
 

@@ -14,7 +14,7 @@ from accelerate import utils
 from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard, SeedableRandomSampler
 
 from safe_ckpt.accelerate import strategies
-from safe_ckpt.adapters import FilePlan, file_plan
+from safe_ckpt.adapters import FilePlan, safetensors, torch_archive
 from safe_ckpt.errors import StateError
 
 _DEVICES = ("xpu", "mlu", "sdaa", "musa", "hpu", "neuron", "cuda")
@@ -136,7 +136,7 @@ def _each(items: Sequence[Any]) -> list[tuple[int, Any]]:
 
 
 def _archive(path: str, state: Any) -> FilePlan:
-    return file_plan.torch_image(path, state, strict=False, key=path)
+    return torch_archive.torch_image(path, state, strict=False, key=path)
 
 
 def _model(index: int, state: Mapping[str, Any], *, safe_serialization: bool) -> FilePlan:
@@ -148,13 +148,13 @@ def _model(index: int, state: Mapping[str, Any], *, safe_serialization: bool) ->
         return _archive(utils.WEIGHTS_NAME.replace(".", f"_{index}.") if index else utils.WEIGHTS_NAME, state)
     path = f"{numbered(utils.SAFE_MODEL_NAME, index)}.safetensors"
     for name, value in state.items():
-        if not file_plan.fits_safetensors({name: value}):
+        if not safetensors.fits_safetensors({name: value}):
             kind = (
                 type(value).__name__ if not isinstance(value, torch.Tensor) else f"{value.dtype} {value.layout} tensor"
             )
             message = f"a {kind} does not fit safetensors: use save_state(safe_serialization=False)"
             raise StateError(key=f"model {index}: {name}", message=message)
-    return file_plan.safetensors_image(path, _apart(state))
+    return safetensors.safetensors_image(path, _apart(state))
 
 
 def _apart(state: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:

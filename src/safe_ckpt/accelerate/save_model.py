@@ -22,7 +22,7 @@ from huggingface_hub import (
 
 from safe_ckpt.accelerate import offloaded_models, strategies
 from safe_ckpt.accelerate.directories import CheckpointDirectory
-from safe_ckpt.adapters import Engine, FilePlan, LazyTensor, Streamed, Unplanned, file_plan
+from safe_ckpt.adapters import Engine, FilePlan, LazyTensor, Streamed, Unplanned, file_plan, safetensors, torch_archive
 from safe_ckpt.adapters.directories import HIDDEN, MANIFEST_NAME, NAMES, Workspace, durable, sync_directory
 from safe_ckpt.adapters.weights import Exporter, dtensor, export, hugging_face
 from safe_ckpt.errors import ConfigError, DirectoryError, StateError
@@ -128,12 +128,12 @@ def _images(state: Mapping[str, LazyTensor | torch.Tensor], most_bytes: int, opt
             filename_pattern=utils.SAFE_WEIGHTS_PATTERN_NAME,
             max_shard_size=most_bytes,
         )
-        return _files(lazies, split, file_plan.named_safetensors_image, utils.SAFE_WEIGHTS_NAME)
+        return _files(lazies, split, safetensors.named_safetensors_image, utils.SAFE_WEIGHTS_NAME)
     fetched = _fetched(state)
     split = split_torch_state_dict_into_shards(
         fetched, filename_pattern=utils.WEIGHTS_PATTERN_NAME, max_shard_size=most_bytes
     )
-    archive = functools.partial(file_plan.torch_image, strict=False, key="model")
+    archive = functools.partial(torch_archive.torch_image, strict=False, key="model")
     return _files(fetched, split, archive, utils.WEIGHTS_NAME)
 
 

@@ -18,7 +18,7 @@ from accelerate import utils
 from accelerate.utils import DistributedType
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 
-from safe_ckpt.adapters import Engine, FilePlan, ShardPlanner, file_plan, reraise
+from safe_ckpt.adapters import Engine, FilePlan, ShardPlanner, reraise, torch_archive
 from safe_ckpt.adapters.planned import Planned
 from safe_ckpt.adapters.sharding import gather_whole, shard_planner
 from safe_ckpt.errors import CoordinationError
@@ -90,7 +90,7 @@ def _whole(engine: Engine, states: Mapping[str, Any], problem: Exception | None)
     for folder, state in found.items():
         (inner,) = state.values()
         name = f"{folder.removesuffix('_0')}.bin"  # as Accelerate: the first one has no number
-        planned.append(file_plan.torch_image(name, inner, strict=False, key=name))
+        planned.append(torch_archive.torch_image(name, inner, strict=False, key=name))
     return planned
 
 

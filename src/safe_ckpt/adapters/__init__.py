@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from safe_ckpt.core.coordination.coordinator import open_coordinator
     from safe_ckpt.core.coordination.log_entry import refuse_differences, reraise
     from safe_ckpt.core.directory.retention import DeleteListed, KeepNewest
-    from safe_ckpt.core.formats import file_plan
+    from safe_ckpt.core.formats import file_plan, safetensors, torch_archive
     from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
     from safe_ckpt.core.formats.manifest import CheckpointInfo
     from safe_ckpt.core.saving.engine import Engine
@@ -77,7 +77,9 @@ __all__ = [
     "refuse_differences",
     "refused_retention",
     "reraise",
+    "safetensors",
     "set_rng_state",
+    "torch_archive",
 ]
 
 _HOMES = {
@@ -113,7 +115,9 @@ _HOMES = {
     "plan": "state",
     "presence": "storage",
     "refused_retention": "coordination.agreed_config",
+    "safetensors": "formats",
     "set_rng_state": "state.rng",
+    "torch_archive": "formats",
 }
 
 
@@ -123,7 +127,7 @@ def __getattr__(name: str) -> Any:
     home = f"safe_ckpt.core.{_HOMES[name]}"
     value = (
         import_module(f"{home}.{name}")
-        if name in ("file_plan", "plan", "presence")
+        if name in ("file_plan", "plan", "presence", "safetensors", "torch_archive")
         else getattr(import_module(home), name)
     )
     globals()[name] = value

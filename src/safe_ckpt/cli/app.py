@@ -1,8 +1,8 @@
-"""The commands of ``safe-ckpt``: each lives in a file of its name.
+"""The commands of ``safe-ckpt``: one file per command (``watch`` lives beside ``report``).
 
-Exit status: 0 all good; 1 something is damaged, held, or did not succeed; 2 wrong usage; 3 nothing is wrong as far as can be
-told, and that is not all the way. Results go to stdout, remarks to stderr; ``--json`` prints one JSON document instead.
-No command runs a pickle, and none takes the lock of a live job.
+Exit status: 0 all good; 1 something is damaged, held, or did not succeed; 2 wrong usage; 3 no damage found, but part of the
+data carries no checksums and could not be verified. Results go to stdout, remarks to stderr; ``--json`` prints one JSON
+document instead. No command runs a pickle, and none takes the lock of a live job.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from safe_ckpt.cli.convert import convert
 from safe_ckpt.cli.doctor import doctor
 from safe_ckpt.cli.gc import gc
 from safe_ckpt.cli.inspect import inspect
-from safe_ckpt.cli.list import list_checkpoints
-from safe_ckpt.cli.report import report
-from safe_ckpt.cli.resume_path import resume_path
+from safe_ckpt.cli.list import list_checkpoints, resume_path
+from safe_ckpt.cli.report import report, watch
 from safe_ckpt.cli.unlock import unlock
 from safe_ckpt.cli.verify import verify
-from safe_ckpt.cli.watch import watch
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode=None)
 app.command("list")(list_checkpoints)

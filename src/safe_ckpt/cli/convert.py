@@ -104,7 +104,7 @@ def _refuse_damaged(source: Path, *, follow_symlinks: bool) -> None:
 
 def _opened(source: Path, form: str, *, allow_pickle: bool, follow_symlinks: bool) -> Any:
     if not allow_pickle:
-        from safe_ckpt.inspection.structure import read_structure
+        from safe_ckpt.inspection.content import read_structure
 
         return read_structure(source, follow_symlinks=follow_symlinks)
     if source.is_dir() or form != "torch":

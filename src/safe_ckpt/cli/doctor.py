@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -15,18 +14,15 @@ from typing import Annotated
 import typer
 
 from safe_ckpt.cli.output import DAMAGED, AsJson, print_json, say, tell
-from safe_ckpt.doctor import Finding, Options, Report, diagnose
-from safe_ckpt.doctor.world import World, world_of
+from safe_ckpt.doctor import Finding, Options, Report, World, diagnose, world_of
 from safe_ckpt.errors import ConfigError, SafeCheckpointError
+from safe_ckpt.text import bytes_from
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skipped": "cyan"}
-_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?$", re.IGNORECASE)
 
 
 def _size(text: str) -> int:
-    found = _SIZE.match(text.strip())
-    power = " KMGT".index(found.group(2).upper() or " ") if found else 0
-    size = int(float(found.group(1)) * (1024 if found.group(3) else 1000) ** power) if found else 0
+    size = bytes_from(text)
     if size < 1:
         raise typer.BadParameter(f'expected bytes, or text such as "10GiB", got {text!r}')
     return size

@@ -15,7 +15,7 @@ from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.errors import ConfigError, DirectoryError, SafeCheckpointError
 from safe_ckpt.inspection.check import judge, plan
-from safe_ckpt.inspection.listing import Listing, find_shelf
+from safe_ckpt.inspection.listing import Listing, read_listing
 from safe_ckpt.text import bytes_text
 
 
@@ -45,7 +45,7 @@ def gc(
             keep_last=keep_last, keep_best=keep_best, metric=metric, mode=mode, keep_every_steps=keep_every_steps
         )
         rule = _Rule(policy=policy, quarantine=quarantine, verify=not no_verify)
-        shelf = find_shelf(directory)
+        shelf = read_listing(directory)
         # Of another tool altogether nothing is locked, and nothing deleted.
         ours = shelf.hidden or any(not candidate.foreign for candidate in shelf.usable)
         found = _Found(shelf, rule) if dry_run or not ours else _collect(directory, shelf, rule)
@@ -100,7 +100,7 @@ def _collect(directory: Path, shelf: Listing, rule: _Rule) -> _Found:
     root = Workspace(shelf.folder, lease_s=60.0, hidden=shelf.hidden or shelf.folder / HIDDEN)
     root.open()  # takes the lock, and sweeps what a killed job left
     try:
-        found = _Found(find_shelf(directory), rule)  # once more: now nobody else changes it
+        found = _Found(read_listing(directory), rule)  # once more: now nobody else changes it
         found.gone = root.discard([*(info.path for info in found.to_delete), *found.besides])
         return found
     finally:

@@ -22,10 +22,8 @@ from safe_ckpt.cli.output import (
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.errors import SafeCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection.content import read_content
-from safe_ckpt.inspection.equality import same
 from safe_ckpt.inspection.files import walk
-from safe_ckpt.inspection.kinds import kind_of
-from safe_ckpt.inspection.listing import find_shelf
+from safe_ckpt.inspection.listing import kind_of, read_listing
 from safe_ckpt.inspection.tensors import Content, Entry, Value
 from safe_ckpt.text import bytes_text
 
@@ -88,7 +86,7 @@ def _facts(path: Path, *, follow_symlinks: bool) -> dict[str, Any]:
 def _one(path: Path) -> Path:
     """The path, unless it is a directory in which several checkpoints are kept."""
     if path.is_dir() and not (path / MANIFEST_NAME).exists():
-        shelf = find_shelf(path)
+        shelf = read_listing(path)
         held = [candidate.path.relative_to(path).as_posix() for candidate in [*shelf.usable, *shelf.unusable]]
         if held or shelf.hidden is not None:
             names = f"name one of them: {', '.join(held[:8])}" if held else "there is none in it"
@@ -147,6 +145,8 @@ def _compare(first: Content, second: Content, *, as_json: bool) -> bool:
 
 
 def _different_values(first: Content, second: Content) -> list[dict[str, Any]]:
+    from safe_ckpt.inspection.values import same
+
     here, there = ({value.name: value for value in content.values} for content in (first, second))
     rows: list[dict[str, Any]] = []
     for name in sorted({*here, *there}):

@@ -1,31 +1,22 @@
-"""``safe-ckpt list``: which checkpoints there are."""
+"""``safe-ckpt list`` and ``safe-ckpt resume-path``: which checkpoints there are, and what a job would go on from."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import os
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import typer
 
-from safe_ckpt.cli.output import DAMAGED, AsJson, Directory, metrics_text, print_json, print_table, say
+from safe_ckpt.cli.output import CANNOT_TELL, DAMAGED, AsJson, Directory, metrics_text, print_json, print_table, say
 from safe_ckpt.core.directory.catalog import Candidate
-from safe_ckpt.errors import SafeCheckpointError
-from safe_ckpt.inspection.listing import Listing, find_shelf
+from safe_ckpt.errors import DirectoryError, SafeCheckpointError
+from safe_ckpt.inspection.check import Verdict, judge, plan
+from safe_ckpt.inspection.listing import Listing, Row, in_order, look_inside, read_listing, rows
 from safe_ckpt.text import bytes_text
 
-_UNKNOWN: dict[str, Any] = {
-    "step": None,
-    "sequence": None,
-    "created_at": None,
-    "size_bytes": None,
-    "world_size": None,
-    "metrics": {},
-    "written_by": None,
-    "reason": "",
-}
+_ATTEMPTS = 5
 
 
 def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
@@ -37,70 +28,32 @@ def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
     stops there). Exit status: 0, or 1 where something is unreadable.
     """
     try:
-        shelf = find_shelf(directory)
+        listing = read_listing(directory)
     except (SafeCheckpointError, OSError) as error:
         say(str(error))
         raise typer.Exit(DAMAGED) from error
-    rows = list(_rows(shelf))
+    listed = list(rows(listing))
     if as_json:
-        print_json(rows)
+        print_json([vars(row) for row in listed])
     else:
         now = datetime.now(timezone.utc)
         columns = ("name", "step", "age", "size", "metrics", "state", "written by")
-        print_table(columns, [_cells(row, now) for row in rows])
-        if not rows:
+        print_table(columns, [_cells(row, now) for row in listed])
+        if not listed:
             say(f"no checkpoints in {directory}")
-    if shelf.unreadable:
+    if listing.unreadable:
         raise typer.Exit(DAMAGED)
 
 
-def _rows(shelf: Listing) -> Iterator[dict[str, Any]]:
-    for candidate in shelf.usable:
-        with contextlib.suppress(FileNotFoundError):  # a live job has just let it go
-            yield _row(shelf.folder, candidate, "unverified" if candidate.foreign else "valid")
-    for candidate in shelf.unusable:
-        yield {**_row(shelf.folder, candidate, "damaged"), "reason": candidate.problem}
-    for path, why in shelf.unreadable.items():
-        yield {"name": _name(shelf, path), **_UNKNOWN, "state": "unreadable", "reason": why}
-    for path in shelf.under_way:
-        yield {"name": _name(shelf, path), **_UNKNOWN, "state": "partial", "reason": "not committed"}
-    for path in shelf.quarantined:
-        yield {"name": _name(shelf, path), **_UNKNOWN, "state": "quarantined", "reason": "found damaged by a resume"}
+def _cells(row: Row, now: datetime) -> tuple[object, ...]:
+    state = f"{row.state}: {row.reason}" if row.reason else row.state
+    metrics = metrics_text(row.metrics)
+    return row.name, row.step, _age(row, now), bytes_text(row.size_bytes), metrics, state, _writer(row)
 
 
-def _name(shelf: Listing, path: Path) -> str:
-    if path.is_relative_to(shelf.folder):
-        return path.relative_to(shelf.folder).as_posix()
-    hidden = shelf.hidden or shelf.folder
-    return f"{hidden.name}/{path.relative_to(hidden).as_posix()}"
-
-
-def _row(folder: Path, candidate: Candidate, state: str) -> dict[str, Any]:
-    row = {"name": candidate.path.relative_to(folder).as_posix(), **_UNKNOWN, "state": state}
-    manifest, info = candidate.manifest, candidate.info
-    if manifest is None or info is None:
-        return {**row, "step": candidate.step if candidate.step >= 0 else None}
-    return {
-        **row,
-        "step": manifest.step,
-        "sequence": manifest.sequence,
-        "created_at": manifest.created_at,
-        "size_bytes": info.size_bytes,
-        "world_size": manifest.world_size,
-        "metrics": dict(manifest.metrics),
-        "written_by": {**manifest.versions, **manifest.written_by},
-    }
-
-
-def _cells(row: dict[str, Any], now: datetime) -> tuple[object, ...]:
-    state = f"{row['state']}: {row['reason']}" if row["reason"] else row["state"]
-    metrics = metrics_text(row["metrics"])
-    return row["name"], row["step"], _age(row, now), bytes_text(row["size_bytes"]), metrics, state, _writer(row)
-
-
-def _age(row: dict[str, Any], now: datetime) -> str:
+def _age(row: Row, now: datetime) -> str:
     try:
-        seconds = (now - datetime.fromisoformat(row["created_at"])).total_seconds()
+        seconds = (now - datetime.fromisoformat(row.created_at or "")).total_seconds()
     except (TypeError, ValueError):
         return ""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
@@ -109,10 +62,85 @@ def _age(row: dict[str, Any], now: datetime) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-def _writer(row: dict[str, Any]) -> str:
-    by = row["written_by"]
+def _writer(row: Row) -> str:
+    by = row.written_by
     if not by:
         return ""
     where = f" on {by['host']}:{by['pid']}" if {"host", "pid"} <= by.keys() else ""
-    ranks = row["world_size"]
+    ranks = row.world_size
     return f"safe-ckpt {by.get('safe-ckpt', '?')}{where}, {ranks} rank{'s' if ranks != 1 else ''}"
+
+
+def resume_path(
+    directory: Directory,
+    quick: Annotated[bool, typer.Option("--quick", help="Believe the manifests; do not read the payloads.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print the path of the checkpoint that resume="auto" would take: the newest whose every byte is what was written.
+
+    The path alone goes to stdout; why newer ones are passed over to stderr. Exit status: 0; 1 when there is none; 3 when
+    the one that it is was written by another tool and cannot be verified.
+    """
+    try:
+        listing, chosen, verified, rejected = _chosen_of(directory, quick=quick)
+    except (SafeCheckpointError, OSError) as error:
+        say(str(error))
+        raise typer.Exit(DAMAGED) from error
+    if as_json:
+        said = [{"path": str(candidate.path), "reason": reason} for candidate, reason in rejected]
+        print_json({"path": str(chosen.path) if chosen else None, "verified": verified, "rejected": said})
+    else:
+        for candidate, reason in rejected:
+            say(f"not {candidate.path}: {reason}")
+        for path in listing.quarantined:
+            say(f"not {path}: in quarantine, since a resume found it damaged")
+        if chosen is not None:
+            typer.echo(os.fsencode(chosen.path))  # as it is, whatever bytes are in it: programs open it
+    if chosen is None:
+        there = rejected or listing.quarantined
+        say(
+            f"no usable checkpoint in {directory}"
+            if there
+            else f"no checkpoint in {directory}: a job would start afresh"
+        )
+        raise typer.Exit(DAMAGED)
+    if chosen.foreign and not verified and not quick:
+        say("another tool wrote it, in a format without checksums for all of it: it cannot be verified")
+        raise typer.Exit(CANNOT_TELL)
+
+
+_Rejected = list[tuple[Candidate, str]]
+
+
+def _chosen_of(directory: Path, *, quick: bool) -> tuple[Listing, Candidate | None, bool, _Rejected]:
+    for attempt in range(_ATTEMPTS):
+        listing = read_listing(directory)
+        for path, why in listing.unreadable.items():
+            raise DirectoryError(path=str(path), message=f"cannot be looked at, and a resume would stop there: {why}")
+        try:
+            chosen, verified, rejected = _choose(listing, quick=quick)
+        except FileNotFoundError:  # a live job has just let it go: look again
+            if attempt == _ATTEMPTS - 1:
+                raise
+            continue
+        return listing, chosen, verified, rejected
+    raise DirectoryError(path=str(directory), message="changes too fast to be looked at")
+
+
+def _choose(listing: Listing, *, quick: bool) -> tuple[Candidate | None, bool, _Rejected]:
+    seen = [look_inside(c) if c.path.suffix == ".ckpt" else c for c in listing.usable]
+    rejected = [(candidate, candidate.problem) for candidate in (*listing.unusable, *seen) if candidate.problem]
+    rejected += [(candidate, why) for candidate in seen if (why := listing.unnamed.get(candidate.path))]
+    for candidate in in_order(listing.folder, (c for c in seen if c.path not in listing.unnamed)):
+        if quick:
+            return candidate, False, rejected
+        verdict = judge([plan(candidate.path)])[0]
+        if verdict.state != "damaged":
+            return candidate, verdict.state == "valid", rejected
+        rejected.append((candidate, _reason(verdict)))
+    return None, False, rejected
+
+
+def _reason(verdict: Verdict) -> str:
+    bad = [judgement for judgement in verdict.files if judgement.state == "damaged"]
+    return "; ".join(f"{judgement.file} {judgement.reason}" for judgement in bad[:3])

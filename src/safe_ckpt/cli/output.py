@@ -16,7 +16,7 @@ from rich.table import Table
 DAMAGED = 1
 """Exit status: something is damaged, held, or did not succeed."""
 CANNOT_TELL = 3
-"""Exit status: nothing is wrong as far as can be told, and that is not all the way."""
+"""Exit status: no damage found, but part of the data carries no checksums and could not be verified."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")]
 FollowSymlinks = Annotated[

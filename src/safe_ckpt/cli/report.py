@@ -1,4 +1,4 @@
-"""``safe-ckpt report``: one page that tells how the saves of a run went."""
+"""``safe-ckpt report`` and ``safe-ckpt watch``: how the saves of a run went, as one page or live in a terminal."""
 
 from __future__ import annotations
 
@@ -10,36 +10,69 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group, JustifyMethod, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from safe_ckpt.cli.output import DAMAGED, AsJson, print_json, say, tell
-from safe_ckpt.report import event_log, history, page, summary
-from safe_ckpt.report.existing import list_existing
-from safe_ckpt.report.history import History
+from safe_ckpt.cli.output import DAMAGED, AsJson, console, print_json, say, tell
+from safe_ckpt.inspection.listing import list_existing
+from safe_ckpt.report import event_log, page, summary
+from safe_ckpt.report.follow import Follower
+from safe_ckpt.report.history import History, Notice, Save, build
 from safe_ckpt.report.sections import Subject
+from safe_ckpt.text import bytes_text, clean, clock, duration, rate
 
 AnyDirectory = Annotated[Path, typer.Argument(exists=True, file_okay=False, readable=False, metavar="DIR")]
 """A directory, also one that may not be read: the command itself says so."""
 Output = Annotated[
     Path, typer.Option("--output", "-o", metavar="FILE", help="Where the page goes; - for stdout.", dir_okay=False)
 ]
+_SHOWN_SAVES = 10
+_SHOWN_NOTICES = 4
+_STYLES = {
+    "committed": "green",
+    "failed": "bold red",
+    "outcome unknown": "bold yellow",
+    "interrupted": "red",
+    "in flight": "yellow",
+}
+
+Once = Annotated[bool, typer.Option("--once", help="Print the present state and end.")]
+Every = Annotated[float, typer.Option("--every", min=0.1, max=3600.0, metavar="SECONDS", help="How often to look.")]
+_COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
+    ("when", "left"),
+    ("", "left"),
+    ("save", "left"),
+    ("stall", "right"),
+    ("durable after", "right"),
+    ("throughput", "right"),
+    ("size", "right"),
+)
 
 
 def report(directory: AnyDirectory, output: Output = Path("report.html"), as_json: AsJson = False) -> None:
     """Write one self-contained page about the saves in DIR: timeline, stalls, throughput, failures, retention.
 
-    It tells what events.jsonl recorded, the last 20000 events; nothing else is needed to read it. --json prints the same
+    It shows the last 20000 events of events.jsonl; nothing else is needed to read it. --json prints the same
     facts and writes no page.
     """
-    told = read_history(directory)
-    if told is None:
+    try:
+        files = event_log.find_events(directory)
+        recording = event_log.read_events(files) if files else None
+    except OSError as error:
+        say(unreadable(directory, error))
+        raise typer.Exit(DAMAGED) from None
+    if recording is None:
         say(nothing_in(directory))
         raise typer.Exit(DAMAGED)
+    history = build(recording)
     if as_json:
-        print_json(as_data(told))
+        print_json(as_data(history))
         return
     existing, problem = list_existing(directory)
     subject = Subject(directory=str(directory), made_at=time.time(), existing=existing, problem=problem)
-    text = page.render(told, subject)
+    text = page.render(history, subject)
     if str(output) == "-":
         sys.stdout.buffer.write(text.encode())  # the page says that it is UTF-8, whatever this terminal is
         sys.stdout.buffer.flush()
@@ -49,21 +82,7 @@ def report(directory: AnyDirectory, output: Output = Path("report.html"), as_jso
     except OSError as error:
         say(f"{output} could not be written: {error.strerror or error}. Give another place with --output")
         raise typer.Exit(DAMAGED) from None
-    tell(f"{output}: {summary.verdict(summary.total(told))}")
-
-
-def read_history(directory: Path) -> History | None:
-    """What was recorded in ``directory``; None when there is no file of events.
-
-    Raises:
-        typer.Exit: a file is there and could not be read; that was said.
-    """
-    try:
-        files = event_log.find_events(directory)
-        return history.tell(event_log.read_events(files)) if files else None
-    except OSError as error:
-        say(unreadable(directory, error))
-        raise typer.Exit(DAMAGED) from None
+    tell(f"{output}: {summary.verdict(summary.total(history))}")
 
 
 def unreadable(directory: Path, error: OSError) -> str:
@@ -79,9 +98,9 @@ def nothing_in(directory: Path) -> str:
     )
 
 
-def as_data(told: History) -> dict[str, Any]:
+def as_data(history: History) -> dict[str, Any]:
     """The history and its totals, JSON-able."""
-    return {"totals": dataclasses.asdict(summary.total(told)), **dataclasses.asdict(told)}
+    return {"totals": dataclasses.asdict(summary.total(history)), **dataclasses.asdict(history)}
 
 
 def _replace(output: Path, text: str) -> None:
@@ -93,3 +112,132 @@ def _replace(output: Path, text: str) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+
+
+def watch(directory: AnyDirectory, once: Once = False, every_s: Every = 1.0, as_json: AsJson = False) -> None:
+    """Follow the saves of the job that writes to DIR. Ctrl-C ends it; the job does not notice.
+
+    Where stdout is no terminal, one line is printed per save. --json prints the present state as JSON and ends.
+    """
+    follower = Follower(directory)
+    try:
+        if as_json:
+            print_json(as_data(follower.look() or History()))
+        elif once:
+            for line in lines(follower.look(), directory, time.time()):
+                tell(line)
+        elif sys.stdout.isatty():
+            _live(follower, every_s)
+        else:
+            _stream(follower, every_s)
+    except KeyboardInterrupt:
+        return
+    except OSError as error:
+        say(unreadable(directory, error))
+        raise typer.Exit(DAMAGED) from None
+
+
+def _live(follower: Follower, every_s: float) -> None:
+    screen = console()
+    with Live(console=screen, auto_refresh=False, transient=False) as live:
+        while True:
+            live.update(view(follower.look(), follower.directory, time.time()), refresh=True)
+            time.sleep(every_s)
+
+
+def _stream(follower: Follower, every_s: float) -> None:
+    printed: list[str] | None = None
+    while True:
+        history = follower.look()
+        happened = happenings(history) if history is not None else []
+        new = lines(history, follower.directory, time.time()) if printed is None else after(happened, printed)
+        for line in new:
+            tell(line)
+        sys.stdout.flush()
+        printed = happened or printed or []
+        time.sleep(every_s)
+
+
+def view(history: History | None, directory: Path, now: float) -> RenderableType:
+    """What the terminal shows at ``now``, seconds since the epoch."""
+    if history is None:
+        return Text(f"{clean(str(directory))}: nothing recorded yet, waiting. Ctrl-C ends this.")
+    figures = summary.total(history)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column, justify in _COLUMNS:
+        table.add_column(column, justify=justify, no_wrap=column != "save")  # on a narrow screen long names break
+    for save in history.saves[: -_SHOWN_SAVES - 1 : -1]:
+        outcome = Text(save.outcome, style=_STYLES[save.outcome])
+        table.add_row(_time(save.ended), outcome, *map(Text, _cells(save)))
+    failed = [Text(f"{_time(save.ended)}  {save.name}: {save.error}", style="red") for save in _failures(history)]
+    notices = [Text(line_of_notice(notice), style="yellow") for notice in history.notices[: -_SHOWN_NOTICES - 1 : -1]]
+    parts: list[RenderableType] = [
+        Text(clean(str(directory)), style="dim"),
+        Text(summary.verdict(figures), style="bold red" if figures.failed + figures.unknown else "bold green"),
+        Text(" ".join(summary.sentences(figures, now))),
+        Text(_in_short(figures), style="dim"),
+    ]
+    for block in ([table] if history.saves else [], failed, notices):
+        parts += [Text(), *block] if block else []
+    return Group(*parts)
+
+
+def lines(history: History | None, directory: Path, now: float) -> list[str]:
+    """The same in plain lines."""
+    if history is None:
+        return [nothing_in(directory)]
+    figures = summary.total(history)
+    said = [summary.verdict(figures), *summary.sentences(figures, now)]
+    return [" ".join(said), _in_short(figures), *happenings(history)[-_SHOWN_SAVES:]]
+
+
+def happenings(history: History) -> list[str]:
+    """One line for everything that is over, oldest first."""
+    over = [(save.ended, line_of(save)) for save in history.saves if save.outcome != "in flight"]
+    over += [(notice.at, line_of_notice(notice)) for notice in history.notices]
+    return [line for _, line in sorted(over)]
+
+
+def after(happened: list[str], printed: list[str]) -> list[str]:
+    """Those of ``happened`` that come after the last one that was printed already."""
+    if printed and printed[-1] in happened:
+        newest = len(happened) - happened[::-1].index(printed[-1])
+        return happened[newest:]
+    return happened
+
+
+def line_of(save: Save) -> str:
+    """One save."""
+    if save.outcome != "committed":
+        return f"{clock(save.ended)}  {save.outcome}  {save.name}: {save.error or 'its run ended before the save did'}"
+    name, held, total, speed, size = _cells(save)
+    facts = (f"size {size}", f"stall {held}", f"durable after {total}", speed)
+    return f"{clock(save.ended)}  committed  {name}: {', '.join(fact for fact in facts if not fact.endswith(' '))}"
+
+
+def line_of_notice(notice: Notice) -> str:
+    """One resume or mishap."""
+    return f"{clock(notice.at)}  {notice.kind}  {notice.text}"
+
+
+def _cells(save: Save) -> tuple[str, ...]:
+    times = (duration(save.stall_s), duration(save.total_s))
+    return (save.name, *times, rate(save.gbps), bytes_text(save.size_bytes))
+
+
+def _failures(history: History) -> list[Save]:
+    return [save for save in history.saves[-_SHOWN_SAVES:] if save.outcome in ("failed", "outcome unknown")][-2:]
+
+
+def _time(at: float) -> str:
+    return clock(at)[11:]
+
+
+def _in_short(figures: summary.Totals) -> str:
+    facts = (
+        ("stall per save", duration(figures.median_stall_s)),
+        ("durable after", duration(figures.median_total_s)),
+        ("throughput", rate(figures.median_gbps)),
+        ("most work at risk", duration(figures.at_risk_s)),
+    )
+    return ", ".join(f"{name} {fact}" for name, fact in facts if fact)

@@ -12,7 +12,7 @@ import typer
 from safe_ckpt.cli.output import DAMAGED, AsJson, print_json, say, tell
 from safe_ckpt.cli.report import AnyDirectory
 from safe_ckpt.core.directory.lock import Holder, holder_of, remove_lock
-from safe_ckpt.inspection.listing import find_shelf
+from safe_ckpt.inspection.listing import read_listing
 
 
 def unlock(
@@ -28,7 +28,7 @@ def unlock(
     after it showed no sign of life for 60 seconds (lease_s). Exit status: 0 when the next job can have DIR, 1 when it is held.
     """
     try:
-        hidden = find_shelf(directory).hidden
+        hidden = read_listing(directory).hidden
         found = holder_of(hidden)
         taken = found is not None and hidden is not None and break_lock
         if taken and hidden is not None:

@@ -23,9 +23,8 @@ from safe_ckpt.cli.output import (
 )
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.errors import DirectoryError, SafeCheckpointError, UnsupportedFormatError
-from safe_ckpt.inspection.check import Task, judge, plan
-from safe_ckpt.inspection.listing import find_shelf
-from safe_ckpt.inspection.verdict import Judgement, Verdict
+from safe_ckpt.inspection.check import Judgement, Task, Verdict, judge, plan
+from safe_ckpt.inspection.listing import read_listing
 from safe_ckpt.text import bytes_text
 
 _MOST_NAMES = 8
@@ -70,7 +69,7 @@ def _checkpoints(paths: Sequence[Path]) -> list[Path]:
         if not path.is_dir() or (path / MANIFEST_NAME).exists():
             found.append(path)
             continue
-        shelf = find_shelf(path)
+        shelf = read_listing(path)
         for unreadable, why in shelf.unreadable.items():
             raise DirectoryError(path=str(unreadable), message=f"{_UNREAD}: {why}")
         held = sorted(candidate.path for candidate in [*shelf.usable, *shelf.unusable])

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt.errors import StateError, UnsupportedFormatError
-from safe_ckpt.inspection.objects import Global, Opaque, Ordered
-from safe_ckpt.inspection.structure import tensors_in
+from safe_ckpt.inspection.content import tensors_in
+from safe_ckpt.inspection.pickle_objects import Global, Opaque, Ordered
 from safe_ckpt.inspection.tensors import Entry, describe
 
 _USUAL = ("state_dict", "model", "model_state_dict", "module", "pytorch_model", "weights")
@@ -46,14 +46,14 @@ def weights_of(structure: Any, item: str, path: Path) -> dict[str, Entry]:
             message = f"--item must say where the weights are; there is {_names(chosen)}"
             raise UnsupportedFormatError(path=str(path), message=message)
         chosen = chosen[key]
-    found = dict(tensors_in(chosen))
-    if not found:
+    weights = dict(tensors_in(chosen))
+    if not weights:
         raise UnsupportedFormatError(path=str(path), message=f"{item or 'it'} holds no tensors")
-    lost = [name for name, entry in found.items() if not entry.pieces]
+    lost = [name for name, entry in weights.items() if not entry.pieces]
     if lost:
         message = f"the numbers of {', '.join(lost[:_MOST_SHOWN])} cannot be read without running the checkpoint"
         raise UnsupportedFormatError(path=str(path), message=message)
-    return found
+    return weights
 
 
 def filled(structure: Any, make: Make, *, drop_objects: bool) -> Any:

@@ -17,16 +17,17 @@ from safe_ckpt.checkpointer import Checkpointer
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.directory.catalog import WEIGHTS
 from safe_ckpt.core.formats import hugging_face
-from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, single, torch_image
+from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, single
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest
+from safe_ckpt.core.formats.torch_archive import torch_image
 from safe_ckpt.core.saving import export
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import HeldDirectories
 from safe_ckpt.core.saving.request import Streamed
 from safe_ckpt.core.storage import durable
+from safe_ckpt.core.storage.reader import digest_of
 from safe_ckpt.errors import ConfigError, DirectoryError
 from safe_ckpt.inspection.files import walk
-from safe_ckpt.inspection.scanning import scan
 from safe_ckpt.inspection.tensors import Entry
 from safe_ckpt.inspection.values import Mapped
 
@@ -101,7 +102,7 @@ def write_dcp(path: Path, state: Mapping[str, Any]) -> CheckpointInfo:
 def _manifest_of(folder: Path, name: str) -> Manifest:
     entries = []
     for file in walk(folder):
-        digest, _ = scan(file.path, file.size_bytes, whole=True)
+        digest = digest_of(file.path, file.size_bytes, cached=None)
         entries.append(FileEntry(path=file.name, size_bytes=file.size_bytes, xxh3_128=digest, rank=0))
     return Manifest(
         name=name,

@@ -32,7 +32,7 @@ from safe_ckpt.adapters import (
     SaveRequest,
     SharedBuffer,
     config_of_all,
-    file_plan,
+    torch_archive,
 )
 from safe_ckpt.adapters.directories import MANIFEST_NAME, read_manifest, verify_entry
 from safe_ckpt.adapters.layouts import LATEST
@@ -167,7 +167,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         try:
             if target.parent != self._open.path:
                 raise ConfigError(key=f"save: {path}", message=f"expected a file in {self._open.path}")
-            self._open.parts.add(file_plan.torch_image(target.name, state_dict, strict=False, key=target.name))
+            self._open.parts.add(torch_archive.torch_image(target.name, state_dict, strict=False, key=target.name))
         except BaseException as error:
             if isinstance(error, StateError | NotEnoughSpaceError):
                 error.rank = self._core.rank

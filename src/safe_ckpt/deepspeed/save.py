@@ -36,6 +36,7 @@ from safe_ckpt.adapters import (
     Unplanned,
     file_plan,
     presence,
+    torch_archive,
 )
 from safe_ckpt.adapters.directories import WEIGHTS, HeldDirectories
 from safe_ckpt.adapters.layouts import LATEST
@@ -280,7 +281,7 @@ class Listener(CheckpointEngine):  # type: ignore[misc]
         name = os.path.relpath(path, self._folder)
         if os.path.dirname(name):
             raise StateError(key=name, message="DeepSpeed writes it to a folder of its own, which is not covered")
-        self._found.images.append(file_plan.torch_image(name, state_dict, strict=False, key=name))
+        self._found.images.append(torch_archive.torch_image(name, state_dict, strict=False, key=name))
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """As the engine's own."""

@@ -1,21 +1,29 @@
-"""Which file system a directory is on, and what is known of its kind."""
+"""The file system of a directory: its kind, what renames, links and names do there, and how much fits."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from safe_ckpt.doctor.examined import Examined
-from safe_ckpt.doctor.finding import Finding, fail, ok, skipped, warn
+from safe_ckpt.core.storage import durable
+from safe_ckpt.core.storage.durable import free_bytes as free_bytes_of
+from safe_ckpt.doctor.finding import Finding, fail, ok, refused, skipped, warn
+from safe_ckpt.doctor.runner import Examined
+from safe_ckpt.text import bytes_text
 
+_LITTLE_BYTES = 1 << 30
+_FEW_INODES = 10_000
+_PROBE_BYTES = 4 << 20
 _TABLE = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _LOST_AT_REBOOT = (
     "it is memory: what is saved there is gone after a reboot or with the job. Choose a directory on a disk"
 )
-_LAG = "other hosts may see new files seconds late; safe_ckpt waits for that"
+_LAG = "other hosts may see new files seconds late; safe_ckpt waits for them"
 NETWORK = {
     "nfs": f"{_LAG}. Mount it hard, not soft: a soft mount turns a busy server into failed saves",
     "nfs4": f"{_LAG}. Mount it hard, not soft: a soft mount turns a busy server into failed saves",
@@ -76,11 +84,11 @@ def mount_of(path: str, table: str) -> Mount | None:
 
 
 def _plain(text: str) -> str:
-    return _OCTAL.sub(lambda found: chr(int(found.group(1), 8)), text)
+    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)
 
 
 def current(path: Path, table: Path = _TABLE) -> Mount | None:
-    """The mount that ``path`` is on now; None where that cannot be told."""
+    """The mount that ``path`` is on now; None where that is unknown."""
     try:
         return mount_of(os.path.realpath(path), table.read_text(encoding="utf-8", errors="replace"))
     except OSError:
@@ -88,7 +96,7 @@ def current(path: Path, table: Path = _TABLE) -> Mount | None:
 
 
 def judge(mount: Mount) -> Finding:
-    """What to know of this file system."""
+    """Whether checkpoints survive on a file system of this kind."""
     text = f"{mount.kind} at {mount.point}, from {mount.source}"
     figures = {"kind": mount.kind, "mount_point": mount.point, "source": mount.source}
     if "ro" in mount.options:
@@ -100,9 +108,7 @@ def judge(mount: Mount) -> Finding:
         advice = "it is the container's own layer, gone with the container: mount a volume and save there"
         return warn("file system", text, advice, **figures)
     if mount.kind.startswith("fuse"):
-        advice = (
-            "what fsync and rename promise there is up to that program: object stores behind FUSE are not supported"
-        )
+        advice = "its program decides what fsync and rename promise: object stores behind FUSE are not supported"
         return warn("file system", text, advice, **figures)
     if "soft" in mount.options and mount.kind in NETWORK:
         return warn("file system", f"{text}, mounted soft", NETWORK[mount.kind], **figures)
@@ -112,4 +118,132 @@ def judge(mount: Mount) -> Finding:
 def file_system(examined: Examined) -> list[Finding]:
     """The kind of the file system."""
     mount = current(examined.existing)
-    return [judge(mount) if mount else skipped("file system", "the table of mounts does not tell")]
+    return [judge(mount) if mount else skipped("file system", "the table of mounts does not list it")]
+
+
+def renaming(examined: Examined) -> list[Finding]:
+    """A rename replaces a file, moves a directory, and can exchange two."""
+    folder = examined.folder("renamed")
+    (folder / "new").write_text("new")
+    (folder / "old").write_text("old")
+    for name in ("a", "b"):
+        (folder / name).mkdir()
+    (folder / "a" / "of-a").touch()
+    try:
+        os.replace(folder / "new", folder / "old")
+        os.rename(folder / "old", folder / "b" / "moved")
+        os.rename(folder / "a", folder / "c")
+        exchanged = durable.exchange(folder / "b", folder / "c")
+    except OSError as error:
+        return [refused("rename", error)]
+    moved = folder / ("c" if exchanged else "b") / "moved"
+    if (folder / "new").exists() or moved.read_text() != "new":
+        return [fail("rename", "a renamed file is not what it was", "choose a directory on another file system")]
+    if exchanged:
+        text = "replaces a file in one step, moves directories, exchanges two names"
+        return [ok("rename", text, exchange=True)]
+    text = "replaces a file in one step and moves directories, but cannot exchange two names"
+    advice = "replacing a directory takes two renames here; the next start repairs what a crash leaves between them"
+    return [ok("rename", text, advice, exchange=False)]
+
+
+def links(examined: Examined) -> list[Finding]:
+    """Hard and symbolic links: a further name of a checkpoint is one."""
+    folder = examined.folder("links")
+    (folder / "file").write_text("x")
+    hard = _works(lambda: os.link(folder / "file", folder / "hard"))
+    soft = _works(lambda: os.symlink("file", folder / "soft"))
+    figures = {"hard": hard, "symbolic": soft}
+    if hard and soft:
+        return [ok("links", "hard and symbolic links work", **figures)]
+    names = " and ".join(name for name, works in (("hard", hard), ("symbolic", soft)) if not works)
+    advice = "a further name of a checkpoint, such as last.ckpt, is a copy here and takes its space again"
+    if not soft:
+        advice += '; do not use save_last="link"'
+    return [warn("links", f"no {names} links", advice, **figures)]
+
+
+def _works(action: Callable[[], object]) -> bool:
+    try:
+        action()
+    except OSError:
+        return False
+    return True
+
+
+def names(examined: Examined) -> list[Finding]:
+    """Whether names that differ in case alone are two."""
+    folder = examined.folder("names")
+    (folder / "case").touch()
+    if (folder / "CASE").exists():
+        advice = "checkpoints whose names differ only in case are one: do not rely on case in file names or metrics"
+        return [warn("names", "not case-sensitive", advice, case_sensitive=False)]
+    return [ok("names", "case-sensitive", case_sensitive=True)]
+
+
+def space(examined: Examined) -> list[Finding]:
+    """Free bytes, against the size of a checkpoint."""
+    free_bytes = free_bytes_of(examined.existing)
+    if free_bytes is None:
+        return [skipped("space", "this file system does not say how much is free, so no save checks it beforehand")]
+    stat = os.statvfs(examined.existing)
+    total_bytes = stat.f_blocks * stat.f_frsize
+    size, why = examined.state_bytes, examined.state_from
+    return [judge_space(free_bytes=free_bytes, total_bytes=total_bytes, size=size, why=why)]
+
+
+def judge_space(*, free_bytes: int, total_bytes: int, size: int | None, why: str = "") -> Finding:
+    """Whether that is enough: a new checkpoint is complete before an old one is deleted.
+
+    Args:
+        free_bytes: free for this user.
+        total_bytes: of the file system.
+        size: bytes of one checkpoint, if that is known.
+        why: where it is known from.
+    """
+    text = f"{bytes_text(free_bytes)} free of {bytes_text(total_bytes)}"
+    figures = {"free_bytes": free_bytes, "total_bytes": total_bytes, "state_bytes": size}
+    if size is None:
+        if free_bytes < _LITTLE_BYTES:
+            advice = "that is little: free some, or say how large a checkpoint is with --state-bytes"
+            return warn("space", text, advice, **figures)
+        return ok("space", f"{text}; --state-bytes shows how many checkpoints fit", **figures)
+    fit = free_bytes // size
+    text += f": {fit} {'checkpoint fits' if fit == 1 else 'checkpoints fit'} of {bytes_text(size)} each ({why})"
+    if fit == 0:
+        advice = "delete something, keep fewer checkpoints (Retention), or choose another directory"
+        return fail("space", text, advice, fit=0, **figures)
+    if fit == 1:
+        advice = "a new one is complete before an old one is deleted: make room for two"
+        return warn("space", text, advice, fit=1, **figures)
+    return ok("space", text, fit=fit, **figures)
+
+
+def inodes(examined: Examined) -> list[Finding]:
+    """How many files may still be created."""
+    try:
+        stat = os.statvfs(examined.existing)
+    except OSError as error:
+        return [skipped("files", f"this file system does not say how many may be created ({error.strerror})")]
+    if not stat.f_files:
+        return [ok("files", "no limit on their number")]
+    text = f"{stat.f_favail} more can be created"
+    if stat.f_favail < _FEW_INODES:
+        advice = "delete files that nobody needs: a full table of inodes fails like a full disk, with space left"
+        return [warn("files", text, advice, free_inodes=stat.f_favail)]
+    return [ok("files", text, free_inodes=stat.f_favail)]
+
+
+def quota(examined: Examined) -> list[Finding]:
+    """Whether free space can be reserved: a quota shows only then."""
+    path = examined.folder("taken") / "file"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        os.posix_fallocate(fd, 0, _PROBE_BYTES)
+    except OSError as error:
+        if error.errno in (errno.EDQUOT, errno.ENOSPC, errno.EFBIG):
+            return [refused("quota", error, f"{bytes_text(_PROBE_BYTES)} could not be reserved")]
+        return [skipped("quota", f"space cannot be reserved on this file system ({error.strerror})")]
+    finally:
+        os.close(fd)
+    return [ok("quota", f"{bytes_text(_PROBE_BYTES)} were reserved; how much more a quota leaves is unknown")]

@@ -1,31 +1,52 @@
-"""Does a file that was written hold what was written, and does fsync take the time that a disk takes."""
+"""Does a file hold what was written, does fsync take as long as a disk takes, and does a job's lock exclude a second job."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import mmap
 import os
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import filelock
+
+import safe_ckpt
+from safe_ckpt.core.directory.lock import JobLock, holder_of
 from safe_ckpt.core.storage.durable import sync_directory
 from safe_ckpt.doctor.disk import current
-from safe_ckpt.doctor.examined import Examined
-from safe_ckpt.doctor.finding import Finding, fail, ok, refused, time_text, warn
+from safe_ckpt.doctor.finding import Figure, Finding, fail, ok, refused, skipped, warn
+from safe_ckpt.doctor.runner import PREFIX, Examined
+from safe_ckpt.errors import DirectoryError, DirectoryInUseError
+from safe_ckpt.inspection.listing import read_listing
+from safe_ckpt.text import duration
 
 _ROUNDS = 5
 _SUSPICIOUS_S = 20e-6
 _SLOW_S = 1.0
+_LEASE_S = 60.0
+_QUICK_S = 10.0
+_OLD_S = 3600.0
+_HOLD = """
+import sys
+sys.path[:0] = {roots!r}
+from pathlib import Path
+from safe_ckpt.core.directory.lock import JobLock
+folder = Path({folder!r})
+lock = JobLock(folder, subject=folder, lease_s={lease_s!r})  # by its name it stays
+lock.acquire()
+print("held", flush=True)
+sys.stdin.read()
+"""
 
 
 def creating(examined: Examined) -> list[Finding]:
     """A folder and a file can be made, and what was written is read back."""
     if examined.problem is not None:
         return [refused("write", examined.problem, f"cannot create a folder in {examined.existing}")]
-    folder = examined.place() / "written"
-    folder.mkdir()
+    folder = examined.folder("written")
     data = os.urandom(1 << 20)
     begun = time.monotonic()
     (folder / "file").write_bytes(data)
@@ -36,13 +57,12 @@ def creating(examined: Examined) -> list[Finding]:
     if os.listdir(folder) != ["file"]:
         advice = "the file system caches what folders hold, even for the host that writes: switch that off in its mount"
         return [fail("write", "a new file is not listed in its folder", advice)]
-    return [ok("write", f"created, written and read back 1 MiB in {time_text(seconds)}", seconds_s=seconds)]
+    return [ok("write", f"created, written and read back 1 MiB in {duration(seconds)}", seconds_s=seconds)]
 
 
-def durability(examined: Examined) -> list[Finding]:
+def syncing(examined: Examined) -> list[Finding]:
     """How long a file and a directory take to reach the disk."""
-    folder = examined.place() / "synced"
-    folder.mkdir()
+    folder = examined.folder("synced")
     file_s, folder_s = [], []
     for number in range(_ROUNDS):
         path = folder / str(number)
@@ -71,14 +91,14 @@ def _timed_fsync(fd: int) -> float:
 
 def judge_fsync(file_s: float, folder_s: float, *, in_memory: bool) -> Finding:
     """Whether an fsync that takes so long can be believed, and afforded."""
-    text = f"{time_text(file_s)} for a file of 64 KiB, {time_text(folder_s)} for a directory"
+    text = f"{duration(file_s)} for a file of 64 KiB, {duration(folder_s)} for a directory"
     figures = {"file_s": file_s, "directory_s": folder_s}
     if max(file_s, folder_s) > _SLOW_S:
         advice = "every save does a handful of these: others keep the disk busy, or its write cache is off"
         return warn("fsync", text, advice, **figures)
     if file_s < _SUSPICIOUS_S and not in_memory:
         advice = (
-            "no disk is that quick: it may return before the bytes are on the disk, and a power cut could lose a save"
+            "no disk is that fast: it may return before the bytes are on the disk, and a power cut could lose a save"
         )
         return ok("fsync", text, advice, **figures)
     return ok("fsync", text, **figures)
@@ -86,8 +106,9 @@ def judge_fsync(file_s: float, folder_s: float, *, in_memory: bool) -> Finding:
 
 def direct_io(examined: Examined) -> list[Finding]:
     """Writes past the page cache, and how they must be aligned."""
+    folder = examined.folder("unbuffered")
     for alignment in (512, 4096):
-        if _direct(examined.place() / f"direct-{alignment}", alignment):
+        if _direct(folder / str(alignment), alignment):
             text = f"O_DIRECT works, aligned to {alignment} bytes"
             return [ok("direct I/O", text, works=True, alignment_bytes=alignment)]
     advice = (
@@ -103,8 +124,6 @@ def _direct(path: Path, alignment: int) -> bool:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT, 0o666)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.ENOTSUP):
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
             return False
         raise
     view = memoryview(memory)
@@ -117,3 +136,86 @@ def _direct(path: Path, alignment: int) -> bool:
     finally:
         view.release()
         os.close(fd)
+
+
+def locking(examined: Examined) -> list[Finding]:
+    """A second job is refused while the first lives, and gets in at once when that is killed."""
+    folder = examined.folder("locked")
+    if not sys.executable:
+        return [skipped("lock", "sys.executable is not set: no second process can be started")]
+    lock = JobLock(folder, subject=folder, lease_s=_LEASE_S)
+    with _holder(folder) as holder:
+        try:
+            if holder.stdout is None or holder.stdout.readline() != b"held\n":
+                last = (holder.communicate()[1].decode(errors="replace").strip().splitlines() or ["it ended"])[-1]
+                return [fail("lock", f"a process cannot take it: {last}", "choose a directory on another file system")]
+            if _taken(lock):
+                lock.release()
+                advice = "two jobs could write one directory: choose a directory on another file system"
+                return [fail("lock", "two processes hold it at the same time", advice)]
+        finally:
+            holder.kill()
+    return [_taken_over(lock)]
+
+
+def _holder(folder: Path) -> subprocess.Popen[bytes]:
+    roots = [str(Path(module.__file__).parent.parent) for module in (safe_ckpt, filelock) if module.__file__]
+    code = _HOLD.format(roots=roots, folder=str(folder), lease_s=_LEASE_S)
+    return subprocess.Popen(
+        [sys.executable, "-I", "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def _taken(lock: JobLock) -> bool:
+    try:
+        lock.acquire()
+    except DirectoryInUseError:
+        return False
+    return True
+
+
+def _taken_over(lock: JobLock) -> Finding:
+    begun = time.monotonic()
+    try:
+        lock.acquire()
+        lock.confirm()
+    except DirectoryError as error:
+        advice = "after a crash nobody could resume here without safe-ckpt unlock: choose another directory"
+        return fail("lock", f"that of a killed process is not taken over: {error.message}", advice)
+    lock.release()
+    seconds = time.monotonic() - begun
+    text = f"a second process is refused, that of a killed one is taken over in {duration(seconds)}"
+    if seconds > _QUICK_S:
+        return warn("lock", text, "small files are slow here: see the times of fsync", takeover_s=seconds)
+    return ok("lock", text, takeover_s=seconds)
+
+
+def holder(examined: Examined) -> list[Finding]:
+    """Who holds the directory. Only read; a live job goes on undisturbed."""
+    if examined.existing != examined.asked or not examined.asked.is_dir():
+        return []
+    lease = holder_of(read_listing(examined.asked).hidden)
+    if lease is None:
+        return [ok("held by", "no job")]
+    who = f"process {lease.pid} on host {lease.host}" if lease.host else "a job that has not written its name"
+    figures: dict[str, Figure] = {"pid": lease.pid, "host": lease.host, "alive": lease.alive}
+    if lease.alive is False:
+        return [ok("held by", f"no job: {who} is gone, and the next job takes over at once", **figures)]
+    advice = "that job is not disturbed; speeds are measured beside it"
+    if lease.alive is None:
+        advice += ". Whether it is alive is unknown here: if it is gone, the next job takes over by itself"
+    return [ok("held by", f"{who}, since {lease.started_at}", advice, **figures)]
+
+
+def leftovers(examined: Examined) -> list[Finding]:
+    """Private folders of doctors that were killed."""
+    own = examined.scratch.name if examined.scratch else ""
+    folders = [path for path in examined.existing.glob(f"{PREFIX}*") if path.name != own]
+    old = [path for path in folders if time.time() - path.stat().st_mtime > _OLD_S]
+    if not old:
+        return []
+    advice = f"rm -r {examined.existing}/{PREFIX}*"
+    return [warn("leftovers", f"{len(old)} private folders of killed doctors", advice)]

@@ -2,20 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safe_ckpt.doctor.checks import ON_DIRECTORY, ON_MACHINE
-from safe_ckpt.doctor.examined import Examined, Options, examining
 from safe_ckpt.doctor.finding import Finding, State, fail, worst
-from safe_ckpt.doctor.runner import StuckError, run_checks
-from safe_ckpt.doctor.world import World
+from safe_ckpt.doctor.runner import STUCK, Examined, Options, StuckError, examining, run_checks
+from safe_ckpt.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The ranks that were started together.
+
+    Attributes:
+        rank: this process's.
+        size: how many there are; more than one.
+        address: the host where they meet.
+        port: the port there.
+        hosted: the launcher has a store there already; otherwise rank 0 makes it.
+        attempt: how often the launcher has started over.
+    """
+
+    rank: int
+    size: int
+    address: str
+    port: int
+    hosted: bool
+    attempt: str
+
+
+def world_of(environment: Mapping[str, str]) -> World | None:
+    """The ranks that a launcher such as torchrun describes in ``environment``; None for a process alone.
+
+    Raises:
+        ConfigError: a part is missing or is no number.
+    """
+    if environment.get("WORLD_SIZE", "1") == "1":
+        return None
+    numbers = {}
+    for key in ("WORLD_SIZE", "RANK", "MASTER_PORT"):
+        text = environment.get(key, "")
+        if not text.isdigit():
+            advice = "start the ranks with torchrun, or unset WORLD_SIZE for one process"
+            raise ConfigError(key=key, message=f"expected a number, got {text!r}: {advice}")
+        numbers[key] = int(text)
+    if not environment.get("MASTER_ADDR"):
+        raise ConfigError(key="MASTER_ADDR", message="expected the host of rank 0: start the ranks with torchrun")
+    if not numbers["RANK"] < numbers["WORLD_SIZE"]:
+        raise ConfigError(key="RANK", message=f"expected below WORLD_SIZE, got {numbers['RANK']}")
+    return World(
+        rank=numbers["RANK"],
+        size=numbers["WORLD_SIZE"],
+        address=environment["MASTER_ADDR"],
+        port=numbers["MASTER_PORT"],
+        hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What was found.
+    """The findings on one directory.
 
     Attributes:
         directory: what was asked about.
@@ -38,9 +88,8 @@ class Report:
         counts = {state: sum(finding.state == state for finding in self.findings) for state in ("ok", "warn", "fail")}
         where = f"{self.directory}{f', {self.ranks} ranks' if self.ranks > 1 else ''}"
         if counts["fail"]:
-            return (
-                f"{where}: checkpoints cannot be relied on here: {counts['fail']} failed, {counts['warn']} to look at"
-            )
+            counted = f"{counts['fail']} failed, {counts['warn']} to look at"
+            return f"{where}: checkpoints cannot be relied on here: {counted}"
         if counts["warn"]:
             return f"{where}: works, with {counts['warn']} to look at; {counts['ok']} are fine"
         return f"{where}: all is well"
@@ -77,18 +126,15 @@ def diagnose(path: Path, options: Options, world: World | None = None) -> Report
         return None
     try:
         with examining(path, options) as examined:
-            findings = _lead(world, examined)
+            findings = _of_ranks(world, examined) if world else []
             findings += run_checks(examined, ON_DIRECTORY)
             findings += run_checks(examined, ON_MACHINE)
     except StuckError as error:
-        advice = "the disk or its server does not answer: look at dmesg and at the mount, before any training"
-        findings = [fail("directory", str(error), advice), *run_checks(Examined(asked=path, existing=path), ON_MACHINE)]
+        findings = [fail("directory", str(error), STUCK), *run_checks(Examined(asked=path, existing=path), ON_MACHINE)]
     return Report(directory=path, ranks=world.size if world else 1, findings=tuple(findings))
 
 
-def _lead(world: World | None, examined: Examined) -> list[Finding]:
-    if world is None:
-        return []
+def _of_ranks(world: World, examined: Examined) -> list[Finding]:
     from safe_ckpt.doctor.ranks import lead  # imports torch
 
     return lead(world, examined)

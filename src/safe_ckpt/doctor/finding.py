@@ -1,4 +1,4 @@
-"""What a check found: a state, the figure behind it, and what to do about it."""
+"""The outcome of a check: a state, the figure behind it, and what to do about it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Finding:
         check: the name of the check.
         state: ``"ok"``; ``"warn"``: it works, at a price; ``"fail"``: checkpoints cannot be relied on here; ``"skipped"``: it
             could not be looked at.
-        measured: what was seen, in words.
+        measured: what was seen, as text.
         advice: what to do about it, or a hint; "" where there is nothing to do.
         where: the host and ranks concerned, where that is not all of them.
         figures: the same in numbers, for programs; units are in the names.
@@ -92,12 +92,3 @@ def refused(check: str, error: OSError, doing: str = "") -> Finding:
 def worst(findings: Iterable[Finding]) -> State:
     """The state of the whole; ``"ok"`` when there is none."""
     return max((finding.state for finding in findings), key=_ORDER.index, default="ok")
-
-
-def time_text(seconds: float) -> str:
-    """0.0021 -> "2.1 ms"."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} us"
-    if seconds < 1:
-        return f"{seconds * 1e3:.1f} ms"
-    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -1,21 +1,24 @@
-"""Memory for snapshots: what can be taken, and in what kind of pages."""
+"""This host and process: memory for snapshots, the largest file it may write, cores, and versions."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
+import resource
+from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 
 from safe_ckpt.core.staging import host_memory
-from safe_ckpt.doctor import cgroup
-from safe_ckpt.doctor.examined import Examined
-from safe_ckpt.doctor.finding import Finding, ok, refused, skipped, warn
+from safe_ckpt.doctor.finding import Finding, fail, ok, refused, skipped, warn
+from safe_ckpt.doctor.runner import Examined
 from safe_ckpt.text import bytes_text
+from safe_ckpt.versions import SUPPORTED, judge, numbers
 
+PACKAGES = ("safe-ckpt", "torch", "lightning", "pytorch-lightning", "accelerate", "transformers", "deepspeed", "numpy")
 _PROBE_BYTES = 16 << 20
-_MEMINFO = Path("/proc/meminfo")
 _SHMEM_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-DEV_SHM = "/dev/shm"  # noqa: S108 - looked at, never written to
-_SMALL_SHM_BYTES = 1 << 30
 _TIGHT_BYTES = 1 << 30
 
 
@@ -23,8 +26,8 @@ def memory(examined: Examined) -> list[Finding]:
     """How much a snapshot may take on this host."""
     free = host_memory.available_bytes()
     if free is None:
-        return [skipped("memory", "the kernel does not tell how much is free")]
-    limit = cgroup.allowance().memory_bytes
+        return [skipped("memory", "the kernel does not report how much is free")]
+    limit = host_memory.allowance().memory_bytes
     return [judge_memory(free_bytes=free, limit_bytes=limit, size=examined.state_bytes)]
 
 
@@ -45,60 +48,94 @@ def judge_memory(*, free_bytes: int, limit_bytes: int | None, size: int | None) 
 
 
 def shared_memory(_: Examined) -> list[Finding]:
-    """The anonymous memory that snapshots lie in, and its pages."""
+    """The anonymous memory that holds snapshots, and its pages."""
+    doing, advice = "memfd_create", "a sandbox forbids it: allow the system call memfd_create"
     try:
         fd = os.memfd_create("safe_ckpt-doctor", os.MFD_CLOEXEC)
+        with os.fdopen(fd, "wb"):
+            doing, advice = f"{bytes_text(_PROBE_BYTES)} were asked for", "give the job more memory: it holds snapshots"
+            os.posix_fallocate(fd, 0, _PROBE_BYTES)
     except OSError as error:
-        found = refused("shared memory", error, "memfd_create")
-        return [warn(found.check, found.measured, "a sandbox forbids it: allow the system call memfd_create")]
-    try:
-        os.posix_fallocate(fd, 0, _PROBE_BYTES)
-    except OSError as error:
-        found = refused("shared memory", error, f"{bytes_text(_PROBE_BYTES)} were asked for")
-        return [warn(found.check, found.measured, "snapshots live there: give the job more memory")]
-    finally:
-        os.close(fd)
-    pages = chosen(_text(_SHMEM_PAGES))
+        return [warn("shared memory", refused("shared memory", error, doing).measured, advice)]
+    pages = ""
+    with contextlib.suppress(OSError):  # "always [never]"
+        words = _SHMEM_PAGES.read_text(encoding="ascii", errors="replace").split()
+        pages = next((word[1:-1] for word in words if word.startswith("[")), "")
     if pages in ("always", "advise", "within_size", "force"):
         return [ok("shared memory", f"works, in huge pages ({pages})", huge_pages=pages)]
-    hint = f"copying into huge pages is quicker: echo advise > {_SHMEM_PAGES}" if pages else ""
+    hint = f"copying into huge pages is faster: echo advise > {_SHMEM_PAGES}" if pages else ""
     return [ok("shared memory", "works, in small pages", hint, huge_pages=pages or None)]
 
 
-def chosen(text: str) -> str:
-    """``always [never]`` -> ``never``; "" when nothing is chosen."""
-    return next((word[1:-1] for word in text.split() if word.startswith("[")), "")
+def file_size(examined: Examined) -> list[Finding]:
+    """The largest file that this process, and the writer that it starts, may write."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return [judge_file_size(None if limit == resource.RLIM_INFINITY else limit, examined.state_bytes)]
 
 
-def dev_shm(_: Examined) -> list[Finding]:
-    """``/dev/shm``: snapshots do not use it, loaders' workers and NCCL do."""
-    try:
-        stat = os.statvfs(DEV_SHM)
-    except OSError:
-        return [ok(DEV_SHM, "is not there; snapshots do not use it")]
-    size = stat.f_blocks * stat.f_frsize
-    text = f"{bytes_text(stat.f_bavail * stat.f_frsize)} free of {bytes_text(size)}; snapshots do not use it"
-    if size < _SMALL_SHM_BYTES:
-        advice = "workers of data loaders and NCCL do use it, and die of a bus error when it is full: docker run --shm-size=8g"
-        return [warn(DEV_SHM, text, advice, size_bytes=size)]
-    return [ok(DEV_SHM, text, size_bytes=size)]
+def judge_file_size(limit_bytes: int | None, size: int | None) -> Finding:
+    """Whether a file of ``size`` bytes, where that is known, may be written; None for no limit."""
+    if limit_bytes is None:
+        return ok("file size", "unlimited")
+    make = fail if size is not None and limit_bytes < size else warn
+    text, advice = (
+        f"at most {bytes_text(limit_bytes)}",
+        "a checkpoint file that grows beyond it fails: ulimit -f unlimited",
+    )
+    return make("file size", text, advice, soft=limit_bytes)
 
 
-def swap(_: Examined) -> list[Finding]:
-    """Swap: a snapshot that is swapped out makes a save slow."""
-    rows = (line.split() for line in _text(_MEMINFO).splitlines())
-    found = {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if row[0] in ("SwapTotal:", "SwapFree:")}
-    if not found.get("SwapTotal"):
-        return [ok("swap", "none")]
-    used = found["SwapTotal"] - found.get("SwapFree", 0)
-    text = f"{bytes_text(used)} of {bytes_text(found['SwapTotal'])} in use"
-    if used > found["SwapTotal"] // 2:
-        return [warn("swap", text, "memory is short on this host: saves will be slow, and so will training")]
-    return [ok("swap", text, used_bytes=used)]
+def cores(_: Examined) -> list[Finding]:
+    """Cores that this process may use, against the ranks on this host."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    allowed = len(os.sched_getaffinity(0))
+    return [judge_cores(allowed, host_memory.allowance().cores, int(local) if local.isdigit() else 1)]
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
+def judge_cores(allowed: int, quota: float | None, ranks: int) -> Finding:
+    """Whether the writer process has a core beside those of the ranks."""
+    usable = min(float(allowed), quota) if quota is not None else float(allowed)
+    text = f"{usable:g} for {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    if quota is not None and quota < allowed:
+        text += f" (of {allowed}; a control group gives {quota:g})"
+    figures = {"usable": usable, "ranks_here": max(ranks, 1)}
+    if usable <= ranks:
+        advice = "writing takes a part of a core from training: ask for one more core per rank"
+        return warn("cores", text, advice, **figures)
+    return ok("cores", text, **figures)
+
+
+def versions_here() -> dict[str, str]:
+    """Python and the packages that matter; read without importing them."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
+
+
+def versions(_: Examined) -> list[Finding]:
+    """What is installed."""
+    return judge_versions(versions_here())
+
+
+def judge_versions(installed: Mapping[str, str]) -> list[Finding]:
+    """Whether these releases work together: one finding for each that does not, and one for all.
+
+    Args:
+        installed: package to version, Python among them.
+    """
+    text = ", ".join(f"{name} {version}" for name, version in installed.items())
+    if "torch" not in installed:
+        return [fail("versions", text, "torch is missing: pip install torch", **installed)]
+    odd = []
+    for name, version in installed.items():
+        supported = SUPPORTED.get(name)
+        verdict = judge(version, supported) if supported is not None and numbers(version) else "allowed"
+        if supported is not None and verdict == "too old":
+            advice = f"use {name} {supported.lowest} or later; before that, {supported.because}"
+            odd.append(fail("versions", f"{name} {version} is too old", advice))
+        elif supported is not None and verdict == "newer series":
+            advice = f"{supported.newest} is the newest release that was tested: try a save and a resume first"
+            odd.append(warn("versions", f"{name} {version} is of a newer series", advice))
+    return [*odd, ok("versions", text, **installed)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from safe_ckpt.doctor.finding import Finding, fail, ok, time_text, warn
+from safe_ckpt.doctor.finding import Finding, fail, ok, warn
+from safe_ckpt.text import duration
 
-_SKEW_S = 1.0
 _LAG_S = 5.0
 Answers = Mapping[int, Mapping[str, Any]]
 
@@ -28,34 +28,36 @@ def sides(values: Mapping[int, object]) -> str:
     return "; ".join(f"{listed(who)}: {value}" for value, who in by_value.items())
 
 
-def versions(told: Answers) -> list[Finding]:
+def versions(reported: Answers) -> list[Finding]:
     """Do all ranks run the same versions."""
-    names = dict.fromkeys(name for answer in told.values() for name in answer["versions"])
-    found = []
+    names = dict.fromkeys(name for answer in reported.values() for name in answer["versions"])
+    findings = []
     for name in names:
-        values = {rank: answer["versions"].get(name, "none") for rank, answer in told.items()}
+        values = {rank: answer["versions"].get(name, "none") for rank, answer in reported.items()}
         if len(set(values.values())) > 1:
-            advice = "install the same on every node: files and agreements of one version may be strange to another"
+            advice = (
+                "install the same on every node: files and agreements of one version may not be understood by another"
+            )
             make = fail if name in ("safe-ckpt", "torch") else warn
-            found.append(make("same versions", f"{name}: {sides(values)}", advice))
-    return found or [ok("same versions", f"{len(names)} packages are the same on all ranks")]
+            findings.append(make("same versions", f"{name}: {sides(values)}", advice))
+    return findings or [ok("same versions", f"{len(names)} packages are the same on all ranks")]
 
 
-def settings(told: Answers) -> Finding:
+def settings(reported: Answers) -> Finding:
     """Do all ranks read the same settings from the file that SAFE_CKPT_CONFIG names."""
-    broken = {rank: answer["settings_problem"] for rank, answer in told.items() if answer["settings_problem"]}
+    broken = {rank: answer["settings_problem"] for rank, answer in reported.items() if answer["settings_problem"]}
     if broken:
         return fail("same settings", sides(broken), "correct the file that SAFE_CKPT_CONFIG names, on those nodes")
-    values = {rank: answer["settings"] for rank, answer in told.items()}
+    values = {rank: answer["settings"] for rank, answer in reported.items()}
     if len(set(values.values())) > 1:
         advice = "let SAFE_CKPT_CONFIG name the same file on every node: ranks with different settings refuse to start"
         return fail("same settings", sides(values), advice)
     return ok("same settings", "the same on all ranks")
 
 
-def directories(told: Answers, seen: Answers) -> list[Finding]:
+def directories(reported: Answers, seen: Answers) -> list[Finding]:
     """Do all ranks see one directory, under one name, and may they write to it."""
-    paths = {rank: answer["path"] for rank, answer in told.items()}
+    paths = {rank: answer["path"] for rank, answer in reported.items()}
     blind = [rank for rank, answer in seen.items() if not answer["seen"]]
     if blind:
         text = f"{listed(blind)} {'do' if len(blind) > 1 else 'does'} not see what rank 0 created"
@@ -70,39 +72,9 @@ def directories(told: Answers, seen: Answers) -> list[Finding]:
         advice = "run as the same user on every node, and let every node mount the directory for writing"
         return [fail("same directory", sides(problems), advice)]
     lag_s = max((answer["after_s"] for rank, answer in seen.items() if rank), default=0.0)
-    text = f"every rank sees and writes it; what rank 0 creates is seen within {time_text(lag_s)}"
+    text = f"every rank sees and writes it; what rank 0 creates is seen within {duration(lag_s)}"
     advice = "the file system caches what folders hold: every save waits that long" if lag_s > _LAG_S else ""
-    found = (warn if advice else ok)("same directory", text, advice, lag_s=lag_s)
-    return [found, _stamps(told, seen)]
-
-
-def _stamps(told: Answers, seen: Answers) -> Finding:
-    stamps = {rank: (a["stamp_from_s"], a["stamp_to_s"]) for rank, a in seen.items() if "stamp_to_s" in a}
-    far = {rank: _least(*bounds) for rank, bounds in stamps.items()}
-    off = {rank: f"{value:+.1f} s on {told[rank]['host']}" for rank, value in far.items() if abs(value) > _SKEW_S}
-    if off:
-        advice = "stock tools choose the newest file by these; keep clocks in step (chrony), the file server's too"
-        return warn("time stamps", f"of new files against the clock: {sides(off)}", advice)
-    worst_s = max((abs(value) for value in far.values()), default=0.0)
-    return ok("time stamps", f"of new files are those of the clock, to {time_text(worst_s)}", worst_s=worst_s)
-
-
-def clocks(told: Answers, ended: Answers) -> Finding:
-    """How far the clocks of the ranks are apart, as far as the bounds prove it."""
-    proven = {rank: _least(*answer["clock"]) for rank, answer in ended.items()}
-    unsure_s = max(high - low for low, high in (answer["clock"] for answer in ended.values()))
-    off = {rank: f"{-value:+.1f} s on {told[rank]['host']}" for rank, value in proven.items() if abs(value) > _SKEW_S}
-    figures = {"apart_s": max(map(abs, proven.values())), "uncertainty_s": unsure_s}
-    if off:
-        advice = "nothing here relies on clocks, but logs and time stamps mislead: keep clocks in step (chrony)"
-        return warn("clocks", f"against rank 0's: {sides(off)}", advice, **figures)
-    widest_s = max(max(abs(low), abs(high)) for low, high in (answer["clock"] for answer in ended.values()))
-    return ok("clocks", f"at most {time_text(widest_s)} apart", **figures)
-
-
-def _least(low: float, high: float) -> float:
-    """The value nearest to 0 between two bounds."""
-    return min(max(low, 0.0), high) if low <= high else (low + high) / 2
+    return [(warn if advice else ok)("same directory", text, advice, lag_s=lag_s)]
 
 
 def groups(ended: Answers) -> Finding:
@@ -114,16 +86,16 @@ def groups(ended: Answers) -> Finding:
     return ok("process group", "gloo connects all ranks")
 
 
-def machines(told: Answers, seen: Answers) -> list[Finding]:
+def machines(reported: Answers, seen: Answers) -> list[Finding]:
     """What is amiss on other hosts: one rank speaks for each, and rank 0 for its own."""
     hosts: dict[str, list[int]] = {}
-    for rank in sorted(told):
-        hosts.setdefault(told[rank]["machine"], []).append(rank)
-    found: list[Finding] = []
+    for rank in sorted(reported):
+        hosts.setdefault(reported[rank]["machine"], []).append(rank)
+    findings: list[Finding] = []
     for ranks in hosts.values():
-        found += _of_host(told[ranks[0]]["host"], ranks, seen[ranks[0]].get("findings", ()))
+        findings += _of_host(reported[ranks[0]]["host"], ranks, seen[ranks[0]].get("findings", ()))
     text = f"{len(hosts)} {'hosts' if len(hosts) > 1 else 'host'}"
-    return [ok("hosts", text, hosts=len(hosts)), *found]
+    return [ok("hosts", text, hosts=len(hosts)), *findings]
 
 
 def _of_host(host: str, ranks: Collection[int], findings: Iterable[Mapping[str, Any]]) -> Iterable[Finding]:

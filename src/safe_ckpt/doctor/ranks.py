@@ -23,12 +23,11 @@ from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.coordination.process_groups import Store
 from safe_ckpt.core.coordination.rendezvous import Rendezvous, rendezvous
 from safe_ckpt.core.directory import shared
-from safe_ckpt.doctor import rank_findings, surroundings
+from safe_ckpt.doctor import machine, rank_findings
 from safe_ckpt.doctor.checks import ON_MACHINE
-from safe_ckpt.doctor.examined import Examined, Options, known_size, nearest_existing
+from safe_ckpt.doctor.examination import World
 from safe_ckpt.doctor.finding import Finding, fail, ok
-from safe_ckpt.doctor.runner import StuckError, bounded, run_checks
-from safe_ckpt.doctor.world import World
+from safe_ckpt.doctor.runner import Examined, Options, StuckError, bounded, known_size, nearest_existing, run_checks
 from safe_ckpt.errors import ConfigError, PeerLostError, RendezvousTimeout, SafeCheckpointError
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ else:
     from torch.distributed import PrefixStore, TCPStore
 
 logger = logging.getLogger(__name__)
-_ROUNDS = 8
 _PEER_STALL_S = 30.0
 _MISSING = (
     "look at what those ranks said last: are they running, may they reach this host, does every node name the same "
@@ -79,39 +77,37 @@ def follow(world: World, path: Path, options: Options) -> None:
         answer = _look(asked, shown, coordinator.rank, timeout_s)
         answer["findings"] = [finding.to_json() for finding in run_checks(examined, ON_MACHINE)]
         coordinator.agree("doctor: seen", timeout_s=2 * timeout_s, local=lambda: answer)
-        interval = _clock(coordinator, timeout_s)
-        end = {"clock": interval, "group": _try_group(coordinator, store, timeout_s)}
+        end = {"group": _try_group(coordinator, store, timeout_s)}
         coordinator.agree("doctor: end", timeout_s=2 * timeout_s, local=lambda: end)
 
 
 def _lead(
     coordinator: Coordinator, store: Store, examined: Examined, findings: list[Finding], timeout_s: float
 ) -> None:
-    told: dict[str, Answers] = {}
+    reported: dict[str, Answers] = {}
     token = _leave_token(examined)
 
     def show(answers: Answers) -> dict[str, Any]:
-        told["self"] = answers
+        reported["self"] = answers
         name = examined.scratch.name if examined.scratch else ""
         return {"levels_up": examined.levels_up, "scratch": name, "token": token}
 
     def gather(answers: Answers) -> None:
         deadline = time.monotonic() + timeout_s / 2
-        told["seen"] = {rank: _complete(answer, rank, examined, deadline) for rank, answer in answers.items()}
+        reported["seen"] = {rank: _complete(answer, rank, examined, deadline) for rank, answer in answers.items()}
 
     def close(answers: Answers) -> None:
-        told["end"] = answers
+        reported["end"] = answers
 
     coordinator.agree("doctor", timeout_s=timeout_s, local=lambda: _self(examined.asked), decide=show)
-    findings += [*rank_findings.versions(told["self"]), rank_findings.settings(told["self"])]
+    findings += [*rank_findings.versions(reported["self"]), rank_findings.settings(reported["self"])]
     coordinator.agree("doctor: seen", timeout_s=2 * timeout_s, local=lambda: {"seen": bool(token)}, decide=gather)
     if token:
-        findings += rank_findings.directories(told["self"], told["seen"])
-    findings += rank_findings.machines(told["self"], told["seen"])
-    _clock(coordinator, timeout_s)
-    answer = {"clock": (0.0, 0.0), "group": _try_group(coordinator, store, timeout_s)}
+        findings += rank_findings.directories(reported["self"], reported["seen"])
+    findings += rank_findings.machines(reported["self"], reported["seen"])
+    answer = {"group": _try_group(coordinator, store, timeout_s)}
     coordinator.agree("doctor: end", timeout_s=2 * timeout_s, local=lambda: answer, decide=close)
-    findings += [rank_findings.clocks(told["self"], told["end"]), rank_findings.groups(told["end"])]
+    findings.append(rank_findings.groups(reported["end"]))
 
 
 @contextlib.contextmanager
@@ -191,7 +187,7 @@ def _self(path: Path) -> dict[str, Any]:
         "host": socket.gethostname(),
         "machine": processes.machine_id(),
         "path": os.path.abspath(path),
-        "versions": surroundings.versions_here(),
+        "versions": machine.versions_here(),
         "settings": settings,
         "settings_problem": problem,
     }
@@ -226,13 +222,11 @@ def _look(asked: Path, shown: Mapping[str, Any], rank: int, timeout_s: float) ->
 
 
 def _write(path: Path) -> dict[str, Any]:
-    before = time.time()
     try:
         path.touch()
-        stamp = path.stat().st_mtime
     except OSError as error:
         return {"problem": f"it cannot write there: {error.strerror}"}
-    return {"wrote": path.name, "stamp_from_s": stamp - time.time(), "stamp_to_s": stamp - before}
+    return {"wrote": path.name}
 
 
 def _complete(answer: Mapping[str, Any], rank: int, examined: Examined, deadline: float) -> dict[str, Any]:
@@ -244,19 +238,6 @@ def _complete(answer: Mapping[str, Any], rank: int, examined: Examined, deadline
         if not _or(lambda: shared.await_visible(path, left_s), left_s + 1, default=False):
             full["problem"] = "rank 0 does not see what it wrote"
     return full
-
-
-def _clock(coordinator: Coordinator, timeout_s: float) -> tuple[float, float]:
-    """How far rank 0's clock is ahead of this one: the bounds that all rounds together leave, in seconds.
-
-    Rank 0 reads its clock after this rank has asked and before this rank has the answer; so each round gives an interval.
-    """
-    low, high = float("-inf"), float("inf")
-    for number in range(_ROUNDS):
-        asked_at = time.time()
-        theirs = coordinator.agree(f"doctor: clock {number}", timeout_s=timeout_s, decide=lambda _: time.time())
-        low, high = max(low, theirs - time.time()), min(high, theirs - asked_at)
-    return low, high
 
 
 def _try_group(coordinator: Coordinator, store: Store, timeout_s: float) -> str:
@@ -274,7 +255,7 @@ def _try_group(coordinator: Coordinator, store: Store, timeout_s: float) -> str:
 
     try:
         bounded(make, timeout_s)
-    except Exception as error:  # whatever gloo says, rank 0 tells it
+    except Exception as error:  # whatever gloo says, rank 0 reports it
         return _first(error)
     return ""
 

@@ -1,31 +1,89 @@
-"""Running checks so that none can hang the caller: each on a daemon thread, under a deadline.
+"""Checks run so that none can hang the caller: each on a daemon thread, under a deadline, in a private folder.
 
 A file system whose server is gone lets a system call block for ever, and nothing in the process can end that call. So the
-call is left behind, is told of, and what would touch the same disk is not tried any more.
+call is abandoned and reported, and no further check touches the same disk.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import queue
+import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
 
 from safe_ckpt.doctor.finding import Finding, fail, refused, skipped
-
-if TYPE_CHECKING:
-    from safe_ckpt.doctor.examined import Examined
+from safe_ckpt.inspection.listing import read_listing
 
 logger = logging.getLogger(__name__)
+PREFIX = ".safe_ckpt_doctor-"
+STUCK = "the disk or its server does not answer: look at dmesg and at the mount, before any training"
 _T = TypeVar("_T")
 _LEAVE_S = 5.0
 
 
 class StuckError(OSError):
     """A call did not end in time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the caller wants to know.
+
+    Attributes:
+        state_bytes: the size of one checkpoint; None to take that of the newest one in the directory.
+        probe_bytes: how much is written and read to measure the speed, at most a tenth of what is free; 0 for not at all.
+        timeout_s: how long any single check may take, and how long the ranks wait for each other.
+    """
+
+    state_bytes: int | None = None
+    probe_bytes: int = 256 << 20
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examined:
+    """What a check is given.
+
+    Attributes:
+        asked: the directory that was asked about, absolute.
+        existing: that, or the nearest of its parents that exists.
+        scratch: a private folder below ``existing``; None where it could not be made.
+        problem: why not.
+        options: what the caller wants to know.
+        state_bytes: the size of one checkpoint, if it is known.
+        state_from: how it is known, in words.
+        stop: set when the checks are to end early; long ones look at it.
+    """
+
+    asked: Path
+    existing: Path
+    scratch: Path | None = None
+    problem: OSError | None = None
+    options: Options = field(default_factory=Options)
+    state_bytes: int | None = None
+    state_from: str = ""
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def levels_up(self) -> int:
+        """How many levels ``existing`` is above ``asked``."""
+        return len(self.asked.parts) - len(self.existing.parts)
+
+    def folder(self, name: str) -> Path:
+        """A new folder in the private folder, for a check with ``needs_scratch``."""
+        if self.scratch is None:
+            raise FileNotFoundError(f"there is no private folder in {self.existing}")
+        folder = self.scratch / name
+        folder.mkdir()
+        return folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +128,84 @@ def bounded(action: Callable[[], _T], limit_s: float) -> _T:
     return value  # type: ignore[return-value]
 
 
+def nearest_existing(path: Path) -> Path:
+    """``path``, absolute, or the nearest of its parents that exists. Follows no link at the end of the path."""
+    path = Path(os.path.abspath(path))
+    return next(candidate for candidate in (path, *path.parents) if os.path.lexists(candidate) or not candidate.name)
+
+
+def known_size(directory: Path, options: Options) -> tuple[int | None, str]:
+    """The size of one checkpoint, as given or as that of the newest one in ``directory``, and how it is known."""
+    if options.state_bytes is not None:
+        return options.state_bytes, "as given"
+    try:
+        infos = [candidate.info for candidate in read_listing(directory).usable]
+    except OSError:  # there is none, or a live job is deleting one just now
+        return None, ""
+    newest = next((info for info in infos if info is not None and info.size_bytes), None)
+    return (newest.size_bytes, f"as {newest.path.name} is") if newest else (None, "")
+
+
+@contextlib.contextmanager
+def examining(path: Path, options: Options) -> Iterator[Examined]:
+    """The directory with its private folder, which is removed at the end, also after an error or Ctrl-C.
+
+    Where the folder cannot be made, ``problem`` says why. Called on rank 0, on the main thread.
+
+    Raises:
+        StuckError: the file system does not answer.
+    """
+    asked = Path(os.path.abspath(path))
+    existing = bounded(lambda: nearest_existing(asked), options.timeout_s)
+    size, known_from = None, ""
+    with contextlib.suppress(StuckError):  # so many checkpoints, or a disk that will show it again at once
+        size, known_from = bounded(lambda: known_size(asked, options), options.timeout_s)
+    scratch = existing / f"{PREFIX}{uuid.uuid4().hex}"
+    stop = threading.Event()
+    problem: OSError | None = None
+    try:
+        try:
+            bounded(scratch.mkdir, options.timeout_s)
+        except StuckError:
+            raise
+        except OSError as error:
+            problem = error
+        yield Examined(
+            asked=asked,
+            existing=existing,
+            scratch=None if problem else scratch,
+            problem=problem,
+            options=options,
+            state_bytes=size,
+            state_from=known_from,
+            stop=stop,
+        )
+    finally:
+        stop.set()
+        _remove(scratch, options.timeout_s)
+
+
+def _remove(scratch: Path, timeout_s: float) -> None:
+    try:
+        bounded(lambda: _delete(scratch), timeout_s)
+    except OSError as error:
+        logger.warning("%s could not be removed, delete it by hand: %s", scratch, error)
+
+
+def _delete(scratch: Path) -> None:
+    # An abandoned check may still make a file in there while this goes through.
+    for attempt in range(3):
+        try:
+            if os.path.lexists(scratch):
+                shutil.rmtree(scratch)
+            return
+        except OSError:
+            if attempt == 2:
+                raise
+
+
 def run_checks(examined: Examined, checks: Sequence[Check]) -> list[Finding]:
-    """Run the checks in their order and collect what they find. Called on the main thread.
+    """Run the checks in their order and collect their findings. Called on the main thread.
 
     Args:
         examined: what is looked at.
@@ -79,26 +213,26 @@ def run_checks(examined: Examined, checks: Sequence[Check]) -> list[Finding]:
 
     Raises:
         BaseException: a check raised something other than ``OSError``, or Ctrl-C came; the check that was under way was
-            told to end, and was given a few seconds for that.
+            asked to end, and was given a few seconds for that.
     """
     findings: list[Finding] = []
     stuck = False
     for check in checks:
         if check.touches_disk and stuck:
             findings.append(skipped(check.name, "not tried: the file system has stopped answering"))
-        elif check.needs_scratch and examined.scratch is None:
+            continue
+        if check.needs_scratch and examined.scratch is None:
             findings.append(skipped(check.name, "not tried: nothing can be written there"))
-        else:
-            begun = time.monotonic()
-            try:
-                findings += _run(examined, check)
-            except StuckError as error:
-                stuck = stuck or check.touches_disk
-                advice = "the disk or its server does not answer: look at dmesg and at the mount, before any training"
-                findings.append(fail(check.name, str(error), advice if check.touches_disk else "try again later"))
-            except OSError as error:
-                findings.append(refused(check.name, error))
-            logger.debug("%s took %.3f s", check.name, time.monotonic() - begun)
+            continue
+        begun = time.monotonic()
+        try:
+            findings += _run(examined, check)
+        except StuckError as error:
+            stuck = stuck or check.touches_disk
+            findings.append(fail(check.name, str(error), STUCK if check.touches_disk else "try again later"))
+        except OSError as error:
+            findings.append(refused(check.name, error))
+        logger.debug("%s took %.3f s", check.name, time.monotonic() - begun)
     return findings
 
 
@@ -113,12 +247,10 @@ def _run(examined: Examined, check: Check) -> list[Finding]:
 
     try:
         return bounded(run, examined.options.timeout_s)
-    except StuckError:
-        raise
     except OSError:
         raise
     except BaseException:
-        # Ctrl-C: what is still writing must end before its folder is removed.
+        # Ctrl-C: a check that still writes must end before its folder is removed.
         examined.stop.set()
         done.wait(_LEAVE_S)
         raise

@@ -1,4 +1,4 @@
-"""How fast bytes go to this disk and come back, and how fast they are hashed."""
+"""How fast bytes go to this disk and come back unchanged."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from pathlib import Path
 
 import xxhash
 
-from safe_ckpt.core.storage import space
-from safe_ckpt.core.storage.checksum import crc32
+from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.direct_io import create_file
-from safe_ckpt.doctor.examined import Examined
-from safe_ckpt.doctor.finding import Finding, fail, ok, skipped, time_text, warn
-from safe_ckpt.text import bytes_text
+from safe_ckpt.doctor.finding import Finding, fail, ok, skipped, warn
+from safe_ckpt.doctor.runner import Examined
+from safe_ckpt.text import bytes_text, duration
 
 _BLOCK_BYTES = 8 << 20
 _PASS_S = 10.0
 _FLUSH_BYTES = 32 << 20  # so that the last fsync is short, also where the disk is slow
 _SLOW_BYTES_PER_S = 50e6
-_HASHED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +45,18 @@ class Pass:
         return self.moved_bytes / max(self.seconds, 1e-9)
 
 
-def throughput(examined: Examined) -> list[Finding]:
+def speed(examined: Examined) -> list[Finding]:
     """Write a file directly and through the page cache, each with its fsync, and read it back from the disk."""
-    free, wanted = space.free_bytes(examined.existing), examined.options.probe_bytes
+    free, wanted = durable.free_bytes(examined.existing), examined.options.probe_bytes
     wanted = (wanted if free is None else min(wanted, free // 10)) // _BLOCK_BYTES * _BLOCK_BYTES
     if wanted <= 0:
         return [skipped("speed", "not measured: --mebibytes 0, or too little space")]
     block = mmap.mmap(-1, _BLOCK_BYTES)  # page-aligned, as direct writes must be
     block.write(os.urandom(_BLOCK_BYTES))
     passes: dict[str, Pass] = {}
+    folder = examined.folder("speed")
     for how in ("direct", "cached"):
-        path = examined.place() / how
+        path = folder / how
         done = _write(examined, path, block, wanted, direct=how == "direct")
         if done is not None:
             passes[how] = done
@@ -79,7 +78,7 @@ def judge_speed(passes: dict[str, Pass], size: int | None) -> Finding:
     fastest = max(done.rate for key, done in passes.items() if key != "read")
     figures = {f"{key}_bytes_per_s": round(done.rate) for key, done in passes.items()}
     if size:
-        text += f"; a save of {bytes_text(size)} takes {time_text(size / fastest)} in the background"
+        text += f"; a save of {bytes_text(size)} takes {duration(size / fastest)} in the background"
     if fastest < _SLOW_BYTES_PER_S:
         advice = (
             "save less often, or to a faster disk: training goes on meanwhile, but the next save waits for the last"
@@ -156,20 +155,3 @@ def _open_past_cache(path: Path) -> int:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     return fd
-
-
-def hashing(_: Examined) -> list[Finding]:
-    """How fast checksums are made: every byte that is saved or loaded goes through one."""
-    block = bytes(1 << 20)
-    rates = {}
-    for name, step in (("xxh3", xxhash.xxh3_128().update), ("crc32", crc32)):
-        begun = time.perf_counter()
-        for _round in range(_HASHED_BYTES >> 20):
-            step(block)
-        rates[name] = _HASHED_BYTES / (time.perf_counter() - begun)
-    text = f"xxh3 {rates['xxh3'] / 1e9:.1f} GB/s, crc32 {rates['crc32'] / 1e9:.1f} GB/s"
-    figures = {f"{name}_bytes_per_s": round(rate) for name, rate in rates.items()}
-    if rates["crc32"] < 1e9 and crc32.__module__ == "zlib":
-        advice = "files that torch.load reads carry a crc32 as well: pip install isal makes it many times as fast"
-        return [ok("hashing", text, advice, **figures)]
-    return [ok("hashing", text, **figures)]

@@ -8,22 +8,95 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
-from safe_ckpt.core.formats.json_text import MOST_BYTES, parse_json
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, archive_digest, read_manifest
-from safe_ckpt.core.formats.zip_archive import COMMENT_BYTES
-from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from safe_ckpt.inspection import dcp_reader
-from safe_ckpt.inspection.file_check import Metadata, check_file
-from safe_ckpt.inspection.files import Found, Window, inside, walk
-from safe_ckpt.inspection.kinds import kind_of
-from safe_ckpt.inspection.safetensors_reader import SUFFIX
-from safe_ckpt.inspection.scanning import Progress, scan
-from safe_ckpt.inspection.verdict import NO_CHECKSUMS, UNEQUAL, Judgement, Verdict, damaged, of_error, valid
+from safe_ckpt.core.formats.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    archive_digest,
+    read_manifest,
+)
+from safe_ckpt.core.formats.verify import UNEQUAL, verify_archive, verify_entry
+from safe_ckpt.core.storage.reader import ReadProgress, Span, wrong_spans
+from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
+from safe_ckpt.inspection import dcp_reader, torch_reader
+from safe_ckpt.inspection.files import Found, Window, inside, read_json, walk
+from safe_ckpt.inspection.listing import kind_of
+from safe_ckpt.inspection.safetensors_reader import SUFFIX, read_safetensors
+from safe_ckpt.inspection.zip_reader import read_members
 
-Job = Callable[["Progress | None"], Judgement]
+State = Literal["valid", "damaged", "cannot tell"]
+NO_CHECKSUMS = "carries no checksums"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What was found about one file.
+
+    Attributes:
+        file: relative to the checkpoint.
+        state: ``"valid"``: a checksum covers every byte, and all agree. ``"damaged"``. ``"cannot tell"``: nothing is wrong as
+            far as the format lets one see.
+        reason: what is wrong, or why that is not known.
+        names: tensors, or records, that are damaged, where that is known.
+        size_bytes: its size.
+        covered_bytes: how many of them a checksum covers.
+    """
+
+    file: str
+    state: State
+    reason: str = ""
+    names: tuple[str, ...] = ()
+    size_bytes: int = 0
+    covered_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What was found about a checkpoint.
+
+    Attributes:
+        path: where it is.
+        kind: what wrote it.
+        files: one judgement per file.
+        remarks: what is no damage but should be known.
+    """
+
+    path: Path
+    kind: str
+    files: tuple[Judgement, ...]
+    remarks: tuple[str, ...] = ()
+    state: State = field(init=False)
+
+    def __post_init__(self) -> None:
+        states = {judgement.state for judgement in self.files}
+        state: State = "damaged" if "damaged" in states else "cannot tell" if states != {"valid"} else "valid"
+        object.__setattr__(self, "state", state)
+
+
+def valid(file: str, size: int) -> Judgement:
+    """A checksum covers every byte, and all agree."""
+    return Judgement(file=file, state="valid", size_bytes=size, covered_bytes=size)
+
+
+def damaged(file: str, reason: str, *, size: int = 0, names: tuple[str, ...] = ()) -> Judgement:
+    """Something is wrong."""
+    return Judgement(file=file, state="damaged", reason=reason, names=names, size_bytes=size)
+
+
+def unverifiable(file: str, reason: str, *, size: int, covered: int = 0) -> Judgement:
+    """No damage was found, but part of the data carries no checksums and could not be verified."""
+    return Judgement(file=file, state="cannot tell", reason=reason, size_bytes=size, covered_bytes=covered)
+
+
+def of_error(error: CorruptCheckpointError | UnsupportedFormatError, file: str = "") -> Judgement:
+    """An error as a judgement, of the file that it names or of the one given."""
+    return damaged(file or getattr(error, "file", "") or Path(error.path).name, error.message)
+
+
+Job = Callable[[ReadProgress | None], Judgement]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +122,7 @@ def plan(path: Path, *, follow_symlinks: bool = False) -> Task:
     """Look at names, sizes and manifests; no payload is read. What is wrong already becomes a job that says so.
 
     Raises:
-        OSError: it could not be read; that condemns nothing.
+        OSError: it could not be read; it is not treated as corrupt.
     """
     try:
         return _ours(path, follow_symlinks=follow_symlinks) or _others(path, follow_symlinks=follow_symlinks)
@@ -59,15 +132,15 @@ def plan(path: Path, *, follow_symlinks: bool = False) -> Task:
         return Task(path=path, kind="unreadable", size_bytes=0, jobs=[_known(of_error(error, told_by))])
 
 
-def judge(tasks: Iterable[Task], *, progress: Progress | None = None) -> list[Verdict]:
+def judge(tasks: Iterable[Task], *, progress: ReadProgress | None = None) -> list[Verdict]:
     """Read everything, several files at a time. One verdict per task.
 
     Raises:
-        OSError: something could not be read; that condemns nothing.
+        OSError: something could not be read; it is not treated as corrupt.
     """
     tasks, stop = list(tasks), threading.Event()
 
-    def told(count: int) -> None:
+    def report(count: int) -> None:
         if stop.is_set():
             raise InterruptedError(errno.EINTR, "interrupted")
         if progress is not None:
@@ -75,10 +148,15 @@ def judge(tasks: Iterable[Task], *, progress: Progress | None = None) -> list[Ve
 
     with ThreadPoolExecutor(max(2, min(8, os.cpu_count() or 2)), thread_name_prefix="safe_ckpt-verify") as pool:
         try:
-            futures = [[pool.submit(job, told) for job in task.jobs] for task in tasks]
+            futures = [[pool.submit(job, report) for job in task.jobs] for task in tasks]
             return [
-                Verdict(path=task.path, kind=task.kind, files=tuple(f.result() for f in found), remarks=task.remarks)
-                for task, found in zip(tasks, futures, strict=True)
+                Verdict(
+                    path=task.path,
+                    kind=task.kind,
+                    files=tuple(future.result() for future in pending),
+                    remarks=task.remarks,
+                )
+                for task, pending in zip(tasks, futures, strict=True)
             ]
         except BaseException:
             stop.set()  # Ctrl-C: whoever reads now ends with the piece in hand
@@ -97,7 +175,7 @@ def _ours(path: Path, *, follow_symlinks: bool) -> Task | None:
         with contextlib.suppress(UnsupportedFormatError):  # a file out of a directory has its manifest there
             read_manifest(path)
         size = path.stat().st_size
-        return Task(path=path, kind="safe_ckpt file", size_bytes=size, jobs=[lambda told: _archive(path, told)])
+        return Task(path=path, kind="safe_ckpt file", size_bytes=size, jobs=[lambda progress: _archive(path, progress)])
     if not (path / MANIFEST_NAME).exists():
         return None
     manifest = read_manifest(path)
@@ -111,44 +189,42 @@ def _ours(path: Path, *, follow_symlinks: bool) -> Task | None:
 
 
 def _entry(folder: Path, entry: FileEntry) -> Job:
-    def job(told: Progress | None) -> Judgement:
-        file = folder / entry.path
+    def job(progress: ReadProgress | None) -> Judgement:
         try:
-            with Window(file) as window:
-                size = window.size
-        except FileNotFoundError:
+            verify_entry(folder, entry, cached=None, links=True, progress=progress)
+        except IncompleteCheckpointError:
             if not folder.exists():
                 raise FileNotFoundError(errno.ENOENT, "was deleted meanwhile", str(folder)) from None
             return damaged(entry.path, "is missing", size=entry.size_bytes)
         except CorruptCheckpointError as error:
+            if error.message == UNEQUAL:
+                return _located(folder, entry.path, entry.size_bytes)
             return of_error(error, entry.path)
-        if size != entry.size_bytes:
-            return damaged(entry.path, f"has {size} bytes instead of {entry.size_bytes}", size=size)
-        digest, _ = scan(file, size, progress=told, whole=True)
-        return valid(entry.path, size) if digest == entry.xxh3_128 else _located(folder, entry.path, size)
+        return valid(entry.path, entry.size_bytes)
 
     return job
 
 
-def _archive(path: Path, told: Progress | None) -> Judgement:
-    size, expected = path.stat().st_size, archive_digest(path)
-    digest, _ = scan(path, size - COMMENT_BYTES, progress=told, whole=True)
-    return valid(path.name, size) if digest == expected else _located(path.parent, path.name, size)
+def _archive(path: Path, progress: ReadProgress | None) -> Judgement:
+    try:
+        return valid(path.name, verify_archive(path, cached=None, progress=progress))
+    except CorruptCheckpointError:
+        return _located(path.parent, path.name, path.stat().st_size)
 
 
 def _located(folder: Path, name: str, size: int) -> Judgement:
     """A file whose digest is wrong: where in it the damage is, as far as its own format tells."""
     place = inside(folder, name)
     metadata = _metadata(place.parent) if place.suffix == ".distcp" else None
-    found = check_file(Found(path=place, name=name, size_bytes=size), metadata, None)
+    judgement = check_file(Found(path=place, name=name, size_bytes=size), metadata, None)
     reason = UNEQUAL
-    if found.state == "damaged" and found.reason != UNEQUAL:
-        reason = f"{UNEQUAL} ({found.reason})"
+    if judgement.state == "damaged" and judgement.reason != UNEQUAL:
+        reason = f"{UNEQUAL} ({judgement.reason})"
     elif place.suffix == SUFFIX:
-        reason = f"{UNEQUAL}; in which of its tensors cannot be told, for safetensors {NO_CHECKSUMS}"
-    elif found.state == "cannot tell" and found.covered_bytes:
-        reason = f"{UNEQUAL}; in which of its tensors cannot be told, for {found.reason}"
-    return damaged(name, reason, size=size, names=found.names)
+        reason = f"{UNEQUAL}; in which of its tensors is not known: safetensors {NO_CHECKSUMS}"
+    elif judgement.state == "cannot tell" and judgement.covered_bytes:
+        reason = f"{UNEQUAL}; in which of its tensors is not known: {judgement.reason}"
+    return damaged(name, reason, size=size, names=judgement.names)
 
 
 def _metadata(folder: Path) -> Metadata:
@@ -172,25 +248,139 @@ def _others(path: Path, *, follow_symlinks: bool) -> Task:
 
 
 def _other(file: Found, metadata: Metadata) -> Job:
-    return lambda told: check_file(file, metadata, told)
+    return lambda progress: check_file(file, metadata, progress)
 
 
 def _missing(path: Path, files: Sequence[Found], known: dict[Path, Metadata]) -> list[tuple[str, str]]:
     """What an index or ``.metadata`` names and is not there."""
-    found = []
+    missing = []
     for folder, metadata in known.items():
         if isinstance(metadata, dcp_reader.Directory):
             absent = [name for name in sorted(metadata.items) if not (folder / name).is_file()]
-            found += [(name, "is missing: .metadata says that tensors are in it") for name in absent]
+            missing += [(name, "is missing: .metadata says that tensors are in it") for name in absent]
     for file in files:
         if file.name.endswith(".safetensors.index.json") and path.is_dir():
             try:
-                with Window(file.path) as window:
-                    where = parse_json(window.read(0, min(window.size, MOST_BYTES + 1))).get("weight_map", {})
+                where = read_json(file).get("weight_map", {})
                 names = sorted({str(name) for name in where.values()})
                 absent = [name for name in names if not inside(file.path.parent, name).is_file()]
             except (ValueError, AttributeError) as error:
-                found.append((file.name, getattr(error, "message", f"is no index of shards: {error}")))
+                missing.append((file.name, getattr(error, "message", f"is no index of shards: {error}")))
                 continue
-            found += [(name, f"is missing: {file.name} says that tensors are in it") for name in absent]
-    return found
+            missing += [(name, f"is missing: {file.name} says that tensors are in it") for name in absent]
+    return missing
+
+
+Metadata = dcp_reader.Directory | CorruptCheckpointError | UnsupportedFormatError | None
+"""What ``.metadata`` beside a file says; the error if it is damaged or too long; None where there is none."""
+
+
+def check_file(file: Found, metadata: Metadata, progress: ReadProgress | None) -> Judgement:
+    """Read a file and judge it.
+
+    Raises:
+        OSError: it could not be read; it is not treated as corrupt.
+    """
+    name, size = file.name, file.size_bytes
+    if not size:
+        tensors = file.path.suffix in (*torch_reader.SUFFIXES, SUFFIX)
+        return damaged(name, "is empty") if tensors else unverifiable(name, "is empty", size=0)
+    try:
+        if file.path.name == dcp_reader.METADATA:
+            if isinstance(metadata, CorruptCheckpointError):
+                return of_error(metadata, name)
+            if isinstance(metadata, UnsupportedFormatError):
+                return unverifiable(name, metadata.message, size=size)
+            return unverifiable(name, f"its structure is in order, and it {NO_CHECKSUMS}", size=size)
+        return _by_suffix(file, metadata, progress)
+    except CorruptCheckpointError as error:
+        return of_error(error, name)
+
+
+def _by_suffix(file: Found, metadata: Metadata, progress: ReadProgress | None) -> Judgement:
+    suffix = file.path.suffix
+    if suffix == ".distcp":
+        return _check_distcp(file, metadata, progress)
+    if suffix == SUFFIX:
+        read_safetensors(file.path)
+        return unverifiable(
+            file.name, f"its header fits the file, and safetensors {NO_CHECKSUMS}", size=file.size_bytes
+        )
+    return _check_json(file) if suffix == ".json" else _check_torch(file, progress)
+
+
+def _check_json(file: Found) -> Judgement:
+    try:
+        read_json(file)
+    except UnsupportedFormatError as error:
+        return unverifiable(file.name, error.message, size=file.size_bytes)
+    return unverifiable(file.name, f"is JSON, which {NO_CHECKSUMS}", size=file.size_bytes)
+
+
+def _check_torch(file: Found, progress: ReadProgress | None) -> Judgement:
+    with Window(file.path) as window:
+        if not torch_reader.looks_like_archive(window):
+            return _check_old(file, window)
+        try:
+            archive = torch_reader.open_archive(window)
+        except UnsupportedFormatError as error:
+            return _check_records(file, window, error, progress)
+        bad = wrong_spans(file.path, window.size, archive.spans(), progress)
+        torch_reader.content_of(archive)
+        names = tuple(torch_reader.names_in(archive, bad)) if bad else ()
+    if bad:
+        return damaged(file.name, UNEQUAL, size=file.size_bytes, names=names)
+    return _as_far_as_covered(file, file.size_bytes - archive.unverifiable_bytes)
+
+
+def _check_records(
+    file: Found, window: Window, error: UnsupportedFormatError, progress: ReadProgress | None
+) -> Judgement:
+    """An archive of which only the structure cannot be looked at: its checksums can."""
+    records = torch_reader.Archive(source=window, members=read_members(window), root=None)
+    bad = wrong_spans(file.path, window.size, records.spans(), progress)
+    if bad:
+        return damaged(file.name, UNEQUAL, size=file.size_bytes, names=tuple(torch_reader.names_in(records, bad)))
+    return unverifiable(
+        file.name, error.message, size=file.size_bytes, covered=file.size_bytes - records.unverifiable_bytes
+    )
+
+
+def _as_far_as_covered(file: Found, covered: int) -> Judgement:
+    size = file.size_bytes
+    if covered == size:
+        return valid(file.name, size)
+    return unverifiable(file.name, f"{size - covered} of its bytes carry no checksums", size=size, covered=covered)
+
+
+def _check_old(file: Found, window: Window) -> Judgement:
+    if file.path.suffix not in torch_reader.SUFFIXES:
+        return unverifiable(file.name, f"is of no known format, and {NO_CHECKSUMS}", size=file.size_bytes)
+    try:
+        root = torch_reader.read_old_file(window)
+    except UnsupportedFormatError as error:
+        return unverifiable(file.name, error.message, size=file.size_bytes)
+    if root is None:
+        return damaged(file.name, "is neither an archive nor a pickle", size=file.size_bytes)
+    return unverifiable(file.name, f"is a plain pickle, which {NO_CHECKSUMS}", size=file.size_bytes)
+
+
+def _check_distcp(file: Found, metadata: Metadata, progress: ReadProgress | None) -> Judgement:
+    size = file.size_bytes
+    if not isinstance(metadata, dcp_reader.Directory):
+        reason = "its .metadata is missing, damaged or too long, so that nothing says what is in it"
+        return unverifiable(file.name, reason, size=size)
+    spans: list[Span] = []
+    names: dict[int, str] = {}
+    covered = 0
+    with Window(file.path) as window:
+        place = file.path.relative_to(metadata.folder).as_posix()
+        for item, archive in dcp_reader.archives_in(metadata, place, window):
+            if archive is not None:
+                spans += archive.spans()
+                names |= {span.start: item.name for span in archive.spans()}
+                covered += item.size - archive.unverifiable_bytes
+        bad = wrong_spans(file.path, window.size, spans, progress)
+    if bad:
+        return damaged(file.name, UNEQUAL, size=size, names=tuple(sorted({names[span.start] for span in bad})))
+    return _as_far_as_covered(file, covered)

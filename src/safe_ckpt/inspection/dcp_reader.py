@@ -11,7 +11,7 @@ from typing import Any
 
 from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.inspection.files import Window, inside
-from safe_ckpt.inspection.objects import Global, Opaque
+from safe_ckpt.inspection.pickle_objects import Global, Opaque
 from safe_ckpt.inspection.pickle_reader import MOST_BYTES, read_pickle
 from safe_ckpt.inspection.tensors import Content, Entry, Piece
 from safe_ckpt.inspection.torch_reader import Archive, content_of, looks_like_archive, open_archive
@@ -78,9 +78,9 @@ def read_directory(folder: Path) -> Directory:
     with Window(folder / METADATA) as window:
         if window.size > MOST_BYTES:
             raise CorruptCheckpointError(path=str(folder), file=METADATA, message="is too large")
-        found = read_pickle(window.read(0, window.size), str(folder / METADATA))
+        metadata = read_pickle(window.read(0, window.size), str(folder / METADATA))
     try:
-        return _directory(folder, found)
+        return _directory(folder, metadata)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         if isinstance(error, CorruptCheckpointError):
             raise
@@ -88,8 +88,8 @@ def read_directory(folder: Path) -> Directory:
         raise CorruptCheckpointError(path=str(folder), file=METADATA, message=message) from error
 
 
-def _directory(folder: Path, found: Any) -> Directory:
-    facts = _fields(found, "metadata.Metadata")
+def _directory(folder: Path, metadata: Any) -> Directory:
+    facts = _fields(metadata, "metadata.Metadata")
     tensors, objects, count = {}, [], 0
     for name, about in facts["state_dict_metadata"].items():
         if str(about.made_by).endswith("BytesStorageMetadata"):
@@ -129,12 +129,12 @@ def _order(row: list[Item]) -> None:
 
 
 def _paths(data: Any, known: set[str]) -> dict[str, tuple[str | int, ...]]:
-    found: dict[str, tuple[str | int, ...]] = {name: (name,) for name in known}
+    paths: dict[str, tuple[str | int, ...]] = {name: (name,) for name in known}
     for name, path in data.items() if isinstance(data, dict) else []:
         fits = name in known and isinstance(path, tuple) and 0 < len(path) <= 64
         if fits and all(isinstance(key, str) or (isinstance(key, int) and 0 <= key < 1 << 53) for key in path):
-            found[name] = path
-    return found
+            paths[name] = path
+    return paths
 
 
 def _fields(value: Any, kind: str) -> dict[str, Any]:
@@ -209,11 +209,13 @@ def content_of_directory(directory: Directory) -> Content:
         path = inside(directory.folder, file)
         with Window(path) as window:
             for item, archive in archives_in(directory, file, window):
-                found = content_of(archive) if archive is not None else Content()
+                content = content_of(archive) if archive is not None else Content()
                 if item.name not in directory.tensors:
-                    values += [replace(v, name=f"{item.name}.{v.name}" if v.name else item.name) for v in found.values]
-                elif len(found.tensors) == 1 and found.tensors[0].pieces:
-                    only = found.tensors[0]
+                    values += [
+                        replace(v, name=f"{item.name}.{v.name}" if v.name else item.name) for v in content.values
+                    ]
+                elif len(content.tensors) == 1 and content.tensors[0].pieces:
+                    only = content.tensors[0]
                     starts = item.starts or tuple(0 for _ in only.shape)
                     whole = only.pieces[0]
                     if (starts, whole.shape) not in chunks[item.name] or only.dtype != dtypes[item.name]:

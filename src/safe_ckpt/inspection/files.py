@@ -6,10 +6,12 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import Self
 
-from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError
+from safe_ckpt.core.formats.manifest import MOST_BYTES, parse_json
+from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 
 MOST_FILES = 200_000
 """More files than this no checkpoint has."""
@@ -115,7 +117,7 @@ def walk(path: Path, *, follow_symlinks: bool = False) -> list[Found]:
             raise HostileCheckpointError(path=str(path), message="is not a regular file")
         return [Found(path=path, name=path.name, size_bytes=status.st_size)]
     home = path.resolve()
-    found: list[Found] = []
+    files: list[Found] = []
     folders = [path]
     while folders:
         with os.scandir(folders.pop()) as entries:
@@ -128,13 +130,31 @@ def walk(path: Path, *, follow_symlinks: bool = False) -> list[Found]:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(place)
                 elif entry.is_file():
-                    found.append(Found(path=place, name=name, size_bytes=entry.stat().st_size))
+                    files.append(Found(path=place, name=name, size_bytes=entry.stat().st_size))
                 elif not entry.is_dir():  # a link to a folder inside is met there
                     raise HostileCheckpointError(path=str(path), file=name, message="is not a regular file")
-                if len(found) + len(folders) > MOST_FILES:
+                if len(files) + len(folders) > MOST_FILES:
                     message = f"has more than {MOST_FILES} files: this is no checkpoint"
                     raise HostileCheckpointError(path=str(path), message=message)
-    return sorted(found, key=lambda file: file.name)
+    return sorted(files, key=lambda file: file.name)
+
+
+def read_json(file: Found) -> Any:
+    """A JSON file.
+
+    Raises:
+        UnsupportedFormatError: it is larger than any that belongs to a checkpoint.
+        CorruptCheckpointError: it is no JSON.
+        OSError: it could not be read.
+    """
+    if file.size_bytes > MOST_BYTES:
+        raise UnsupportedFormatError(path=str(file.path), message="is too large to be looked at")
+    with Window(file.path) as window:
+        text = window.read(0, window.size)
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise CorruptCheckpointError(path=str(file.path), message=f"is no JSON: {error}") from error
 
 
 def _lies_in(place: Path, home: Path) -> bool:

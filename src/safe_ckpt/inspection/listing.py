@@ -5,23 +5,43 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from safe_ckpt.adapters import layouts
+from safe_ckpt.adapters.layouts import Layout
 from safe_ckpt.core.directory import catalog
 from safe_ckpt.core.directory.catalog import Candidate
 from safe_ckpt.core.directory.workspace import HIDDEN
+from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from safe_ckpt.inspection.files import Window
+from safe_ckpt.inspection.dcp_reader import METADATA
+from safe_ckpt.inspection.files import Found, Window, inside
 from safe_ckpt.inspection.torch_reader import looks_like_archive, open_archive, read_old_file
 
 _HIDDEN_TOO = "_safe_ckpt"  # where the Transformers Trainer would push what begins with a dot
 _NAMES = "names"  # in the hidden folder: those of checkpoints that are named one by one
-_SHARDED = "meta.pt"  # the last file that Lightning writes into a sharded checkpoint
-_NO_STATE = "holds weights only, no state of the training"
-_STEP = re.compile(r"^(?:step-|checkpoint_|checkpoint-|global_step|epoch_|step_)(\d{1,18})$")
-_STEP_IN_FILE = re.compile(r"step=(\d{1,18})")
+_NAME = re.compile(r"^(?:step-|epoch_|step_)(\d{1,18})$")  # ours, and those of Accelerate's examples
+_NOT_NAMED = f"the file {layouts.LATEST} does not lead to it: it is loaded only when it is asked for"
+_DIRECTORIES: Sequence[tuple[str, Callable[[str], bool]]] = (
+    ("DeepSpeed directory", lambda name: name.startswith(("zero_pp_rank_", "mp_rank_"))),
+    ("DCP directory", lambda name: name == METADATA),
+    ("Accelerate directory", lambda name: name.startswith("random_states_")),
+    ("Transformers Trainer directory", lambda name: name == "trainer_state.json"),
+    ("Hugging Face directory", lambda name: name.endswith(".safetensors")),
+)
+_FILES = {".ckpt": "Lightning or torch file", ".safetensors": "safetensors file"}
+
+
+def kind_of(files: Sequence[Found]) -> str:
+    """What wrote a checkpoint that is not ours, in words. A checkpoint of one file is told by its ending."""
+    names = [Path(file.name).name for file in files]
+    if len(files) == 1 and files[0].path.suffix in _FILES:
+        return _FILES[files[0].path.suffix]
+    unknown = "files" if len(files) > 1 else "file"
+    return next((kind for kind, is_sign in _DIRECTORIES if any(map(is_sign, names))), unknown)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +51,9 @@ class Listing:
     Attributes:
         folder: which directory they are in.
         hidden: where the lock, saves under way and the quarantine are; None where safe_ckpt never worked.
-        usable: what a resume would try, in its order.
-        unusable: what it would not, and why (``problem``).
+        usable: those in which nothing is wrong so far, in the order in which a resume tries them.
+        unnamed: of these, the ones that no resume takes by itself, and why.
+        unusable: those that a resume would not take, and why (``problem``).
         unreadable: what could not be looked at, and why: nothing is known of it, and a resume stops with that error.
         under_way: folders of saves that are not committed: of a job that saves now, or left by one that was killed.
         quarantined: what was found damaged and moved away.
@@ -41,13 +62,43 @@ class Listing:
     folder: Path
     hidden: Path | None
     usable: tuple[Candidate, ...]
+    unnamed: Mapping[Path, str]
     unusable: tuple[Candidate, ...]
     unreadable: Mapping[Path, str]
     under_way: tuple[Path, ...]
     quarantined: tuple[Path, ...]
 
 
-def find_shelf(directory: Path) -> Listing:
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of a listing.
+
+    Attributes:
+        name: relative to the directory that the checkpoints are in.
+        step: its training step, or the number in its name; None where neither is known.
+        sequence: its place in the order of commits.
+        created_at: ISO 8601, UTC.
+        size_bytes: of all its files.
+        world_size: number of ranks that saved it.
+        metrics: those given to ``save``.
+        written_by: versions, host and process; None where another tool wrote it.
+        state: "valid" (its manifest is in order), "unverified", "damaged", "unreadable", "partial" or "quarantined".
+        reason: why it cannot be used; "" where nothing is wrong so far.
+    """
+
+    name: str
+    step: int | None = None
+    sequence: int | None = None
+    created_at: str | None = None
+    size_bytes: int | None = None
+    world_size: int | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    written_by: Mapping[str, Any] | None = None
+    state: str
+    reason: str = ""
+
+
+def read_listing(directory: Path) -> Listing:
     """Look at names and manifests; payloads are not read.
 
     Args:
@@ -63,22 +114,56 @@ def find_shelf(directory: Path) -> Listing:
             unreadable[path] = str(error)
 
     folder, hidden = directory, hidden_of(directory)
-    found = catalog.list_directories(folder, _number_of, _problem_of_stock, note)
-    files = catalog.list_files(folder, ".ckpt", lambda path: (path / _SHARDED).is_file(), note)
-    found += [_told_by_name(candidate) for candidate in files]
+    candidates = catalog.list_directories(folder, _number_of, _problem_of, note)
+    files = catalog.list_files(folder, ".ckpt", layouts.is_lightning_directory, note)
+    candidates += [_judged_by_name(candidate) for candidate in files]
+    tags = (folder / _named_in(folder)).parent
+    if tags != folder and tags.is_dir():  # a tag of DeepSpeed such as "warmup/step10"
+        candidates += catalog.list_directories(tags, _number_of, _problem_of, note)
     below = directory / "checkpoints"
-    if not found and not unreadable and below.is_dir() and not below.is_symlink():  # a project of Accelerate's
+    if not candidates and not unreadable and below.is_dir() and not below.is_symlink():  # a project of Accelerate's
         folder = below
-        found = catalog.list_directories(folder, _number_of, _problem_of_stock, note)
+        candidates = catalog.list_directories(folder, _number_of, _problem_of, note)
+    usable = in_order(folder, candidates)
     return Listing(
         folder=folder,
         hidden=hidden,
-        usable=tuple(catalog.newest_first(found)),
-        unusable=tuple(candidate for candidate in found if candidate.problem),
+        usable=tuple(usable),
+        unnamed=_unnamed(folder, usable),
+        unusable=tuple(candidate for candidate in candidates if candidate.problem),
         unreadable=unreadable,
-        under_way=_listed(hidden, "pending", unreadable),
+        under_way=(*_listed(hidden, "pending", unreadable), *_listed(hidden, "staging", unreadable)),
         quarantined=_listed(hidden, "quarantine", unreadable),
     )
+
+
+def rows(listing: Listing) -> Iterator[Row]:
+    """What there is, line by line: usable ones in the order in which a resume tries them, then the others."""
+    for candidate in listing.usable:
+        with contextlib.suppress(FileNotFoundError):  # a live job has just let it go
+            yield _row(listing, candidate, "unverified" if candidate.foreign else "valid")
+    for candidate in listing.unusable:
+        yield _row(listing, candidate, "damaged")
+    for path, why in listing.unreadable.items():
+        yield Row(name=_name(listing, path), state="unreadable", reason=why)
+    for path in listing.under_way:
+        yield Row(name=_name(listing, path), state="partial", reason="not committed")
+    for path in listing.quarantined:
+        yield Row(name=_name(listing, path), state="quarantined", reason="found damaged by a resume")
+
+
+def list_existing(directory: Path) -> tuple[tuple[Row, ...], str]:
+    """The checkpoints of a run and its quarantine, and what kept this from listing all; "" for nothing.
+
+    Args:
+        directory: as ``read_listing`` takes it.
+    """
+    try:
+        listing = replace(read_listing(directory), folder=directory)  # names are relative to it
+        existing = tuple(row for row in rows(listing) if row.state not in ("unreadable", "partial"))
+    except OSError as error:
+        return (), str(error)
+    return existing, "; ".join(f"{path.name}: {why}" for path, why in listing.unreadable.items())
 
 
 def hidden_of(directory: Path) -> Path | None:
@@ -89,65 +174,130 @@ def hidden_of(directory: Path) -> Path | None:
     return own
 
 
-def _number_of(name: str) -> int | None:
-    found = _STEP.match(name)
-    return int(found.group(1)) if found else None
-
-
-def _problem_of_stock(path: Path) -> str:
-    if path.name.startswith("step-"):
-        return "has no manifest.json: never committed, or altered"
-    if catalog.looks_like_checkpoint(path):
-        return ""
-    return "holds no checkpoint: empty, or cut off"
-
-
-def look_inside(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """With what only the files of another tool themselves tell: their step, and whether there is more in them than weights.
+def look_inside(candidate: Candidate) -> Candidate:
+    """Lightning's checkpoint with what only its content tells: its step, and whether there is more in it than weights.
 
     Raises:
-        OSError: one could not be read.
+        OSError: it could not be read.
     """
-    return [_looked_into(candidate) if candidate.foreign else candidate for candidate in candidates]
-
-
-def _looked_into(candidate: Candidate) -> Candidate:
-    if candidate.path.suffix != ".ckpt":
+    if not candidate.foreign or candidate.problem:
         return candidate
-    file = candidate.path / _SHARDED if candidate.path.is_dir() else candidate.path
-    root: object = None
+    layout = read_layout(candidate.path)
+    return replace(candidate, step=layout.step, problem=layout.problem)
+
+
+def read_layout(path: Path) -> Layout:
+    """What a Lightning checkpoint says about itself, read without loading a tensor and without running its pickle.
+
+    Raises:
+        OSError: it could not be read.
+    """
+    kind = layouts.LIGHTNING_SHARDED if presence.is_directory(path) else layouts.LIGHTNING_FILE
+    content: object = None
     with (
         contextlib.suppress(CorruptCheckpointError, UnsupportedFormatError),
-        Window(file) as window,
-    ):  # verify will say what is wrong with it
-        root = open_archive(window).root if looks_like_archive(window) else read_old_file(window)
-    if not isinstance(root, dict):
-        return candidate
-    step = root.get("global_step", -1)
-    problem = _NO_STATE if "loops" not in root and ("state_dict" in root or candidate.path.is_dir()) else ""
-    return replace(candidate, step=step if isinstance(step, int) else -1, problem=problem)
+        Window(layouts.facts_file(path)) as window,
+    ):
+        content = open_archive(window).root if looks_like_archive(window) else read_old_file(window)
+    return kind.layout_of(path).told_by(content)
 
 
-def _told_by_name(candidate: Candidate) -> Candidate:
+def _number_of(name: str) -> int | None:
+    number = next((number for kind in layouts.KINDS if (number := kind.number_of(name)) is not None), None)
+    match = _NAME.match(name)
+    return int(match.group(1)) if number is None and match else number
+
+
+def _problem_of(path: Path) -> str:
+    """Why a directory without a manifest cannot be used; "" if another tool may have written it to its end."""
+    if path.name.startswith("step-"):
+        return "has no manifest.json: never committed, or altered"
+    layout = layouts.kind_of(path)
+    if layout is not None:
+        return layout.problem
+    return "" if catalog.looks_like_checkpoint(path) else "holds no checkpoint: empty, or cut off"
+
+
+def _judged_by_name(candidate: Candidate) -> Candidate:
     if candidate.manifest is not None and candidate.manifest.notes.get("weights_only"):
-        return replace(candidate, problem=_NO_STATE)
-    found = _STEP_IN_FILE.search(candidate.path.name) if candidate.foreign else None
-    if found is None:
-        return candidate
-    return replace(candidate, step=int(found.group(1)))
+        return replace(candidate, problem=layouts.WEIGHTS_ONLY)
+    number = layouts.LIGHTNING_FILE.number_of(candidate.path.name) if candidate.foreign else None
+    return candidate if number is None else replace(candidate, step=number)
+
+
+def in_order(folder: Path, candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The order in which a resume tries them: as ``catalog.newest_first``, but what DeepSpeed's file ``latest`` names first."""
+    named = folder / _named_in(folder)
+    return sorted(catalog.newest_first(candidates), key=lambda candidate: candidate.path != named)
+
+
+def _unnamed(folder: Path, usable: Sequence[Candidate]) -> Mapping[Path, str]:
+    """The tags that DeepSpeed loads only when they are asked for.
+
+    It loads what ``latest`` names. If that is damaged, ours before it follow, as far as ``latest`` was to name them.
+    """
+    tags = [candidate for candidate in usable if _is_tag(candidate)]
+    ours = [tag for tag in tags if tag.manifest is not None and tag.manifest.notes.get("latest")]
+    named = next((tag for tag in tags if tag.path == folder / _named_in(folder)), None)
+    if named is not None:
+        before = [tag for tag in catalog.newest_first(ours) if named in ours and tag.manifest is not None]
+        ours = [named, *(before[before.index(named) + 1 :] if named in ours else [])]
+    return {tag.path: _NOT_NAMED for tag in tags if tag not in ours}
+
+
+def _is_tag(candidate: Candidate) -> bool:
+    if candidate.manifest is not None:
+        return candidate.manifest.notes.get("adapter") == "deepspeed"
+    return layouts.DEEPSPEED.number_of(candidate.path.name) is not None
+
+
+def _named_in(folder: Path) -> str:
+    """The tag that DeepSpeed's file ``latest`` names; "none" where there is no such file, or it leads out."""
+    try:
+        name = (folder / layouts.LATEST).read_text(encoding="utf-8", errors="replace").strip()
+    except (FileNotFoundError, IsADirectoryError):
+        name = ""
+    with contextlib.suppress(CorruptCheckpointError):
+        inside(folder, name)
+        return name
+    return "none"
+
+
+def _row(listing: Listing, candidate: Candidate, state: str) -> Row:
+    name, manifest, info = _name(listing, candidate.path), candidate.manifest, candidate.info
+    if manifest is None or info is None:
+        step = candidate.step if candidate.step >= 0 else None
+        return Row(name=name, step=step, state=state, reason=candidate.problem)
+    return Row(
+        name=name,
+        step=manifest.step,
+        sequence=manifest.sequence,
+        created_at=manifest.created_at,
+        size_bytes=info.size_bytes,
+        world_size=manifest.world_size,
+        metrics=dict(manifest.metrics),
+        written_by={**manifest.versions, **manifest.written_by},
+        state=state,
+        reason=candidate.problem,
+    )
+
+
+def _name(listing: Listing, path: Path) -> str:
+    if path.is_relative_to(listing.folder):
+        return path.relative_to(listing.folder).as_posix()
+    hidden = listing.hidden or listing.folder
+    return f"{hidden.name}/{path.relative_to(hidden).as_posix()}"
 
 
 def _listed(hidden: Path | None, name: str, unreadable: dict[Path, str]) -> tuple[Path, ...]:
     """What lies in the folders of this name: the directory's own, and those of what is held by its own name in it."""
     if hidden is None:
         return ()
-    found: list[Path] = []
-    for place in (hidden, *_entries(hidden / _NAMES, unreadable)):
-        found += _entries(place / name, unreadable)
-    return tuple(found)
+    places = (hidden, *_entries(hidden / _NAMES, unreadable))
+    return tuple(path for place in places for path in _entries(place / name, unreadable))
 
 
-def _entries(folder: Path, unreadable: dict[Path, str]) -> list[Path]:
+def _entries(folder: Path, unreadable: dict[Path, str]) -> Iterable[Path]:
     try:
         return sorted(folder.iterdir())
     except FileNotFoundError:

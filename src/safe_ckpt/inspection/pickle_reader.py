@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from safe_ckpt.errors import HostileCheckpointError, UnsupportedFormatError
-from safe_ckpt.inspection.objects import Global, Opaque, Ordered
-from safe_ckpt.inspection.pickle_objects import DICTS, key_of, made_of, pairs_of, storage_of
+from safe_ckpt.inspection.pickle_objects import DICTS, Global, Opaque, Ordered, key_of, made_of, pairs_of, storage_of
 
 MOST_BYTES = 64 << 20
 """A larger pickle is refused: 20,000 tensors take 4 MiB."""
@@ -254,7 +253,7 @@ def read_pickles(data: bytes, path: str, *, count: int) -> tuple[list[Any], int]
     """
     if len(data) > MOST_BYTES:
         raise HostileCheckpointError(path=path, message=f"its pickle is refused: larger than {MOST_BYTES >> 20} MiB")
-    found, at = [], 0
+    values, at = [], 0
     for _ in range(count):
         machine = _Machine(data[at:] if at else data, path)
         try:
@@ -263,9 +262,9 @@ def read_pickles(data: bytes, path: str, *, count: int) -> tuple[list[Any], int]
             if isinstance(error, HostileCheckpointError | UnsupportedFormatError):
                 raise
             raise machine.refused(f"it is damaged ({str(error)[:200]})") from error
-        found.append(value)
+        values.append(value)
         at += length
-    return found, at
+    return values, at
 
 
 def _global(text: str) -> Global:

@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.core.formats.json_text import parse_json
-from safe_ckpt.core.formats.safetensors import ALIASES_KEY, DTYPES, STRIDES_KEY, VERSIONS_KEY
+from safe_ckpt.core.formats.manifest import parse_json
+from safe_ckpt.core.formats.safetensors_names import ALIASES_KEY, DTYPES, STRIDES_KEY, VERSIONS_KEY
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError
 from safe_ckpt.inspection.files import Window
 from safe_ckpt.inspection.tensors import ITEM_BYTES, Content, Entry, Piece, Value
@@ -99,12 +99,12 @@ def _is_counts(value: object) -> bool:
 
 def _extra(metadata: dict[str, str], key: str, path: Path) -> dict[str, Any]:
     try:
-        found = parse_json(metadata.get(key, "{}").encode())
+        entry = parse_json(metadata.get(key, "{}").encode())
     except ValueError as error:
         raise _damaged(path, f"its entry {key} is no JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(entry, dict):
         raise _damaged(path, f"its entry {key} is not what it should be")
-    return found
+    return entry
 
 
 def _damaged(path: Path, why: str) -> CorruptCheckpointError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safe_ckpt.errors import HostileCheckpointError
-from safe_ckpt.inspection.objects import Global, Opaque, Storage, Tensor
+from safe_ckpt.inspection.pickle_objects import Global, Opaque, Storage, Tensor
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8,

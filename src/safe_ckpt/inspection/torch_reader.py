@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from safe_ckpt.core.storage.reader import Span
 from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.inspection.files import Readable
-from safe_ckpt.inspection.objects import Storage, Tensor
+from safe_ckpt.inspection.pickle_objects import Storage, Tensor
 from safe_ckpt.inspection.pickle_reader import MOST_BYTES, read_pickle, read_pickles
-from safe_ckpt.inspection.scanning import Span
 from safe_ckpt.inspection.tensors import ITEM_BYTES, Content, Entry, Piece, Value, describe, leaves
 from safe_ckpt.inspection.zip_reader import Member, is_archive, read_members
 
@@ -29,20 +29,20 @@ class Archive:
 
     def spans(self) -> list[Span]:
         """The records' bytes within the file, with their checksums, where they have one."""
-        start, told = self.source.start, [member for member in self.members if not _is_untold(member)]
-        return [Span(start=start + m.data_offset, end=start + m.data_offset + m.size, crc=m.crc) for m in told]
+        start, known = self.source.start, [member for member in self.members if not _lacks_checksum(member)]
+        return [Span(start=start + m.data_offset, end=start + m.data_offset + m.size, crc=m.crc) for m in known]
 
     @property
-    def untold_bytes(self) -> int:
+    def unverifiable_bytes(self) -> int:
         """How many of its bytes have no checksum."""
-        return sum(member.size for member in self.members if _is_untold(member))
+        return sum(member.size for member in self.members if _lacks_checksum(member))
 
     def member(self, name: str) -> Member | None:
         """A record by its name behind the archive's own."""
         return next((member for member in self.members if member.name.partition("/")[2] == name), None)
 
 
-def _is_untold(member: Member) -> bool:
+def _lacks_checksum(member: Member) -> bool:
     # torch under ``skip_data``, and this package in the files of DCP, where their digest is in the manifest, leave it 0.
     return member.crc == 0 and member.size > 0
 
@@ -77,22 +77,23 @@ def content_of(archive: Archive) -> Content:
     Raises:
         CorruptCheckpointError: a tensor reaches behind its record, or has none.
     """
-    locate = Locator(archive)
-    tensors, values = [], []
-    for name, leaf in leaves(archive.root, str(archive.source.path)):
-        if isinstance(leaf, Tensor):
-            tensors.append(locate(name, leaf))
-        elif not isinstance(leaf, Storage):
-            values.append(value_of(name, leaf))
-    return Content(tensors=tuple(tensors), values=tuple(values))
+    return _content(archive.root, str(archive.source.path), Locator(archive))
 
 
 def without_places(root: object, path: str) -> Content:
     """Tensors and values of a file from before the zip format: the tensors' shapes, not where their bytes are."""
+
+    def describe_tensor(name: str, tensor: Tensor) -> Entry:
+        return Entry(name=name, dtype=tensor.dtype, shape=tensor.shape, note="in torch's format before 1.6")
+
+    return _content(root, path, describe_tensor)
+
+
+def _content(root: object, path: str, entry_of: Callable[[str, Tensor], Entry]) -> Content:
     tensors, values = [], []
     for name, leaf in leaves(root, path):
         if isinstance(leaf, Tensor):
-            tensors.append(Entry(name=name, dtype=leaf.dtype, shape=leaf.shape, note="in torch's format before 1.6"))
+            tensors.append(entry_of(name, leaf))
         elif not isinstance(leaf, Storage):
             values.append(value_of(name, leaf))
     return Content(tensors=tuple(tensors), values=tuple(values))
@@ -176,8 +177,8 @@ def read_old_file(source: Readable) -> Any | None:
 
 def _check_old_length(source: Readable, root: object, keys: object, at: int) -> None:
     """Behind the pickles lie the numbers of each storage, in the order of ``keys``, each behind its count."""
-    found = (leaf.storage for _, leaf in leaves(root, str(source.path)) if isinstance(leaf, Tensor))
-    items = {storage.key: ITEM_BYTES.get(storage.dtype) for storage in found if storage is not None}
+    storages = (leaf.storage for _, leaf in leaves(root, str(source.path)) if isinstance(leaf, Tensor))
+    items = {storage.key: ITEM_BYTES.get(storage.dtype) for storage in storages if storage is not None}
     for key in keys if isinstance(keys, list) else []:
         item = items.get(key) if isinstance(key, str) else None
         if item is None:

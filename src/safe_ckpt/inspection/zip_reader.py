@@ -120,9 +120,9 @@ class _Reader:
     def _end64(self, at: int, locator: bytes, narrow: tuple[int, int, int]) -> tuple[int, int, int, int]:
         _, disk, place, disks = struct.unpack("<4sIQI", locator)
         self._check(disk == 0 and disks == 1 and place == at - 76, "its end records contradict each other")
-        found = struct.unpack("<4sQ2H2I4Q", self._source.read(place, 56))
-        mark, length, _, needed, disk, first, count, total, size, start = found
-        made = found[2]
+        fields = struct.unpack("<4sQ2H2I4Q", self._source.read(place, 56))
+        mark, length, _, needed, disk, first, count, total, size, start = fields
+        made = fields[2]
         self._check(
             mark == b"PK\6\6" and length == 44 and disk == first == 0 and count == total, "its end record is wrong"
         )
@@ -178,13 +178,13 @@ class _Reader:
 
     def members(self, entries: list[_Entry], end: int) -> list[Member]:
         """The records one after the other: each must begin where the one before it ends."""
-        found, at = [], 0
+        records, at = [], 0
         for entry in entries:
             self._check(entry.header_offset == at, f"{entry.name!r} does not follow the record before it")
             member, at = self._member(entry)
-            found.append(member)
+            records.append(member)
         self._check(at == end, "something lies between its records and its directory")
-        return found
+        return records
 
     def _member(self, entry: _Entry) -> tuple[Member, int]:
         head = _LOCAL.unpack(self._source.read(entry.header_offset, 30))
@@ -219,8 +219,8 @@ class _Reader:
             if form == "<4sIII" and entry.size > _LIMIT32:
                 continue
             if at + size <= self._source.size:
-                found = struct.unpack(form, self._source.read(at, size))
-                if found == (b"PK\7\10", entry.crc, entry.size, entry.size):
+                fields = struct.unpack(form, self._source.read(at, size))
+                if fields == (b"PK\7\10", entry.crc, entry.size, entry.size):
                     return size
         raise self.damaged(f"what follows {entry.name!r} is not what the directory says of it")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from safe_ckpt.adapters import Engine, FilePlan, OverlapPlan, file_plan, reraise
+from safe_ckpt.adapters import Engine, FilePlan, OverlapPlan, file_plan, reraise, torch_archive
 from safe_ckpt.adapters.planned import Planned
 from safe_ckpt.errors import CoordinationError
 from safe_ckpt.lightning import loop_state, strategies
@@ -59,7 +59,7 @@ def planned(
     if found is None or error is not None:
         return Planned(error=error)
     try:
-        image = file_plan.torch_image(path.name, found, strict=False, key="checkpoint")
+        image = torch_archive.torch_image(path.name, found, strict=False, key="checkpoint")
     except Exception as problem:
         return Planned(error=problem)
     return Planned(images=[file_plan.single(image, path.name)])

@@ -22,17 +22,13 @@ from safe_ckpt.adapters.directories import (
     verify_if_ours,
     verify_share,
 )
-from safe_ckpt.adapters.layouts import Layout
 from safe_ckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
-    HostileCheckpointError,
     NoValidCheckpointError,
     SafeCheckpointError,
-    UnsupportedFormatError,
 )
-from safe_ckpt.inspection.files import Window
-from safe_ckpt.inspection.torch_reader import looks_like_archive, open_archive, read_old_file
+from safe_ckpt.inspection.listing import look_inside, read_layout
 from safe_ckpt.lightning import signals
 
 logger = logging.getLogger(__name__)
@@ -122,7 +118,7 @@ def choose_beside(engine: Engine, workspace: Workspace, suffix: str, rival: Path
 
 
 def _step(path: Path) -> int:
-    return look_inside(path).step
+    return read_layout(path).step
 
 
 def listed(directory: Path, suffix: str) -> list[Candidate]:
@@ -151,27 +147,7 @@ def _judged(candidate: Candidate) -> Candidate:
     if candidate.manifest is not None:
         weights_only = bool(candidate.manifest.notes.get(WEIGHTS_ONLY))
         return dataclasses.replace(candidate, problem=layouts.WEIGHTS_ONLY) if weights_only else candidate
-    seen = look_inside(candidate.path)
-    return dataclasses.replace(candidate, step=seen.step, problem=seen.problem)
-
-
-def look_inside(path: Path) -> Layout:
-    """What a checkpoint of another tool says about itself, read without loading a tensor and without running its pickle.
-
-    Raises:
-        OSError: it could not be read.
-    """
-    kind = layouts.LIGHTNING_SHARDED if presence.is_directory(path) else layouts.LIGHTNING_FILE
-    layout = kind.layout_of(path)
-    try:
-        with Window(layouts.facts_file(path)) as window:
-            return layout.told_by(open_archive(window).root if looks_like_archive(window) else read_old_file(window))
-    except HostileCheckpointError as error:
-        return dataclasses.replace(layout, problem=f"is no checkpoint: {error.message}", resumable=False)
-    except CorruptCheckpointError:
-        return layout.told_by(None)
-    except UnsupportedFormatError:  # too long to be looked at: only its name tells
-        return layout
+    return look_inside(candidate)
 
 
 def _finish(workspace: Workspace, info: CheckpointInfo) -> None:

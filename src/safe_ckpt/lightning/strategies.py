@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import Engine, FilePlan, file_plan, layouts, patch, presence
+from safe_ckpt.adapters import Engine, FilePlan, layouts, patch, presence, torch_archive
 from safe_ckpt.adapters.directories import MANIFEST_NAME, verify
 from safe_ckpt.adapters.planned import Planned
 from safe_ckpt.adapters.sharding import gather_whole, shard_planner
@@ -91,7 +91,7 @@ def split(checkpoint: Mapping[str, Any], form: Layout) -> tuple[dict[str, Any], 
 
 def meta_image(rest: Mapping[str, Any]) -> FilePlan:
     """The file for what is not sharded."""
-    return file_plan.torch_image(layouts.META, dict(rest), strict=False, key="checkpoint")
+    return torch_archive.torch_image(layouts.META, dict(rest), strict=False, key="checkpoint")
 
 
 def whole(engine: Engine, trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any] | None:

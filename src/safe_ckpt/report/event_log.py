@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
-from safe_ckpt.report import words
+from safe_ckpt.text import clean
 
 MOST_EVENTS = 20_000
 """So many events are read at most, the last ones."""
@@ -52,20 +52,18 @@ class Recorded:
     def text(self, key: str) -> str:
         """One harmless line of text; "" if it is anything else."""
         value = self.facts.get(key)
-        return words.clean(value) if isinstance(value, str) else ""
+        return clean(value) if isinstance(value, str) else ""
 
     def sequence(self, key: str) -> tuple[str, ...]:
         """A list of short texts; empty if it is anything else."""
         value = self.facts.get(key)
-        return tuple(words.clean(name) for name in value if isinstance(name, str)) if isinstance(value, list) else ()
+        return tuple(clean(name) for name in value if isinstance(name, str)) if isinstance(value, list) else ()
 
     def texts(self, key: str) -> dict[str, str]:
         """A mapping of short texts; empty if it is anything else."""
         value = self.facts.get(key)
         pairs = list(value.items())[:50] if isinstance(value, dict) else []
-        return {
-            words.clean(name, 50): words.clean(str(text), 50) for name, text in pairs if isinstance(text, str | int)
-        }
+        return {clean(name, 50): clean(str(text), 50) for name, text in pairs if isinstance(text, str | int)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,16 +97,16 @@ def find_events(directory: Path) -> tuple[Path, ...]:
         places.append(directory)
     if directory.name == _ACCELERATE or _is_file(directory / MANIFEST_NAME):
         places.append(directory.absolute().parent / HIDDEN)
-    found, refused = [], []
+    series, refused = [], []
     for place in places:
         try:
-            found.append(_series(place))
+            series.append(_series(place))
         except OSError as error:
             refused.append(error)
-    found = [files for files in found if files]
-    if refused and not found:
+    series = [files for files in series if files]
+    if refused and not series:
         raise refused[0]
-    return max(found, key=lambda files: _changed(files[0]), default=())
+    return max(series, key=lambda files: _changed(files[0]), default=())
 
 
 def _series(place: Path) -> tuple[Path, ...]:

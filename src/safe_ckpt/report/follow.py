@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from safe_ckpt.report import event_log
-from safe_ckpt.report.history import History, Teller
+from safe_ckpt.report.history import History, HistoryBuilder
 
 _MOST_APPENDED_BYTES = 8 << 20  # beyond that the last events are read from the end
 _MOST_TAIL_BYTES = 1 << 16
@@ -30,20 +30,20 @@ class Follower:
     """Follows the events of a directory. One thread calls it.
 
     Args:
-        directory: as ``reading.find_events`` takes it.
+        directory: as ``event_log.find_events`` takes it.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._state: _State | None = None
         self._place: _Place | None = None
-        self._teller = Teller()
-        self._told: History | None = None
+        self._builder = HistoryBuilder(event_log.Recording(events=()))
+        self._history: History | None = None
 
     def look(self) -> History | None:
         """The present history; None while nothing is recorded. The same object as long as nothing changed.
 
-        A line that is not finished yet is left for the next look. Past twice ``reading.MOST_EVENTS`` the last ones are read
+        A line that is not finished yet is left for the next look. Past twice ``event_log.MOST_EVENTS`` the last ones are read
         anew, so that memory stays bounded.
 
         Raises:
@@ -52,11 +52,11 @@ class Follower:
         files = event_log.find_events(self.directory)
         state = _state_of(files)
         if state == self._state:
-            return self._told
-        if not (self._goes_on(state) and self._hear_more(files[0], state[0][2])):
+            return self._history
+        if not (self._goes_on(state) and self._read_more(files[0], state[0][2])):
             self._start_over(files, state)
         self._state = state
-        return self._told
+        return self._history
 
     def _goes_on(self, state: _State) -> bool:
         """Whether the newest file is the one that was read, and no other file came or went."""
@@ -64,9 +64,9 @@ class Follower:
             return False
         return state[0][:2] == self._place.file and state[0][2] >= self._place.end
 
-    def _hear_more(self, path: Path, size: int) -> bool:
+    def _read_more(self, path: Path, size: int) -> bool:
         place = self._place
-        if place is None or self._told is None or size - place.end > _MOST_APPENDED_BYTES:
+        if place is None or self._history is None or size - place.end > _MOST_APPENDED_BYTES:
             return False
         try:
             with path.open("rb") as stream:
@@ -79,31 +79,23 @@ class Follower:
         whole = appended[: appended.rfind(b"\n") + 1]
         lines = [line for line in whole.split(b"\n") if line.strip()]
         events = [event for line in lines if (event := event_log.parse(line)) is not None]
-        heard = self._told.events + len(events)
-        if heard > 2 * event_log.MOST_EVENTS:
+        if self._history.events + len(events) > 2 * event_log.MOST_EVENTS:
             return False
-        for event in events:
-            self._teller.hear(event)
-        skipped = self._told.skipped + len(lines) - len(events)
-        told = self._teller.history()
-        self._told = replace(told, events=heard, skipped=skipped, earlier=self._told.earlier)
+        self._builder.receive(events, skipped=len(lines) - len(events))
+        self._history = self._builder.history()
         last = (place.last + whole)[-_FINGERPRINT_BYTES:]
         self._place = replace(place, end=place.end + len(whole), last=last)
         return True
 
     def _start_over(self, files: tuple[Path, ...], state: _State) -> None:
-        self._place, self._told = None, None
+        self._place, self._history = None, None
         if not files or not state:
             return
         place = _end_of(files[0], state[0][:2], state[0][2])
         ends = {place.file: place.end} if place is not None else {}
         recording = event_log.read_events(files, ends=ends)
-        self._teller = Teller()
-        for event in recording.events:
-            self._teller.hear(event)
-        told = self._teller.history()
-        heard = len(recording.events)
-        self._told = replace(told, events=heard, skipped=recording.skipped, earlier=recording.earlier)
+        self._builder = HistoryBuilder(recording)
+        self._history = self._builder.history()
         self._place = place
 
 
@@ -131,11 +123,11 @@ def _end_of(path: Path, file: tuple[int, int], size: int) -> _Place | None:
 
 
 def _state_of(files: tuple[Path, ...]) -> _State:
-    found = []
+    state = []
     for path in files:
         try:
             status = path.stat()
         except FileNotFoundError:  # rotated away in this moment
             continue
-        found.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
-    return tuple(found)
+        state.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+    return tuple(state)

@@ -1,16 +1,16 @@
 """The history of a directory: its runs, and what became of every save. Pure: events in, frozen facts out.
 
-Rank 0 speaks for a save; of what other ranks recorded only mishaps count. All times are seconds since the epoch, of the clock
-of the machine that recorded them.
+Rank 0 records a save; of other ranks' events only quarantines and replaced writers count. All times are seconds since the
+epoch, of the clock of the machine that recorded them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import posixpath
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from safe_ckpt.report.disk import Disk
 from safe_ckpt.report.event_log import Recorded, Recording
 
 Outcome = Literal["committed", "failed", "outcome unknown", "in flight", "interrupted"]
@@ -28,7 +28,7 @@ class Save:
         run: the number of its run, from 1.
         outcome: "interrupted" means that its run ended before it did, "outcome unknown" that it may be committed: the next
             resume sees.
-        begun: when it was asked for, as far as can be told.
+        begun: when it was asked for, as far as known.
         ended: when its outcome was recorded, or what was recorded of it last.
         stall_s: how long the call held training.
         written_bytes: what rank 0 wrote.
@@ -71,7 +71,7 @@ class Save:
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """Something else that a person may want to know: a resume, a quarantine, a new writer process, a signal."""
+    """Another event worth reading: a resume, a quarantine, a new writer process, a signal."""
 
     at: float
     run: int
@@ -131,18 +131,15 @@ class History:
         return tuple(save for save in self.saves if save.outcome == outcome)
 
 
-def tell(recording: Recording) -> History:
-    """Make a history of what was recorded."""
-    teller = Teller()
-    for event in recording.events:
-        teller.hear(event)
-    return replace(teller.history(), events=len(recording.events), skipped=recording.skipped, earlier=recording.earlier)
+def build(recording: Recording) -> History:
+    """The history of what was recorded."""
+    return HistoryBuilder(recording).history()
 
 
-class Teller:
-    """Hears one event after the other, oldest first, and tells the history at any time."""
+class HistoryBuilder:
+    """Receives one event after the other, oldest first, and returns the history at any time."""
 
-    def __init__(self) -> None:
+    def __init__(self, recording: Recording) -> None:
         self._runs: list[Run] = []
         self._saves: list[Save] = []
         self._notices: list[Notice] = []
@@ -151,28 +148,22 @@ class Teller:
         self._disk = Disk()
         self._safe_since: float | None = None  # work before this moment is on the disk
         self._freed_bytes: int | None = None
-        self._announced = False  # the run said when it began
+        self._announced = False  # the run recorded when it began
         self._saving = False  # the run has come to its first save
-        self._by_kind: Mapping[str, Callable[[Recorded], None]] = {
-            "run": self._run,
-            "agreed": self._agreed,
-            "snapshotted": self._snapshotted,
-            "written": self._written,
-            "committed": self._committed,
-            "failed": self._failed,
-            "removed": self._removed,
-            "retained": self._retained,
-            "resumed": self._resumed,
-            "quarantined": self._quarantined,
-            "respawned": self._respawned,
-            "stoprequested": self._stop_requested,
-        }
+        self._earlier = recording.earlier
+        self._events = self._skipped = 0
+        self.receive(recording.events, recording.skipped)
 
-    def hear(self, event: Recorded) -> None:
-        """Take one event. Unknown kinds, and what other ranks say about saves, are passed over."""
-        take = self._by_kind.get(event.kind)
-        if take is None or (event.rank != 0 and event.kind not in ("quarantined", "respawned")):
-            return
+    def receive(self, events: Iterable[Recorded], skipped: int) -> None:
+        """Take the next events, and count lines that are none. Unknown kinds, and other ranks' events of saves, are ignored."""
+        self._skipped += skipped
+        for event in events:
+            self._events += 1
+            take = getattr(self, f"_on_{event.kind}", None)
+            if take is not None and (event.rank == 0 or event.kind in ("quarantined", "respawned")):
+                self._receive(event, take)
+
+    def _receive(self, event: Recorded, take: Callable[[Recorded], None]) -> None:
         again = event.kind == "resumed" and self._saving and not self._announced
         if event.kind == "run" or not self._runs or again:
             self._begin(event)
@@ -181,14 +172,16 @@ class Teller:
         self._runs[-1] = replace(run, begun=min(run.begun, event.at), ended=max(run.ended, event.at))
 
     def history(self) -> History:
-        """What was heard."""
-        saves = [*self._saves, *self._open.values()]
+        """The events so far."""
         return History(
             runs=tuple(self._runs),
-            saves=tuple(saves),
+            saves=(*self._saves, *self._open.values()),
             notices=tuple(self._notices),
             removals=tuple(self._removals),
             freed_bytes=self._freed_bytes,
+            events=self._events,
+            skipped=self._skipped,
+            earlier=self._earlier,
         )
 
     def _begin(self, event: Recorded) -> None:
@@ -201,7 +194,7 @@ class Teller:
         self._announced = event.kind == "run"
         self._saving = False
 
-    def _run(self, event: Recorded) -> None:
+    def _on_run(self, event: Recorded) -> None:
         self._runs[-1] = replace(
             self._runs[-1],
             host=event.text("host"),
@@ -222,44 +215,38 @@ class Teller:
     def _keep_open(self, save: Save) -> None:
         self._open[save.name, save.step] = save
 
-    def _agreed(self, event: Recorded) -> None:
+    def _on_agreed(self, event: Recorded) -> None:
         save = self._opened(event)
         self._keep_open(replace(save, begun=event.at - (event.number("seconds") or 0.0)))
 
-    def _snapshotted(self, event: Recorded) -> None:
+    def _on_snapshotted(self, event: Recorded) -> None:
         self._keep_open(replace(self._opened(event), stall_s=event.number("stall_s")))
 
-    def _written(self, event: Recorded) -> None:
+    def _on_written(self, event: Recorded) -> None:
         save = self._opened(event)
         self._keep_open(replace(save, written_bytes=event.count("size_bytes"), write_s=event.number("seconds")))
 
-    def _committed(self, event: Recorded) -> None:
-        save, path = self._finished(event, "committed"), event.text("path")
+    def _on_committed(self, event: Recorded) -> None:
+        path, size_bytes = event.text("path"), event.count("size_bytes")
+        save = replace(self._finished(event, "committed"), path=path, size_bytes=size_bytes)
         if event.facts.get("weights_only") is True:
-            self._saves.append(replace(save, path=path, size_bytes=event.count("size_bytes"), weights_only=True))
+            self._saves.append(replace(save, weights_only=True))
             return
-        self._disk.put(path, event.count("size_bytes") or 0)
-        self._saves.append(
-            replace(
-                save,
-                path=path,
-                size_bytes=event.count("size_bytes"),
-                at_risk_s=None if self._safe_since is None else max(0.0, save.ended - self._safe_since),
-                kept_bytes=self._disk.kept_bytes,
-            )
-        )
+        self._disk.put(path, size_bytes or 0)
+        at_risk_s = None if self._safe_since is None else max(0.0, save.ended - self._safe_since)
+        self._saves.append(replace(save, at_risk_s=at_risk_s, kept_bytes=self._disk.kept_bytes))
         self._safe_since = save.begun
 
-    def _failed(self, event: Recorded) -> None:
+    def _on_failed(self, event: Recorded) -> None:
         unknown = event.facts.get("outcome_unknown") is True
         save = self._finished(event, "outcome unknown" if unknown else "failed")
         self._saves.append(replace(save, error=event.text("error") or "no reason recorded", phase=event.text("phase")))
 
-    def _removed(self, event: Recorded) -> None:
+    def _on_removed(self, event: Recorded) -> None:
         path = event.text("path")
         self._removals.append(Removal(at=event.at, path=path, size_bytes=self._disk.take(path)))
 
-    def _retained(self, event: Recorded) -> None:
+    def _on_retained(self, event: Recorded) -> None:
         kept = event.sequence("kept")
         self._disk.keep_only(kept, max(event.count("kept_count") or 0, len(kept)))
         if (freed_bytes := event.count("freed_bytes")) is not None:
@@ -267,23 +254,22 @@ class Teller:
 
     def _notice(self, event: Recorded, text: str, step: int | None = None) -> None:
         number, seconds = len(self._runs), event.number("seconds")
-        notice = Notice(at=event.at, run=number, kind=event.kind, text=text, step=step, seconds=seconds)
-        self._notices.append(notice)
+        self._notices.append(Notice(at=event.at, run=number, kind=event.kind, text=text, step=step, seconds=seconds))
 
-    def _resumed(self, event: Recorded) -> None:
+    def _on_resumed(self, event: Recorded) -> None:
         passed_over = event.count("rejected") or 0
         beside = f"; {passed_over} passed over as unusable" if passed_over else ""
         self._notice(event, f"{event.text('path')}{beside}", event.count("step"))
         self._safe_since = event.at
 
-    def _quarantined(self, event: Recorded) -> None:
+    def _on_quarantined(self, event: Recorded) -> None:
         self._disk.take(event.text("path"))
         self._notice(event, f"{event.text('path')}: {event.text('reason')}")
 
-    def _respawned(self, event: Recorded) -> None:
+    def _on_respawned(self, event: Recorded) -> None:
         self._notice(event, f"the writer process was replaced on rank {event.rank}: {event.text('ended')}")
 
-    def _stop_requested(self, event: Recorded) -> None:
+    def _on_stoprequested(self, event: Recorded) -> None:
         self._notice(event, f"{event.text('signal') or 'a signal'} asked all ranks to save and stop")
 
     def _finished(self, event: Recorded, outcome: Outcome) -> Save:
@@ -292,3 +278,47 @@ class Teller:
         run = self._runs[-1]
         self._runs[-1] = replace(run, begun=min(run.begun, begun))
         return replace(save, outcome=outcome, begun=begun, ended=event.at, total_s=total_s)
+
+
+class Disk:
+    """The path and size of every checkpoint on the disk, as far as the events report them.
+
+    Attributes:
+        kept_bytes: the size of all that is there.
+    """
+
+    def __init__(self) -> None:
+        self.kept_bytes = 0
+        self._sizes: dict[str, int] = {}
+        self._newest = ""
+
+    def put(self, path: str, size_bytes: int) -> None:
+        """A checkpoint appeared, or was replaced."""
+        self.take(path)
+        self._sizes[path] = size_bytes
+        self._newest = path
+        self.kept_bytes += size_bytes
+
+    def take(self, path: str) -> int | None:
+        """It is gone; returns its size if it was known."""
+        size_bytes = self._sizes.pop(path, None)
+        self.kept_bytes -= size_bytes or 0
+        return size_bytes
+
+    def keep_only(self, names: Sequence[str], count: int) -> None:
+        """Only so many are there: a job that was killed may have deleted others and not come to say so.
+
+        Args:
+            names: of the newest of them, or of all, oldest first.
+            count: of all that are there. Where that is more than there are names, those that were committed last of the
+                others are taken to be there.
+        """
+        folder, newest = posixpath.split(self._newest)
+        if newest not in names:
+            return
+        known = set(names)
+        others = [
+            path for path in self._sizes if posixpath.dirname(path) == folder and posixpath.basename(path) not in known
+        ]
+        for path in others[: max(0, len(others) - (count - len(names)))]:
+            self.take(path)

@@ -1,12 +1,14 @@
-"""Elements of a page. Text becomes part of one only through ``tag``, which escapes it: there is no other way in. Pure."""
+"""Elements and tables of a page. Text enters a page only through ``tag``, which escapes it. Pure functions."""
 
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 
-from safe_ckpt.report import words
+from safe_ckpt.text import clean
 
 _EMPTY = frozenset({"meta"})
+_SHORT = 24
 
 
 class Html(str):
@@ -42,4 +44,23 @@ def _plain(value: str | float) -> str:
 
 def _escaped(text: str) -> str:
     # Quotes too: the same goes for attributes.
-    return html.escape(words.clean(text, 4000), quote=True)
+    return html.escape(clean(text, 4000), quote=True)
+
+
+def table(label: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Html:
+    """A table; a column without any content is left out.
+
+    It becomes a list of cards on a narrow screen: that lays cells out as blocks, which would drop their roles, so these are
+    explicit.
+    """
+    used = [number for number in range(len(columns)) if any(row[number] for row in rows)]
+    headings = [tag("th", columns[number], scope="col", role="columnheader") for number in used]
+    body = [tag("tr", *(_cell(columns[number], row[number]) for number in used), role="row") for row in rows]
+    head = tag("thead", tag("tr", *headings, role="row"), role="rowgroup")
+    whole = tag("table", head, tag("tbody", *body, role="rowgroup"), role="table", aria_label=label)
+    return tag("div", whole, class_="scroll")
+
+
+def _cell(column: str, text: str) -> Html:
+    short = "short" if len(text) <= _SHORT else None
+    return tag("td", tag("span", text), role="cell", data_label=column, class_=short)

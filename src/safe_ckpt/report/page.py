@@ -5,14 +5,17 @@ from __future__ import annotations
 import base64
 import hashlib
 from datetime import datetime
+from importlib import resources
 
-from safe_ckpt.report import sections, summary, words
+from safe_ckpt import text
+from safe_ckpt.report import sections, summary
 from safe_ckpt.report.history import History
 from safe_ckpt.report.html import Html, tag
 from safe_ckpt.report.sections import Subject
-from safe_ckpt.report.style import CSS
 from safe_ckpt.report.summary import Totals
 from safe_ckpt.text import bytes_text
+
+CSS = resources.files("safe_ckpt.report").joinpath("page.css").read_text(encoding="utf-8")
 
 
 def render(history: History, subject: Subject) -> str:
@@ -50,7 +53,7 @@ def _head(subject: Subject) -> Html:
 
 
 def _header(figures: Totals, subject: Subject) -> Html:
-    made = words.clock(subject.made_at, subject.zone)
+    made = text.clock(subject.made_at, subject.zone)
     zone = datetime.fromtimestamp(subject.made_at, tz=subject.zone).astimezone(subject.zone).strftime("UTC%z")
     good = figures.failed + figures.unknown == 0 and figures.committed > 0
     path = "M8 15.5L13 20.5L22.5 10" if good else "M15 8V16.5M15 22V22.1"
@@ -78,29 +81,29 @@ def _tiles(figures: Totals) -> Html:
         unfinished.append(f"{figures.interrupted} cut short")
     if figures.in_flight:
         unfinished.append(f"{figures.in_flight} in flight")
-    share = f"{words.percent(figures.stall_share)} of the time" if figures.stall_share is not None else ""
+    share = f"{text.percent(figures.stall_share)} of the time" if figures.stall_share is not None else ""
     tiles = (
-        ("Saves committed", words.grouped(figures.committed), ", ".join(unfinished)),
-        ("Median stall", words.duration(figures.median_stall_s), _worst("longest", figures.longest_stall_s, share)),
+        ("Saves committed", text.grouped(figures.committed), ", ".join(unfinished)),
+        ("Median stall", text.duration(figures.median_stall_s), _worst("longest", figures.longest_stall_s, share)),
         (
             "Durable after",
-            words.duration(figures.median_total_s),
+            text.duration(figures.median_total_s),
             _worst("median; longest", figures.longest_total_s),
         ),
         (
             "Median throughput",
-            words.rate(figures.median_gbps),
-            f"of rank 0; slowest {words.rate(figures.slowest_gbps)}",
+            text.rate(figures.median_gbps),
+            f"of rank 0; slowest {text.rate(figures.slowest_gbps)}",
         ),
-        ("Most work at risk", words.duration(figures.at_risk_s), f"usually {words.duration(figures.median_at_risk_s)}"),
-        ("Removed", words.grouped(figures.removed), f"by retention; {bytes_text(figures.freed_bytes)} freed"),
+        ("Most work at risk", text.duration(figures.at_risk_s), f"usually {text.duration(figures.median_at_risk_s)}"),
+        ("Removed", text.grouped(figures.removed), f"by retention; {bytes_text(figures.freed_bytes)} freed"),
     )
     shown = [
         tag(
             "div",
             tag("dt", name),
             tag("dd", figure or "not recorded", class_="figure"),
-            tag("dd", words.unbroken(more) if figure else "", class_="more"),
+            tag("dd", text.unbroken(more) if figure else "", class_="more"),
             class_="tile",
         )
         for name, figure, more in tiles
@@ -110,17 +113,17 @@ def _tiles(figures: Totals) -> Html:
 
 def _worst(word: str, seconds: float | None, beside: str = "") -> str:
     return ", ".join(
-        part for part in (f"{word} {words.duration(seconds)}" if seconds is not None else "", beside) if part
+        part for part in (f"{word} {text.duration(seconds)}" if seconds is not None else "", beside) if part
     )
 
 
 def _footer(history: History) -> Html:
-    read = [f"Read from events.jsonl: {words.counted(history.events, 'event')}."]
+    read = [f"Read from events.jsonl: {text.counted(history.events, 'event')}."]
     if history.earlier:
         read.append("There are older ones, which were not read and are not counted here.")
     if history.skipped:
         read.append(
-            f"{words.counted(history.skipped, 'line')} could not be read as an event and {_was(history.skipped)} skipped."
+            f"{text.counted(history.skipped, 'line')} could not be read as an event and {_was(history.skipped)} skipped."
         )
     read.append("Only rank 0 records: stalls and throughput are its own. Times are those of its clock.")
     versions = next((run.versions for run in reversed(history.runs) if run.versions), {})

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import tzinfo
 
-from safe_ckpt.report import charts, strips, words
+from safe_ckpt import text
+from safe_ckpt.inspection.listing import Row
+from safe_ckpt.report import charts
 from safe_ckpt.report.charts import Bar
-from safe_ckpt.report.existing import Existing
 from safe_ckpt.report.history import UNCOMMITTED, History, Save
-from safe_ckpt.report.html import Html, join, tag
+from safe_ckpt.report.html import Html, join, table, tag
 from safe_ckpt.report.summary import Totals
-from safe_ckpt.report.tables import table
 from safe_ckpt.text import bytes_text
 
 _MOST_FAILURES = 30
@@ -45,14 +45,14 @@ class Subject:
 
     directory: str
     made_at: float
-    existing: Sequence[Existing] = ()
+    existing: Sequence[Row] = ()
     problem: str = ""
     zone: tzinfo | None = None
 
 
 def timeline(history: History, subject: Subject) -> Html:
     """When what happened, run by run."""
-    return _section("Timeline", strips.timeline(history, subject.zone)) if history.runs else join()
+    return _section("Timeline", charts.timeline(history, subject.zone)) if history.runs else join()
 
 
 def stalls(history: History, figures: Totals) -> Html:
@@ -73,7 +73,7 @@ def stalls(history: History, figures: Totals) -> Html:
     )
     if not held and not risk:
         return join()
-    spanned = f"{words.duration(figures.stall_s)} of {words.duration(figures.spanned_s)}"
+    spanned = f"{text.duration(figures.stall_s)} of {text.duration(figures.spanned_s)}"
     lost = f"Between the first save of a run and its last, saves held training for {spanned}."
     return _section("Stalls", tag("p", lost), held, risk)
 
@@ -99,14 +99,12 @@ def throughput(history: History) -> Html:
 
 def failures(history: History, subject: Subject) -> Html:
     """Every failure with its text; the last ones where there are many."""
-    found = [save for save in history.saves if save.outcome in UNCOMMITTED]
-    if not found:
-        return _section("Failures", tag("p", "None."))
+    failed = [save for save in history.saves if save.outcome in UNCOMMITTED]
     alike = [list(group) for cause, group in itertools.groupby(history.saves, key=_cause) if cause]
     shown = alike[: -_MOST_FAILURES - 1 : -1]
     rows = [
         (
-            words.clock(group[-1].ended, subject.zone),
+            text.clock(group[-1].ended, subject.zone),
             _label(group[0]) if len(group) == 1 else f"{_label(group[0])} to {_label(group[-1])}",
             str(len(group)) if len(group) > 1 else "",
             group[-1].phase,
@@ -114,17 +112,14 @@ def failures(history: History, subject: Subject) -> Html:
         )
         for group in shown
     ]
-    some = _some([save for group in shown for save in group], found, "failure")
-    joined = " Failures in a row that differ in numbers only are one entry." if len(alike) < len(found) else ""
-    return _section(
-        "Failures",
-        tag("p", f"{some}. A failed save leaves earlier checkpoints as they are.{joined}"),
-        table("Failures", ("when", "save", "saves", "phase", "what happened"), rows),
-    )
+    some = _some([save for group in shown for save in group], failed, "failure")
+    joined = " Failures in a row that differ in numbers only are one entry." if len(alike) < len(failed) else ""
+    intro = f"{some}. A failed save leaves earlier checkpoints as they are.{joined}"
+    return _listed("Failures", intro, ("when", "save", "saves", "phase", "what happened"), rows)
 
 
 def retention(history: History, figures: Totals) -> Html:
-    """What was deleted, and what the disk had to hold."""
+    """The checkpoints that retention deleted, and how much the disk held."""
     held = charts.chart(
         "On the disk at each commit",
         "The new checkpoint and those kept until then, as far as the events tell.",
@@ -132,53 +127,53 @@ def retention(history: History, figures: Totals) -> Html:
         "bytes",
         "largest",
     )
-    removed = f"{words.counted(figures.removed, 'checkpoint')} removed, {bytes_text(figures.freed_bytes)} freed."
+    removed = f"{text.counted(figures.removed, 'checkpoint')} removed, {bytes_text(figures.freed_bytes)} freed."
     return _section("Retention", tag("p", removed), held)
 
 
 def existing(subject: Subject) -> Html:
     """The checkpoints that are there now."""
-    shown = subject.existing[:_MOST_EXISTING]
     rows = [
         (
-            row.name,
+            text.clean(row.name),
             str(row.step) if row.step is not None else "",
-            row.created_at,
+            text.clean(f"{row.created_at[:19].replace('T', ' ')} UTC") if row.created_at else "",
             bytes_text(row.size_bytes),
-            row.metrics,
-            row.state,
+            text.clean(", ".join(f"{key} {_short(value)}" for key, value in row.metrics.items())),
+            text.clean(f"{row.state}: {row.reason}" if row.reason else row.state),
         )
-        for row in shown
+        for row in subject.existing[:_MOST_EXISTING]
     ]
-    told = "As their manifests tell; their bytes were not read. To have them checked: safe-ckpt verify."
-    problem = [tag("p", f"Not all could be listed: {subject.problem}", class_="bad-text")] if subject.problem else []
+    problem = f"Not all could be listed: {text.clean(subject.problem)}"
+    problem_lines = [tag("p", problem, class_="bad-text")] if subject.problem else []
     if not rows:
-        return _section("There now", *problem, tag("p", "No checkpoint."))
+        return _section("There now", *problem_lines, tag("p", "No checkpoint."))
+    intro = "From their manifests; their bytes were not read. To have them checked: safe-ckpt verify."
     columns = ("name", "step", "created", "size", "metrics", "state")
-    return _section("There now", *problem, tag("p", told), table("Checkpoints that are there now", columns, rows))
+    return _section(
+        "There now", *problem_lines, tag("p", intro), table("Checkpoints that are there now", columns, rows)
+    )
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)
 
 
 def notices(history: History, subject: Subject) -> Html:
     """Resumes, quarantines, new writer processes, signals."""
-    if not history.notices:
-        return _section("Resumes and mishaps", tag("p", "None."))
     shown = history.notices[: -_MOST_NOTICES - 1 : -1]
     rows = [
         (
-            words.clock(notice.at, subject.zone),
+            text.clock(notice.at, subject.zone),
             _KINDS.get(notice.kind, notice.kind),
             str(notice.step) if notice.step is not None else "",
-            words.duration(notice.seconds),
+            text.duration(notice.seconds),
             notice.text,
         )
         for notice in shown
     ]
-    columns = ("when", "what", "step", "took", "more")
-    return _section(
-        "Resumes and mishaps",
-        tag("p", f"{_some(shown, history.notices, 'event')}."),
-        table("Resumes and mishaps", columns, rows),
-    )
+    intro = f"{_some(shown, history.notices, 'event')}."
+    return _listed("Resumes and mishaps", intro, ("when", "what", "step", "took", "more"), rows)
 
 
 def all_saves(history: History, subject: Subject) -> Html:
@@ -188,12 +183,12 @@ def all_saves(history: History, subject: Subject) -> Html:
     shown = history.saves[: -_MOST_SAVES - 1 : -1]
     rows = [
         (
-            words.clock(save.ended, subject.zone),
+            text.clock(save.ended, subject.zone),
             _label(save),
             save.outcome,
-            words.duration(save.stall_s),
-            words.duration(save.total_s),
-            words.rate(save.gbps),
+            text.duration(save.stall_s),
+            text.duration(save.total_s),
+            text.rate(save.gbps),
             bytes_text(save.size_bytes),
         )
         for save in shown
@@ -201,6 +196,10 @@ def all_saves(history: History, subject: Subject) -> Html:
     columns = ("when", "save", "outcome", "stall", "until durable", "throughput", "size")
     summary = tag("summary", _some(shown, history.saves, "save"))
     return _section("Saves in figures", tag("details", summary, table("Saves", columns, rows)))
+
+
+def _listed(title: str, intro: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Html:
+    return _section(title, tag("p", intro), table(title, columns, rows)) if rows else _section(title, tag("p", "None."))
 
 
 def _section(title: str, *children: str) -> Html:
@@ -222,20 +221,16 @@ def _cause(save: Save) -> tuple[object, ...]:
 
 
 def _series(history: History, value: str, *, failed_too: bool = True) -> list[Bar]:
-    found, run = [], history.saves[0].run if history.saves else 0
+    bars, run = [], history.saves[0].run if history.saves else 0
     for save in history.saves:
         failed = save.outcome in UNCOMMITTED
         known = getattr(save, value) if failed_too or not failed else None
         marked = int(failed and save.outcome != "outcome unknown")
-        found.append(Bar(label=_label(save), value=known, failed=marked, resumed=save.run != run))
+        bars.append(Bar(label=_label(save), value=known, failed=marked, resumed=save.run != run))
         run = save.run
-    return found
+    return bars
 
 
 def _some(shown: Sequence[object], of: Sequence[object], noun: str) -> str:
-    all_of_them = words.counted(len(of), noun)
-    return (
-        f"The last {len(shown)} of {all_of_them}, newest first"
-        if len(shown) < len(of)
-        else f"{all_of_them}, newest first"
-    )
+    last = f"The last {len(shown)} of " if len(shown) < len(of) else ""
+    return f"{last}{text.counted(len(of), noun)}, newest first"

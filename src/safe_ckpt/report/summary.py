@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from safe_ckpt.report import words
+from safe_ckpt import text
 from safe_ckpt.report.history import History, Save
 
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """What the saves of a history come to. What cannot be told is None.
+    """The figures of all saves of a history. An unknown figure is None.
 
     Attributes:
         unknown: how many may or may not be committed.
@@ -85,18 +85,18 @@ def verdict(totals: Totals) -> str:
         return "No saves recorded."
     failed = f"{totals.failed} failed" if totals.failed else "none failed"
     unknown = f", {totals.unknown} with an unknown outcome" if totals.unknown else ""
-    return f"{words.counted(totals.committed, 'save')} committed, {failed}{unknown}."
+    return f"{text.counted(totals.committed, 'save')} committed, {failed}{unknown}."
 
 
 def sentences(totals: Totals, now: float) -> list[str]:
     """What follows it: the last commit, as seen at ``now`` (seconds since the epoch), and what saving cost."""
-    said = []
+    lines = []
     if (last := totals.last) is not None:
         which = f"step {last.step}" if last.step is not None else last.name
-        said.append(f"Last committed: {which}, {words.age(max(0.0, now - last.ended))} ago.")
+        lines.append(f"Last committed: {which}, {text.age(max(0.0, now - last.ended))} ago.")
     if totals.stall_share is not None:
-        said.append(f"Stalls took {words.percent(totals.stall_share)} of the time.")
-    return said
+        lines.append(f"Stalls took {text.percent(totals.stall_share)} of the time.")
+    return lines
 
 
 def _spanned(history: History) -> tuple[float, float]:
@@ -113,12 +113,12 @@ def _since_last_commit(history: History) -> list[float]:
     """Per run the work that was at risk when it ended, where more was recorded after its last commit."""
     latest = {save.run: save for save in history.saves if not save.weights_only}
     done = {save.run: save for save in history.of("committed") if not save.weights_only}
-    found = []
+    risks = []
     for run in history.runs:
         if run.number in latest and latest[run.number] is not done.get(run.number):
             begun = done[run.number].begun if run.number in done else run.begun
-            found.append(max(0.0, run.ended - begun))
-    return found
+            risks.append(max(0.0, run.ended - begun))
+    return risks
 
 
 def _median(values: list[float]) -> float | None:

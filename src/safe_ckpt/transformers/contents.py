@@ -18,7 +18,8 @@ import safetensors.torch
 import torch
 from transformers import modeling_utils
 
-from safe_ckpt.adapters import FilePlan, file_plan
+from safe_ckpt.adapters import FilePlan, torch_archive
+from safe_ckpt.adapters import safetensors as safetensors_format
 from safe_ckpt.adapters.patch import Patch
 
 
@@ -69,17 +70,17 @@ def catching(folder: Path, *, shards: bool = False) -> Iterator[Catch]:
         if name is None or (isinstance(obj, dict) and not obj):
             save(obj, f, *args, **kwargs)
         else:
-            catch.take(file_plan.torch_image(name, obj, strict=False, key=name))
+            catch.take(torch_archive.torch_image(name, obj, strict=False, key=name))
 
     def caught_save_file(
         tensors: dict[str, torch.Tensor], filename: Any, metadata: Mapping[str, str] | None = None, **kwargs: Any
     ) -> None:
         name = catch.name_of(filename)
         # What does not fit goes to safetensors itself, which says why it refuses.
-        if name is None or kwargs or not tensors or not file_plan.fits_safetensors(dict(tensors)):
+        if name is None or kwargs or not tensors or not safetensors_format.fits_safetensors(dict(tensors)):
             save_file(tensors, filename, metadata=dict(metadata) if metadata else None, **kwargs)
         else:
-            catch.take(file_plan.safetensors_image(name, dict(tensors), metadata))
+            catch.take(safetensors_format.safetensors_image(name, dict(tensors), metadata))
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(Patch(torch, {"save": caught_save}))

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 
 import torch
 
-from safe_ckpt.core.formats.file_plan import SAFETENSORS_DTYPES, FilePlan, LazyTensor, named_safetensors_image
+from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
+from safe_ckpt.core.formats.safetensors import SAFETENSORS_DTYPES, named_safetensors_image
 from safe_ckpt.errors import ConfigError, StateError
+from safe_ckpt.text import bytes_from
 
 STEM = "model"
-_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B$", re.IGNORECASE)
 _WEIGHTS = re.compile(r"^(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?$")
 
 
@@ -30,15 +31,10 @@ def parse_size(value: int | str, key: str) -> int:
     Raises:
         ConfigError: it is neither, or not above 0.
     """
-    number = 0.0
-    if isinstance(value, str) and (found := _SIZE.match(value.strip())):
-        power = " KMGT".index(found.group(2).upper() or " ")
-        number = float(found.group(1)) * (1024 if found.group(3) else 1000) ** power
-    elif isinstance(value, int) and not isinstance(value, bool):
-        number = value
-    if number < 1:
+    number = bytes_from(value) if isinstance(value, str) else 0 if isinstance(value, bool) else value
+    if not isinstance(number, int) or number < 1:
         raise ConfigError(key=key, message=f'expected a number of bytes or text such as "5GB", got {value!r}')
-    return int(number)
+    return number
 
 
 def images(tensors: Mapping[str, LazyTensor | torch.Tensor], max_shard_bytes: int) -> list[FilePlan]:

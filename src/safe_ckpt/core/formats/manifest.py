@@ -27,10 +27,36 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from safe_ckpt.core.formats.json_text import MOST_BYTES, parse_json
 from safe_ckpt.core.formats.zip_archive import COMMENT_BYTES, COMMENT_PREFIX
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, StateError, UnsupportedFormatError
+
+MOST_BYTES = 64 << 20
+_MOST_VALUES = 3_000_000  # each takes some 60 to 100 bytes in memory
+
+
+def parse_json(text: bytes) -> Any:
+    """Parse it.
+
+    Raises:
+        ValueError: it is no JSON, has one key twice in one object, or is larger than any checkpoint needs.
+    """
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"{len(text)} bytes are too many")
+    if sum(text.count(mark) for mark in (b",", b"[", b"{")) > _MOST_VALUES:
+        raise ValueError(f"more than {_MOST_VALUES} values are too many")
+    try:
+        return json.loads(text, object_pairs_hook=_without_twins)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("a key stands in it twice")
+    return values
+
 
 FORMAT = "safe_ckpt"
 FORMAT_VERSION = 1
@@ -46,13 +72,13 @@ _DIGEST = re.compile(r"^[0-9a-f]{32}$")
 @functools.cache
 def versions() -> Mapping[str, str]:
     """Of Python and the packages that made a checkpoint. Looked up once, which takes milliseconds."""
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    names = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in ("safe-ckpt", "torch"):
         try:
-            found[package] = version(package)
+            names[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "unknown"
-    return found
+            names[package] = "unknown"
+    return names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +146,10 @@ class Manifest:
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise UnsupportedFormatError(path=path, message="its manifest was not written by safe_ckpt")
-        found = data.get("format_version")
-        if not isinstance(found, int) or found > FORMAT_VERSION:
+        written = data.get("format_version")
+        if not isinstance(written, int) or written > FORMAT_VERSION:
             message = (
-                f"format version {found} is newer than {FORMAT_VERSION}, the newest that this release reads: upgrade"
+                f"format version {written} is newer than {FORMAT_VERSION}, the newest that this release reads: upgrade"
             )
             raise UnsupportedFormatError(path=path, message=f"{message} safe-ckpt")
         try:
@@ -200,7 +226,7 @@ def read_manifest(path: Path) -> Manifest:
         CorruptCheckpointError: damaged.
         IncompleteCheckpointError: it, or the checkpoint as a whole, is not there.
         UnsupportedFormatError: not ours, or of a newer version.
-        OSError: it could not be read; that condemns nothing.
+        OSError: it could not be read; it is not treated as corrupt.
     """
     return _read_from_archive(path) if presence.is_file(path) else _read_from_directory(path)
 
@@ -264,7 +290,7 @@ def _read_from_archive(path: Path) -> Manifest:
             path=str(path), message="was not written by safe_ckpt: it has no manifest"
         ) from None
     except (OSError, *UNREADABLE) as error:
-        # A damaged offset makes zipfile seek to nowhere. Any other OSError is the disk's, and condemns nothing.
+        # A damaged offset makes zipfile seek to nowhere. Any other OSError is the disk's, and says nothing of the bytes.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
         if not _has_trace_of_ours(path):

@@ -1,13 +1,161 @@
-"""What safetensors calls the types of torch, and the entries that this package adds to a file's metadata. Needs no torch."""
+"""safetensors files: what fits one, which bytes lie where in it, and from verified bytes back to tensors."""
 
 from __future__ import annotations
 
-DTYPES = {
-    "C64": "complex64", "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64",
-    "I32": "int32", "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
-    "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
-}  # fmt: skip
-ALIASES_KEY = "safe_ckpt.aliases"
-STRIDES_KEY = "safe_ckpt.strides"  # of the tensor in memory: in the file its elements lie in the order of its shape
-VERSIONS_KEY = "safe_ckpt.versions"
+import json
+import math
+import mmap
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, is_exact_json
+from safe_ckpt.core.formats.safetensors_names import ALIASES_KEY, DTYPES, STRIDES_KEY, VERSIONS_KEY
+from safe_ckpt.core.storage.direct_io import PAGE
+
+SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {
+    dtype: code for code, name in DTYPES.items() if (dtype := getattr(torch, name, None)) is not None
+}
+_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+
+
+def fits_safetensors(data: object) -> bool:
+    """Whether safetensors gives back exactly ``data``: a flat dict of dense tensors that share memory wholly or not at all."""
+    if type(data) is not dict and type(data).__name__ != "OrderedDict":
+        return False
+    if not isinstance(data, Mapping) or not data or not is_exact_json(_module_versions(data)):
+        return False
+    spans: dict[tuple[torch.device, int], tuple[Any, ...]] = {}
+    for name, tensor in data.items():
+        if type(name) is not str or name == "__metadata__" or not _is_dense(tensor):
+            return False
+        storage = tensor.untyped_storage()
+        if tensor.numel():
+            view = (tensor.storage_offset(), tensor.dtype, tuple(tensor.size()), tensor.stride())
+            if spans.setdefault((tensor.device, storage.data_ptr()), view) != view:
+                return False
+    return True
+
+
+def _module_versions(data: object) -> dict[str, Any]:
+    # Module.state_dict() carries the version of each module beside the tensors; load_state_dict migrates by it.
+    return dict(getattr(data, "_metadata", None) or {})
+
+
+def _is_dense(tensor: object) -> bool:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not isinstance(tensor, torch.Tensor):
+        return False
+    if (
+        tensor.layout is not torch.strided
+        or tensor.is_meta
+        or tensor.is_nested
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+    ):
+        return False
+    return tensor.dtype in SAFETENSORS_DTYPES and _fills_its_extent(tensor)
+
+
+def _fills_its_extent(tensor: torch.Tensor) -> bool:
+    # Dense in memory in some order of dimensions, such as channels_last.
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size != 1 and tensor.numel():
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def safetensors_image(
+    path: str, tensors: Mapping[str, torch.Tensor], besides: Mapping[str, str] | None = None
+) -> FilePlan:
+    """A safetensors file. Tensors that are one and the same memory are stored once, the other names as aliases.
+
+    Args:
+        path: relative to the checkpoint.
+        tensors: as ``fits_safetensors`` wants them.
+        besides: further entries of the file's metadata.
+    """
+    aliases: dict[str, str] = {}
+    first: dict[tuple[torch.device, int], str] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            home = (tensor.device, tensor.untyped_storage().data_ptr())
+            if first.setdefault(home, name) != name:
+                aliases[name] = first[home]
+    kept = sorted((name for name in tensors if name not in aliases), key=lambda n: (-tensors[n].element_size(), n))
+    metadata = {"format": "pt", **(besides or {})}
+    strides = {name: list(tensors[name].stride()) for name in kept if not tensors[name].is_contiguous()}
+    if aliases:
+        metadata[ALIASES_KEY] = json.dumps(aliases)
+    if strides:
+        metadata[STRIDES_KEY] = json.dumps(strides)
+    if versions := _module_versions(tensors):
+        metadata[VERSIONS_KEY] = json.dumps(versions)
+    described = {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in kept}
+    head, places, length = _safetensors_head(described, metadata)
+    placed = [(places[name], tensors[name].detach()) for name in kept if tensors[name].numel()]
+    return FilePlan(path=path, length=length, pieces=[(0, head)], tensors=placed)
+
+
+def named_safetensors_image(path: str, tensors: Mapping[str, LazyTensor | torch.Tensor]) -> FilePlan:
+    """A safetensors file in which each tensor is stored under its own name, in the order given.
+
+    Lazy ones are fetched one at a time while it is written.
+    """
+    described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    head, places, length = _safetensors_head(described, {"format": "pt"})
+    held = [(places[n], t.detach()) for n, t in tensors.items() if isinstance(t, torch.Tensor) and t.numel()]
+    lazies = [(places[n], t) for n, t in tensors.items() if isinstance(t, LazyTensor) and t.size_bytes]
+    return FilePlan(path=path, length=length, pieces=[(0, head)], tensors=held, lazies=lazies)
+
+
+def _safetensors_head(
+    described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int], int]:
+    """The bytes before the first tensor, where each tensor goes, and the length of the file."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    at, begins = 0, {}
+    for name, (dtype, shape) in described.items():
+        size = math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+        begins[name] = at
+        at += size
+    text = json.dumps(header).encode()
+    start = -(-(8 + len(text)) // PAGE) * PAGE  # the format allows blanks behind the header
+    head = (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
+    return head, {name: start + begin for name, begin in begins.items()}, start + at
+
+
+def parse_safetensors(memory: mmap.mmap, length: int) -> dict[str, torch.Tensor]:
+    """A safetensors file as this package writes it, strides, aliases and module versions included."""
+    start = 8 + int.from_bytes(memory[:8], "little")
+    header = json.loads(memory[8:start])
+    metadata = header.pop("__metadata__", {})
+    strides = json.loads(metadata.get(STRIDES_KEY, "{}"))
+    tensors: dict[str, torch.Tensor] = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        if start + end > length:
+            raise ValueError(f"{name} lies behind the end of the file")
+        dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+        if begin == end:
+            tensor = torch.empty(shape, dtype=dtype)
+        else:
+            tensor = torch.frombuffer(memory, dtype=torch.uint8, count=end - begin, offset=start + begin)
+            tensor = tensor.view(dtype).view(shape)
+        if name in strides:
+            tensor = torch.empty_strided(tensor.shape, strides[name], dtype=dtype).copy_(tensor)
+        tensors[name] = tensor
+    for alias, name in json.loads(metadata.get(ALIASES_KEY, "{}")).items():
+        tensors[alias] = tensors[name]
+    if VERSIONS_KEY in metadata:
+        tensors = OrderedDict(tensors)
+        tensors._metadata = OrderedDict(json.loads(metadata[VERSIONS_KEY]))  # type: ignore[attr-defined]
+    return tensors

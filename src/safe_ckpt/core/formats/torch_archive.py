@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import codecs
 import io
+import mmap
 import pickle
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
+from safe_ckpt.core.formats import zip_archive
+from safe_ckpt.core.formats.file_plan import FilePlan
+from safe_ckpt.core.formats.zip_archive import Record
 from safe_ckpt.errors import StateError
 
 _MOST_INT_BITS = 255 * 8 - 1  # the weights_only unpickler knows integers of up to 255 bytes
@@ -47,6 +52,8 @@ STORAGES: Mapping[torch.dtype, Any] = {
 }
 _NEVER_STORAGES = frozenset({str, float, bool, type(None), tuple, list, dict, OrderedDict, torch.Tensor})
 _SMALL_INT = 1 << 62
+ARCHIVE = "archive"
+_MOST_STORAGES = 150_000  # with more, the directory of the archive is larger than ``manifest.open_archive`` reads
 
 
 class _Storage(NamedTuple):
@@ -236,3 +243,83 @@ def _locate(obj: Any, key: str, error: Exception, *, strict: bool) -> tuple[str,
         except Exception as cause:
             return _locate(child, key + step, cause, strict=strict)
     return key, error
+
+
+def torch_image(path: str, obj: object, *, strict: bool, key: str) -> FilePlan:
+    """A torch archive. Storages first, at page-aligned offsets where they are large, then the pickled structure.
+
+    Raises:
+        StateError: something in ``obj`` cannot be saved; names where it is.
+    """
+    pickled = pickle_state(obj, strict=strict, key=key)
+    if len(pickled.storages) > _MOST_STORAGES:
+        message = f"{len(pickled.storages)} tensors are more than the {_MOST_STORAGES} that one file is read with"
+        raise StateError(key=key, message=message)
+    records: list[Record] = []
+    pieces: list[tuple[int, bytes]] = []
+    tensors: list[tuple[int, torch.Tensor]] = []
+    at = 0
+
+    def add(name: str, size: int) -> Record:
+        nonlocal at
+        record = zip_archive.place(f"{ARCHIVE}/{name}", size, at)
+        pieces.append((record.header_offset, zip_archive.local_header(record)))
+        records.append(record)
+        at = record.end
+        return record
+
+    for name, storage in pickled.storages.items():
+        record = add(f"data/{name}", storage.nbytes())
+        if storage.nbytes():
+            tensors.append((record.data_offset, _bytes_of(storage)))
+    for name, data in (("data.pkl", pickled.data), ("byteorder", sys.byteorder.encode()), ("version", b"3\n")):
+        pieces.append((add(name, len(data)).data_offset, data))
+    return FilePlan(path=path, length=at, pieces=pieces, tensors=tensors, records=tuple(records))
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def parse_archive(memory: mmap.mmap, length: int) -> Any:
+    """A torch archive, as ``torch.load(weights_only=True, map_location="cpu")`` reads it."""
+    serialization: Any = torch.serialization
+    try:
+        # What torch.load does with mmap=True; it has no public way to be given memory instead of a path.
+        reader = torch._C.PyTorchFileReader(_View(memory, length))  # type: ignore[call-overload]
+        unpickler, whole = serialization._weights_only_unpickler, torch.frombuffer(memory, dtype=torch.uint8)
+        load = serialization._load
+    except (AttributeError, TypeError):  # another release of torch: with a copy, then
+        return torch.load(io.BytesIO(memory[:length]), map_location="cpu", weights_only=True)
+    return load(reader, "cpu", unpickler, overall_storage=whole.untyped_storage(), encoding="utf-8")
+
+
+class _View(io.RawIOBase):
+    """Memory as a file."""
+
+    def __init__(self, memory: mmap.mmap, length: int) -> None:
+        super().__init__()
+        self._memory = memory
+        self._length = length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        with memoryview(buffer).cast("B") as room:
+            count = max(0, min(len(room), self._length - self._at))
+            room[:count] = self._memory[self._at : self._at + count]
+        self._at += count
+        return count

@@ -1,6 +1,6 @@
 """Reading every byte of a checkpoint and comparing it with what was written.
 
-An ``OSError`` while reading condemns nothing: it is raised as it is. Only bytes that differ are damage.
+An ``OSError`` while reading says nothing of its bytes: it is raised as it is. Only bytes that differ are damage.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from safe_ckpt.core.formats.manifest import (
 )
 from safe_ckpt.core.formats.zip_archive import COMMENT_BYTES
 from safe_ckpt.core.storage import presence
-from safe_ckpt.core.storage.reader import digest_of
+from safe_ckpt.core.storage.reader import ReadProgress, digest_of
 from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
+
+UNEQUAL = "its bytes are not those that were written"
 
 
 def verify(path: Path, manifest: Manifest, only: set[str] | None = None, *, cached: bool = False) -> int:
@@ -35,10 +37,10 @@ def verify(path: Path, manifest: Manifest, only: set[str] | None = None, *, cach
     Raises:
         CorruptCheckpointError: they differ; names the file, or the archive's record.
         IncompleteCheckpointError: a file is not there; names it.
-        OSError: they could not be read; that condemns nothing.
+        OSError: they could not be read; that says nothing of its bytes.
     """
     if presence.is_file(path):
-        return _verify_archive(path)
+        return verify_archive(path)
     if not presence.is_directory(path):  # a file that vanished: nothing of it was read
         raise IncompleteCheckpointError(path=str(path), message="is missing")
     chosen = [entry for entry in manifest.files if only is None or entry.path in only]
@@ -53,7 +55,7 @@ def verify_share(path: Path, rank: int, size: int) -> None:
     Raises:
         CorruptCheckpointError: they differ; names the file.
         IncompleteCheckpointError: a file is not there; names it.
-        OSError: they could not be read; that condemns nothing.
+        OSError: they could not be read; that says nothing of its bytes.
     """
     if not presence.is_there(path / MANIFEST_NAME):
         return
@@ -77,8 +79,22 @@ def verify_if_ours(path: Path) -> bool:
     return True
 
 
-def verify_entry(path: Path, entry: FileEntry, *, cached: bool = False) -> int:
+def verify_entry(
+    path: Path,
+    entry: FileEntry,
+    *,
+    cached: bool | None = False,
+    links: bool = False,
+    progress: ReadProgress | None = None,
+) -> int:
     """Read one file of a directory checkpoint and compare it. Returns its size.
+
+    Args:
+        path: the directory.
+        entry: the file, as the manifest has it.
+        cached: see ``digest_of``.
+        links: a symbolic link to the file will do.
+        progress: called with what was read.
 
     Raises:
         CorruptCheckpointError: it differs.
@@ -86,34 +102,34 @@ def verify_entry(path: Path, entry: FileEntry, *, cached: bool = False) -> int:
     """
     file = path / entry.path
     try:
-        status = file.lstat()
+        status = file.stat(follow_symlinks=links)
         if not stat.S_ISREG(status.st_mode):
             raise CorruptCheckpointError(path=str(path), file=entry.path, message="not a regular file")
         if status.st_size != entry.size_bytes:
             message = f"has {status.st_size} bytes instead of {entry.size_bytes}"
             raise CorruptCheckpointError(path=str(path), file=entry.path, message=message)
-        digest = digest_of(file, entry.size_bytes, cached=cached)
+        digest = digest_of(file, entry.size_bytes, cached=cached, progress=progress)
     except (FileNotFoundError, NotADirectoryError):
         raise IncompleteCheckpointError(path=str(path), file=entry.path, message="is missing") from None
     if digest != entry.xxh3_128:
-        raise CorruptCheckpointError(
-            path=str(path), file=entry.path, message="its bytes are not those that were written"
-        )
+        raise CorruptCheckpointError(path=str(path), file=entry.path, message=UNEQUAL)
     return entry.size_bytes
 
 
-def _verify_archive(path: Path) -> int:
+def verify_archive(path: Path, *, cached: bool | None = False, progress: ReadProgress | None = None) -> int:
+    """Read a single-file checkpoint and compare it. Returns its size.
+
+    Raises:
+        CorruptCheckpointError: it differs; names the record of the archive where that is known.
+    """
     expected = archive_digest(path)
     if expected is None:
-        raise CorruptCheckpointError(
-            path=str(path), message="it does not end as safe_ckpt ends a file: cut off, or altered"
-        )
+        message = "it does not end as safe_ckpt ends a file: cut off, or altered"
+        raise CorruptCheckpointError(path=str(path), message=message)
     size = path.stat().st_size
-    if digest_of(path, size - COMMENT_BYTES) == expected:
+    if digest_of(path, size - COMMENT_BYTES, cached=cached, progress=progress) == expected:
         return size
-    raise CorruptCheckpointError(
-        path=str(path), file=_damaged_record(path), message="its bytes are not those that were written"
-    )
+    raise CorruptCheckpointError(path=str(path), file=_damaged_record(path), message=UNEQUAL)
 
 
 def _damaged_record(path: Path) -> str:

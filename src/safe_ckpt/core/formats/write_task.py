@@ -19,9 +19,9 @@ class WriteTask:
 
     Attributes:
         path: where; replaced if it exists.
-        offset: where its image starts in the arena, a multiple of 4096.
-        length: length of its image.
-        records: for a zip archive, the records in the image in file order; None for a plain file.
+        offset: where its bytes start in the shared buffer, a multiple of 4096.
+        length: how many there are.
+        records: for a zip archive, the records in file order; None for a plain file.
         manifest_name: for a zip archive, the name of the manifest record that is appended.
         manifest: for a zip archive, the manifest; the hashes of the records are added to it.
     """
@@ -51,7 +51,7 @@ class WriteTask:
 
 
 def closing_of(task: WriteTask, length: int, crcs: dict[str, int], hashes: Mapping[str, str]) -> bytes:
-    """What follows the ``length`` bytes of an archive's image: its manifest record and directory, up to the comment."""
+    """What follows the ``length`` bytes of an archive: its manifest record and directory, up to the comment."""
     manifest = json.dumps({**(task.manifest or {}), "records": dict(hashes)}, separators=(",", ":")).encode()
     own = zip_archive.place(task.manifest_name, len(manifest), length)
     crcs[own.name] = crc32(manifest)

@@ -197,10 +197,10 @@ def _scan(folder: Path, ignore: Sequence[str], rest_s: float) -> _Scan:
     """Everything in a folder, once nothing of it changed so lately that another change would not show."""
     deadline = time.monotonic() + rest_s
     while True:
-        found, newest_ns, newest = _look_at(folder, ignore)
+        scan, newest_ns, newest = _look_at(folder, ignore)
         age_ns = time.time_ns() - newest_ns
         if age_ns >= _RACY_NS or age_ns < -_RACY_NS:  # a clock of another host says nothing
-            return found
+            return scan
         if time.monotonic() > deadline:
             cause = f"{newest}: it is written to all the time: nothing may write to it until the call returns"
             raise SourceChangedError(name=folder.name, cause=cause, source=newest)

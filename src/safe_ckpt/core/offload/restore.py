@@ -18,7 +18,7 @@ from safe_ckpt.core.coordination.processes import process_state
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.offload.consolidate import ADAPTER, own_part
-from safe_ckpt.core.storage import durable, space
+from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.copier import FileCopy, Stamp, copy_files
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
 from safe_ckpt.core.storage.durable import sync_directory
@@ -111,7 +111,7 @@ def parts_of(
     Raises:
         RestoreError: there is no such part for this rank.
     """
-    found = []
+    parts = []
     for asked, target in targets.items():
         name = own_part(notes, asked, rank)
         if name is None:
@@ -119,8 +119,8 @@ def parts_of(
             raise RestoreError(path=str(checkpoint), key=repr(asked), message=message)
         below = f"{prefix}{name}/"
         entries = [entry for entry in manifest.files if entry.path.startswith(below)]
-        found.append(Part(checkpoint=checkpoint, entries=entries, prefix=below, target=target))
-    return found
+        parts.append(Part(checkpoint=checkpoint, entries=entries, prefix=below, target=target))
+    return parts
 
 
 def give_back(coordinator: Coordinator, find: Callable[[], list[Part]], timeout_s: float) -> None:
@@ -194,7 +194,7 @@ def _all_or_none(coordinator: Coordinator, phase: str, action: Callable[[], None
 
 def _copy(part: Part, folder: Path) -> None:
     needed = sum(entry.size_bytes for entry in part.entries)
-    free = space.free_bytes(folder)
+    free = durable.free_bytes(folder)
     if free is not None and needed > free:
         message = "The files are verified before they replace what is there, so both must fit."
         raise NotEnoughSpaceError(
@@ -219,7 +219,7 @@ def _copy(part: Part, folder: Path) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         message = "The disk filled up while this was restored; nothing was replaced."
-        free = space.free_bytes(folder) or 0
+        free = durable.free_bytes(folder) or 0
         raise NotEnoughSpaceError(
             path=str(folder.parent), message=message, needed_bytes=needed, free_bytes=free, code=error.errno
         ) from error

@@ -23,7 +23,6 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileE
 from safe_ckpt.core.saving.request import SaveJob
 from safe_ckpt.core.saving.streamed_files import FileStream
 from safe_ckpt.core.storage import durable as commit
-from safe_ckpt.core.storage import space
 from safe_ckpt.core.storage.copier import FileCopy, first_changed
 from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
 from safe_ckpt.core.writer.client import WriteJob
@@ -160,7 +159,7 @@ class CommitProtocol:
     def _prepare(self) -> None:
         job = self._job
         workspace = job.workspace.path
-        free = space.free_bytes(workspace)
+        free = commit.free_bytes(workspace)
         if free is not None and job.needed_bytes > free:
             raise NotEnoughSpaceError(
                 path=str(workspace),
@@ -398,6 +397,6 @@ def _merge_items(reports: Mapping[int, Any]) -> dict[str, Any]:
 
 def _free_bytes(path: Path) -> int:
     try:
-        return space.free_bytes(path) or 0
+        return commit.free_bytes(path) or 0
     except OSError:
         return 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt.core.directory import commit_order
-from safe_ckpt.core.formats import file_plan
+from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
@@ -41,7 +41,7 @@ def save_archive(
         StateError: something in it cannot be pickled.
         DirectoryError: the file system refused.
     """
-    image = file_plan.torch_image(path.name, obj, strict=False, key="checkpoint")
+    image = torch_archive.torch_image(path.name, obj, strict=False, key="checkpoint")
     manifest = Manifest(
         name=path.name,
         sequence=sequence,

@@ -39,7 +39,7 @@ class SharedBuffer:
     """One growing block of shared memory, used by one save at a time.
 
     Attributes:
-        id: tells arenas of this process apart.
+        id: tells shared buffers of this process apart.
         size: bytes that are mapped now.
     """
 
@@ -86,7 +86,7 @@ class SharedBuffer:
         if self._map is None:
             self.reserve(1)
         if self._map is None:
-            raise ValueError("the arena was closed")
+            raise ValueError("the shared buffer was closed")
         return self._map
 
     @property
@@ -95,7 +95,7 @@ class SharedBuffer:
         if self._bytes is None:
             self.reserve(1)
         if self._bytes is None:
-            raise ValueError("the arena was closed")
+            raise ValueError("the shared buffer was closed")
         return self._bytes
 
     def mark(self, end: int) -> None:
@@ -168,7 +168,7 @@ class SharedBuffer:
 
     def _refuse_if_closing(self) -> None:
         if self._closing:
-            raise OSError(errno.ECANCELED, "the arena was closed")
+            raise OSError(errno.ECANCELED, "the shared buffer was closed")
 
     def _release_pinned(self) -> None:
         if self._unpin is not None:

@@ -1,6 +1,6 @@
-"""Copies tensors into an arena: at once, or what is known not to change yet on a thread of its own.
+"""Copies tensors into a shared buffer: at once, or what is known not to change yet on a thread of its own.
 
-While it copies it marks how far the arena is filled without a gap, so the writer process follows right behind.
+While it copies it marks how far the shared buffer is filled without a gap, so the writer process follows right behind.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from safe_ckpt.core.cuda import Cuda
 from safe_ckpt.core.staging.buffer import SharedBuffer
-from safe_ckpt.core.staging.detector import MutationDetector
 from safe_ckpt.core.staging.device_copies import DeviceCopies, TensorCopy
+from safe_ckpt.core.staging.overlap import MutationDetector
 from safe_ckpt.errors import SaveError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _memmove_locked.restype = ctypes.c_void_p
 
 
 class StagingCopy:
-    """The filling of one arena. ``run`` copies what cannot wait, ``run_deferred`` the rest.
+    """The filling of one shared buffer. ``run`` copies what cannot wait, ``run_deferred`` the rest.
 
     Args:
         name: of the checkpoint, for messages.
@@ -42,7 +42,7 @@ class StagingCopy:
         cuda: the devices; None for those of this machine.
 
     Attributes:
-        error: why the arena is not, and will not be, what was to be saved.
+        error: why the shared buffer is not, and will not be, what was to be saved.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class StagingCopy:
         self._stopped = True
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing reads the tensors or fills the arena any more. Returns whether that is so."""
+        """Wait until nothing reads the tensors or fills the shared buffer any more. Returns whether that is so."""
         return self._over.wait(timeout_s)
 
     def pass_gate(self, timeout_s: float) -> None:
@@ -150,7 +150,7 @@ class StagingCopy:
             self.fail(error)
         finally:
             self._over.set()
-            self._now, self._later, self._detector = [], [], None  # let go of the tensors, and of the arena
+            self._now, self._later, self._detector = [], [], None  # let go of the tensors, and of the shared buffer
             self._memory = None
 
     def _hear(self) -> None:

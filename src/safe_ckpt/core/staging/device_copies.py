@@ -1,4 +1,4 @@
-"""Copies from devices into an arena: beside the computing, on a stream of their own, into pinned memory.
+"""Copies from devices into a shared buffer: beside the computing, on a stream of their own, into pinned memory.
 
 With CUDA this was read, not run: no machine with it was at hand. The order of things was tried with devices that remember.
 """
@@ -20,7 +20,7 @@ class TensorCopy:
     """One tensor and where its bytes go.
 
     Attributes:
-        offset: in the arena.
+        offset: in the shared buffer.
         tensor: any shape, type, strides and device; its elements are written in the order of its shape.
         deferred: it stays as it is until the gate opens, so it may be copied later.
     """
@@ -95,8 +95,8 @@ class DeviceCopies:
     def forget(self) -> None:
         """No more is copied: wait for whatever is under way, also what nobody waits for, and let go of the tensors.
 
-        A copy that was abandoned goes on by itself. Into an arena that is used again it would bring bytes of this snapshot,
-        before they are hashed, so that nobody could ever tell.
+        A copy that was abandoned goes on by itself. Into a shared buffer that is used again it would bring bytes of this
+        snapshot, before they are hashed, so that nobody could ever tell.
         """
         try:
             for stream in [*self._streams.values(), *self._loose.values()]:

@@ -1,65 +1,95 @@
-"""How much memory this process may still take: what the kernel has, and what its control group leaves it.
+"""How much memory and processor time this process may still take: the kernel's figures and the limits of its control groups.
 
-A control group that runs out does not refuse, it kills; so whoever wants much asks here first.
+A control group that runs out of memory kills instead of refusing, so a caller that wants much memory asks here first.
+Versions 1 and 2 of control groups are read; what cannot be read is no limit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
+_NO_LIMIT_BYTES = 1 << 60  # version 1 writes "none" as a huge number
+_MEMORY_FILES = (  # of version 2 and 1: the limit, the usage, and the row of memory.stat that can be reclaimed
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allowance:
+    """The tightest limits of the groups that this process is in.
+
+    Attributes:
+        memory_bytes: None for no limit.
+        cores: how many cores' worth of time; None for no limit.
+    """
+
+    memory_bytes: int | None
+    cores: float | None
 
 
 def available_bytes(
     *, meminfo: Path = _MEMINFO, membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS
 ) -> int | None:
-    """Bytes that can still be taken without anybody being killed; None where that cannot be told.
+    """Bytes that can still be taken without anything being killed; None where that is unknown.
 
     Args:
         meminfo: the kernel's table, for tests.
         membership: which control groups this process is in, for tests.
         cgroups: where the control groups are mounted, for tests.
     """
-    found = [*_of_machine(meminfo), *_of_cgroups(membership, cgroups)]
-    return max(0, min(found)) if found else None
+    rows = (line.split() for line in _text(meminfo).splitlines() if line.startswith("MemAvailable:"))
+    sizes = [int(row[1]) * 1024 for row in rows if len(row) > 1 and row[1].isdigit()]
+    sizes += [left for group in _groups(membership, cgroups) for _, left in _memory(group)]
+    return max(0, min(sizes)) if sizes else None
 
 
-def _of_machine(meminfo: Path) -> Iterator[int]:
-    try:
-        for line in meminfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("MemAvailable:"):
-                yield int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        return
+def allowance(membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS) -> Allowance:
+    """What the control groups allow; for the arguments see ``available_bytes``."""
+    groups = list(_groups(membership, cgroups))
+    memory = [limit for group in groups for limit, _ in _memory(group)]
+    cores = [limit for group in groups for limit in _cores(group)]
+    return Allowance(memory_bytes=min(memory, default=None), cores=min(cores, default=None))
 
 
-def _of_cgroups(membership: Path, cgroups: Path) -> Iterator[int]:
-    try:
-        lines = membership.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
+def _groups(membership: Path, cgroups: Path) -> Iterator[Path]:
+    """The groups of this process and all above them: each of them limits."""
+    for line in _text(membership).splitlines():
         _, controllers, name = line.split(":", 2)
-        if controllers == "":  # version 2; every group above limits as well
-            folder = cgroups / name.lstrip("/")
-            for level in (folder, *folder.parents):
-                if level == cgroups.parent:
+        for controller in {"", "memory", "cpu"}.intersection(controllers.split(",")):  # "" is version 2
+            base = cgroups / controller
+            group = base / name.lstrip("/")
+            for level in (group, *group.parents):
+                if level == base.parent:
                     break
-                yield from _left(level, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            for level in (cgroups / "memory" / name.lstrip("/"), cgroups / "memory"):
-                yield from _left(level, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+                yield level
 
 
-def _left(folder: Path, limit: str, usage: str, reclaimable: str) -> Iterator[int]:
+def _memory(group: Path) -> Iterator[tuple[int, int]]:
+    """The limit of a group, and what it leaves."""
+    for limit_file, usage_file, reclaimable in _MEMORY_FILES:
+        limit, used = _text(group / limit_file).strip(), _text(group / usage_file).strip()
+        if limit.isdigit() and int(limit) < _NO_LIMIT_BYTES:  # "max" is no limit
+            rows = (line.split() for line in _text(group / "memory.stat").splitlines())
+            cached = next((int(row[1]) for row in rows if row[0] == reclaimable), 0)
+            yield int(limit), int(limit) - int(used or 0) + cached
+
+
+def _cores(group: Path) -> Iterator[float]:
+    version_1 = [_text(group / f"cpu.cfs_{kind}_us").strip() for kind in ("quota", "period")]
+    for words in (_text(group / "cpu.max").split(), version_1):
+        # "max 100000" and "-1" are no limit.
+        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]) > 0:
+            yield int(words[0]) / int(words[1])
+
+
+def _text(path: Path) -> str:
     try:
-        most = int((folder / limit).read_text(encoding="utf-8"))  # "max" is no number: no limit
-        used = int((folder / usage).read_text(encoding="utf-8"))
-        rows = (line.split() for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
-        cached = next((int(row[1]) for row in rows if row[0] == reclaimable), 0)
-    except (OSError, ValueError):
-        return
-    yield most - used + cached
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""

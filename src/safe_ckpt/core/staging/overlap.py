@@ -6,12 +6,44 @@ state. Everything else, such as buffers, frozen parameters, teachers, counters a
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from safe_ckpt.core.sharding.dtensor import local_of
-from safe_ckpt.core.staging.detector import MutationDetector
+
+_SAMPLE_BYTES = 64
+
+
+class MutationDetector:
+    """Remembers versions and samples of tensors as they are now.
+
+    Args:
+        tensors: what to watch, each with the name to give in messages. Names need not be unique.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._seen = [(name, tensor, tensor._version, _sample(tensor)) for name, tensor in tensors]
+
+    def changed(self) -> str:
+        """The name of a tensor that is not what it was; empty when there is none."""
+        for name, tensor, version, sample in self._seen:
+            if tensor._version != version or _sample(tensor) != sample:
+                return name
+        return ""
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    """Some bytes at the start, in the middle and at the end; none of a tensor that is not in host memory."""
+    if not tensor.is_cpu or not tensor.is_contiguous():
+        return b""
+    start, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    if size <= 3 * _SAMPLE_BYTES:
+        return ctypes.string_at(start, size)
+    places = (0, size // 2, size - _SAMPLE_BYTES)
+    return b"".join(ctypes.string_at(start + place, _SAMPLE_BYTES) for place in places)
+
 
 _OPTIMIZERS = (
     "Adadelta",
@@ -49,13 +81,13 @@ class OverlapPlan:
         stepped = [optimizer for optimizer in optimizers if is_known(optimizer)]
         owned = {id(parameter) for optimizer in stepped for parameter in _parameters(optimizer)}
         changing: list[torch.Tensor] = []  # by something else than a step
-        found: list[tuple[str, torch.Tensor]] = []
+        tensors: list[tuple[str, torch.Tensor]] = []
         for number, module in enumerate(modules):
             of = _which("module", number, modules)
             changing += [*module.buffers(), *_changed_in_forward(module)]
             for name, parameter in module.named_parameters():
                 if id(parameter) in owned and not _steps_in_backward(parameter):
-                    found.append((f"parameter {name}{of}", local_of(parameter)))
+                    tensors.append((f"parameter {name}{of}", local_of(parameter)))
                 else:
                     changing.append(parameter)
         for number, optimizer in enumerate(stepped):
@@ -66,10 +98,10 @@ class OverlapPlan:
                     continue
                 for key, value in optimizer.state.get(stepped_one, {}).items():
                     if isinstance(value, torch.Tensor) and value.dim() > 0:
-                        found.append((f"optimizer state {key} of parameter {index}{of}", local_of(value)))
+                        tensors.append((f"optimizer state {key} of parameter {index}{of}", local_of(value)))
         # Not one that is tied to such a one either.
         homes = {_home(tensor) for tensor in map(local_of, changing) if _is_plain(tensor)}
-        placed = [(name, tensor, _home(tensor)) for name, tensor in found if _is_plain(tensor)]
+        placed = [(name, tensor, _home(tensor)) for name, tensor in tensors if _is_plain(tensor)]
         # Whatever is deferred is watched: equal modules have parameters of the same names.
         self._tensors = [(name, tensor) for name, tensor, home in placed if home not in homes]
         self._storages = {home for _, _, home in placed} - homes

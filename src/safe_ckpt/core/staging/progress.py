@@ -10,7 +10,7 @@ from dataclasses import dataclass
 _LAYOUT = struct.Struct("<QQII")
 _MARK = struct.Struct("<Q")
 FIRST_BYTE = 4096
-"""Where the first file image begins in an arena; before it lies the mark: how far the arena is filled."""
+"""Where the first file image begins in a shared buffer; before it lies the mark: how far the shared buffer is filled."""
 PHASES = ("idle", "write", "fsync")
 PAGE_BYTES = 4096
 
@@ -74,12 +74,12 @@ class ProgressPage:
 
 
 def write_mark(memory: mmap.mmap, end: int) -> None:
-    """Everything before ``end`` in this arena is in place."""
+    """Everything before ``end`` in this shared buffer is in place."""
     _MARK.pack_into(memory, 0, end)
 
 
 def read_mark(memory: memoryview) -> int:
-    """How far an arena is filled."""
+    """How far a shared buffer is filled."""
     end: int = _MARK.unpack_from(memory)[0]
     return end
 

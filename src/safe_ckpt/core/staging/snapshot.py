@@ -1,4 +1,4 @@
-"""The plan of a snapshot: where in the arena each file lies, what is copied there, and what the writer makes of it."""
+"""The plan of a snapshot: where in the shared buffer each file lies, what is copied there, and what the writer makes of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Snapshot:
 
     Attributes:
         tasks: what to write once it is, file by file.
-        copy: fills the arena.
+        copy: fills the shared buffer.
     """
 
     tasks: Sequence[WriteTask]
@@ -31,7 +31,7 @@ class Snapshot:
 
 
 def arena_bytes(images: Sequence[FilePlan]) -> int:
-    """How much of an arena the images take."""
+    """How much of a shared buffer the images take."""
     return FIRST_BYTE + sum(_rounded(image.length) for image in images)
 
 
@@ -74,7 +74,7 @@ def lay_out(
 
 
 def list_tasks(images: Sequence[FilePlan], folder: str, manifest: Mapping[str, Any]) -> list[WriteTask]:
-    """What is to be written, with the places in an arena that would hold it all."""
+    """What is to be written, with the places in a shared buffer that would hold it all."""
     tasks: list[WriteTask] = []
     base = FIRST_BYTE
     for image in images:
@@ -94,7 +94,7 @@ def list_tasks(images: Sequence[FilePlan], folder: str, manifest: Mapping[str, A
 
 
 def take(images: Sequence[FilePlan], buffer: SharedBuffer, folder: str, manifest: Mapping[str, Any]) -> list[WriteTask]:
-    """Copy everything into the arena at once. When this returns the caller may change whatever it likes.
+    """Copy everything into the shared buffer at once. When this returns the caller may change whatever it likes.
 
     Raises:
         NotEnoughSpaceError: the machine has not that much memory left.

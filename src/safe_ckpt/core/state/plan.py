@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from safe_ckpt.core.formats import file_plan, parsing
+from safe_ckpt.core.formats import file_plan, safetensors, torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest
 from safe_ckpt.core.sharding import dtensor
@@ -74,10 +74,10 @@ class Plan:
 
     def described(self, rank: int) -> dict[str, dict[str, Any]]:
         """What the manifest says of them."""
-        found = {item.name: item.to_json() for item in self.items}
+        items = {item.name: item.to_json() for item in self.items}
         if rank == 0:
-            found.update({name: {"file": name, "per_rank": False, "form": SHARDED} for name in self.sharded})
-        return found
+            items.update({name: {"file": name, "per_rank": False, "form": SHARDED} for name in self.sharded})
+        return items
 
 
 def plan(state: Mapping[str, Any], *, rank: int) -> Plan:
@@ -213,11 +213,11 @@ def _plan_item(name: str, inner: Any, form: str, rank: int | None) -> Item:
 
 
 def _image(stem: str, inner: Any, key: str) -> FilePlan:
-    if file_plan.fits_safetensors(inner):
-        return file_plan.safetensors_image(f"{stem}.safetensors", inner)
+    if safetensors.fits_safetensors(inner):
+        return safetensors.safetensors_image(f"{stem}.safetensors", inner)
     if file_plan.is_exact_json(inner):
         return file_plan.json_image(f"{stem}.json", inner)
-    return file_plan.torch_image(f"{stem}.pt", inner, strict=True, key=key)
+    return torch_archive.torch_image(f"{stem}.pt", inner, strict=True, key=key)
 
 
 def files_for(manifest: Manifest, state: Mapping[str, Any], *, rank: int, path: Path) -> dict[str, str]:
@@ -260,22 +260,22 @@ def load_file(folder: Path, entry: FileEntry, item: Mapping[str, Any], name: str
     Raises:
         CorruptCheckpointError: its bytes are not those that were written.
         IncompleteCheckpointError: it is not there.
-        OSError: it could not be read; that condemns nothing.
+        OSError: it could not be read; it is not treated as corrupt.
     """
     file = folder / entry.path
     try:
-        found = file.stat().st_size
+        size_bytes = file.stat().st_size
         memory, digest = read_whole(file, entry.size_bytes)
     except IsADirectoryError:
         raise CorruptCheckpointError(path=str(folder), file=entry.path, message="is a directory") from None
     except (FileNotFoundError, NotADirectoryError):
         raise IncompleteCheckpointError(path=str(folder), file=entry.path, message="is missing") from None
-    if found != entry.size_bytes or digest != entry.xxh3_128:
-        message = f"its {found} bytes are not the {entry.size_bytes} that were written"
+    if size_bytes != entry.size_bytes or digest != entry.xxh3_128:
+        message = f"its {size_bytes} bytes are not the {entry.size_bytes} that were written"
         raise CorruptCheckpointError(path=str(folder), file=entry.path, message=message)
     if file.suffix == ".json":
-        return parsing.parse_json(memory, entry.size_bytes)
-    parse = parsing.parse_safetensors if file.suffix == ".safetensors" else parsing.parse_archive
+        return file_plan.parse_json(memory, entry.size_bytes)
+    parse = safetensors.parse_safetensors if file.suffix == ".safetensors" else torch_archive.parse_archive
     loaded = parse(memory, entry.size_bytes)
     return loaded[name] if item["form"] == "tensor" else loaded
 

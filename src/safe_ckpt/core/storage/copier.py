@@ -102,7 +102,7 @@ def copy_files(copies: Sequence[FileCopy], options: WriteOptions, progress: Prog
     Args:
         copies: what and where to. The directories exist.
         options: how to write.
-        progress: told of every step, from several threads.
+        progress: called at every step, from several threads.
 
     Returns:
         What is on disk now, in the order of ``copies``.
@@ -148,7 +148,7 @@ class _Batch:
 
     Args:
         options: how to write.
-        progress: told of every step.
+        progress: called at every step.
         ahead: whether one piece of a file is read while the one before it is written: where there are so few files that
             threads would not overlap reading with writing by themselves.
     """
@@ -179,11 +179,11 @@ class _Batch:
             self._progress.entered("fsync")
             try:
                 os.fsync(fd)
-                found = os.fstat(fd).st_size
+                size = os.fstat(fd).st_size
             except OSError as error:
                 raise OSError(error.errno, error.strerror, copy.path) from error
-            if found != copy.stamp.size_bytes:
-                message = f"{copy.stamp.size_bytes} bytes were to be copied and the copy has {found}"
+            if size != copy.stamp.size_bytes:
+                message = f"{copy.stamp.size_bytes} bytes were to be copied and the copy has {size}"
                 raise OSError(errno.EIO, message, copy.path)
 
     def close(self) -> None:
@@ -252,8 +252,8 @@ class _Batch:
         if not hasattr(self._own, "buffers"):
             # Page-aligned, as direct writing needs it.
             self._own.buffers = (memoryview(mmap.mmap(-1, _CHUNK)), memoryview(mmap.mmap(-1, _CHUNK)))
-        found: tuple[memoryview, memoryview] = self._own.buffers
-        return found
+        buffers: tuple[memoryview, memoryview] = self._own.buffers
+        return buffers
 
 
 def _fill(source: int, buffer: memoryview, most: int, at: int) -> int:

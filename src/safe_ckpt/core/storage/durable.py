@@ -299,3 +299,21 @@ def _sync_file(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+_NOT_TOLD = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EOVERFLOW)
+
+
+def free_bytes(path: Path) -> int | None:
+    """Free bytes for this user; None where that is not known: some file systems answer with zeros, or not at all.
+
+    Raises:
+        OSError: any other reason.
+    """
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError as error:
+        if error.errno in _NOT_TOLD:
+            return None
+        raise
+    return usage.free if usage.total else None  # what is full has a size; what has no size says nothing

@@ -26,7 +26,7 @@ def is_there(path: Path) -> bool:
     """Whether ``path`` exists, links followed.
 
     Raises:
-        OSError: that cannot be told.
+        OSError: it could not be looked at.
     """
     return _mode(path) is not None
 

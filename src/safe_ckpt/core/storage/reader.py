@@ -9,18 +9,34 @@ import contextlib
 import errno
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
+from safe_ckpt.core.storage.checksum import crc32
 from safe_ckpt.core.storage.direct_io import PAGE
 from safe_ckpt.core.storage.presence import ShortReadError
+from safe_ckpt.errors import CorruptCheckpointError
 
 _CHUNK = 8 << 20
 _AHEAD = 4  # reads under way at a time
 _DIRECT_FROM = 1 << 20  # below this the page cache is as good
+
+
+ReadProgress = Callable[[int], None]
+"""Called with the number of bytes that were read since the last call, on any thread."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Bytes ``start`` to ``end`` of a file, and the CRC-32 that they should have."""
+
+    start: int
+    end: int
+    crc: int
 
 
 def read_whole(file: Path, length: int) -> tuple[mmap.mmap, str]:
@@ -45,24 +61,59 @@ def read_whole(file: Path, length: int) -> tuple[mmap.mmap, str]:
     return memory, digest.hexdigest()
 
 
-def digest_of(file: Path, length: int, *, cached: bool = False) -> str:
+def digest_of(file: Path, length: int, *, cached: bool | None = False, progress: ReadProgress | None = None) -> str:
     """xxh3-128 of the first ``length`` bytes, keeping no more than a few pieces in memory.
 
     Args:
         file: which one.
         length: how much of it.
-        cached: through the page cache, for a file that is read once more in a moment.
+        cached: through the page cache, for a file that is read once more in a moment; None if it is there already.
+        progress: called with what was read.
 
     Raises:
-        OSError: it could not be read.
+        OSError: it could not be read. A file that is shorter gives another digest, not an error.
     """
     digest = xxhash.xxh3_128()
+    for piece in _pieces(file, length, cached=cached):
+        digest.update(piece)
+        if progress is not None:
+            progress(len(piece))
+    return digest.hexdigest()
+
+
+def wrong_spans(file: Path, size: int, spans: Sequence[Span], progress: ReadProgress | None = None) -> list[Span]:
+    """Read a file once and compare the CRC-32 of spans within it. Returns those that differ.
+
+    Args:
+        file: which one.
+        size: how many bytes of it.
+        spans: what to check in it; in order, without overlap.
+        progress: called with what was read.
+
+    Raises:
+        CorruptCheckpointError: the file is shorter.
+        OSError: it could not be read; it is not treated as corrupt.
+    """
+    if spans and is_cached(file, size):
+        return _cached_spans(file, size, spans, progress)
+    checker = _Checker(file, spans, 0, progress)
+    for piece in _pieces(file, size, cached=None):
+        checker.take(piece)
+    checker.end(size)
+    return checker.wrong
+
+
+def _pieces(file: Path, length: int, *, cached: bool | None) -> Iterator[memoryview]:
+    """A file piece by piece; each is valid until the next one is asked for."""
+    resident = cached is None and is_cached(file, length)
+    if resident:
+        yield from _one_by_one(file, 0, length)
+        return
     room = min(length, (_AHEAD + 1) * _CHUNK)
     with mmap.mmap(-1, max(1, -(-room // PAGE)) * PAGE) as memory, memoryview(memory) as view:
-        for start, end in read_ahead(file, length, view, cached=cached):
+        for start, end in read_ahead(file, length, view, cached=bool(cached)):
             with view[start:end] as piece:
-                digest.update(piece)
-    return digest.hexdigest()
+                yield piece
 
 
 def read_ahead(file: Path, length: int, memory: memoryview, *, cached: bool = False) -> Iterator[tuple[int, int]]:
@@ -145,3 +196,109 @@ class _Source:
         for fd in (self._plain, self._direct):
             if fd >= 0:
                 os.close(fd)
+
+
+_CACHED_ROOM = 512 << 10  # stays in the processor's own cache: 23 GB/s where 8 MiB, read by other threads, gave 8
+_SHARED_FROM = 32 << 20
+_SAMPLES = 16
+
+
+def _cached_spans(file: Path, size: int, spans: Sequence[Span], progress: ReadProgress | None) -> list[Span]:
+    """Checksums of spans have nothing to do with each other: of a large file in memory, each processor takes some."""
+    workers = min(4, os.cpu_count() or 1) if size >= _SHARED_FROM else 1
+    groups = _shares(spans, workers)
+    with ThreadPoolExecutor(workers, thread_name_prefix="safe_ckpt-scan") as pool:
+        wrong = list(pool.map(lambda group: _wrong_in(file, group, progress), groups))
+    if progress is not None:
+        progress(size - sum(group[-1].end - group[0].start for group in groups))
+    return [span for some in wrong for span in some]
+
+
+def _shares(spans: Sequence[Span], count: int) -> list[Sequence[Span]]:
+    """Neighbouring spans in at most ``count`` groups of about the same number of bytes."""
+    total, before = max(1, sum(span.end - span.start for span in spans)), 0
+    groups: list[list[Span]] = [[] for _ in range(count)]
+    for span in spans:
+        groups[min(count - 1, before * count // total)].append(span)
+        before += span.end - span.start
+    return [group for group in groups if group]
+
+
+def _wrong_in(file: Path, spans: Sequence[Span], progress: ReadProgress | None) -> list[Span]:
+    start, end = spans[0].start, spans[-1].end
+    checker = _Checker(file, spans, start, progress)
+    for piece in _one_by_one(file, start, end):
+        checker.take(piece)
+    checker.end(end)
+    return checker.wrong
+
+
+def _one_by_one(file: Path, at: int, end: int) -> Iterator[memoryview]:
+    """As ``read_ahead`` for what is in memory already, where handing pieces from thread to thread costs more than reading."""
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        with mmap.mmap(-1, _CACHED_ROOM) as memory, memoryview(memory) as view:
+            while at < end:
+                with view[: min(_CACHED_ROOM, end - at)] as room:
+                    count = os.preadv(fd, [room], at)
+                if not count:
+                    return
+                at += count
+                with view[:count] as piece:
+                    yield piece
+    finally:
+        os.close(fd)
+
+
+class _Checker:
+    """Takes a file's bytes from ``at`` on and compares the spans in them."""
+
+    def __init__(self, file: Path, spans: Sequence[Span], at: int, progress: ReadProgress | None) -> None:
+        self._file = file
+        self._spans = spans
+        self._at = at
+        self._progress = progress
+        self._index = 0
+        self._crc = 0
+        self.wrong: list[Span] = [span for span in spans if span.start == span.end and span.crc != 0]
+
+    def take(self, piece: memoryview) -> None:
+        """The next bytes of the file."""
+        at, end = self._at, self._at + len(piece)
+        self._at = end
+        if self._progress is not None:
+            self._progress(len(piece))
+        while self._index < len(self._spans):
+            span = self._spans[self._index]
+            if span.start >= end:
+                return
+            with piece[max(span.start, at) - at : min(span.end, end) - at] as part:
+                self._crc = crc32(part, self._crc)
+            if span.end > end:
+                return
+            if self._crc != span.crc and span.end > span.start:
+                self.wrong.append(span)
+            self._index += 1
+            self._crc = 0
+
+    def end(self, end: int) -> None:
+        """All bytes up to ``end`` should have come."""
+        if self._at < end:
+            raise CorruptCheckpointError(path=str(self._file), message=f"is cut off at byte {self._at} of {end}")
+
+
+def is_cached(file: Path, size: int) -> bool:
+    """Whether the kernel has the file in its page cache, going by samples: then reading past the cache would be slower."""
+    flag = getattr(os, "RWF_NOWAIT", 0)
+    if not flag or not size:
+        return False
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        room = bytearray(1)
+        return all(os.preadv(fd, [room], size * sample // _SAMPLES, flag) == 1 for sample in range(_SAMPLES))
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        return False
+    finally:
+        os.close(fd)

@@ -49,8 +49,8 @@ class WriteJob:
     Attributes:
         name: of the checkpoint, for messages.
         rank: the same.
-        buffer: holds the images of ``files``; None when there are only copies.
-        files: to be written from the arena.
+        buffer: holds the bytes of ``files``; None when there are only copies.
+        files: to be written from the shared buffer.
         copies: files to be copied.
         directories: made durable afterwards.
     """
@@ -169,7 +169,7 @@ class WriterClient:
 
     def _send(self, job: WriteJob, plan: bytes) -> None:
         buffer = job.buffer
-        place = {"arena": buffer.id, "arena_bytes": buffer.size} if buffer is not None else {}
+        place = {"buffer": buffer.id, "buffer_bytes": buffer.size} if buffer is not None else {}
         line = json.dumps({"job": self._jobs, **place}).encode() + b"\n"
         fds = [] if buffer is None or buffer.id in self._buffers else [buffer.fileno()]
         # The plan may be long, and a socket takes only so much before it blocks: it goes as a file in memory.
@@ -247,10 +247,10 @@ def _results(reply: dict[str, Any], job: WriteJob) -> list[WrittenFile]:
         raise OSError(error["errno"], error["message"], error["path"])
     for device, path in reply["refused_direct"]:
         write_without_direct(device, path)
-    found = [WrittenFile(path=path, size_bytes=size, xxh3_128=digest) for path, size, digest in reply["files"]]
-    if [result.path for result in found] != job.paths:
+    results = [WrittenFile(path=path, size_bytes=size, xxh3_128=digest) for path, size, digest in reply["files"]]
+    if [result.path for result in results] != job.paths:
         raise OSError(None, "the writer reports other files than it was given")
-    return found
+    return results
 
 
 def _where(standing: Progress, job: WriteJob) -> str:

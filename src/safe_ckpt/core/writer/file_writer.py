@@ -36,7 +36,7 @@ _HASH_BYTES = 1 << 20  # so that it stays in the cache from one hash to the next
 
 
 Ready = Callable[[], int]
-"""How far the arena is filled: everything before this offset is in place."""
+"""How far the shared buffer is filled: everything before this offset is in place."""
 
 
 def write_file(
@@ -46,10 +46,10 @@ def write_file(
 
     Args:
         task: what and where.
-        buffer: the memory that holds its image, or will.
+        buffer: the memory that holds its bytes, or will.
         options: how.
-        progress: told of every step; while there is nothing to write yet, of none.
-        ready: tells how far the arena is filled; None when all of it is.
+        progress: called at every step; while there is nothing to write yet, of none.
+        ready: tells how far the shared buffer is filled; None when all of it is.
 
     Raises:
         OSError: as the operating system says, with the path.
@@ -69,15 +69,15 @@ def _write_file(
             size = _write_image(fd, image, hasher, options, progress, direct=direct)
             progress.entered("fsync")
             os.fsync(fd)
-            found = os.fstat(fd).st_size
+            on_disk = os.fstat(fd).st_size
         finally:
             os.close(fd)
     except OSError as error:
         raise OSError(error.errno, error.strerror, task.path) from error
     finally:
         hasher.stop()
-    if found != size:
-        raise OSError(errno.EIO, f"{size} bytes were written but the file has {found}", task.path)
+    if on_disk != size:
+        raise OSError(errno.EIO, f"{size} bytes were written but the file has {on_disk}", task.path)
     return WrittenFile(path=task.path, size_bytes=size, xxh3_128=hasher.digest)
 
 
@@ -174,14 +174,14 @@ class _Hasher:
             crcs[record.name], hashes[record.name] = digest.crc, digest.hexdigest()
         return closing_of(self._task, len(self._image), crcs, hashes)
 
-    def _absorb(self, start: int, end: int, sinks: Sequence[Callable[[memoryview], None]]) -> None:
+    def _absorb(self, start: int, end: int, receivers: Sequence[Callable[[memoryview], None]]) -> None:
         for at in range(start, end, _HASH_BYTES):
             if self._stopped:
                 raise OSError(errno.ECANCELED, "stopped")
             self._await_bytes(min(at + _HASH_BYTES, end))
             piece = self._image[at : min(at + _HASH_BYTES, end)]
-            for sink in sinks:
-                sink(piece)
+            for receive in receivers:
+                receive(piece)
             self._hashed = at + len(piece)
             if self._hashed - self._ready >= self._chunk:  # thousands of small records must not cost a wake-up each
                 self._progress.moved(self._hashed - self._ready)

@@ -1,8 +1,8 @@
 """The writer process: moves, hashes and fsyncs bytes from shared memory. Imports neither torch nor any framework.
 
-It gets jobs over a socket: a line of JSON, and with it descriptors of the plan and of the arena. It ends when the socket
-does, so it never outlives its parent, and it ignores the signals that a terminal or a scheduler sends to the whole group: its
-parent decides when it is done.
+It gets jobs over a socket: a line of JSON, and with it descriptors of the plan and of the shared buffer. It ends when the
+socket does, so it never outlives its parent. It ignores the signals that a terminal or a scheduler sends to the whole group:
+its parent decides when it is done.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def main(socket_fd: int, control_fd: int, niceness: int, parent: int) -> None:
     connection = socket.socket(fileno=socket_fd)
     page = ProgressPage(control_fd)
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    arenas: dict[int, int] = {}
-    threading.Thread(target=_receive, args=(connection, jobs, arenas), daemon=True).start()
+    buffers: dict[int, int] = {}
+    threading.Thread(target=_receive, args=(connection, jobs, buffers), daemon=True).start()
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     maps: dict[int, mmap.mmap] = {}
     while True:
         job = jobs.get()
-        reply = _serve(job, arenas, maps, page)
+        reply = _serve(job, buffers, maps, page)
         page.entered("idle")
         connection.sendall(json.dumps({"job": job["job"], **reply}).encode() + b"\n")
 
@@ -63,7 +63,7 @@ def _watch(parent: int) -> None:
     os._exit(0)
 
 
-def _receive(connection: socket.socket, jobs: queue.SimpleQueue[dict[str, Any]], arenas: dict[int, int]) -> None:
+def _receive(connection: socket.socket, jobs: queue.SimpleQueue[dict[str, Any]], buffers: dict[int, int]) -> None:
     buffer = b""
     while True:
         try:
@@ -84,25 +84,25 @@ def _receive(connection: socket.socket, jobs: queue.SimpleQueue[dict[str, Any]],
                 file.seek(0)
                 job["plan"] = json.load(file)
             if others:
-                arenas[job["arena"]] = others[0]
+                buffers[job["buffer"]] = others[0]
             jobs.put(job)
 
 
 def _serve(
-    job: dict[str, Any], arenas: dict[int, int], maps: dict[int, mmap.mmap], page: ProgressPage
+    job: dict[str, Any], buffers: dict[int, int], maps: dict[int, mmap.mmap], page: ProgressPage
 ) -> dict[str, Any]:
     try:
         plan = job["plan"]
         options = WriteOptions(**plan["options"])
         page.begin(0)
         copies = [FileCopy.from_json(entry) for entry in plan["copies"]]
-        found = copy_files(copies, options, page)
-        memory = memoryview(_mapped(job, arenas, maps)) if plan["files"] else memoryview(b"")
+        written = copy_files(copies, options, page)
+        memory = memoryview(_mapped(job, buffers, maps)) if plan["files"] else memoryview(b"")
         ready = functools.partial(read_mark, memory)
         for index, entry in enumerate(plan["files"], len(copies)):
             page.begin(index)
-            found.append(write_file(WriteTask.from_json(entry), memory, options, page, ready))
-        results = [[result.path, result.size_bytes, result.xxh3_128] for result in found]
+            written.append(write_file(WriteTask.from_json(entry), memory, options, page, ready))
+        results = [[result.path, result.size_bytes, result.xxh3_128] for result in written]
         for directory in plan["directories"]:
             sync_directory(directory)
         # Nobody reads a log of this process: its parent says what was found.
@@ -113,11 +113,11 @@ def _serve(
         return {"error": {"errno": error.errno, "message": error.strerror, "path": error.filename}}
 
 
-def _mapped(job: dict[str, Any], arenas: dict[int, int], maps: dict[int, mmap.mmap]) -> mmap.mmap:
-    arena = job["arena"]
-    if arena not in maps or len(maps[arena]) < job["arena_bytes"]:
-        maps[arena] = mmap.mmap(arenas[arena], job["arena_bytes"])
-    return maps[arena]
+def _mapped(job: dict[str, Any], buffers: dict[int, int], maps: dict[int, mmap.mmap]) -> mmap.mmap:
+    number = job["buffer"]
+    if number not in maps or len(maps[number]) < job["buffer_bytes"]:
+        maps[number] = mmap.mmap(buffers[number], job["buffer_bytes"])
+    return maps[number]
 
 
 if __name__ == "__main__":

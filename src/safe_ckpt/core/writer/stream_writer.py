@@ -44,7 +44,7 @@ def stream_file(
         task: where, and what goes into the manifest of an archive.
         buffer_bytes: how much memory to use, a multiple of 4096.
         options: how to write.
-        progress: told of every step.
+        progress: called at every step.
 
     Raises:
         OSError: as the operating system says, with the path.
@@ -63,15 +63,15 @@ def _stream_file(
             size = _pour(fd, content, buffer_bytes, progress, direct=direct)
             progress.entered("fsync")
             os.fsync(fd)
-            found = os.fstat(fd).st_size
+            on_disk = os.fstat(fd).st_size
         finally:
             os.close(fd)
     except SafeCheckpointError:
         raise  # of what is streamed, not of the disk, although some of them are OSErrors
     except OSError as error:
         raise OSError(error.errno, error.strerror, task.path) from error
-    if found != size:
-        raise OSError(errno.EIO, f"{size} bytes were written but the file has {found}", task.path)
+    if on_disk != size:
+        raise OSError(errno.EIO, f"{size} bytes were written but the file has {on_disk}", task.path)
     return WrittenFile(path=task.path, size_bytes=size, xxh3_128=content.whole.hexdigest())
 
 

@@ -78,7 +78,7 @@ class WriterSupervisor:
         """Write all files of ``job`` and make them durable.
 
         Args:
-            job: what to write; its arena may still be being filled. Results come in the order of ``job.paths``.
+            job: what to write; its shared buffer may still be being filled. Results come in the order of ``job.paths``.
             stop: called ten times a second; raises to give up.
 
         Raises:

@@ -40,7 +40,7 @@ class WriterThread:
     def run(
         self, job: WriteJob, options: WriteOptions, timeouts: Timeouts, stop: Callable[[], None]
     ) -> list[WrittenFile]:
-        """Let it write a job that has an arena and no copies.
+        """Let it write a job that has a shared buffer and no copies.
 
         Args:
             job: what to write.

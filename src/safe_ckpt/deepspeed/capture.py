@@ -1,0 +1,196 @@
+"""What ``engine.save_checkpoint`` would write, collected instead of written: DeepSpeed's own code says what goes where.
+
+It runs with a checkpoint engine that only listens, without its barriers (nothing is on disk yet that anyone could wait for),
+without its copy of the NVMe swap files and without its scripts, which are written otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import deepspeed.runtime.engine as upstream
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.utils import groups
+
+from safe_ckpt.adapters import FilePlan, torch_archive
+from safe_ckpt.adapters.patch import Patch
+from safe_ckpt.errors import StateError
+
+logger = logging.getLogger(__name__)
+_FOLDER = os.path.join(os.sep, "captured")  # nothing is made there
+
+
+@dataclass(kw_only=True)
+class Captured:
+    """The files of one rank.
+
+    Attributes:
+        images: planned, with paths relative to the tag.
+        scripts: name -> content of what DeepSpeed puts beside the tags; on rank 0.
+        result: what it returned.
+        error: what it raised.
+    """
+
+    images: list[FilePlan] = field(default_factory=list)
+    scripts: dict[str, bytes] = field(default_factory=dict)
+    result: object = None
+    error: Exception | None = None
+
+
+def capture(engine: Any, tag: str, client_state: Mapping[str, Any], *, exclude_frozen_parameters: bool) -> Captured:
+    """Run the engine's own ``save_checkpoint`` and collect what it would write. Every rank calls this.
+
+    It never raises on one rank alone: what goes wrong is in the result, for all ranks to learn of.
+
+    Args:
+        engine: a ``DeepSpeedEngine``.
+        tag: the name of the checkpoint.
+        client_state: as for DeepSpeed.
+        exclude_frozen_parameters: the same.
+    """
+
+    def collect() -> None:
+        # Of the class: the instance's own is the one that calls this.
+        type(engine).save_checkpoint(
+            engine,
+            _FOLDER,
+            tag,
+            client_state=dict(client_state),
+            save_latest=False,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
+
+    return _captured(engine, os.path.join(_FOLDER, tag), collect, client_state)
+
+
+def capture_weights(engine: Any, name: str, *, exclude_frozen_parameters: bool) -> Captured:
+    """Run the engine's own ``save_16bit_model`` and collect what it would write, on rank 0. Every rank calls this.
+
+    Args:
+        engine: a ``DeepSpeedEngine``.
+        name: of the file.
+        exclude_frozen_parameters: as for DeepSpeed.
+    """
+
+    def collect() -> bool:
+        own = type(engine).save_16bit_model
+        return bool(own(engine, _FOLDER, name, exclude_frozen_parameters=exclude_frozen_parameters))
+
+    return _captured(engine, _FOLDER, collect, {})
+
+
+def _captured(engine: Any, folder: str, collect: Callable[[], object], client_state: Mapping[str, Any]) -> Captured:
+    found = Captured()
+    listener = Listener(found, folder, engine.checkpoint_engine)
+    try:
+        with _listening(engine, listener, client_state):
+            found.result = collect()
+        if listener.wants_scripts:
+            found.scripts = _scripts(engine)
+    except Exception as error:  # the other ranks wait to hear of it
+        found.error = error
+        _tidy(engine)
+    return found
+
+
+class Listener(CheckpointEngine):  # type: ignore[misc]
+    """A checkpoint engine that plans files. Everything but saving it leaves to the engine's own one.
+
+    Args:
+        found: gets the files.
+        folder: what their paths begin with.
+        before: the engine's own.
+    """
+
+    def __init__(self, found: Captured, folder: str, before: Any) -> None:
+        super().__init__()
+        self.name = "safe_ckpt"
+        self.wants_scripts = False
+        self._found = found
+        self._folder = folder
+        self._before = before
+
+    def create(self, info: Any) -> None:
+        """Nothing to do."""
+        del info
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Nothing to do: the directories are made with the checkpoint."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Plan one file."""
+        name = os.path.relpath(path, self._folder)
+        if os.path.dirname(name):
+            raise StateError(key=name, message="DeepSpeed writes it to a folder of its own, which is not covered")
+        self._found.images.append(torch_archive.torch_image(name, state_dict, strict=False, key=name))
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """As the engine's own."""
+        return self._before.load(path, map_location=map_location)
+
+    def commit(self, info: Any) -> bool:
+        """Nothing to do."""
+        del info
+        return True
+
+
+@contextlib.contextmanager
+def _listening(engine: Any, listener: Listener, client_state: Mapping[str, Any]) -> Iterator[None]:
+    def asked(_: str) -> None:
+        listener.wants_scripts = True
+
+    stubs = {
+        "checkpoint_engine": listener,
+        "_checkpoint_tag_validation": lambda _: None,
+        "_copy_recovery_script": asked,
+        "_common_checkpoint_state": functools.partial(_common_state, engine, client_state),
+        "zero_nvme_offload_optimizer": lambda: False,
+    }
+    if not engine.has_moe_layers:  # there it is set in between
+        stubs["save_non_zero_checkpoint"] = _writes_model(engine)
+    with Patch(engine, stubs), Patch(upstream.dist, {"barrier": _no_barrier}):
+        yield
+
+
+def _writes_model(engine: Any) -> bool:
+    """Whether this rank writes the model's states: as with DeepSpeed's own plain engine in one shared directory.
+
+    What it decided itself when the engine was made is another matter with its own writer, and with
+    ``use_node_local_storage``, where one rank of every node writes a file of the same name.
+    """
+    if engine.zero_optimization_partition_weights() and engine.is_first_weights_partition_group():
+        return True
+    return bool(groups._get_sequence_data_parallel_rank() == 0)
+
+
+def _common_state(engine: Any, client_state: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    state = type(engine)._common_checkpoint_state(engine, *args, **kwargs)
+    replaced = sorted(str(name) for name in client_state if state.get(name) is not None)
+    if replaced and engine.global_rank == 0:
+        logger.warning("client_state replaces what DeepSpeed itself saves as %s", ", ".join(replaced))
+    return state
+
+
+def _no_barrier(*_: Any, **__: Any) -> None:
+    """The ranks meet before and after, under deadlines."""
+
+
+def _scripts(engine: Any) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        engine._copy_recovery_script(folder)
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+
+
+def _tidy(engine: Any) -> None:
+    # The other ranks do it too, and it may be a collective of all.
+    if engine._optimizer_has_ckpt_event_epilogue():
+        with contextlib.suppress(Exception):
+            engine.optimizer.checkpoint_event_epilogue()
