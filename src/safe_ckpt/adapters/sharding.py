@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.core.sharding import wholes
+from safe_ckpt.core.sharding.gather import gather_nested
 
 if TYPE_CHECKING:
     from safe_ckpt.core.saving.engine import Engine
@@ -25,4 +25,4 @@ def gather_whole(engine: Engine, states: Mapping[str, Any]) -> dict[str, Any] | 
     Raises:
         SafeCheckpointError: a rank was lost or left, on every rank.
     """
-    return wholes.whole(states, engine.config.timeouts.lengthy_s, engine.group)
+    return gather_nested(states, engine.config.timeouts.lengthy_s, engine.group)
