@@ -13,7 +13,6 @@ from typing_extensions import Self
 from safe_ckpt.adapters.layouts import Kind
 from safe_ckpt.core.directory import catalog, commit_order, extra_files, retention
 from safe_ckpt.core.directory.catalog import WEIGHTS, Candidate, Catalog, is_of
-from safe_ckpt.core.directory.retention import Decision
 from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.formats.verify import verify_entry, verify_if_ours, verify_share
@@ -34,7 +33,6 @@ __all__ = [
     "WEIGHTS",
     "Candidate",
     "Catalog",
-    "Decision",
     "HeldDirectories",
     "OpenDirectory",
     "Workspace",

@@ -6,8 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from safe_ckpt.core.saving.request import Content, Snapshot, Unplanned
+
 if TYPE_CHECKING:
     from safe_ckpt.core.formats.file_plan import FilePlan
+    from safe_ckpt.core.staging.overlap import OverlapPlan
     from safe_ckpt.core.storage.copier import FileCopy
 
 
@@ -28,6 +31,16 @@ class Planned:
     folders: Sequence[str] = ()
     notes: Mapping[str, Any] = field(default_factory=dict)
     error: Exception | None = None
+
+    def content(self, *, overlap: OverlapPlan | None = None) -> Content:
+        """What a ``SaveRequest`` says of it.
+
+        Args:
+            overlap: which tensors may be copied after the save has returned; None for none.
+        """
+        if self.error is not None:
+            return Unplanned(error=self.error)
+        return Snapshot(files=self.images, copies=self.copies, folders=self.folders, overlap=overlap)
 
     @classmethod
     def joined(cls, parts: Iterable[Planned]) -> Planned:

@@ -87,7 +87,7 @@ class CheckpointDirectory:
             other._let_go(folder)
         place = SaveTarget.take(self._engine, folder, lambda: candidates(folder))
         place.tops = (folder, top)
-        place.ledger.pointers = [above / LATEST for above in place.tops]
+        place.ledger.pointers += [above / LATEST for above in place.tops]
         self._held[folder] = place
         return place
 

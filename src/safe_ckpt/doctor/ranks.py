@@ -77,8 +77,8 @@ def follow(world: World, path: Path, options: Options) -> None:
         answer = _look(asked, shown, coordinator.rank, timeout_s)
         answer["findings"] = [finding.to_json() for finding in run_checks(examined, ON_MACHINE)]
         coordinator.agree("doctor: seen", timeout_s=2 * timeout_s, local=lambda: answer)
-        answer = {"group": _try_group(coordinator, store, timeout_s)}
-        coordinator.agree("doctor: end", timeout_s=2 * timeout_s, local=lambda: answer)
+        end = {"group": _try_group(coordinator, store, timeout_s)}
+        coordinator.agree("doctor: end", timeout_s=2 * timeout_s, local=lambda: end)
 
 
 def _lead(

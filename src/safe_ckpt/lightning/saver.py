@@ -21,15 +21,12 @@ from safe_ckpt.adapters import (
 from safe_ckpt.adapters.directories import HeldDirectories, catalog, one_shot, resume
 from safe_ckpt.adapters.planned import Planned
 from safe_ckpt.adapters.requests import (
-    Content,
     DeleteListed,
     Destination,
     Facts,
     Link,
     OnCommit,
     SaveRequest,
-    Snapshot,
-    Unplanned,
 )
 from safe_ckpt.adapters.tracking import Tracking
 from safe_ckpt.adapters.weights import Exporter
@@ -409,7 +406,9 @@ class TrainerSaver:
         is_directory = strategies.is_sharded(self._trainer.strategy) and bool(intents.saves)
         return SaveRequest(
             destination=Destination(workspace=workspace, path=primary, kind="directory" if is_directory else "file"),
-            content=self._content(files, overlap=overlap),
+            content=files.content(
+                overlap=contents.overlap_plan(self._trainer, self.config.snapshot) if files.images and overlap else None
+            ),
             facts=Facts(
                 step=int(self._trainer.global_step),
                 metrics=contents.numbers(self._trainer),
@@ -418,9 +417,3 @@ class TrainerSaver:
             must_match={"names": ", ".join([*intents.saves, *intents.links])},
             on_commit=OnCommit(links=links, retention=DeleteListed(paths=to_delete) if to_delete else None),
         )
-
-    def _content(self, files: Planned, *, overlap: bool) -> Content:
-        if files.error is not None:
-            return Unplanned(error=files.error)
-        plan = contents.overlap_plan(self._trainer, self.config.snapshot) if files.images and overlap else None
-        return Snapshot(files=files.images, copies=files.copies, folders=files.folders, overlap=plan)
