@@ -306,7 +306,7 @@ def test_a_real_run(tmp_path):
     assert "4 saves committed, none failed." in done.output
     text = output.read_text()
     seen = Elements().read(text)
-    assert {"step-00000004", "step-00000002", "loss 0.5", "quarantined: its bytes were wrong"} <= set(seen.texts)
+    assert {"step-00000004", "step-00000002", "loss 0.5", "quarantined: found damaged by a resume"} <= set(seen.texts)
     assert seen.texts.count("valid") == 2
     assert os.listdir(tmp_path / ".safe_ckpt/quarantine") == ["step-00000003"]
     data = json.loads(CliRunner().invoke(app, ["report", str(tmp_path), "--json"]).stdout)
