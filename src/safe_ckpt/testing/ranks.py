@@ -47,8 +47,8 @@ def spawn_ranks(
 ) -> list[Outcome]:
     """Run ``function(rank, *args)`` on ``world_size`` processes of one gloo group and collect the outcomes.
 
-    Ranks are forked from a server that has imported torch. The modules that ``RANKS_PRELOAD`` of the environment names, separated
-    by commas, are imported there too, when the first rank is started: what each rank would import otherwise.
+    Ranks are forked from a server that has imported torch. The modules that ``RANKS_PRELOAD`` of the environment names,
+    separated by commas, are imported there too, when the first rank is started: what each rank would import otherwise.
 
     Args:
         function: a module-level function; it finds the process group initialized.
