@@ -8,6 +8,8 @@ from kit import patience
 # torch looks up 127.0.0.1 backwards on every connection; where the resolver drops a packet that is five seconds each.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Every test module imports them, and so would every rank.
+os.environ.setdefault("RANKS_PRELOAD", "pytest,hypothesis")
 # What the tests start runs as with python -O; pytest itself does not, for there its own assertions would be gone.
 if os.environ.get("RANKS_OPTIMIZED"):
     os.environ["PYTHONOPTIMIZE"] = "1"

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kit import warm
+from kit.patience import scaled
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.testing.ranks import free_port
@@ -62,7 +63,7 @@ def run(tmp_path, body, *args, size=2, timeout_s=100):
     """Returns what each rank said, line by line, without "RANK r"."""
     process = start(tmp_path, body, *args, size=size)
     try:
-        output, _ = process.communicate(timeout=timeout_s)
+        output, _ = process.communicate(timeout=scaled(timeout_s))
     finally:
         kill_all()
         process.wait()

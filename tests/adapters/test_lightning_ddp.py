@@ -13,6 +13,7 @@ import torch
 from lightning_runs import seconds_since_start
 
 from kit import warm
+from kit.patience import scaled
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.testing.ranks import free_port
@@ -45,7 +46,7 @@ def run(file, *args, timeout_s=100):
     environment = {**os.environ, "RES_OPTIONS": "timeout:1"}
     return warm.run(
         [sys.executable, str(file), *map(str, args)],
-        capture_output=True, text=True, timeout=timeout_s, check=False, env=environment,
+        capture_output=True, text=True, timeout=scaled(timeout_s), check=False, env=environment,
     )  # fmt: skip
 
 
@@ -70,7 +71,7 @@ def run_ranks(file, *args, timeout_s=100):
             for rank in (0, 1)
         ]  # fmt: skip
         try:
-            codes = [process.wait(timeout_s) for process in ranks]
+            codes = [process.wait(scaled(timeout_s)) for process in ranks]
         finally:
             for process in ranks:
                 process.kill()

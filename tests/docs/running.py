@@ -32,12 +32,14 @@ def as_a_reader(home: Path) -> dict[str, str]:
 
 def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a page's blocks in ``folder``. Exits with 1 and says on stdout what differs from the page."""
+    from kit.patience import scaled  # a page that runs as a script imports this module without the kit
+
     return subprocess.run(
         [sys.executable, str(_RUNNER), str(page)],
         cwd=folder,
         env=as_a_reader(folder),
         capture_output=True,
         text=True,
-        timeout=_LIMIT_S,
+        timeout=scaled(_LIMIT_S),
         check=False,
     )

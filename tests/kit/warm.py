@@ -429,7 +429,7 @@ def end_early(program: Any) -> None:
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None and trace.tb_frame.f_globals is globals():
             trace = trace.tb_next
-        sys.excepthook(type(error), error, trace)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -3,12 +3,12 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 
 import pytest
 
-from kit import warm
 from safe_ckpt.doctor import Options, diagnose, world_of
 from safe_ckpt.errors import CoordinationError
 from safe_ckpt.testing import spawn_ranks, values
@@ -31,7 +31,7 @@ def test_under_torchrun_one_speaks(tmp_path):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *launch, "-m", "safe_ckpt.cli", "doctor", str(tmp_path), "--json", "--mebibytes", "8"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = warm.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     found = {finding["check"]: finding for finding in report["findings"]}

@@ -14,6 +14,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+_PRELOAD = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "safe_ckpt.checkpointer")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -45,6 +47,9 @@ def spawn_ranks(
 ) -> list[Outcome]:
     """Run ``function(rank, *args)`` on ``world_size`` processes of one gloo group and collect the outcomes.
 
+    Ranks are forked from a server that has imported torch. The modules that ``RANKS_PRELOAD`` of the environment names,
+    separated by commas, are imported there too, when the first rank is started: what each rank would import otherwise.
+
     Args:
         function: a module-level function; it finds the process group initialized.
         world_size: how many ranks.
@@ -60,7 +65,7 @@ def spawn_ranks(
     """
     # Forked from a server that has imported torch and done nothing else: a rank starts in milliseconds.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint", "safe_ckpt.checkpointer"])
+    context.set_forkserver_preload([*_PRELOAD, *filter(None, os.environ.get("RANKS_PRELOAD", "").split(","))])
     port = free_port()
     patience = float(os.environ.get("RANKS_PATIENCE", "1"))
     processes, pipes = [], []
