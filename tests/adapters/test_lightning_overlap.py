@@ -9,7 +9,7 @@ from lightning_runs import PACKAGES, module_class, package, trainer
 from safe_ckpt import CheckpointConfig
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.staging.copy import StagingCopy
-from safe_ckpt.lightning import SafeCheckpointCallback, overlapping
+from safe_ckpt.lightning import SafeCheckpointCallback, contents
 
 
 class Spy:
@@ -17,7 +17,7 @@ class Spy:
 
     def __init__(self, monkeypatch):
         self.taken, self.weights = [], []
-        decide = overlapping.overlap_plan
+        decide = contents.overlap_plan
 
         def overlap_plan(trainer, mode):
             found = decide(trainer, mode)
@@ -26,7 +26,7 @@ class Spy:
             self.weights.append((trainer.global_step, {key: value.clone() for key, value in state.items()}))
             return found
 
-        monkeypatch.setattr(overlapping, "deferral", overlap_plan)
+        monkeypatch.setattr(contents, "overlap_plan", overlap_plan)
 
 
 def run(folder, module, *callbacks, snapshot, pl=None, **more):
