@@ -212,7 +212,7 @@ def test_what_an_accelerator_keeps():
         assert isinstance(getattr(accelerator, name), list), f"accelerate/contents.py, accelerate/save.py: {name}"
     assert hasattr(accelerator._save_model_state_pre_hook, "values"), "accelerate/save.py calls the hooks"
     for name in ("iteration", "total_limit", "automatic_checkpoint_naming", "save_on_each_node"):
-        assert hasattr(accelerator.project_configuration, name), f"accelerate/support.py: {name}"
+        assert hasattr(accelerator.project_configuration, name), f"accelerate/handle.py: {name}"
 
 
 def test_the_state_of_a_stateful_loader():

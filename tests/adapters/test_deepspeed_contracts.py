@@ -25,6 +25,8 @@ PARTS = [
     Part(ENGINE, "save_16bit_model", "deepspeed/handle.py", "is stood in for",
          ("self", "save_dir", "save_filename", "exclude_frozen_parameters")),
     Part(ENGINE, "load_universal_checkpoint", "deepspeed/handle.py", "whether what is loaded was converted", SELF),
+    Part(ENGINE, "_save_checkpoint", "deepspeed/checkpoint_engine.py", "hands files over", ("self", "save_dir", "tag")),
+    Part(ENGINE, "_save_zero_checkpoint", "deepspeed/checkpoint_engine.py", "the same", ("self", "save_path", "tag")),
     Part(ENGINE, "_checkpoint_tag_validation", "deepspeed/save.py", "is a collective: we agree on the tag", ("self", "tag")),
     Part(ENGINE, "_copy_recovery_script", "deepspeed/save.py", "what lies beside the tags", ("self", "save_path")),
     Part(ENGINE, "_zero3_consolidated_16bit_state_dict", "deepspeed/nested.py", "a gather that the Trainer calls itself"),

@@ -94,7 +94,7 @@ def test_the_seams_of_the_trainer_exist(name):
 
 @PACKAGE
 def test_what_tells_where_in_an_epoch_a_loop_is(name):
-    """lightning/epochs.py reads these of a running loop, and of the state of one."""
+    """lightning/loop_state.py reads these of a running loop, and of the state of one."""
     pl = package(name)
     trainer = pl.Trainer(logger=False, enable_progress_bar=False, accelerator="cpu", enable_checkpointing=False)
     loop = trainer.fit_loop

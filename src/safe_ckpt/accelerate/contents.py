@@ -85,7 +85,7 @@ def view(accelerator: Any, shared: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _place(state: Any) -> Any:
-    # Of a loader: how far it is. Seeds of workers differ between ranks, and each rank gets its own back (``loaders.py``).
+    # Of a loader: how far it is. Seeds of workers differ between ranks, and each rank gets its own back (``dataloaders.py``).
     keys = ("_num_yielded", "_sampler_iter_yielded", "_steps_since_snapshot", "_iterator_finished")
     of_a_loader = isinstance(state, Mapping) and "_iterator_finished" in state
     return {key: state.get(key) for key in keys} if of_a_loader else state

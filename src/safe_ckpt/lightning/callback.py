@@ -26,7 +26,7 @@ from safe_ckpt.lightning.saver import TrainerSaver
 
 logger = logging.getLogger(__name__)
 # What belongs to a running stage: our pipeline, and the logging methods that a Trainer attaches.
-_LIVE = ("_saver", "_intents", "_shadow", "log", "log_dict")
+_LIVE = ("_saver", "_pending", "_saved_state", "log", "log_dict")
 
 
 class SafeCheckpointCallback(ModelCheckpoint):
@@ -138,8 +138,8 @@ class SafeCheckpointCallback(ModelCheckpoint):
 
     def _forget_live(self) -> None:
         self._saver: TrainerSaver | None = None
-        self._intents: PendingActions | None = None
-        self._shadow: SavedCallbackState | None = None
+        self._pending: PendingActions | None = None
+        self._saved_state: SavedCallbackState | None = None
         self._at_once = False
 
     # ------------------------------------------------------------------ the life of a stage
@@ -274,15 +274,15 @@ class SafeCheckpointCallback(ModelCheckpoint):
         except Exception:  # the user's exception is the one to see
             logger.exception("%s was raised, and no checkpoint could be saved at it", name)
 
-    # ------------------------------------------------------------------ decisions become intents
+    # ------------------------------------------------------------------ decisions become pending actions
 
     @contextlib.contextmanager
     def _deciding(self, *, at_once: bool = False) -> Iterator[None]:
         """Within this, ModelCheckpoint's saves, links and removals are collected; at the end they are one save."""
-        if self._saver is None or self._intents is not None:
+        if self._saver is None or self._pending is not None:
             yield
             return
-        self._intents, self._shadow, self._at_once = PendingActions(), None, at_once
+        self._pending, self._saved_state, self._at_once = PendingActions(), None, at_once
         try:
             yield
             self._flush()
@@ -290,24 +290,24 @@ class SafeCheckpointCallback(ModelCheckpoint):
             self._take_back()
             raise
         finally:
-            self._intents, self._shadow = None, None
+            self._pending, self._saved_state = None, None
 
     def _take_back(self) -> None:
-        if self._shadow is not None:
-            self._shadow.restore(self)
+        if self._saved_state is not None:
+            self._saved_state.restore(self)
 
     def _flush(self) -> None:
-        intents, shadow = self._intents, self._shadow
-        if not intents or self._saver is None:
+        pending, saved_state = self._pending, self._saved_state
+        if not pending or self._saver is None:
             return
-        self._intents, self._shadow = PendingActions(), None
-        self._saver.save(intents, self, shadow, weights_only=self.save_weights_only, wait=not self.async_save)
+        self._pending, self._saved_state = PendingActions(), None
+        self._saver.save(pending, self, saved_state, weights_only=self.save_weights_only, wait=not self.async_save)
 
     def _begin(self) -> None:
         """Before the first change of bookkeeping in a hook: learn what became of the last save, remember how things are."""
-        if self._saver is not None and self._shadow is None:
+        if self._saver is not None and self._saved_state is None:
             self._saver.settle()
-            self._shadow = SavedCallbackState.of(self)
+            self._saved_state = SavedCallbackState.of(self)
 
     def _monitor_candidates(self, trainer: Any) -> dict[str, Any]:
         # A metric that was logged without sync_dist differs between ranks, and so would file names and scores: rank 0's count.
@@ -327,15 +327,15 @@ class SafeCheckpointCallback(ModelCheckpoint):
         super()._save_last_checkpoint(trainer, monitor_candidates)
 
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
-        if self._intents is None or self._saver is None:
+        if self._pending is None or self._saver is None:
             super()._save_checkpoint(trainer, filepath)
             return
         self._begin()
         at_once = self._at_once or (not self.async_save and self._is_looked_at(trainer))
 
         def take(path: str) -> None:
-            if self._intents is not None:
-                self._intents.saves.append(path)
+            if self._pending is not None:
+                self._pending.saves.append(path)
             if at_once:
                 self._flush()
 
@@ -350,16 +350,16 @@ class SafeCheckpointCallback(ModelCheckpoint):
         return type(self)._save_checkpoint is not SafeCheckpointCallback._save_checkpoint or overrides_saving(trainer)
 
     def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:  # type: ignore[override]
-        if self._intents is None:
+        if self._pending is None:
             super()._link_checkpoint(trainer, filepath, linkpath)
         elif os.path.abspath(filepath) != os.path.abspath(linkpath):
-            self._intents.links[linkpath] = os.path.relpath(filepath, os.path.dirname(linkpath))
+            self._pending.links[linkpath] = os.path.relpath(filepath, os.path.dirname(linkpath))
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
-        if self._intents is None:
+        if self._pending is None:
             super()._remove_checkpoint(trainer, filepath)
         else:
-            self._intents.removals.append(filepath)
+            self._pending.removals.append(filepath)
 
     def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
         # Upstream spares the file that the user resumed from. What we chose ourselves is one of ours and goes its way:
@@ -370,7 +370,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
 
     def file_exists(self, filepath: Any, trainer: Any) -> bool:
         """Whether the name is taken, by a file or by what this hook is about to save."""
-        if self._intents is not None and os.fspath(filepath) in self._intents.names:
+        if self._pending is not None and os.fspath(filepath) in self._pending.names:
             return True
         return bool(super().file_exists(filepath, trainer))
 
