@@ -287,10 +287,10 @@ def test_the_commit_waits_for_what_another_rank_wrote(tmp_path):
 def test_a_commit_names_what_is_not_there_in_the_end(tmp_path):
     """Of two files of rank 1 one comes late, one never: the error names the second, its rank and what was seen."""
     config = CheckpointConfig(timeouts=Timeouts(barrier_s=2))
-    held = SimpleNamespace(workspace=SimpleNamespace(confirm=lambda: None))
-    op = SimpleNamespace(folder=tmp_path, name="c", error=None, copy=None, request=held)
+    held = SimpleNamespace(confirm=lambda: None)
+    job = SimpleNamespace(folder=tmp_path, name="c", error=None, copy=None, workspace=held)
     two_phase = SimpleNamespace(failed_elsewhere=lambda: None)
-    phases = CommitProtocol(op, two_phase, None, config, 0, lambda: None)
+    phases = CommitProtocol(job, two_phase, None, config, 0, lambda: None)
     entries = tuple(FileEntry(path=name, size_bytes=3, xxh3_128="0" * 32, rank=1) for name in ("late", "never"))
     timer = threading.Timer(0.2, lambda: (tmp_path / "late").write_bytes(b"123"))
     timer.start()
