@@ -20,7 +20,6 @@ from safe_ckpt.core.saving import one_shot, resume
 from safe_ckpt.core.saving.held_directories import NAMES, HeldDirectories, refuse
 from safe_ckpt.core.storage import durable, presence
 from safe_ckpt.core.storage.durable import sync_directory
-from safe_ckpt.core.storage.presence import ends_as_archive
 
 if TYPE_CHECKING:
     from safe_ckpt.core.formats.manifest import CheckpointInfo
@@ -40,7 +39,6 @@ __all__ = [
     "catalog",
     "commit_order",
     "durable",
-    "ends_as_archive",
     "extra_files",
     "is_of",
     "newest",
