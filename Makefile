@@ -78,10 +78,11 @@ test-upstream: .venv/ready  ## the frameworks' own checkpoint tests, with their 
 	@$(DEEPSPEED_ENV) timeout 600 $(DEEPSPEED)/python tests/adapters/deepspeed_ops.py || echo "an op of DeepSpeed could not be built: its tests are skipped"
 	touch $@
 
-lint: .venv/ready  ## ruff and mypy
+lint: .venv/ready  ## ruff, mypy, and the order of the rooms
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 docs: .venv/ready  ## the site of docs/ into site/; a link or an anchor that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

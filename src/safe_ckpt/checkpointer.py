@@ -30,8 +30,7 @@ from safe_ckpt.core.state import plan, restore
 from safe_ckpt.errors import NoValidCheckpointError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
+    from safe_ckpt.core.coordination.process_groups import ProcessGroup
     from safe_ckpt.core.sharding.dcp_plan import ShardPlanner
     from safe_ckpt.events import Hook
 

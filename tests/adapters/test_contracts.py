@@ -165,7 +165,7 @@ def test_a_private_part_is_as_it_was(part):
 def test_no_private_part_is_used_without_a_contract():
     """Who uses one more private part of a framework says here what for."""
     known = {part.name for part in [*TORCH, *ACCELERATE, *TRANSFORMERS, *LIGHTNING]} | set(ELSEWHERE)
-    found = private_names("core", "accelerate", "transformers", "lightning")
+    found = private_names("core", "adapters", "accelerate", "transformers", "lightning", "convert", "doctor")
     assert {name: where for name, where in found.items() if name not in known} == {}
     assert set(ELSEWHERE) <= set(found), "no longer used"
 

@@ -562,7 +562,7 @@ def test_close_does_not_return_as_if_all_were_well(tmp_path):
 
 
 def test_the_deadline_of_a_save_begins_when_its_turn_comes(tmp_path):
-    """Long saves in front of it do not use up its time: each has that of five, twelve stand in a row."""
+    """Long saves in front of it do not use up its time: each has that of nine, fourteen stand in a row."""
     slow = WriterConfig(chunk_bytes=4096, flush_every_bytes=4096, direct_io="off")
     state = {"m": {"w": torch.zeros(1_000_000)}}
     with Checkpointer(tmp_path / "alone", CheckpointConfig(timeouts=QUICK, writer=slow)) as ckpt:
@@ -572,12 +572,12 @@ def test_the_deadline_of_a_save_begins_when_its_turn_comes(tmp_path):
             begun = time.monotonic()
             ckpt.save(step, state).result()
             alone_s = max(alone_s, time.monotonic() - begun)
-    enough_for_five = CheckpointConfig(
-        timeouts=replace(QUICK, lengthy_s=5 * alone_s), writer=slow, max_in_flight=12, max_consecutive_failures=12
+    enough_for_nine = CheckpointConfig(
+        timeouts=replace(QUICK, lengthy_s=9 * alone_s), writer=slow, max_in_flight=14, max_consecutive_failures=14
     )
-    with Checkpointer(tmp_path / "row", enough_for_five) as ckpt:
-        handles = [ckpt.save(step, state) for step in range(1, 13)]
-        assert [handle.result().step for handle in handles] == list(range(1, 13))
+    with Checkpointer(tmp_path / "row", enough_for_nine) as ckpt:
+        handles = [ckpt.save(step, state) for step in range(1, 15)]
+        assert [handle.result().step for handle in handles] == list(range(1, 15))
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,8 @@ def write_dcp(path: Path, state: Mapping[str, Any]) -> CheckpointInfo:
     Raises:
         DirectoryError: the file system refused.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: TID251 - writes DCP in this process alone
+    from torch.distributed.checkpoint.state_dict_saver import save  # noqa: TID251 - likewise
 
     staging = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     # torch exports its stores at run time, but not to type checkers.
     from torch._C._distributed_c10d import HashStore, TCPStore
     from torch._C._distributed_c10d import Store as Store  # noqa: PLC0414 - for the other modules
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup as ProcessGroup  # noqa: PLC0414 - likewise
 else:
     from torch.distributed import HashStore, Store, TCPStore
 

@@ -32,7 +32,7 @@ from safe_ckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from safe_ckpt.core.coordination.process_groups import ProcessGroup
 
 ADAPTER = "offloaded"
 _RACY_NS = 20_000_000  # twice the longest tick of a kernel's clock

@@ -31,7 +31,7 @@ from safe_ckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from safe_ckpt.core.coordination.process_groups import ProcessGroup
 
 _STAGED = f"{HIDDEN}-restore-"
 

@@ -46,7 +46,7 @@ from safe_ckpt.hooks.emitter import Emitter
 from safe_ckpt.hooks.logging_hook import LoggingHook
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from safe_ckpt.core.coordination.process_groups import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
