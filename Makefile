@@ -11,7 +11,7 @@ DEEPSPEED := .venv/with-deepspeed/bin
 DEEPSPEED_ENV := PATH="$(CURDIR)/$(DEEPSPEED):$(CURDIR)/$(BIN):$$PATH" DS_ACCELERATOR=cpu \
   TORCH_EXTENSIONS_DIR="$(CURDIR)/.venv/torch_extensions" CXX="$(CURDIR)/$(DEEPSPEED)/quick-g++"
 
-.PHONY: demo test test-all test-deepspeed test-upstream faults lint package docs docs-reference bench examples clean
+.PHONY: demo test test-short test-long test-schedulers test-all test-deepspeed test-upstream faults lint package docs docs-reference bench examples clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -22,28 +22,33 @@ DEEPSPEED_ENV := PATH="$(CURDIR)/$(DEEPSPEED):$(CURDIR)/$(BIN):$$PATH" DS_ACCELE
 demo: .venv/ready  ## train on real data, kill the job again and again, compare bit for bit
 	$(BIN)/python examples/demo.py
 
-# Two at a time: most of them wait for something most of the time. The short ones first.
-TWO := -q -n 2 --dist worksteal --durations=40
+# Three at a time on two cores: most of them wait for something part of the time.
+PYTEST := $(BIN)/python -m pytest -q --durations=30
 SHORT := tests/unit tests/typing tests/docs
-# The tests of one file share a SLURM: they stay together.
-BY_FILE := -q -n 2 --dist loadfile
 LONG := tests/multirank tests/adapters tests/faults
 
 test: .venv/ready  ## unit, documentation, several ranks, adapters, faults: every promise, of the long sweeps a sample
-	$(BIN)/python -m pytest $(TWO) $(SHORT)
-	$(BIN)/python -m pytest $(TWO) $(LONG)
-	$(BIN)/python -m pytest $(BY_FILE) tests/schedulers
+	$(MAKE) --no-print-directory --jobs 2 --output-sync test-short test-schedulers
+	$(MAKE) --no-print-directory test-long
+
+test-short: .venv/ready
+	$(PYTEST) -n 2 --dist worksteal $(MORE) $(SHORT)
+
+test-long: .venv/ready
+	$(PYTEST) -n 3 --dist worksteal $(MORE) $(LONG)
+
+# They wait for a SLURM most of the time. The tests of one file share one, so they stay together.
+test-schedulers: .venv/ready
+	$(PYTEST) -n 2 --dist loadfile $(MORE) tests/schedulers
 
 test-all: .venv/ready  ## the same with the tests marked thorough
-	$(BIN)/python -m pytest $(TWO) --all $(SHORT)
-	$(BIN)/python -m pytest $(TWO) --all $(LONG)
-	$(BIN)/python -m pytest $(BY_FILE) --all tests/schedulers
+	$(MAKE) --no-print-directory test MORE=--all
 
 faults: .venv/ready  ## the whole fault matrix, printed with counts: about 20 minutes
 	SAFE_CKPT_THOROUGH=1 $(BIN)/python -m pytest -q tests/faults
 
 test-deepspeed: .venv/deepspeed  ## the DeepSpeed adapter with real engines on the CPU
-	$(DEEPSPEED_ENV) $(DEEPSPEED)/python -m pytest $(TWO) tests/adapters/test_deepspeed*.py tests/docs/test_deepspeed_page.py
+	$(DEEPSPEED_ENV) $(DEEPSPEED)/python -m pytest -q -n 2 --dist worksteal --durations=30 tests/adapters/test_deepspeed*.py tests/docs/test_deepspeed_page.py
 	rm -rf runs/examples/deepspeed
 	EPOCHS=1 $(DEEPSPEED_ENV) $(DEEPSPEED)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/deepspeed_zero3_nvme.py runs/examples/deepspeed
 	EPOCHS=2 $(DEEPSPEED_ENV) $(DEEPSPEED)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/deepspeed_zero3_nvme.py runs/examples/deepspeed
