@@ -48,6 +48,7 @@ faults: .venv/ready  ## the whole fault matrix, printed with counts: about 20 mi
 	SAFE_CKPT_THOROUGH=1 $(BIN)/python -m pytest -q tests/faults
 
 test-deepspeed: .venv/deepspeed  ## the DeepSpeed adapter with real engines on the CPU
+	@rm -f .venv/torch_extensions/*/lock  # of a run that was killed: torch would wait for it without end
 	$(DEEPSPEED_ENV) $(DEEPSPEED)/python -m pytest -q -n 2 --dist worksteal --durations=30 tests/adapters/test_deepspeed*.py tests/docs/test_deepspeed_page.py
 	rm -rf runs/examples/deepspeed
 	EPOCHS=1 $(DEEPSPEED_ENV) $(DEEPSPEED)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/deepspeed_zero3_nvme.py runs/examples/deepspeed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -116,11 +117,12 @@ def judge(installed: str, supported: Supported) -> Verdict:
 
 
 def release(installed: str) -> Version | None:
-    """``"2.13.0rc1+cpu"`` is 2.13.0; None for no version."""
+    """``"2.13.0rc1+cpu"`` is 2.13.0, and so is ``"2.13.0-cuda"``, which is no version by the rules; None for no version."""
     try:
         return Version(Version(installed).base_version)
     except InvalidVersion:
-        return None
+        begins = re.match(r"\d+(\.\d+)*", installed)
+        return Version(begins.group()) if begins else None
 
 
 def _series(version: Version) -> tuple[int, ...]:

@@ -255,7 +255,7 @@ def test_what_differs_between_ranks_is_refused_by_all(tmp_path):
     """
     said = run(tmp_path, body, tmp_path / "exp")
     listed = "['extra0.txt', 'extra1.txt', 'random_states_0.pkl', 'random_states_1.pkl']"
-    same = "DesyncError give all of them the same one"
+    same = "DesyncError give all of them the same path"
     own = [
         "DesyncError True True",
         same,

@@ -208,7 +208,12 @@ def test_at_every_instant_one_checkpoint_is_there(tmp_path):
         while not list(folder.glob("*.ckpt")):
             time.sleep(0.0005)
         while not over.is_set():
-            seen.append((bool(list(pending.glob("*"))), any(name.endswith(".ckpt") for name in os.listdir(folder))))
+            seen.append(
+                (
+                    pending.exists() and bool(os.listdir(pending)),
+                    any(name.endswith(".ckpt") for name in os.listdir(folder)),
+                )
+            )
 
     slow = CheckpointConfig(writer=WriterConfig(direct_io="off", chunk_bytes=4096, flush_every_bytes=4096))
     watcher = threading.Thread(target=watch)

@@ -6,6 +6,7 @@ and one that was pickled, has its own method again.
 
 from __future__ import annotations
 
+import enum
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +14,15 @@ from typing import Any
 from typing_extensions import Self
 
 logger = logging.getLogger(__name__)
-_ABSENT = object()
+
+
+class _Absent(enum.Enum):
+    """What was not there. A member stays itself when it is copied or pickled."""
+
+    ABSENT = enum.auto()
+
+
+_ABSENT = _Absent.ABSENT
 
 
 class Patch:

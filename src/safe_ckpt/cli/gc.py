@@ -45,7 +45,7 @@ def gc(
             keep_last=keep_last, keep_best=keep_best, metric=metric, mode=mode, keep_every_steps=keep_every_steps
         )
         rule = _Rule(policy=policy, quarantine=quarantine, verify=not no_verify)
-        shelf = read_listing(directory)
+        shelf = read_listing(directory, tags_below=False)
         # Of another tool altogether nothing is locked, and nothing deleted.
         ours = shelf.hidden or any(not candidate.foreign for candidate in shelf.usable)
         selection = _Selection(shelf, rule) if dry_run or not ours else _collect(directory, shelf, rule)
@@ -92,7 +92,7 @@ def _collect(directory: Path, shelf: Listing, rule: _Rule) -> _Selection:
     root = Workspace(shelf.folder, lease_s=60.0, hidden=shelf.hidden or shelf.folder / HIDDEN)
     root.open()  # takes the lock, and sweeps what a killed job left
     try:
-        selection = _Selection(read_listing(directory), rule)  # once more: now nobody else changes it
+        selection = _Selection(read_listing(directory, tags_below=False), rule)  # once more: now nobody else changes it
         selection.gone = root.discard([*(info.path for info in selection.to_delete), *selection.besides])
         return selection
     finally:

@@ -52,7 +52,10 @@ def ending_on_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # within another program, which handles signals itself
         return
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = [
+        n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN
+    ]  # nohup has SIGHUP ignored
+    before = {number: signal.signal(number, end) for number in heard}
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -199,7 +199,7 @@ def _entry(folder: Path, entry: FileEntry) -> Job:
         except CorruptCheckpointError as error:
             if error.message == UNEQUAL:
                 return _located(folder, entry.path, entry.size_bytes)
-            return of_error(error, entry.path)
+            return replace(of_error(error, entry.path), size_bytes=entry.size_bytes)
         return valid(entry.path, entry.size_bytes)
 
     return job

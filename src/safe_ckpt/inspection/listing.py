@@ -16,12 +16,13 @@ from safe_ckpt.core.directory import catalog
 from safe_ckpt.core.directory.catalog import Candidate
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.storage import presence
-from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
+from safe_ckpt.errors import CorruptCheckpointError
+from safe_ckpt.inspection.blind_reader import top_level
 from safe_ckpt.inspection.dcp_reader import METADATA
-from safe_ckpt.inspection.files import Found, Window, inside
-from safe_ckpt.inspection.torch_reader import looks_like_archive, open_archive, read_old_file
+from safe_ckpt.inspection.files import Found, inside
 
 _HIDDEN_TOO = "_safe_ckpt"  # where the Transformers Trainer would push what begins with a dot
+_LONGEST_TAG = 4096
 _NAMES = "names"  # in the hidden folder: those of checkpoints that are named one by one
 _NAME = re.compile(r"^(?:step-|epoch_|step_)(\d{1,18})$")  # ours, and those of Accelerate's examples
 _NOT_NAMED = f"the file {layouts.LATEST} does not lead to it: it is loaded only when it is asked for"
@@ -98,11 +99,13 @@ class Row:
     reason: str = ""
 
 
-def read_listing(directory: Path) -> Listing:
+def read_listing(directory: Path, *, tags_below: bool = True) -> Listing:
     """Look at names and manifests; payloads are not read.
 
     Args:
         directory: the one given to safe_ckpt or another tool, or the ``checkpoints`` folder of an Accelerate project.
+        tags_below: whether tags of DeepSpeed count that lie in a folder below it, to which its ``latest`` leads. That folder
+            has a lock and an order of commits of its own.
 
     Raises:
         OSError: it could not be listed.
@@ -118,8 +121,9 @@ def read_listing(directory: Path) -> Listing:
     files = catalog.list_files(folder, ".ckpt", layouts.is_lightning_directory, note)
     candidates += [_judged_by_name(candidate) for candidate in files]
     tags = (folder / _named_in(folder)).parent
-    if tags != folder and tags.is_dir():  # a tag of DeepSpeed such as "warmup/step10"
-        candidates += catalog.list_directories(tags, _number_of, _problem_of, note)
+    if tags_below and tags != folder and tags.is_dir():  # a tag of DeepSpeed such as "warmup/step10"
+        listed = catalog.list_directories(tags, _number_of, _problem_of, note)
+        candidates += [candidate for candidate in listed if _is_tag(candidate)]
     below = directory / "checkpoints"
     if not candidates and not unreadable and below.is_dir() and not below.is_symlink():  # a project of Accelerate's
         folder = below
@@ -194,15 +198,7 @@ def read_layout(path: Path) -> Layout:
     """
     kind = layouts.LIGHTNING_SHARDED if presence.is_directory(path) else layouts.LIGHTNING_FILE
     layout = kind.layout_of(path)
-    try:
-        with Window(layouts.facts_file(path)) as window:
-            return layout.told_by(open_archive(window).root if looks_like_archive(window) else read_old_file(window))
-    except HostileCheckpointError as error:
-        return replace(layout, problem=f"is no checkpoint: {error.message}", resumable=False)
-    except CorruptCheckpointError:
-        return layout.told_by(None)
-    except UnsupportedFormatError:  # too long to be looked at: only its name tells
-        return layout
+    return layout.told_by(top_level(layouts.facts_file(path)))
 
 
 def _number_of(name: str) -> int | None:
@@ -231,7 +227,9 @@ def _judged_by_name(candidate: Candidate) -> Candidate:
 def in_order(folder: Path, candidates: Iterable[Candidate]) -> list[Candidate]:
     """The order in which a resume tries them: as ``catalog.newest_first``, but what DeepSpeed's file ``latest`` names first."""
     named = folder / _named_in(folder)
-    return sorted(catalog.newest_first(candidates), key=lambda candidate: candidate.path != named)
+    return sorted(
+        catalog.newest_first(candidates), key=lambda candidate: not (candidate.path == named and _is_tag(candidate))
+    )
 
 
 def _unnamed(folder: Path, usable: Sequence[Candidate]) -> Mapping[Path, str]:
@@ -256,10 +254,12 @@ def _is_tag(candidate: Candidate) -> bool:
 
 def _named_in(folder: Path) -> str:
     """The tag that DeepSpeed's file ``latest`` names; "none" where there is no such file, or it leads out."""
-    try:
-        name = (folder / layouts.LATEST).read_text(encoding="utf-8", errors="replace").strip()
-    except (FileNotFoundError, IsADirectoryError):
-        name = ""
+    path, name = folder / layouts.LATEST, ""
+    with contextlib.suppress(
+        OSError
+    ):  # anybody's file may have this name: a pipe, a link to itself, one of somebody else's
+        if path.is_file() and path.stat().st_size <= _LONGEST_TAG:
+            name = path.read_text(encoding="utf-8", errors="replace").strip()
     with contextlib.suppress(CorruptCheckpointError):
         inside(folder, name)
         return name

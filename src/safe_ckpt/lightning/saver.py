@@ -93,7 +93,10 @@ class TrainerSaver:
         self._out_by: float | None = None
 
     def _loggers(self) -> list[tuple[str, Callable[..., Any]]]:
-        return [(type(one).__name__, one.log_metrics) for one in self._trainer.loggers]
+        def log(one: Any) -> Callable[..., Any]:
+            return lambda values, step: one.log_metrics(values, step=step)  # looked up where an error of it is caught
+
+        return [(type(one).__name__, log(one)) for one in self._trainer.loggers]
 
     def add_hooks(self, hooks: Iterable[Hook]) -> None:
         """Further ones that are called with what happens; one that several callbacks have is called once."""

@@ -56,7 +56,7 @@ def spawn_ranks(
         args: passed on; must pickle.
         timeout_s: all processes still running after this are killed. Multiplied by ``RANKS_PATIENCE`` of the environment, for
             machines that are busy.
-        group_timeout_s: the process group's own timeout; multiplied likewise.
+        group_timeout_s: the process group's own timeout.
         init: whether to initialize (and destroy) the process group around ``function``.
         expendable: ranks that are killed when all others have ended, such as those that stop themselves.
 
@@ -71,7 +71,7 @@ def spawn_ranks(
     processes, pipes = [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)
-        settings = (rank, world_size, port, group_timeout_s * patience, init)
+        settings = (rank, world_size, port, group_timeout_s, init)
         arguments = (theirs, dict(os.environ), settings, function, args)
         process = context.Process(target=_run_rank, args=arguments, daemon=False)
         process.start()

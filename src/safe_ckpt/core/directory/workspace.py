@@ -48,6 +48,7 @@ class Workspace:
         self.hidden = hidden or path / HIDDEN
         self.pending = self.hidden / "pending"
         self._formerly = self.hidden / "staging"
+        self._kept_formerly = self.hidden / "kept"
         self.trash = self.hidden / "trash"
         self._quarantine = self.hidden / "quarantine"
         self._lock = JobLock(self.hidden, subject=path, lease_s=lease_s, owner=owner)
@@ -246,7 +247,15 @@ class Workspace:
 
     def _refuse_links(self) -> None:
         above = [folder for folder in self.hidden.parents if self.path in folder.parents]
-        for folder in (*above, self.hidden, self.pending, self._formerly, self.trash, self._quarantine):
+        for folder in (
+            *above,
+            self.hidden,
+            self.pending,
+            self._formerly,
+            self._kept_formerly,
+            self.trash,
+            self._quarantine,
+        ):
             if folder.is_symlink():
                 message = "is a link, and what is behind it would be deleted: put the folder itself there"
                 raise DirectoryError(path=str(folder), message=message)
@@ -255,7 +264,11 @@ class Workspace:
         """What an earlier version left under the former name of ``pending``: it is repaired and swept like the rest."""
         for left in _listed(self._formerly):
             self.confirm()
-            os.rename(left, self.pending / left.name)
+            if os.path.lexists(self.pending / left.name):  # of a tree that somebody copied together
+                self._sweep_away(left)
+                continue
+            with contextlib.suppress(FileNotFoundError):  # NFS answers so where a rename was sent twice
+                os.rename(left, self.pending / left.name)
         _remove_empty([self._formerly])
 
     def _repair(self) -> None:
@@ -279,10 +292,11 @@ class Workspace:
             os.rename(moving, away)
             self._into_quarantine(away)
         self._delete(self.hidden / HIDDEN)  # what a job that was killed on its way in left for the others to look for
-        for folder in (self.pending, self.trash):
+        for folder in (self.pending, self.trash, self._kept_formerly):
             for left in _listed(folder):
                 logger.info("removing what an earlier job left: %s", left)
                 self._sweep_away(left)
+        _remove_empty([self._kept_formerly])
 
     def _delete(self, path: Path) -> None:
         try:

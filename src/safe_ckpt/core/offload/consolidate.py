@@ -26,6 +26,7 @@ from safe_ckpt.core.saving.request import Copies, Destination, Facts, OnCommit, 
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.errors import (
     ConfigError,
+    SafeCheckpointError,
     SourceChangedError,
     StateError,
     named,
@@ -139,6 +140,8 @@ def agree_parts(
                 _refuse_nested(folder, destination)
                 rest_s = min(_REST_S, engine.config.timeouts.barrier_s / 3)
                 scans[_checked_name(name)] = _scan(Path(os.path.abspath(folder)), ignore, rest_s)
+        except SafeCheckpointError:
+            raise
         except Exception as error:
             raise named(error, rank=engine.rank, phase="looking at the folders") from error
         return {name: {"folder": scan.identity, "folders": scan.folders} for name, scan in scans.items()}

@@ -27,6 +27,7 @@ from safe_ckpt.errors import (
     DirectoryError,
     NotEnoughSpaceError,
     RestoreError,
+    SafeCheckpointError,
     named,
 )
 
@@ -186,6 +187,8 @@ def _all_or_none(coordinator: Coordinator, phase: str, action: Callable[[], None
     def local() -> None:
         try:
             action()
+        except SafeCheckpointError:
+            raise
         except Exception as error:
             raise named(error, rank=coordinator.rank, phase=phase) from error
 

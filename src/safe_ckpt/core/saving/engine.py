@@ -336,7 +336,7 @@ class Engine:
                 error = CommitOutcomeUnknown(name=name, cause=cause, rank=self.rank, phase="commit")
             self.emit(save_events.refused(request, error, self.rank, time.monotonic() - begun))
             if isinstance(error, CommitOutcomeUnknown):
-                raise error from problem
+                raise error from (None if error is problem else problem)
             raise
         granted = admission.Admission(**decision)
         if granted.earlier is not None:

@@ -241,6 +241,8 @@ def _try(engine: Engine, path: Path, load: Load, *, ours: bool) -> tuple[Any, di
             return {"missing": str(error)}
         except CorruptCheckpointError as error:
             return {"bad": str(error)}
+        except SafeCheckpointError:
+            raise
         except Exception as error:
             raise named(error, rank=engine.rank, phase=f"reading {path}") from error
         return {}

@@ -1,0 +1,93 @@
+"""The top level of a torch file of any size, read without loading a tensor and without running anything in its pickle.
+
+``torch_reader`` reads more and bounds what it reads. What a resume may choose must not depend on such bounds: a checkpoint with
+a large replay buffer in it is one, too.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import IO, Any
+
+from typing_extensions import Self
+
+from safe_ckpt.core.storage.presence import ends_as_archive
+
+
+def top_level(path: Path) -> object:
+    """The object in a file that ``torch.save`` wrote; what is no plain container or number in it is an empty stand-in.
+
+    Returns:
+        None when it is no such file.
+
+    Raises:
+        OSError: it could not be read.
+    """
+    try:
+        return _top_level(path)
+    except OSError:
+        raise
+    except Exception:  # whatever a pickle machine makes of bytes that are none
+        return None
+
+
+def _top_level(path: Path) -> object:
+    if ends_as_archive(path):
+        with zipfile.ZipFile(path) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            with archive.open(name) as stream:
+                return _Blind(stream).load()
+    with path.open(
+        "rb"
+    ) as stream:  # torch's format before 1.6: a magic number, a version, facts of the system, the object
+        for _ in range(3):
+            _Blind(stream).load()
+        return _Blind(stream).load()
+
+
+class _Anything(dict):  # type: ignore[type-arg]
+    """Stands in for an object of any class: takes whatever a pickle does to it, and does nothing."""
+
+    def __new__(cls, *_: object, **__: object) -> Self:
+        return super().__new__(cls)
+
+    def __init__(self, *_: object, **__: object) -> None:
+        super().__init__()
+
+    def __call__(self, *_: object, **__: object) -> _Anything:
+        return self
+
+    def __setstate__(self, _: object) -> None:
+        pass
+
+    def __setitem__(self, _: object, __: object) -> None:
+        pass
+
+    def append(self, _: object) -> None:
+        """Nothing."""
+
+    def extend(self, _: object) -> None:
+        """Nothing."""
+
+    def add(self, _: object) -> None:
+        """Nothing."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+
+class _Blind(pickle.Unpickler):
+    """Rebuilds plain containers and numbers; no class is imported and no function is called."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        super().__init__(stream, encoding="latin-1")
+
+    def find_class(self, module: str, name: str) -> Any:
+        return OrderedDict if (module, name) == ("collections", "OrderedDict") else _Anything
+
+    def persistent_load(self, pid: Any) -> Any:
+        del pid
+        return _Anything()
