@@ -48,9 +48,9 @@ def spread(tensors, world, sizes, *, empty=False, shift=0):
     for number, (shape, dtype, mesh, choice) in enumerate(tensors):
         whole = torch.zeros(shape, dtype=DTYPES[dtype]) if empty else some(shape, DTYPES[dtype], number)
         on = meshes[(mesh + shift) % 2]
-        found[f"t{number}"] = (
-            distribute_tensor(whole, on, placements(on, choice + shift, len(shape))) if shape else whole
-        )
+        if shape:  # every rank has the whole: nothing is sent, for gloo does not know all types
+            whole = distribute_tensor(whole, on, placements(on, choice + shift, len(shape)), src_data_rank=None)
+        found[f"t{number}"] = whole
     return found
 
 
@@ -88,19 +88,17 @@ def _resume_random(rank, folder, cases, world, sizes):
 
 
 def test_four_ranks_save_and_die_and_any_number_goes_on(tmp_path):
-    """10 states (30 with SAFE_CKPT_THOROUGH) of random shapes, types, meshes and placements, SIGKILL, then 1, 2 and 3 ranks:
-    equal bit for bit.
-    """
+    """30 states of random shapes, types, meshes and placements, SIGKILL, then 1, 2 and 3 ranks: equal bit for bit."""
     cases = []
 
-    @settings(max_examples=30 if os.environ.get("SAFE_CKPT_THOROUGH") else 10, database=None, derandomize=True)
+    @settings(max_examples=30, database=None, derandomize=True)
     @given(TENSORS)
     def collect(tensors):
         cases.append(tensors)
 
     collect()
     outcomes = spawn_ranks(_save_random, 4, str(tmp_path), cases, timeout_s=100)
-    assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGKILL] * 4
+    assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGKILL] * 4, [outcome.error for outcome in outcomes]
     for world, sizes in ((1, (1, 1)), (2, (2, 1)), (3, (1, 3))):
         values(spawn_ranks(_resume_random, world, str(tmp_path), cases, world, sizes, timeout_s=100))
 
