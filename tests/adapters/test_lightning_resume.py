@@ -16,7 +16,7 @@ from safe_ckpt import CheckpointConfig
 from safe_ckpt.core.directory import catalog, commit_order
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.errors import ConfigError, NoValidCheckpointError
-from safe_ckpt.inspection.listing import read_layout
+from safe_ckpt.inspection.blind_reader import read_layout
 from safe_ckpt.lightning import SafeCheckpointCallback, resumable
 
 KINDS = {

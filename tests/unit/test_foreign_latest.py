@@ -13,7 +13,7 @@ from safe_ckpt.adapters.patch import Patch
 from safe_ckpt.cli.app import app
 from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.errors import RestoreError
-from safe_ckpt.inspection.listing import read_layout
+from safe_ckpt.inspection.blind_reader import read_layout
 
 
 def save(folder, *steps):

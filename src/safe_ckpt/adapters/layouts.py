@@ -126,6 +126,11 @@ def facts_file(path: Path) -> Path:
     return path / META if presence.is_there(path / META) else _deepspeed_facts(path)
 
 
+def lightning_layout_of(path: Path) -> Layout:
+    """What is at ``path``, a Lightning checkpoint of either kind, as far as its name tells."""
+    return (LIGHTNING_SHARDED if presence.is_directory(path) else LIGHTNING_FILE).layout_of(path)
+
+
 def is_lightning_directory(path: Path) -> bool:
     """Whether a directory is what a sharding strategy of Lightning writes, to its end."""
     return LIGHTNING_SHARDED.is_one(path) or LIGHTNING_DEEPSPEED.is_one(path)

@@ -9,12 +9,37 @@ from __future__ import annotations
 import pickle
 import zipfile
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from typing_extensions import Self
 
+from safe_ckpt.adapters import layouts
+from safe_ckpt.adapters.layouts import Layout
+from safe_ckpt.core.directory.catalog import Candidate
 from safe_ckpt.core.storage.presence import ends_as_archive
+
+
+def look_inside(candidate: Candidate) -> Candidate:
+    """Lightning's checkpoint with what only its content tells: its step, and whether there is more in it than weights.
+
+    Raises:
+        OSError: it could not be read.
+    """
+    if not candidate.foreign or candidate.problem:
+        return candidate
+    layout = read_layout(candidate.path)
+    return replace(candidate, step=layout.step, problem=layout.problem)
+
+
+def read_layout(path: Path) -> Layout:
+    """What a Lightning checkpoint says about itself, read without loading a tensor and without running its pickle.
+
+    Raises:
+        OSError: it could not be read.
+    """
+    return layouts.lightning_layout_of(path).told_by(top_level(layouts.facts_file(path)))
 
 
 def top_level(path: Path) -> object:

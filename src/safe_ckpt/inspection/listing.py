@@ -15,11 +15,10 @@ from safe_ckpt.adapters.layouts import Layout
 from safe_ckpt.core.directory import catalog
 from safe_ckpt.core.directory.catalog import Candidate
 from safe_ckpt.core.directory.workspace import HIDDEN
-from safe_ckpt.core.storage import presence
-from safe_ckpt.errors import CorruptCheckpointError
-from safe_ckpt.inspection.blind_reader import top_level
+from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection.dcp_reader import METADATA
-from safe_ckpt.inspection.files import Found, inside
+from safe_ckpt.inspection.files import Found, Window, inside
+from safe_ckpt.inspection.torch_reader import looks_like_archive, open_archive, read_old_file
 
 _HIDDEN_TOO = "_safe_ckpt"  # where the Transformers Trainer would push what begins with a dot
 _LONGEST_TAG = 4096
@@ -181,24 +180,29 @@ def hidden_of(directory: Path) -> Path | None:
 def look_inside(candidate: Candidate) -> Candidate:
     """Lightning's checkpoint with what only its content tells: its step, and whether there is more in it than weights.
 
+    Bounded like all that the command reads: of a pickle that is too long to be looked at only the name tells. A resume looks
+    into any length, see ``blind_reader``.
+
     Raises:
         OSError: it could not be read.
     """
     if not candidate.foreign or candidate.problem:
         return candidate
-    layout = read_layout(candidate.path)
+    layout = _read_layout(candidate.path)
     return replace(candidate, step=layout.step, problem=layout.problem)
 
 
-def read_layout(path: Path) -> Layout:
-    """What a Lightning checkpoint says about itself, read without loading a tensor and without running its pickle.
-
-    Raises:
-        OSError: it could not be read.
-    """
-    kind = layouts.LIGHTNING_SHARDED if presence.is_directory(path) else layouts.LIGHTNING_FILE
-    layout = kind.layout_of(path)
-    return layout.told_by(top_level(layouts.facts_file(path)))
+def _read_layout(path: Path) -> Layout:
+    layout = layouts.lightning_layout_of(path)
+    try:
+        with Window(layouts.facts_file(path)) as window:
+            return layout.told_by(open_archive(window).root if looks_like_archive(window) else read_old_file(window))
+    except HostileCheckpointError as error:
+        return replace(layout, problem=f"is no checkpoint: {error.message}", resumable=False)
+    except CorruptCheckpointError:
+        return layout.told_by(None)
+    except UnsupportedFormatError:  # too long to be looked at
+        return layout
 
 
 def _number_of(name: str) -> int | None:

@@ -29,7 +29,7 @@ from safe_ckpt.errors import (
     NoValidCheckpointError,
     SafeCheckpointError,
 )
-from safe_ckpt.inspection.listing import look_inside, read_layout
+from safe_ckpt.inspection.blind_reader import look_inside, read_layout
 from safe_ckpt.lightning import signals
 
 logger = logging.getLogger(__name__)

@@ -11,13 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import (
-    Engine,
-    SaveHandle,
-    open_coordinator,
-    plan,
-    reraise,
-)
+from safe_ckpt.adapters import Engine, SaveHandle, open_coordinator, plan, reraise
 from safe_ckpt.adapters.directories import HeldDirectories, catalog, one_shot, resume
 from safe_ckpt.adapters.planned import Planned
 from safe_ckpt.adapters.requests import (
@@ -93,10 +87,11 @@ class TrainerSaver:
         self._out_by: float | None = None
 
     def _loggers(self) -> list[tuple[str, Callable[..., Any]]]:
-        def log(one: Any) -> Callable[..., Any]:
-            return lambda values, step: one.log_metrics(values, step=step)  # looked up where an error of it is caught
-
-        return [(type(one).__name__, log(one)) for one in self._trainer.loggers]
+        # Looked up when it is called, where an error is caught.
+        return [
+            (type(one).__name__, lambda v, step, one=one: one.log_metrics(v, step=step))
+            for one in self._trainer.loggers
+        ]
 
     def add_hooks(self, hooks: Iterable[Hook]) -> None:
         """Further ones that are called with what happens; one that several callbacks have is called once."""
