@@ -123,13 +123,13 @@ def kill_in_a_save(job: Job, chance: random.Random) -> bool:
     """Wait for progress, then for the beginning of a save, then for a random moment. Returns whether the save was going on."""
     goal = chance.randint(2, 5)
     job.listen(lambda: len(job.news("committed")) >= goal)
-    staging = job.directory / ".safe_ckpt/staging"
+    pending = job.directory / ".safe_ckpt/pending"
     deadline = time.monotonic() + 10
-    while not any(staging.glob("*")) and time.monotonic() < deadline:
+    while not any(pending.glob("*")) and time.monotonic() < deadline:
         time.sleep(0.0005)
     time.sleep(chance.random() * 0.01)
     job.kill()
-    return any(staging.glob("*"))
+    return any(pending.glob("*"))
 
 
 def main(kills: int, seed: int) -> int:
@@ -166,12 +166,12 @@ def main(kills: int, seed: int) -> int:
     ]
     size = max(event["size_bytes"] for event in probe.read_events() if event["event"] == "committed")
     same = probe.weights == reference.weights
-    left = [path for part in ("staging", "trash") for path in (work / "killed/.safe_ckpt" / part).glob("*")]
+    left = [path for part in ("pending", "trash") for path in (work / "killed/.safe_ckpt" / part).glob("*")]
     checks = {
         "every resume took the last committed checkpoint or a newer one": good,
         "the final weights are those of the uninterrupted run, bit for bit": same,
         "most kills came within a save": within_count * 2 >= kills,
-        "nothing is left in staging or trash": not left,
+        "nothing is left in pending or trash": not left,
     }
     print(f"\n   weights uninterrupted {reference.weights[:16]}, killed {probe.weights[:16]}")
     print(f"   stall per save of {size / 2**20:.0f} MiB: median {sorted(stalls)[len(stalls) // 2]:.1f} ms, "
