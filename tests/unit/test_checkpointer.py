@@ -1,5 +1,6 @@
 """A Checkpointer without a process group: the whole protocol, a real writer process, a real disk."""
 
+import contextlib
 import gc
 import json
 import os
@@ -37,7 +38,9 @@ from safe_ckpt.errors import (
     DirectoryInUseError,
     NotEnoughSpaceError,
     NoValidCheckpointError,
+    RendezvousTimeout,
     RestoreError,
+    SaveError,
     SaveSkippedError,
     StateError,
     UnsupportedFormatError,
@@ -561,23 +564,30 @@ def test_close_does_not_return_as_if_all_were_well(tmp_path):
     assert done.stdout.split() == ["CommitOutcomeUnknown", "step-00000001", "True"], done.stderr
 
 
+def signal_writers(number):
+    for writer in writers_of(os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(writer, number)
+
+
 def test_the_deadline_of_a_save_begins_when_its_turn_comes(tmp_path):
-    """Long saves in front of it do not use up its time: each has that of nine, fourteen stand in a row."""
-    slow = WriterConfig(chunk_bytes=4096, flush_every_bytes=4096, direct_io="off")
+    """A save in front of it that uses up its own time takes none of the next one's."""
+    timeouts = replace(QUICK, lengthy_s=5)
     state = {"m": {"w": torch.zeros(1_000_000)}}
-    with Checkpointer(tmp_path / "alone", CheckpointConfig(timeouts=QUICK, writer=slow)) as ckpt:
+    with Checkpointer(tmp_path, CheckpointConfig(timeouts=timeouts, max_in_flight=2)) as ckpt:
         ckpt.save(1, state).result()
-        alone_s = 0.0
-        for step in (2, 3, 4):  # other programs may take the processors for a moment
-            begun = time.monotonic()
-            ckpt.save(step, state).result()
-            alone_s = max(alone_s, time.monotonic() - begun)
-    enough_for_nine = CheckpointConfig(
-        timeouts=replace(QUICK, lengthy_s=9 * alone_s), writer=slow, max_in_flight=14, max_consecutive_failures=14
-    )
-    with Checkpointer(tmp_path / "row", enough_for_nine) as ckpt:
-        handles = [ckpt.save(step, state) for step in range(1, 15)]
-        assert [handle.result().step for handle in handles] == list(range(1, 15))
+        begun = time.monotonic()
+        signal_writers(signal.SIGSTOP)
+        hanging, waiting = ckpt.save(2, state), ckpt.save(3, state)
+        while not hanging.done():
+            signal_writers(signal.SIGSTOP)  # also the one that replaces a stopped one
+            with contextlib.suppress(RendezvousTimeout):
+                hanging.settle(0.1)
+        signal_writers(signal.SIGCONT)
+        with pytest.raises(SaveError, match="lengthy_s"):
+            hanging.result()
+        assert waiting.result().step == 3
+        assert time.monotonic() - begun > timeouts.lengthy_s
 
 
 @pytest.mark.parametrize(
