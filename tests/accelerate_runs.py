@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import random
+from pathlib import Path
 
 import numpy
 import torch
@@ -15,6 +16,7 @@ from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from torch.utils.data import DataLoader, TensorDataset
 
 from safe_ckpt import CheckpointConfig, Timeouts
+from safe_ckpt.accelerate import register
 
 CONFIG = CheckpointConfig(
     timeouts=Timeouts(lengthy_s=60, barrier_s=30, writer_stall_s=5, fsync_stall_s=10, peer_stall_s=3, shutdown_s=10)
@@ -141,3 +143,18 @@ def shared_memory():
         with contextlib.suppress(OSError):
             found.append(os.readlink(f"/proc/self/fd/{fd}"))
     return [target for target in found if "safe_ckpt" in target]
+
+
+@contextlib.contextmanager
+def registered(folder, config=CONFIG, **more):
+    accelerator = make(folder, **more)
+    with register(accelerator, config) as handle:
+        yield accelerator, handle
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def checkpoints(folder):
+    return names(folder / "checkpoints")

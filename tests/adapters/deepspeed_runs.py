@@ -15,6 +15,7 @@ import torch
 
 from safe_ckpt import iter_full_tensors
 from safe_ckpt.errors import StateError
+from safe_ckpt.testing import spawn_ranks
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 CPU = {"device": "cpu"}
@@ -217,3 +218,19 @@ def experts():
 def own_weights(engine):
     """This rank's parameters, one after the other."""
     return torch.cat([parameter.detach().flatten().clone() for parameter in engine.module.parameters()])
+
+
+THOROUGH = bool(os.environ.get("SAFE_CKPT_THOROUGH"))
+
+
+def has_nvme():
+    """Whether DeepSpeed's asynchronous I/O was built: to build it within a test would take minutes."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    return AsyncIOBuilder().is_compatible(verbose=False) and any(root.glob("**/async_io.so"))
+
+
+def spawn(function, *args, **options):
+    return spawn_ranks(function, 2, *args, timeout_s=150, **options)

@@ -14,6 +14,8 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from safe_ckpt import CheckpointConfig, Timeouts
+
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
@@ -112,3 +114,23 @@ def stop_at(pl, step):
                 raise Stop
 
     return StopAt()
+
+
+QUICK = CheckpointConfig(timeouts=Timeouts(lengthy_s=60, barrier_s=20, peer_stall_s=3, shutdown_s=10, writer_stall_s=5))
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name != ".safe_ckpt")
+
+
+def fit(folder, *, callbacks=(), name="lightning.pytorch", settings=None, module=None, seed=1, **arguments):
+    from safe_ckpt.lightning import SafeCheckpointCallback
+
+    pl = package(name)
+    pl.seed_everything(seed, verbose=False)
+    arguments.setdefault("config", QUICK)
+    callback = SafeCheckpointCallback(dirpath=folder, **arguments)
+    made = trainer(pl, [callback, *callbacks], folder, **(settings or {}))
+    module = module or module_class(pl)()
+    made.fit(module)
+    return made, callback, module

@@ -8,9 +8,6 @@ import logging
 import os
 import pickle
 import random
-import shutil
-import signal
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -21,17 +18,24 @@ import torch
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DataLoaderConfiguration
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
-from accelerate_runs import CONFIG, Training, forget, fresh, make, seed, shared_memory, stateful
+from accelerate_runs import (
+    CONFIG,
+    Training,
+    checkpoints,
+    forget,
+    fresh,
+    make,
+    names,
+    registered,
+    seed,
+    shared_memory,
+    stateful,
+)
 from safe_ckpt import CheckpointConfig, Retention, WriterConfig
 from safe_ckpt.accelerate import SafeCheckpointPlugin, register
-from safe_ckpt.cli.app import app
-from safe_ckpt.core.directory.lease import own_lease
-from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import (
     ClosedError,
     ConfigError,
@@ -41,28 +45,13 @@ from safe_ckpt.errors import (
     NoValidCheckpointError,
     StateError,
 )
-from support import flip_bit, needs_root, run_script, small_disk, writer_processes
+from support import flip_bit, needs_root, small_disk, writer_processes
 
 
 @pytest.fixture(autouse=True)
 def _alone():
     with fresh():
         yield
-
-
-@contextlib.contextmanager
-def registered(folder, config=CONFIG, **more):
-    accelerator = make(folder, **more)
-    with register(accelerator, config) as handle:
-        yield accelerator, handle
-
-
-def names(folder):
-    return sorted(path.name for path in Path(folder).iterdir())
-
-
-def checkpoints(folder):
-    return names(folder / "checkpoints")
 
 
 def test_the_files_are_those_that_accelerate_writes(tmp_path):
@@ -278,224 +267,6 @@ def test_an_error_nobody_saw_reaches_the_next_save_but_not_a_load(tmp_path):
         handle.wait()
 
 
-def test_a_path_of_ones_own(tmp_path):
-    """Absent: it appears at the commit. Ours: replaced, foreign files carried over. Somebody else's: refused."""
-    with registered(None) as (accelerator, handle):
-        training = Training(accelerator)
-        path = accelerator.save_state(tmp_path / "mine")
-        handle.wait()
-        (path / "notes.txt").write_text("keep me")
-        (path / "more").mkdir()
-        (path / "more/notes.txt").write_text("me too")
-        (path / "optimizer_7.bin").write_bytes(b"")
-        training.epoch()
-        expected = training.fingerprint()
-        accelerator.save_state(tmp_path / "mine", async_save=False)
-        assert (path / "notes.txt").read_text() == "keep me"
-        assert (path / "more/notes.txt").read_text() == "me too"
-        verify(path, read_manifest(path))
-        assert "notes.txt" not in [entry.path for entry in read_manifest(path).files]
-        training.scramble()
-        accelerator.load_state()
-        assert training.fingerprint() == expected
-        (tmp_path / "empty").mkdir()
-        accelerator.save_state(tmp_path / "empty", async_save=False)
-        (tmp_path / "theirs").mkdir()
-        (tmp_path / "theirs/model.safetensors").write_bytes(b"theirs")
-        with pytest.raises(DirectoryError, match="another name"):
-            accelerator.save_state(tmp_path / "theirs")
-        assert names(tmp_path / "theirs") == ["model.safetensors"]
-        (tmp_path / "file").write_text("theirs")
-        with pytest.raises(DirectoryError, match="another name"):
-            accelerator.save_state(tmp_path / "file")
-
-
-def test_jobs_may_keep_their_checkpoints_side_by_side(tmp_path):
-    """A path of one's own is held by itself: another live job saves beside it; retention never reaches what others wrote."""
-    config = CheckpointConfig(timeouts=CONFIG.timeouts, retention=Retention(keep_last=1))
-    with registered(None, config) as (accelerator, handle):
-        Training(accelerator)
-        accelerator.save_state(tmp_path / "job_a", async_save=False)
-        shutil.copytree(tmp_path / "job_a", tmp_path / "kept")
-        code = """
-            import sys; sys.path[:0] = sys.argv[2:]
-            from accelerate_runs import CONFIG, Training, make
-            from safe_ckpt.accelerate import register
-            accelerator = make(None)
-            with register(accelerator, CONFIG):
-                Training(accelerator)
-                accelerator.save_state(sys.argv[1] + "/job_b")
-        """
-        done = run_script(code, str(tmp_path), *sys.path)
-        assert done.returncode == 0, done.stderr
-        for number in range(4):
-            last = accelerator.save_state(tmp_path / f"step_{number}")
-        handle.wait()
-        assert [p.name for p in sorted(tmp_path.iterdir())] == [".safe_ckpt", "job_b", "kept", "step_3"]
-        accelerator.load_state()
-        assert len(list((tmp_path / ".safe_ckpt/names").iterdir())) <= 2
-        assert last.name == "step_3"
-    with registered(None, config) as (accelerator, handle), pytest.raises(DirectoryError, match="another name"):
-        Training(accelerator)
-        handle.save_model(accelerator._models[0], tmp_path / "step_3")
-
-
-def test_what_is_saved_after_the_weights_is_the_newest(tmp_path, monkeypatch):
-    """Weights that were saved first in a folder do not hide the checkpoints of earlier jobs there."""
-    monkeypatch.setattr(
-        "safe_ckpt.core.directory.workspace.sequence_after", lambda last: last + 1
-    )  # as with a clock that went back
-    with registered(None) as (accelerator, _):
-        for name in ("step_1", "step_2", "step_3"):
-            accelerator.save_state(tmp_path / name)
-    forget()
-    with registered(None) as (accelerator, _):
-        accelerator.save_model(torch.nn.Linear(2, 2), tmp_path / "weights")
-        accelerator.save_state(tmp_path / "step_4")
-    assert [read_manifest(tmp_path / f"step_{number}").sequence for number in (1, 2, 3, 4)] == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("automatic", [False, True])
-def test_a_directory_that_could_not_be_looked_at_is_not_held(tmp_path, monkeypatch, automatic):
-    """Nor is anything saved there in a wrong order: the next attempt looks again."""
-
-    def broken(*args, **kwargs):
-        raise DirectoryError(path=str(tmp_path), message="cannot be read", rank=0)
-
-    monkeypatch.setattr(
-        "safe_ckpt.core.directory.workspace.sequence_after", lambda last: last + 1
-    )  # as with a clock that went back
-    target = None if automatic else tmp_path / "one"
-    with registered(tmp_path, automatic=automatic) as (accelerator, _):
-        accelerator.save_state(target)
-        accelerator.save_state(target)
-    forget()
-    accelerator = make(tmp_path, automatic=False)
-    with register(accelerator, CONFIG) as handle:
-        accelerator.project_configuration.automatic_checkpoint_naming = automatic  # as a script may do later
-        with monkeypatch.context() as patch:
-            patch.setattr("safe_ckpt.core.saving.resume.listed", broken)
-            patch.setattr("safe_ckpt.core.saving.held_directories._sequence_of", broken)
-            with pytest.raises(DirectoryError, match="cannot be read"):
-                accelerator.save_state(target)
-        assert not list(tmp_path.rglob("lock"))
-        path = accelerator.save_state(target, async_save=False)
-        handle.wait()
-    assert read_manifest(path).sequence == 3
-
-
-def test_what_another_job_saved_under_a_name_of_ours_is_its_own(tmp_path):
-    """Retention does not delete it, nor does it count; ``load_state()`` does not take it."""
-    config = CheckpointConfig(timeouts=CONFIG.timeouts, retention=Retention(keep_last=2))
-    with registered(None) as (accelerator, _):  # of the other job
-        theirs = accelerator.save_state(tmp_path / "other/step_2")
-    forget()
-    with registered(None, config) as (accelerator, handle):
-        for number in (1, 2, 3):
-            accelerator.save_state(tmp_path / f"step_{number}", async_save=False)
-        shutil.rmtree(tmp_path / "step_2")
-        shutil.copytree(theirs, tmp_path / "step_2")
-        accelerator.save_state(tmp_path / "step_4", async_save=False)
-        accelerator.save_state(tmp_path / "step_5", async_save=False)
-        assert names(tmp_path) == [".safe_ckpt", "other", "step_2", "step_4", "step_5"]
-        for number in (4, 5):
-            shutil.rmtree(tmp_path / f"step_{number}")
-        shutil.copytree(theirs, tmp_path / "step_5")
-        with pytest.raises(NoValidCheckpointError):
-            accelerator.load_state()
-        assert read_manifest(tmp_path / "step_2").op_id == read_manifest(theirs).op_id
-
-
-KILLED = """
-    import os, signal, sys, time; sys.path[:0] = sys.argv[2:]
-    from accelerate_runs import CONFIG, Training, make
-    from safe_ckpt.accelerate import register
-    folder = sys.argv[1]
-    accelerator = make(None)
-    handle = register(accelerator, CONFIG)
-    Training(accelerator, width=100_000)
-    for step in (30, 40, 50):
-        accelerator.save_state(f"{folder}/step_{step}", async_save=False)
-    writer = handle._engine._save_queue.writer
-    os.kill(writer.pid, signal.SIGSTOP)
-    accelerator.save_state(f"{folder}/step_60")
-    deadline = time.monotonic() + 20
-    while not os.listdir(f"{folder}/.safe_ckpt/names/step_60/pending") and time.monotonic() < deadline:
-        pass
-    os.kill(writer.pid, signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_names_of_ones_own_are_recorded_swept_and_in_order(tmp_path):
-    """The next job sweeps what a killed one left under another name; what it saves is the newest, whatever its step; list,
-    resume-path and report speak of both jobs.
-    """
-    assert run_script(KILLED, str(tmp_path), *sys.path).returncode == -signal.SIGKILL
-    left = tmp_path / ".safe_ckpt/names/step_60"
-    assert names(left / "pending")
-    before = json.loads(command("list", tmp_path, "--json"))
-    assert [row["name"] for row in before if row["state"] == "partial"] == [
-        f".safe_ckpt/names/step_60/pending/{name}" for name in names(left / "pending")
-    ]
-    with registered(None) as (accelerator, handle):
-        Training(accelerator, width=100_000)
-        accelerator.load_state(tmp_path / "step_40")
-        accelerator.save_state(tmp_path / "step_45")
-        accelerator.save_state(tmp_path / "last", async_save=False)
-        assert not [path for path in left.rglob("*") if path.is_file()]
-    rows = json.loads(command("list", tmp_path, "--json"))
-    assert [(row["name"], row["step"]) for row in rows] == [
-        ("last", 3),
-        ("step_45", 45),
-        ("step_50", 50),
-        ("step_40", 40),
-        ("step_30", 30),
-    ]
-    assert command("resume-path", tmp_path).strip() == str(tmp_path / "last")
-    for asked in (tmp_path, tmp_path / "step_45"):
-        told = json.loads(command("report", asked, "--json"))
-        assert [save["step"] for save in told["saves"] if save["outcome"] == "committed"] == [30, 40, 50, 45, 3]
-        assert [save["step"] for save in told["saves"] if save["outcome"] == "interrupted"] == [60]
-        assert len(told["runs"]) == 2
-    assert names(tmp_path / ".safe_ckpt")[0] == "events.jsonl"
-
-
-def test_a_sweep_keeps_no_other_job_from_its_name(tmp_path, monkeypatch):
-    """What a killed job left there is deleted when its lock has been given back; whoever comes at that moment waits for it."""
-    left, held, remove_tree = tmp_path / ".safe_ckpt/names/other", [], durable.remove_tree
-    (left / "pending/half").mkdir(parents=True)
-    (left / "pending/half/file").write_text("half")
-    (left / "trash/old").mkdir(parents=True)
-    dead = replace(own_lease(token="t", started_at="", lease_s=60.0), pid=2**22 + 1, process_start=1)
-    (left / "lock").write_bytes(dead.to_bytes())
-
-    def remove(path):
-        lock = left / "lock"
-        held.append(lock.exists() and json.loads(lock.read_bytes())["pid"] == os.getpid())
-        remove_tree(path)
-
-    monkeypatch.setattr(durable, "remove_tree", remove)
-    with registered(None) as (accelerator, handle):
-        accelerator.save_state(tmp_path / "mine", async_save=False)
-        assert held
-        assert not any(held)
-        assert not left.exists()
-        assert names(tmp_path / ".safe_ckpt/names/mine/trash") == []
-        sweep = Workspace(tmp_path, lease_s=60.0, hidden=left)
-        sweep.open()
-        ends = threading.Timer(0.1, sweep.close)
-        ends.start()
-        accelerator.save_state(tmp_path / "other", async_save=False)
-        ends.join()
-
-
-def command(*words):
-    done = CliRunner().invoke(app, [str(word) for word in words])
-    assert done.exit_code == 0, done.output
-    return done.stdout
-
-
 def test_a_save_that_is_skipped_leaves_nothing(tmp_path):
     """With on_busy="skip" neither a number is used up nor a folder of the hooks left; an export waits its turn."""
     config = CheckpointConfig(timeouts=CONFIG.timeouts, on_busy="skip", max_in_flight=1)
@@ -508,19 +279,6 @@ def test_a_save_that_is_skipped_leaves_nothing(tmp_path):
         handle.save_model(training.model, tmp_path / "weights")
         assert accelerator.save_iteration == len(checkpoints(tmp_path)) < 4
         assert list((tmp_path / ".safe_ckpt/pending").glob("*")) == []
-
-
-def test_the_hidden_folder_is_not_where_accelerate_lists(tmp_path):
-    """A stock load_state takes whatever sorts last in ``checkpoints``: nothing but checkpoints is ever in there."""
-    seen = set()
-    with registered(tmp_path) as (accelerator, handle):
-        Training(accelerator)
-        for _ in range(3):
-            accelerator.save_state()
-            seen |= set(checkpoints(tmp_path))
-        handle.wait()
-        seen |= set(checkpoints(tmp_path))
-    assert seen == {"checkpoint_0", "checkpoint_1", "checkpoint_2"}
 
 
 def test_hooks_are_called_as_accelerate_calls_them(tmp_path):

@@ -1,15 +1,11 @@
 """``SafeCheckpointEngine`` as DeepSpeed drives it: dead and stopped writers, full disks, every way to end, lost ranks."""
 
 import argparse
-import contextlib
 import enum
 import os
 import re
 import shutil
 import signal
-import textwrap
-import time
-import zipfile
 from dataclasses import replace
 
 import pytest
@@ -19,19 +15,41 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed_engine_runs import (
+    CONFIG,
+    FRAIL,
+    LARGE,
+    MODEL,
+    OPTIM,
+    SEVERAL,
+    SLOW,
+    begin,
+    begun_to_write,
+    clean,
+    complete,
+    equal,
+    in_time,
+    info_of,
+    latest,
+    names,
+    opened,
+    put,
+    read,
+    save,
+    signal_writer,
+    state_of,
+    tag_of,
+    until,
+    written,
+)
 
-from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
-from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt import Checkpointer
 from safe_ckpt.deepspeed import SafeCheckpointEngine, directories
 from safe_ckpt.deepspeed.directories import CheckpointDirectory
 from safe_ckpt.errors import (
     ClosedError,
     ConfigError,
-    CoordinationError,
     CorruptCheckpointError,
-    DesyncError,
     DirectoryError,
     NotEnoughSpaceError,
     SafeCheckpointError,
@@ -39,140 +57,9 @@ from safe_ckpt.errors import (
     StateError,
     WriterError,
 )
-from safe_ckpt.testing import free_port, spawn_ranks, values
-from support import flip_bit, kill_group, needs_root, run_script, small_disk, start_script, writer_processes, writers_of
+from support import flip_bit, needs_root, small_disk, writer_processes, writers_of
 
 pytestmark = pytest.mark.timeout(60)
-
-TIMES = Timeouts(lengthy_s=30, barrier_s=20, writer_stall_s=1, fsync_stall_s=5, peer_stall_s=5, shutdown_s=8)
-CONFIG = CheckpointConfig(timeouts=TIMES, writer=WriterConfig(inline_bytes=0))
-SLOW = replace(CONFIG, writer=WriterConfig(chunk_bytes=4096, flush_every_bytes=4096, direct_io="off", inline_bytes=0))
-FRAIL = replace(CONFIG, writer=WriterConfig(max_respawns=0, inline_bytes=0))  # the first stall is an error
-LIMIT_S = 30
-MODEL = "mp_rank_00_model_states.pt"
-OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
-LARGE = 1_000_000
-SEVERAL = 300_000
-
-
-@contextlib.contextmanager
-def opened(config=CONFIG):
-    engine = SafeCheckpointEngine(config)
-    try:
-        yield engine
-    finally:
-        engine.cleanup()
-
-
-@contextlib.contextmanager
-def in_time():
-    begun = time.monotonic()
-    yield
-    assert time.monotonic() - begun < LIMIT_S
-
-
-def until(condition):
-    deadline = time.monotonic() + 20
-    while not (found := condition()):
-        if time.monotonic() > deadline:
-            raise TimeoutError("what the test waits for did not happen")
-        time.sleep(0.001)
-    return found
-
-
-def tag_of(number):
-    return f"global_step{number}"
-
-
-def info_of(folder, number, *, save_latest=True):
-    return CheckpointCommitInfo(tag=tag_of(number), save_dir=str(folder), save_latest=save_latest)
-
-
-def state_of(value, numel=1000):
-    return {"module": {"w": torch.full((numel,), float(value)), "b": torch.arange(7) + value}, "global_steps": value}
-
-
-def begin(engine, folder, number, **more):
-    info = info_of(folder, number, **more)
-    engine.makedirs(str(folder), exist_ok=True)
-    engine.create(info)
-    engine.makedirs(os.path.join(folder, tag_of(number)), exist_ok=True)
-    return info
-
-
-def put(engine, folder, number, *, value=None, name=MODEL, numel=1000):
-    state = state_of(number if value is None else value, numel)
-    engine.save(state_dict=state, path=os.path.join(folder, tag_of(number), name))
-
-
-def save(engine, folder, number, **more):
-    """Everything but the commit."""
-    info = begin(engine, folder, number)
-    put(engine, folder, number, **more)
-    save_checkpoint(engine)
-    return info
-
-
-def save_checkpoint(engine):
-    """How DeepSpeed's function of this name ends: it asks when all files are handed over."""
-    assert engine.is_decoupled()
-
-
-def read(file):
-    return torch.load(file, weights_only=False)
-
-
-def equal(one, other):
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    return one == other
-
-
-def complete(folder, number, *, value=None, names=(MODEL,), numel=1000):
-    """The tag has exactly these files, with these contents, and its manifest agrees."""
-    tag = folder / tag_of(number)
-    assert sorted(os.listdir(tag)) == sorted(["manifest.json", *names])
-    assert all(equal(read(tag / name), state_of(number if value is None else value, numel)) for name in names)
-    assert verify(tag, read_manifest(tag)) > 0
-    return True
-
-
-def names(folder):
-    return sorted(name for name in os.listdir(folder) if name != ".safe_ckpt")
-
-
-def latest(folder):
-    return (folder / "latest").read_text()
-
-
-def clean(folder):
-    """Nothing half done is left, and nobody holds the directory."""
-    assert list((folder / ".safe_ckpt/pending").glob("*")) == []
-    assert not (folder / ".safe_ckpt/lock").exists()
-    return True
-
-
-def staged(folder, number, name=MODEL):
-    return next(iter(folder.glob(f".safe_ckpt/pending/*/{tag_of(number)}/{name}")), None)
-
-
-def begun_to_write(folder, number, name=MODEL):
-    file = staged(folder, number, name)
-    return file is not None and file.stat().st_size > 0
-
-
-def written(folder, number, name=MODEL):
-    """Whether the staged file is complete: a zip archive's directory comes last, and nothing may read it as a pickle before."""
-    file = staged(folder, number, name)
-    return file is not None and zipfile.is_zipfile(file) and bool(read(file))
-
-
-def signal_writer(number):
-    (writer,) = until(lambda: writers_of(os.getpid()))
-    os.kill(writer, number)
-    return writer
 
 
 # One process, the writer dies or stops
@@ -641,387 +528,3 @@ def test_cleanup_of_a_stopped_writer_ends(tmp_path):
     assert names(tmp_path / "two") == []
     assert writer_processes() == []
     assert clean(tmp_path / "two")
-
-
-# Fresh interpreters: how a program ends
-
-FILES = [MODEL, OPTIM.format(0)]
-HEAD = """
-    import os, signal, sys, torch
-    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
-    from safe_ckpt import CheckpointConfig, Network, Retention, Telemetry, Timeouts, WriterConfig
-    from safe_ckpt.deepspeed import SafeCheckpointEngine
-    from safe_ckpt.errors import ConfigError
-    folder = sys.argv[1]
-    engine = SafeCheckpointEngine({config!r})
-
-    def info_of(number):
-        return CheckpointCommitInfo(tag=f"global_step{{number}}", save_dir=folder, save_latest=True)
-
-    MODEL, OPTIM = {files!r}
-
-    def put(number, name, numel):
-        module = {{"w": torch.full((numel,), float(number)), "b": torch.arange(7) + number}}
-        file = os.path.join(folder, f"global_step{{number}}", name)
-        engine.save(state_dict={{"module": module, "global_steps": number}}, path=file)
-
-    def save(number, numel, then=""):
-        engine.create(info_of(number))
-        put(number, MODEL, numel)
-        exec(then)
-        put(number, OPTIM, numel)
-        save_checkpoint()
-        return info_of(number)
-
-    def save_checkpoint():  # how DeepSpeed's function of this name ends
-        engine.is_decoupled()
-
-    def signal_writer(number):
-        os.kill(engine._core._save_queue.writer.pid, number)
-
-    engine.commit(save(1, 1000))
-    {end}
-"""
-
-
-def end_with(end, folder, config=SLOW, flags=()):
-    """Commit the first tag and do what ``end`` says in a fresh interpreter; it must end by itself."""
-    begun = time.monotonic()
-    done = run_script(HEAD.format(config=config, files=FILES, end=end), str(folder), timeout_s=LIMIT_S + 5, flags=flags)
-    assert time.monotonic() - begun < LIMIT_S
-    assert writer_processes() == []
-    assert complete(folder, 1, names=FILES)
-    assert clean(folder)
-    return done
-
-
-@pytest.mark.parametrize("stop", ["", "signal_writer(signal.SIGSTOP);"])
-def test_an_exception_with_a_save_under_way(tmp_path, stop):
-    """An uncaught exception between save() and commit() ends with its traceback; the save is complete or named in an error."""
-    done = end_with(f"save(2, {SEVERAL}); {stop} raise KeyError('mine')", tmp_path)
-    assert done.returncode == 1, done.stderr
-    assert "KeyError: 'mine'" in done.stderr
-    if tag_of(2) in names(tmp_path):
-        assert complete(tmp_path, 2, names=FILES, numel=SEVERAL)
-        assert latest(tmp_path) == tag_of(2)
-    else:
-        assert f"{tag_of(2)} was not saved" in done.stderr
-        assert names(tmp_path) == [tag_of(1), "latest"]
-        assert latest(tmp_path) == tag_of(1)
-
-
-@pytest.mark.parametrize(
-    ("how", "code"),
-    [("raise KeyError('mine')", 1), ("os.kill(os.getpid(), signal.SIGINT); signal.pause()", -2), ("sys.exit(3)", 3)],
-)
-def test_an_end_between_two_files_commits_none(tmp_path, how, code):
-    """A program that ends within save_checkpoint, not all files handed over, leaves neither that tag nor a moved `latest`."""
-    reset = "signal.signal(signal.SIGINT, signal.default_int_handler)"
-    done = end_with(f"{reset}; save(2, 1000, then={how!r})", tmp_path)
-    assert done.returncode == code, done.stderr
-    assert names(tmp_path) == [tag_of(1), "latest"]
-    assert latest(tmp_path) == tag_of(1)
-    assert f"{tag_of(2)} was not saved" in done.stderr
-
-
-def test_an_exception_while_the_writer_is_idle(tmp_path):
-    """An uncaught exception after a commit ends with its traceback alone, and what was committed stays."""
-    done = end_with("raise KeyError('mine')", tmp_path)
-    assert done.returncode == 1, done.stderr
-    assert done.stderr.rstrip().endswith("KeyError: 'mine'")
-    assert names(tmp_path) == [tag_of(1), "latest"]
-
-
-@pytest.mark.parametrize("harm", ["del engine", "signal_writer(signal.SIGSTOP)", "signal_writer(signal.SIGKILL)"])
-def test_a_normal_end_commits_what_is_in_flight(tmp_path, harm):
-    """A script that ends without commit() commits its last save first, whole, whatever becomes of the writer."""
-    done = end_with(f"save(2, {SEVERAL}); {harm}", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert complete(tmp_path, 2, names=FILES, numel=SEVERAL)
-    assert latest(tmp_path) == tag_of(2)
-
-
-def test_a_normal_end_with_a_save_that_fails_says_so(tmp_path):
-    """A last save that cannot be committed when the script ends is named in an error on stderr, and the end is not held."""
-    done = end_with(f"signal_writer(signal.SIGSTOP); save(2, {SEVERAL})", tmp_path, FRAIL)
-    assert f"{tag_of(2)} was not saved" in done.stderr
-    assert "made no progress" in done.stderr
-    assert names(tmp_path) == [tag_of(1), "latest"]
-
-
-def test_validation_does_not_depend_on_assert(tmp_path):
-    """With -O calls that are out of order raise ConfigError all the same, and do no harm to what is saved."""
-    end = """
-    def refused(what, *arguments, **more):
-        try:
-            what(*arguments, **more)
-            print("accepted", what, arguments, more)
-        except ConfigError as error:
-            print("refused")
-
-    def info(**more):
-        return CheckpointCommitInfo(**{"tag": "global_step2", "save_dir": folder, "save_latest": True, **more})
-
-    refused(put, 2, MODEL, 10)
-    refused(engine.commit, info())
-    for tag in ("", ".", "..", "a//b", "../up", "latest", ".safe_ckpt"):
-        refused(engine.create, info(tag=tag))
-    for path in ("x.pt", "global_step1/x.pt", "global_step2/../x.pt", "global_step2/a/b.pt", "global_step2"):
-        engine.create(info())
-        refused(engine.save, {}, os.path.join(folder, path))
-    save(2, 1000)
-    refused(engine.save, {}, os.path.join(folder, "global_step2", "late.pt"))
-    refused(engine.commit, info(tag="global_step1"))
-    refused(engine.commit, info(save_dir=folder + "/other"))
-    print(engine.commit(info()))
-    refused(engine.commit, info())
-    """
-    done = end_with(end, tmp_path, CONFIG, flags=("-O",))
-    assert done.stdout.split("\n") == ["refused"] * 17 + ["True", "refused", ""], done.stdout + done.stderr
-    assert done.returncode == 0
-    assert complete(tmp_path, 2, names=FILES)
-    assert names(tmp_path) == [tag_of(1), tag_of(2), "latest"]
-
-
-# Two ranks
-
-
-def rank_files(ranks=2):
-    return [MODEL, *(OPTIM.format(rank) for rank in range(ranks))]
-
-
-def put_rank(engine, folder, number, rank):
-    if rank == 0:
-        put(engine, folder, number)
-    put(engine, folder, number, name=OPTIM.format(rank))
-
-
-def _rank_1_is_late(rank, folder):
-    with opened() as engine:
-        info, seen = begin(engine, folder, 1), None
-        if rank == 1:
-            until(lambda: (folder.parent / "committing").exists() and written(folder, 1, OPTIM.format(0)))
-            seen = names(folder)
-        put_rank(engine, folder, 1, rank)
-        if rank == 0:
-            (folder.parent / "committing").touch()
-        assert engine.commit(info) is True
-        return seen, complete(folder, 1, names=rank_files()), latest(folder)
-
-
-def test_the_tag_appears_with_all_ranks_files(tmp_path):
-    """While a rank has not saved yet neither the tag nor `latest` is there; after commit() on any rank both are, complete."""
-    found = values(spawn_ranks(_rank_1_is_late, 2, tmp_path / "run", timeout_s=50))
-    assert found == [(None, True, tag_of(1)), ([], True, tag_of(1))]
-
-
-def _rank_1_is_killed(rank, folder):
-    with opened() as engine:
-        info = begin(engine, folder, 1)
-        put_rank(engine, folder, 1, rank)
-        engine.commit(info)
-        info = begin(engine, folder, 2)
-        put_rank(engine, folder, 2, rank)
-        if rank == 1:
-            until(lambda: written(folder, 2, OPTIM.format(1)))
-            os.kill(os.getpid(), signal.SIGKILL)
-        begun = time.monotonic()
-        try:
-            engine.commit(info)
-        except SafeCheckpointError as error:
-            return error, time.monotonic() - begun, names(folder), latest(folder)
-        return None
-
-
-def test_a_rank_that_is_killed_before_commit_leaves_the_earlier_tag(tmp_path):
-    """A rank is killed with its file written and no commit() called: the others get a named error in time, nothing moves."""
-    outcomes = spawn_ranks(_rank_1_is_killed, 2, tmp_path / "run", timeout_s=50)
-    assert outcomes[1].exit_code == -signal.SIGKILL
-    error, seconds, there, named = values(outcomes[:1])[0]
-    assert isinstance(error, CoordinationError | SaveError)
-    assert "1" in str(error)
-    assert seconds < LIMIT_S
-    assert there == [tag_of(1), "latest"]
-    assert named == tag_of(1)
-    assert complete(tmp_path / "run", 1, names=rank_files())
-    assert names(tmp_path / "run") == there
-    assert clean(tmp_path / "run")
-
-
-def _rank_1_cannot_pickle(rank, folder):
-    engine = SafeCheckpointEngine(CONFIG)
-    info, found = begin(engine, folder, 1), []
-    if rank == 1:
-        try:
-            engine.save({"bad": lambda: None}, os.path.join(folder, tag_of(1), OPTIM.format(1)))
-        except StateError as error:
-            found.append(error.rank)
-    else:
-        put_rank(engine, folder, 1, rank)
-    try:
-        engine.commit(info)
-    except SaveError as error:
-        found.append((error.name, error.rank, OPTIM.format(1) in str(error)))
-    begin(engine, folder, 2)
-    put_rank(engine, folder, 2, rank)
-    save_checkpoint(engine)
-    globals()["_kept"] = engine  # so that it ends with the process and not before
-    return found
-
-
-def test_an_error_of_one_rank_is_that_of_all_and_the_end_commits_the_next(tmp_path):
-    """What one rank cannot pickle fails commit() on all with its file named; the next save is committed at the ranks' end."""
-    found = values(spawn_ranks(_rank_1_cannot_pickle, 2, tmp_path / "run", timeout_s=50))
-    assert found == [[(tag_of(1), 1, True)], [1, (tag_of(1), 1, True)]]
-    assert names(tmp_path / "run") == [tag_of(2), "latest"]
-    assert complete(tmp_path / "run", 2, names=rank_files())
-    assert clean(tmp_path / "run")
-
-
-def _ranks_differ(rank, folder):
-    with opened() as engine:
-        found = []
-        for info in (
-            CheckpointCommitInfo(tag=f"step{rank}", save_dir=str(folder), save_latest=True),
-            CheckpointCommitInfo(tag="step7", save_dir=str(folder), save_latest=rank == 0),
-        ):
-            try:
-                engine.create(info)
-            except DesyncError as error:
-                found.append(sorted(error.values))
-        info = begin(engine, folder, 1)
-        put_rank(engine, folder, 1, rank)
-        return found, engine.commit(info)
-
-
-def test_ranks_that_ask_for_different_saves_are_told_so(tmp_path):
-    """Different tags, or a different save_latest, are a DesyncError of create() on both ranks, and the next save works."""
-    found = values(spawn_ranks(_ranks_differ, 2, tmp_path / "run", timeout_s=50))
-    assert found == [([["0", "1"], ["0", "1"]], True)] * 2
-    assert names(tmp_path / "run") == [tag_of(1), "latest"]
-    assert complete(tmp_path / "run", 1, names=rank_files())
-
-
-def _rank_0_is_refused(rank, folder):
-    begun = time.monotonic()
-    with opened() as engine:
-        info = begin(engine, folder, 1)
-        put_rank(engine, folder, 1, rank)
-        engine.commit(info)
-        info = begin(engine, folder, 1, save_latest=False)
-        try:
-            if rank == 0:
-                engine.save(state_of(1), os.path.join(folder, "pytorch_model.bin"))
-            return engine.commit(info)
-        except SafeCheckpointError as error:
-            return type(error).__name__, time.monotonic() - begun < LIMIT_S
-
-
-def test_a_refused_save_of_one_rank_is_committed_on_none(tmp_path):
-    """save_16bit_model after save_checkpoint: rank 0 is refused, no other rank's commit() is True, and the tag stays whole."""
-    found = values(spawn_ranks(_rank_0_is_refused, 2, tmp_path / "run", timeout_s=50))
-    assert complete(tmp_path / "run", 1, names=rank_files())
-    assert found[0] == ("ConfigError", True)
-    assert found[1] is not True
-
-
-SCRIPT = """
-    import sys
-    import torch.distributed as dist
-    rank = int(sys.argv[2])
-    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + sys.argv[3], rank=rank, world_size=2)
-    {head}
-    if rank == 0:
-        engine.commit(save(2, 1000))
-    else:
-        save(2, 1000, then="raise KeyError('mine')")
-"""
-
-
-def test_an_exception_of_one_rank_fails_the_save_of_all(tmp_path):
-    """One rank's script raises within save_checkpoint: the other's commit() names that rank, in time, and no part is there."""
-    head = textwrap.dedent(HEAD).format(config=CONFIG, files=FILES, end="")
-    rank_head = head.replace('"global_step{number}", name', '"global_step{number}", f"rank{rank}_{name}"')
-    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT).format(head=rank_head))
-    port, begun = str(free_port()), time.monotonic()
-    jobs = [start_script(tmp_path / "train.py", str(tmp_path / "run"), str(rank), port) for rank in range(2)]
-    try:
-        said = [job.communicate(timeout=LIMIT_S)[0] for job in jobs]
-    finally:
-        for job in jobs:
-            kill_group(job)
-    assert time.monotonic() - begun < LIMIT_S
-    assert [job.returncode for job in jobs] == [1, 1], said
-    assert "KeyError: 'mine'" in said[1]
-    assert f"{tag_of(2)} was not saved: rank 1 failed" in said[0]
-    assert names(tmp_path / "run") == [tag_of(1), "latest"]
-    assert latest(tmp_path / "run") == tag_of(1)
-    assert writer_processes() == []
-    assert clean(tmp_path / "run")
-
-
-# Two ranks, real engines
-
-
-def _real_engines(rank, folder):
-    import deepspeed_runs as runs
-
-    run = runs.engine(2, width=64)
-    run.checkpoint_engine = SafeCheckpointEngine(CONFIG)
-    runs.train(run, rank, 0, 2)
-    run.save_checkpoint(str(folder), client_state={"n": 1})
-    assert run.checkpoint_engine.get_commit_info().tag == tag_of(2)
-    runs.train(run, rank, 2, 3)
-    assert (latest(folder), run.checkpoint_engine.get_commit_info()) == (tag_of(2), None)
-    for tag in ("x", "y", "y"):
-        run.save_checkpoint(str(folder), tag=tag)
-    own = run._save_zero_checkpoint
-    run._save_zero_checkpoint = lambda *_: 1 / 0
-    for then, cause in ((CheckpointDirectory.settle, "another engine"), (lambda: None, "interrupted")):
-        with pytest.raises(ZeroDivisionError):
-            run.save_checkpoint(str(folder), tag="part")
-        then()  # as load_checkpoint of another engine does
-        with pytest.raises(SaveError, match=cause):
-            runs.train(run, rank, 3, 4)
-    run._save_zero_checkpoint = own
-    runs.train(run, rank, 3, 4)
-    want = runs.weights(run)
-    run.save_checkpoint(str(folder), tag="last")
-    run.destroy()
-    again = runs.engine(2, width=64)
-    again.checkpoint_engine = SafeCheckpointEngine(CONFIG)
-    again.load_checkpoint(str(folder))
-    same = torch.equal(runs.weights(again), want)
-    again.destroy()
-    return same, names(folder)
-
-
-def test_a_real_engine_commits_before_its_next_step_and_at_its_end(tmp_path):
-    """DeepSpeed drives it: saves in a row are all committed, an interrupted one is not and says so, the last at destroy()."""
-    found = values(spawn_ranks(_real_engines, 2, tmp_path, timeout_s=50))
-    kept = [tag_of(2), "last", "latest", "x", "y", "zero_to_fp32.py", "zero_to_torch.py"]
-    assert found == [(True, kept)] * 2
-    assert latest(tmp_path) == "last"
-    for tag in (tag_of(2), "x", "y", "last"):
-        assert len(read_manifest(tmp_path / tag).files) == 3
-        verify(tmp_path / tag, read_manifest(tmp_path / tag))
-
-
-def test_a_deepspeed_that_does_not_show_when_a_save_is_complete_is_refused(monkeypatch):
-    """One that asks is_decoupled() before its last file, or not at all, is refused at construction, by its version."""
-
-    def too_early(self, info):
-        self.checkpoint_engine.create(info)
-        self.checkpoint_engine.is_decoupled()
-        self._save_checkpoint(info)
-        self._save_zero_checkpoint(info)
-
-    def never(self, info):
-        self.checkpoint_engine.create(info)
-        self._save_checkpoint(info)
-        self._save_zero_checkpoint(info)
-
-    for changed in (too_early, never):
-        monkeypatch.setattr(DeepSpeedEngine, "save_checkpoint", changed)
-        with pytest.raises(ConfigError, match=r"DeepSpeed \d.* does not ask is_decoupled\(\)"):
-            SafeCheckpointEngine()

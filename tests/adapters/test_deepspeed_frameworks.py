@@ -18,8 +18,8 @@ import torch
 
 pytest.importorskip("deepspeed")
 import deepspeed_runs as runs
+from deepspeed_runs import THOROUGH, has_nvme, spawn
 from safetensors.torch import load_file
-from test_deepspeed_install import THOROUGH, has_nvme, spawn
 
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify

@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 import deepspeed_runs as runs
+from deepspeed_runs import THOROUGH, has_nvme, spawn
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Timeouts, WriterConfig
 from safe_ckpt.errors import (
@@ -35,21 +36,7 @@ from safe_ckpt.testing import spawn_ranks
 from safe_ckpt.testing.ranks import values
 from support import flip_bit
 
-THOROUGH = bool(os.environ.get("SAFE_CKPT_THOROUGH"))
 pytestmark = pytest.mark.timeout(300)
-
-
-def has_nvme():
-    """Whether DeepSpeed's asynchronous I/O was built: to build it within a test would take minutes."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    return AsyncIOBuilder().is_compatible(verbose=False) and any(root.glob("**/async_io.so"))
-
-
-def spawn(function, *args, **options):
-    return spawn_ranks(function, 2, *args, timeout_s=150, **options)
 
 
 def offloads():

@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("deepspeed")
 import deepspeed_runs as runs
 import torch.distributed as dist
-from test_deepspeed_install import has_nvme, spawn
+from deepspeed_runs import has_nvme, spawn
 
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
@@ -34,7 +34,7 @@ def made(rank, folder, stage, kind, *, swap=None, gather=True, **more):
     runs._deepspeed()
     from accelerate import PartialState
     from accelerate.state import AcceleratorState
-    from test_transformers import trainer
+    from transformers_runs import trainer
 
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState()
@@ -56,8 +56,8 @@ def made(rank, folder, stage, kind, *, swap=None, gather=True, **more):
 
 
 def kinds():
-    from test_transformers import SafeTrainer
     from transformers import Trainer
+    from transformers_runs import SafeTrainer
 
     class Scored(SafeTrainer):
         def evaluate(self, *args, **kwargs):

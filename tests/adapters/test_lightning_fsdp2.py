@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning_scripts import fingerprints, run, script
 from safetensors.torch import load_file
-from test_lightning_ddp import fingerprints, run, script
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.core.formats.manifest import read_manifest

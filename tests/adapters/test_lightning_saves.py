@@ -1,14 +1,9 @@
 """Saving from a Trainer: what is on disk, when, and what the callback believes."""
 
-import contextlib
 import copy
 import json
 import os
 import pickle
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 import warnings
@@ -16,13 +11,11 @@ import zipfile
 
 import pytest
 import torch
-from lightning_runs import PACKAGES, Stop, fingerprint, module_class, package, stop_at, trainer
+from lightning_runs import PACKAGES, QUICK, fingerprint, fit, module_class, names, package, trainer
 
-from kit import warm
-from safe_ckpt import CheckpointConfig, Retention, Timeouts, WriterConfig
+from safe_ckpt import CheckpointConfig, Retention, WriterConfig
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -32,23 +25,6 @@ from safe_ckpt.errors import (
 )
 from safe_ckpt.lightning import SafeCheckpointCallback, resumable
 from support import needs_root, small_disk, writers_of
-
-QUICK = CheckpointConfig(timeouts=Timeouts(lengthy_s=60, barrier_s=20, peer_stall_s=3, shutdown_s=10, writer_stall_s=5))
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir() if path.name != ".safe_ckpt")
-
-
-def fit(folder, *, callbacks=(), name="lightning.pytorch", settings=None, module=None, seed=1, **arguments):
-    pl = package(name)
-    pl.seed_everything(seed, verbose=False)
-    arguments.setdefault("config", QUICK)
-    callback = SafeCheckpointCallback(dirpath=folder, **arguments)
-    made = trainer(pl, [callback, *callbacks], folder, **(settings or {}))
-    module = module or module_class(pl)()
-    made.fit(module)
-    return made, callback, module
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -327,60 +303,6 @@ def test_the_users_own_save_is_done_when_it_returns(tmp_path):
     assert fingerprint(loaded) == fingerprint(module)
 
 
-@contextlib.contextmanager
-def saving_on_sigusr1(made, path):
-    """As under SLURM: SIGUSR1 makes the Trainer in ``made`` save to ``path``."""
-    before = signal.signal(signal.SIGUSR1, lambda *_: made["trainer"].save_checkpoint(path))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-def test_a_save_from_a_signal_handler_within_a_save(tmp_path):
-    """SLURM's hpc save arrives in the middle of another save: it is written at once, neither deadlocks."""
-    pl = package("lightning.pytorch")
-
-    class Interrupt(pl.Callback):
-        done = False
-
-        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
-            if not self.done:
-                self.done = True
-                signal.raise_signal(signal.SIGUSR1)
-
-    made = {}
-
-    with saving_on_sigusr1(made, tmp_path / "hpc_ckpt_1.ckpt"):
-        callback = SafeCheckpointCallback(dirpath=tmp_path / "exp", config=QUICK)
-        made["trainer"] = trainer(pl, [Interrupt(), callback], tmp_path)
-        made["trainer"].fit(module_class(pl)())
-    verify(tmp_path / "hpc_ckpt_1.ckpt", read_manifest(tmp_path / "hpc_ckpt_1.ckpt"))
-    assert names(tmp_path / "exp") == ["epoch=2-step=9.ckpt"]
-
-
-def test_a_save_from_a_signal_handler_while_another_is_waited_for(tmp_path):
-    """SLURM's hpc save arrives while fit waits for the disk: both files are whole, and fit goes on."""
-    pl = package("lightning.pytorch")
-    made = {}
-
-    with saving_on_sigusr1(made, tmp_path / "hpc_ckpt_1.ckpt"):
-        callback = SafeCheckpointCallback(dirpath=tmp_path / "exp", config=QUICK)
-        made["trainer"] = trainer(pl, [callback], tmp_path)
-        settle = SaveHandle.settle
-
-        def interrupted(handle, timeout_s=None):
-            if not (tmp_path / "hpc_ckpt_1.ckpt").exists():
-                signal.raise_signal(signal.SIGUSR1)
-            settle(handle, timeout_s)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SaveHandle, "settle", interrupted)
-            made["trainer"].fit(module_class(pl)())
-    verify(tmp_path / "hpc_ckpt_1.ckpt", read_manifest(tmp_path / "hpc_ckpt_1.ckpt"))
-    assert names(tmp_path / "exp") == ["epoch=2-step=9.ckpt"]
-
-
 def test_who_asks_for_a_file_is_told_that_there_is_none(tmp_path):
     """on_failure="warn" is for the periodic saves: trainer.save_checkpoint still raises."""
     pl = package("lightning.pytorch")
@@ -419,44 +341,6 @@ def test_the_learning_rate_finder_works(tmp_path):
     fit(tmp_path / "exp", module=module, callbacks=[finder], settings={"max_epochs": 1})
     assert before != fingerprint(module)
     assert not list(tmp_path.rglob(".lr_find*"))
-
-
-def test_an_exception_of_the_user_is_the_one_that_is_seen(tmp_path):
-    """training_step raises: that exception comes out, what was in flight is committed, nothing is left running."""
-    pl = package("lightning.pytorch")
-    callback = SafeCheckpointCallback(dirpath=tmp_path, config=QUICK)
-    with pytest.raises(Stop):
-        trainer(pl, [callback, stop_at(pl, 7)], tmp_path).fit(module_class(pl)(width=5000))
-    assert names(tmp_path) == ["epoch=1-step=6.ckpt"]
-    verify(tmp_path / "epoch=1-step=6.ckpt", read_manifest(tmp_path / "epoch=1-step=6.ckpt"))
-    assert writers_of(os.getpid()) == []
-    assert list((tmp_path / ".safe_ckpt/pending").rglob("*")) == []
-
-
-def test_save_on_exception(tmp_path):
-    """save_on_exception=True saves the state at the exception, and that exception is what comes out."""
-    pl = package("lightning.pytorch")
-    callback = SafeCheckpointCallback(dirpath=tmp_path, config=QUICK, save_on_exception=True, save_last=True)
-    with pytest.raises(Stop):
-        trainer(pl, [callback, stop_at(pl, 5)], tmp_path).fit(module_class(pl)())
-    assert "epoch=1-step=5.ckpt" in names(tmp_path)
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 5
-
-
-def test_an_exception_in_a_save_hook_is_the_users(tmp_path):
-    """on_save_checkpoint raises: that comes out of fit, and the bookkeeping is as before."""
-    pl = package("lightning.pytorch")
-    module = module_class(pl)()
-
-    def on_save_checkpoint(checkpoint):
-        raise ZeroDivisionError("mine")
-
-    module.on_save_checkpoint = on_save_checkpoint
-    callback = SafeCheckpointCallback(dirpath=tmp_path, config=QUICK)
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        trainer(pl, [callback], tmp_path).fit(module)
-    assert callback.best_model_path == ""
-    assert names(tmp_path) == []
 
 
 def test_arbitrary_objects_in_a_checkpoint_are_taken_at_the_moment(tmp_path):
@@ -545,100 +429,3 @@ def test_callback_and_loader_pickle(tmp_path):
     assert resumable(loader) is loader
     with pytest.raises(TypeError, match="DataLoader"):
         resumable([1, 2])
-
-
-def test_killed_between_commit_and_removal(tmp_path):
-    """What a killed run had not yet deleted is deleted by the next one; nothing else is."""
-    script = tmp_path / "run.py"
-    script.write_text(
-        textwrap.dedent(f"""
-        import os, sys, signal
-        sys.path[:0] = {sys.path!r}
-        from pathlib import Path
-        import test_lightning_saves as t
-        from safe_ckpt.core.directory.workspace import Workspace
-        real = Workspace.discard
-        def discard(self, paths):
-            paths = list(paths)
-            if paths and "step=6" in str(paths):
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(self, paths)
-        if sys.argv[1] == "kill":
-            Workspace.discard = discard
-        t.fit(Path({str(tmp_path / "exp")!r}), resume="auto", filename="{{step}}", settings={{"max_epochs": 4}})
-    """)
-    )
-    assert warm.run([sys.executable, str(script), "kill"], capture_output=True, check=False).returncode == -9
-    assert names(tmp_path / "exp") == ["step=6.ckpt", "step=9.ckpt"]
-    done = warm.run([sys.executable, str(script), "go"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert names(tmp_path / "exp") == ["step=12.ckpt"]
-
-
-@pytest.mark.parametrize("last", ["link", pytest.param(True, marks=pytest.mark.thorough)])
-def test_killed_between_commit_and_link(tmp_path, last):
-    """A killed run had committed its checkpoint but not yet renamed last.ckpt: the next run does, also one that is over."""
-    script = tmp_path / "run.py"
-    script.write_text(
-        textwrap.dedent(f"""
-        import os, sys, signal
-        sys.path[:0] = {sys.path!r}
-        from pathlib import Path
-        import test_lightning_saves as t
-        from safe_ckpt.core.storage import durable
-        real = durable.publish_link
-        def publish_link(existing, staged, link, aside):
-            if "step=9" in str(existing):
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(existing, staged, link, aside)
-        if sys.argv[1] == "kill":
-            durable.publish_link = publish_link
-        folder = Path({str(tmp_path / "exp")!r})
-        made, callback, module = t.fit(folder, resume="auto", filename="{{step}}", save_last={last!r})
-        if sys.argv[1] == "go":
-            made.validate(module, ckpt_path="last", verbose=False)
-            print(os.path.realpath(made.ckpt_path), callback.last_model_path)
-        """)
-    )
-    assert warm.run([sys.executable, str(script), "kill"], capture_output=True, check=False).returncode == -9
-    assert (tmp_path / "exp/last.ckpt").exists()
-    assert torch.load(tmp_path / "exp/last.ckpt", weights_only=True)["global_step"] == 6
-    done = warm.run([sys.executable, str(script), "go"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "last.ckpt" in done.stdout
-    assert names(tmp_path / "exp") == ["last.ckpt", "step=9.ckpt"]
-    assert torch.load(tmp_path / "exp/last.ckpt", weights_only=True)["global_step"] == 9
-
-
-def test_ctrl_c_ends_promptly(tmp_path):
-    """SIGINT to the whole group during training: the run ends within seconds and every file is whole."""
-    script = tmp_path / "run.py"
-    script.write_text(
-        textwrap.dedent(f"""
-        import sys
-        sys.path[:0] = {sys.path!r}
-        from pathlib import Path
-        import signal
-        import test_lightning_saves as t
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
-        pl = t.package("lightning.pytorch")
-        class Say(pl.Callback):
-            def on_train_epoch_start(self, trainer, pl_module):
-                if trainer.current_epoch == 3:
-                    print("training", flush=True)
-        t.fit(Path({str(tmp_path / "exp")!r}), save_top_k=-1, callbacks=[Say()],
-              module=t.module_class(pl)(width=3000), settings={{"max_epochs": 100000}})
-    """)
-    )
-    with warm.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
-        assert run.stdout.readline() == "training\n"
-        os.killpg(run.pid, signal.SIGINT)
-        begun = time.monotonic()
-        run.wait(timeout=20)
-        assert time.monotonic() - begun < 10
-        assert writers_of(run.pid) == []
-    files = list((tmp_path / "exp").glob("*.ckpt"))
-    assert len(files) >= 3
-    for file in files:
-        verify(file, read_manifest(file))
-    assert list((tmp_path / "exp/.safe_ckpt/pending").rglob("*")) == []

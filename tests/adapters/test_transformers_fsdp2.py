@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
-from test_transformers import SafeTrainer, names, trainer
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+from transformers_runs import SafeTrainer, names, trainer
 
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify

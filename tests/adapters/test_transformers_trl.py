@@ -4,9 +4,9 @@ import pytest
 
 pytest.importorskip("trl")
 from datasets import Dataset
-from test_transformers import CONFIG, Stop, data, fingerprint, model, names
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
+from transformers_runs import CONFIG, Stop, data, fingerprint, model, names
 from trl import SFTConfig, SFTTrainer
 
 from safe_ckpt.core.formats.manifest import read_manifest

@@ -2,9 +2,9 @@
 
 from collections import Counter
 
+import damage
+import lost_ranks
 import pytest
-import test_damage
-import test_lost_ranks
 from entries import entered
 
 from kit.hosts import Hosts, needs_hosts
@@ -24,12 +24,12 @@ SAMPLE = [
 
 def lose(rank, *args):
     # A stopped rank is ended from outside: on another host its pid means nothing.
-    test_lost_ranks.release = lambda *_, **__: None
-    return test_lost_ranks.lose(rank, *args)
+    lost_ranks.release = lambda *_, **__: None
+    return lost_ranks.lose(rank, *args)
 
 
 def load(rank, folder, name):
-    with entered(name, folder, test_lost_ranks.CONFIG) as entry:
+    with entered(name, folder, lost_ranks.CONFIG) as entry:
         return entry.load()
 
 
@@ -44,7 +44,7 @@ def test_the_others_learn_of_it_on_another_host(tmp_path, matrix, name, victim, 
         outcomes = spawn_over(hosts, 2, lose, *arguments, expendable=stopped)
         (found,) = values(spawn_over([hosts[0]], 1, load, folder.path / "exp", name))
         assert names_in(folder.behind / "exp/.safe_ckpt/pending") == []
-        what = test_lost_ranks.judge(outcomes, found, victim, phase, action)
+        what = lost_ranks.judge(outcomes, found, victim, phase, action)
     matrix(f"rank {victim} {action}", f"2 hosts x 2 ranks; {name}", Counter({what: 1}))
 
 
@@ -54,6 +54,6 @@ def test_damage_is_found_by_the_ranks_of_all_hosts(tmp_path, matrix, kind):
     """Damage to some files, in every way: all ranks on both hosts go back to the same older checkpoint."""
     with Hosts(2, tmp_path) as hosts:
         folder = hosts.share(kind)
-        found = values(spawn_over(hosts, 2, test_damage.damage_all, folder.path, "Checkpointer", 3, timeout_s=150))
-    outcomes = test_damage.judge(found, "Checkpointer")
+        found = values(spawn_over(hosts, 2, damage.damage_all, folder.path, "Checkpointer", 3, timeout_s=150))
+    outcomes = damage.judge(found, "Checkpointer")
     matrix("bit flipped, truncated, grown, emptied, deleted", f"some files, 2 hosts x 2 ranks, {kind}", outcomes)

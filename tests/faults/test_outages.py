@@ -8,7 +8,7 @@ import time
 import host_job
 import pytest
 import torch.distributed as dist
-from test_hosts import Job, check_start
+from two_hosts import Job, check_start
 
 from kit.hosts import Hosts, needs_hosts
 from kit.ranks import spawn_over

@@ -6,7 +6,7 @@ finds is written to ``FOUND``, one file per place where an error came from, and 
 
 The first byte of an input says which reader gets the rest. What may come out: ``SafeCheckpointError`` and ``OSError``. What may
 not happen: another exception, code of the input that runs, an answer that takes longer than ``MOST_S``, memory beyond
-``MOST_BYTES``. ``tests/unit/test_fuzz_corpus.py`` replays the corpus of the repository.
+``MOST_BYTES``. ``tests/unit/inspection/test_fuzz_corpus.py`` replays the corpus of the repository.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import textwrap
 import time
 
 import pytest
-from test_manifest import checkpoint
 
+from kit.manifests import checkpoint
 from safe_ckpt.core.directory.lease import Lease
 from safe_ckpt.core.directory.lock import JobLock
 from safe_ckpt.core.directory.workspace import Workspace

@@ -15,7 +15,7 @@ from safe_ckpt.settings import describe
 from safe_ckpt.settings.fields import keys, value_at
 from safe_ckpt.settings.sources import load_effective
 
-DOCS = Path(__file__).parents[2] / "docs/reference"
+DOCS = Path(__file__).parents[3] / "docs/reference"
 
 
 @pytest.fixture(autouse=True)

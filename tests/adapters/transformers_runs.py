@@ -1,0 +1,75 @@
+"""A tiny randomly initialised model and its Trainer."""
+
+import hashlib
+from pathlib import Path
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from safe_ckpt import CheckpointConfig, Timeouts
+from safe_ckpt.transformers import SafeCheckpointMixin
+
+CONFIG = CheckpointConfig(
+    timeouts=Timeouts(lengthy_s=60, barrier_s=30, writer_stall_s=5, fsync_stall_s=10, peer_stall_s=3, shutdown_s=10)
+)
+
+
+class SafeTrainer(SafeCheckpointMixin, Trainer):
+    checkpoint_config = CONFIG
+
+
+def model(hidden=16):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32, hidden_size=hidden, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+            max_position_embeddings=32, tie_word_embeddings=True, attention_dropout=0.1,
+        )
+    )  # fmt: skip
+
+
+def data(count=24):
+    rows = torch.randint(0, 32, (count, 8), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def trainer(folder, kind=SafeTrainer, *, hidden=16, callbacks=(), arguments=TrainingArguments, **more):
+    settings = {
+        "output_dir": str(folder), "max_steps": 6, "per_device_train_batch_size": 4, "save_steps": 2, "use_cpu": True,
+        "save_strategy": "steps", "report_to": [], "disable_tqdm": True, "logging_steps": 100, "learning_rate": 1e-2,
+        **more,
+    }  # fmt: skip
+    return kind(
+        model=model(hidden), args=arguments(**settings), train_dataset=data(), eval_dataset=data(4),
+        callbacks=list(callbacks),
+    )  # fmt: skip
+
+
+def fingerprint(made):
+    digest = hashlib.sha256()
+    for tensor in made.model.state_dict().values():
+        digest.update(tensor.detach().numpy().tobytes())
+    for state in made.optimizer.optimizer.state.values():
+        for tensor in state.values():
+            digest.update(tensor.numpy().tobytes())
+    digest.update(torch.get_rng_state().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).glob("checkpoint-*"))
+
+
+class Stop(TrainerCallback):
+    def __init__(self, at):
+        self.at = at
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == self.at:
+            raise KeyboardInterrupt

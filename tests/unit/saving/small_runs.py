@@ -1,0 +1,33 @@
+"""A Checkpointer with short deadlines, and a small training state."""
+
+import torch
+
+from safe_ckpt import (
+    CheckpointConfig,
+    PerRank,
+    RngState,
+    Timeouts,
+)
+
+QUICK = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=5, fsync_stall_s=20, peer_stall_s=5, shutdown_s=10)
+
+
+def config(**more):
+    return CheckpointConfig(timeouts=QUICK, **more)
+
+
+def steps(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name != ".safe_ckpt")
+
+
+def trained():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+    model[2].bias = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(3):
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": PerRank(RngState())}

@@ -1,0 +1,178 @@
+"""What a resume gives back, what it passes over, and what it refuses."""
+
+import json
+import os
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from small_runs import config, steps, trained
+
+from kit import warm
+from safe_ckpt import (
+    Checkpointer,
+    PerRank,
+)
+from safe_ckpt.errors import (
+    NoValidCheckpointError,
+    RestoreError,
+    UnsupportedFormatError,
+)
+from support import flip_bit, needs_root
+
+
+def test_a_training_state_is_restored_in_place(tmp_path):
+    """Module, optimizer, scheduler and generators come back bit for bit, into the objects that are given."""
+    state = trained()
+    saved = {name: state[name].state_dict() for name in ("model", "optimizer", "scheduler")}
+    saved = {name: json.loads(json.dumps(v, default=lambda t: t.tolist())) for name, v in saved.items()}
+    with Checkpointer(tmp_path, config()) as ckpt:
+        assert ckpt.resume(state) is None
+        info = ckpt.save(7, state, metrics={"loss": torch.tensor(0.5)}).result(timeout_s=20)
+    expected = torch.rand(3)
+    assert (info.step, info.metrics, info.path) == (7, {"loss": 0.5}, tmp_path / "step-00000007")
+    fresh = trained()
+    for parameter in fresh["model"].parameters():
+        torch.nn.init.constant_(parameter, 9.0)
+    address = fresh["model"][0].weight.data_ptr()
+    with Checkpointer(tmp_path, config()) as ckpt:
+        assert ckpt.resume(fresh).step == 7
+    assert fresh["model"][0].weight.data_ptr() == address
+    found = {name: fresh[name].state_dict() for name in saved}
+    assert {n: json.loads(json.dumps(v, default=lambda t: t.tolist())) for n, v in found.items()} == saved
+    assert torch.rand(3).equal(expected)
+
+
+def test_values_that_cannot_change_in_place_are_replaced(tmp_path):
+    """A number in the state is replaced in the mapping; a read-only mapping gets an error that says so."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(1, {"epoch": 3}).result(timeout_s=20)
+        state = {"epoch": 0}
+        ckpt.resume(state)
+        assert state == {"epoch": 3}
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_kept_for_people(tmp_path):
+    """One flipped bit in the newest: the older one is restored, the damaged one lies in quarantine with a reason."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, {"w": {"t": torch.full((1000,), float(step))}, "n": step}).result(timeout_s=20)
+    flip_bit(tmp_path / "step-00000003" / "w.safetensors", 5000)
+    flip_bit(tmp_path / "step-00000002" / "manifest.json", 100)
+    target = {"w": {"t": torch.zeros(1000)}}
+    with Checkpointer(tmp_path, config()) as ckpt:
+        assert ckpt.resume(target).step == 1
+        assert ckpt.save(4, {"n": 4}).result(timeout_s=20).sequence > 1
+    assert (target["w"]["t"] == 1).all()
+    assert steps(tmp_path) == ["step-00000001", "step-00000004"]
+    assert steps(tmp_path / ".safe_ckpt/quarantine") == ["step-00000002", "step-00000003"]
+    events = [json.loads(line) for line in (tmp_path / ".safe_ckpt/events.jsonl").read_text().splitlines()]
+    reasons = [event["reason"] for event in events if event["event"] == "quarantined"]
+    assert any("w.safetensors" in reason for reason in reasons)
+
+
+def test_damage_in_what_is_not_restored_counts_too(tmp_path):
+    """A checkpoint is good as a whole: a flip in an item that this resume does not ask for is found as well."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"a": step, "b": {"t": torch.ones(10)}}).result(timeout_s=20)
+    flip_bit(tmp_path / "step-00000002" / "b.safetensors", 4100)
+    target = {"a": 0}
+    with Checkpointer(tmp_path, config()) as ckpt:
+        assert ckpt.resume(target).step == 1
+
+
+def test_when_nothing_is_usable_nothing_is_invented(tmp_path):
+    """All damaged: an error with every reason, nothing moved, nothing started afresh; likewise with quarantine alone."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(1, {"a": 1}).result(timeout_s=20)
+    (tmp_path / "step-00000001" / "a.json").write_text("2")
+    with Checkpointer(tmp_path, config()) as ckpt, pytest.raises(NoValidCheckpointError, match=r"a\.json"):
+        ckpt.resume({"a": 0})
+    assert steps(tmp_path) == ["step-00000001"]
+    (tmp_path / ".safe_ckpt/quarantine").mkdir()
+    (tmp_path / "step-00000001").rename(tmp_path / ".safe_ckpt/quarantine/step-00000001")
+    with Checkpointer(tmp_path, config()) as ckpt, pytest.raises(NoValidCheckpointError, match="in quarantine"):
+        ckpt.resume({"a": 0})
+
+
+@needs_root
+def test_an_unreadable_file_condemns_nothing():
+    """An I/O error while reading is raised as such: the checkpoint stays where it is."""
+    with tempfile.TemporaryDirectory() as folder:
+        _unreadable(Path(folder))
+
+
+def _unreadable(tmp_path):
+    with Checkpointer(tmp_path, config()) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"a": {"t": torch.ones(10)}}).result(timeout_s=20)
+    script = f"""
+        import os, torch
+        from safe_ckpt import Checkpointer
+        os.chmod({str(tmp_path / "step-00000002" / "a.safetensors")!r}, 0)
+        for root, dirs, files in os.walk({str(tmp_path)!r}):
+            os.chown(root, 65534, 65534)
+        os.setuid(65534)
+        try:
+            with Checkpointer({str(tmp_path)!r}) as ckpt:
+                ckpt.resume({{"a": {{"t": torch.zeros(10)}}}})
+        except OSError as error:
+            print(type(error).__name__, error.errno)
+    """
+    done = warm.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False,
+        cwd="/", env={**os.environ, "HOME": "/nonexistent"},
+    )  # fmt: skip
+    assert done.stdout.split() == ["DirectoryError", "13"], done.stdout + done.stderr
+    assert steps(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"b": 1}, "no such item"),
+        ({"a": PerRank(1)}, "saved not PerRank"),
+        ({"model": torch.nn.Linear(3, 3)}, "size mismatch"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_told_so(tmp_path, state, words):
+    """Restoring something else than was saved is an error that says what there is."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(1, {"a": 1, "model": torch.nn.Linear(2, 2)}).result(timeout_s=20)
+        with pytest.raises(RestoreError, match=words):
+            ckpt.resume(state)
+
+
+def test_a_newer_format_is_refused_not_ignored(tmp_path):
+    """A checkpoint of a later release must not be passed over in silence in favour of an older one."""
+    from kit.manifests import rewrite
+
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(1, {"a": 1}).result(timeout_s=20)
+    rewrite(tmp_path / "step-00000001", lambda data: data.update(format_version=99))
+    with pytest.raises(UnsupportedFormatError, match="upgrade"):
+        Checkpointer(tmp_path, config())
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ({"w": torch.zeros(3)}, "(3,) torch.float32, the checkpoint has (2,)"),
+        ({"w": torch.zeros(2, dtype=torch.float64)}, "torch.float64"),
+        ({"w": torch.zeros(2), "new": torch.zeros(1)}, "nothing for the tensors ['new']"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_an_error(tmp_path, target, words):
+    """A parameter cannot be replaced through its state dict: resume() must not pretend that it was restored."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(1, {"m": {"w": torch.ones(2)}}).result()
+        with pytest.raises(RestoreError) as caught:
+            ckpt.resume({"m": target})
+        assert words in str(caught.value)
+        state = {"m": {"w": None}}
+        ckpt.resume(state)
+        assert state["m"]["w"].tolist() == [1, 1]
