@@ -47,5 +47,5 @@ def offenders(rule):
 
 @pytest.mark.parametrize("rule", ["modules", "lines of source", "lines of tests", "rooms", "imports"])
 def test_the_tree_keeps_its_shape(rule):
-    """At most 13 modules a folder, 420 lines a module, 600 lines a test; unit tests lie as rooms do; no test imports another."""
+    """At most 13 modules a folder, 420 lines each, 600 a test; unit tests lie as the rooms do; no test imports another."""
     assert offenders(rule) == set()
