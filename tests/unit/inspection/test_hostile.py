@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from typer.testing import CliRunner
 
 from fuzz import hostile
@@ -25,17 +26,26 @@ HARMLESS = {("inspect", "index_that_leads_up"), ("inspect", "index_of_terabytes"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Every case before every command, each in a process of its own with little memory."""
-    folder = tmp_path_factory.mktemp("hostile")
+    """Every case before every command, each in a process of its own with little memory. Once for all workers of a run."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    done = folder / "hostile.json"
+    with FileLock(folder / "hostile.lock"):
+        if not done.exists():
+            done.write_text(run_all(tmp_path_factory.mktemp("hostile")))
+    rows = [json.loads(line) for line in done.read_text().splitlines()]
+    assert len(rows) == 4 * len(CASES)
+    return {(row["command"], row["case"]): row for row in rows}
+
+
+def run_all(folder):
     canary = folder / "canary"
     environment = {**os.environ, hostile.CANARY: str(canary)}
     command = [sys.executable, str(LIMITED), str(folder), *CASES]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1000, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert not canary.exists(), "a payload was run"
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == 4 * len(CASES)
-    return {(row["command"], row["case"]): row for row in found}
+    return done.stdout
 
 
 @pytest.mark.timeout(1000)
