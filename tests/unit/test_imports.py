@@ -1,4 +1,11 @@
+import ast
+import importlib
+import pkgutil
+from pathlib import Path
+
 from support import run_script
+
+ROOT = Path(__file__).parents[2]
 
 FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "deepspeed", "transformers")
 
@@ -35,3 +42,40 @@ def test_unknown_names_are_attribute_errors():
     """A typo in an import fails as it does everywhere."""
     done = run_script("import safe_ckpt; safe_ckpt.Chekpointer", fresh=True)
     assert "AttributeError" in done.stderr
+
+
+class Imports(ast.NodeVisitor):
+    """Module and name of every ``from safe_ckpt... import name`` that runs, in functions as well."""
+
+    def __init__(self):
+        self.names = []
+
+    def visit_ImportFrom(self, node):
+        if (node.module or "").split(".")[0] == "safe_ckpt":
+            self.names += [(node.module, alias.name) for alias in node.names]
+
+    def visit_If(self, node):
+        if getattr(node.test, "id", "") != "TYPE_CHECKING":
+            self.generic_visit(node)
+
+
+def imported_of_ours():
+    imports = Imports()
+    for folder in ("src", "tests", "benchmarks", "examples"):
+        for file in (ROOT / folder).rglob("*.py"):
+            imports.visit(ast.parse(file.read_text(encoding="utf-8")))
+    return set(imports.names)
+
+
+def exists(module, name):
+    home = importlib.import_module(module)
+    return hasattr(home, name) or name in {info.name for info in pkgutil.iter_modules(getattr(home, "__path__", ()))}
+
+
+def test_every_import_of_ours_finds_its_name():
+    """An import in a function, or of a lazy name, that leads nowhere is found here and not by a user; mypy does not see it."""
+    asked = {
+        pair for pair in imported_of_ours() if not pair[0].startswith("safe_ckpt.deepspeed")
+    }  # it may not be installed
+    assert len(asked) > 400
+    assert [pair for pair in sorted(asked) if not exists(*pair)] == []
