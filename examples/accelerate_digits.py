@@ -1,4 +1,4 @@
-"""Train on several processes with Accelerate; kill it at any moment, start it again and it goes on, bit for bit.
+"""Train on several processes with Accelerate. Kill it at any moment and start it again: it continues, bit for bit.
 
 accelerate launch --num_processes 2 examples/accelerate_digits.py runs/accelerate
 """
@@ -20,7 +20,7 @@ EPOCHS = int(os.environ.get("EPOCHS", "5"))
 
 
 class Progress:
-    """Where the training is; saved with everything else."""
+    """The position of the training; saved with everything else."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -34,7 +34,7 @@ class Progress:
 
 def main(directory: str) -> None:
     project = ProjectConfiguration(directory, automatic_checkpoint_naming=True, total_limit=2)
-    loading = DataLoaderConfiguration(use_stateful_dataloader=True)  # so that a resume finds its place in the data
+    loading = DataLoaderConfiguration(use_stateful_dataloader=True)  # so that a resume continues at the same batch
     accelerator = Accelerator(cpu=True, project_config=project, dataloader_config=loading)
     handle = register(accelerator)  # on every process: save_state, load_state and end_training are safe from here on
     set_seed(0)
@@ -45,15 +45,15 @@ def main(directory: str) -> None:
     )
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     model, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(data, batch_size=64, shuffle=True))
-    handle.prepare()  # the memory for the first snapshot, in the background
+    handle.prepare()  # allocates memory for the first snapshot in the background
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
 
     try:
-        accelerator.load_state()  # the newest valid one, the same on every process
+        accelerator.load_state()  # the newest valid checkpoint, the same on every process
         accelerator.print(f"resumed after epoch {progress.epoch}")
     except NoValidCheckpointError as error:
-        if error.rejected:  # there are some and none is usable: not a fresh run
+        if error.rejected:  # checkpoints exist and none is usable: not a fresh run
             raise
         accelerator.print("fresh run")
 
@@ -67,14 +67,14 @@ def main(directory: str) -> None:
             optimizer.step()
             total += loss.item()
         progress.epoch = epoch + 1
-        # Returns as soon as the copy is safe; written, checked and committed while training goes on.
+        # Returns when the state is copied. The copy is written, checked and committed while training continues.
         accelerator.save_state(metrics={"loss": total / len(loader)}, step=epoch + 1)
 
     handle.save_model(model, f"{directory}/weights")
     tensors = accelerator.unwrap_model(model).state_dict().values()
     weights = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()[:16]
     accelerator.print(f"finished {EPOCHS} epochs, weights {weights}")
-    accelerator.end_training()  # finishes what is in flight first
+    accelerator.end_training()  # waits for the saves in flight first
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""ZeRO-3 with the optimizer's states on NVMe; kill it at any moment, start it again and it goes on, bit for bit.
+"""ZeRO-3 with the optimizer's states on NVMe. Kill it at any moment and start it again: it continues, bit for bit.
 
 DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 examples/deepspeed_zero3_nvme.py runs/deepspeed
 
-Without libaio-dev DeepSpeed cannot offload to NVMe; then the states are kept in host memory.
+Without libaio-dev DeepSpeed cannot offload to NVMe. Then the states stay in host memory.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ def main(directory: str) -> None:
     made = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings(directory))
     engine = made[0]
 
-    # From here on save_checkpoint and load_checkpoint are safe: same arguments, same results.
+    # In this block save_checkpoint and load_checkpoint are safe, with the same arguments and results.
     with install(engine, CheckpointConfig(retention=Retention(keep_last=2))):
         path, client = engine.load_checkpoint(directory)
         first = client["epoch"] if path is not None else 0
@@ -69,10 +69,10 @@ def main(directory: str) -> None:
                 loss = torch.nn.functional.cross_entropy(engine(images[mine]), labels[mine])
                 engine.backward(loss)
                 engine.step()
-            # Returns when the swap files are read and the rest is copied; written and committed while training goes on.
+            # Returns when the swap files are read and the rest is copied. Training continues during the write and the commit.
             engine.save_checkpoint(directory, client_state={"epoch": epoch + 1})
 
-    weights = digest(engine)  # of all ranks: every one of them takes part
+    weights = digest(engine)  # every rank must call this
     if rank == 0:
         print(f"finished {EPOCHS} epochs, weights {weights}", flush=True)
 

@@ -1,9 +1,9 @@
 """The demo: a real DDP run on real data, killed again and again in the middle of its saves.
 
 Trains a network on scikit-learn's digits with a Lightning Trainer on 2 CPU ranks, saving asynchronously every few steps. The
-whole job is killed with SIGKILL at random moments, most of them while a save is under way, and started again with the same
-command; it finds by itself where to go on. In the end its weights are compared, bit for bit, with those of a run that nobody
-disturbed. Exit status 0 only if all of it is true.
+whole job is killed with SIGKILL at random moments, most of them while a save is in flight. It is then started again with the
+same command, and resumes automatically. At the end its weights are compared, bit for bit, with those of an uninterrupted run.
+The exit status is 0 only if all checks pass.
 
     python examples/demo.py
 """
@@ -24,7 +24,7 @@ SAVE_EVERY, EPOCHS, WIDTH = 4, 14, 1500
 
 
 def train(directory: Path) -> None:
-    """One start of the training job; Lightning starts the second rank."""
+    """One start of the training job. Lightning starts the second rank."""
     import lightning.pytorch as pl
     import torch
     from sklearn.datasets import load_digits
@@ -69,7 +69,7 @@ def train(directory: Path) -> None:
 
 
 class Job:
-    """The training job in a process group of its own, with what it said."""
+    """The training job in a process group of its own, with its output."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -89,7 +89,7 @@ class Job:
         return [event for event in self.read_events()[self.skip :] if event["event"] == kind]
 
     def listen(self, until) -> None:
-        """Read what the job says until ``until()`` is true or it ends."""
+        """Read the output of the job until ``until()`` is true or the job ends."""
         for line in self.process.stdout:
             word, _, rest = line.decode().strip().partition(" ")
             if word == "STEP":
@@ -120,7 +120,7 @@ def run_to_the_end(directory: Path) -> Job:
 
 
 def kill_in_a_save(job: Job, chance: random.Random) -> bool:
-    """Wait for progress, then for the beginning of a save, then for a random moment. Returns whether the save was going on."""
+    """Wait for progress, for the beginning of a save, and for a random moment. Returns whether the kill hit a save."""
     goal = chance.randint(2, 5)
     job.listen(lambda: len(job.news("committed")) >= goal)
     pending = job.directory / ".safe_ckpt/pending"

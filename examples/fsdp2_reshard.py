@@ -1,8 +1,8 @@
-"""FSDP2 on as many ranks as there are today: what four ranks have saved goes on with two, or with one.
+"""FSDP2 on any number of ranks: a run that four ranks saved continues on two, or on one.
 
 torchrun --nproc-per-node 4 examples/fsdp2_reshard.py runs/fsdp2
-torchrun --nproc-per-node 2 examples/fsdp2_reshard.py runs/fsdp2            # goes on from there
-torchrun --nproc-per-node 1 examples/fsdp2_reshard.py runs/fsdp2 --export   # and writes whole weights, in Hugging Face's layout
+torchrun --nproc-per-node 2 examples/fsdp2_reshard.py runs/fsdp2            # continues from there
+torchrun --nproc-per-node 1 examples/fsdp2_reshard.py runs/fsdp2 --export   # also exports whole weights for Hugging Face
 """
 
 import hashlib
@@ -33,7 +33,7 @@ def main(directory: str, export: bool) -> None:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    # The module beside the optimizer: the optimizer's state is saved by the names of the parameters.
+    # The optimizer needs its module: its state is saved under the names of the parameters.
     state = {"model": model, "optimizer": optimizer, "epoch": 0}
     with Checkpointer(directory, CheckpointConfig(retention=Retention(keep_last=2))) as ckpt:
         info = ckpt.resume(state)
@@ -48,7 +48,7 @@ def main(directory: str, export: bool) -> None:
                 torch.nn.functional.cross_entropy(model(images[mine]), labels[mine]).backward()
                 optimizer.step()
             state["epoch"] = epoch + 1
-            ckpt.save(epoch + 1, state)  # every rank its own parts; replicated ones once
+            ckpt.save(epoch + 1, state)  # every rank saves its own parts; replicated tensors are saved once
         if export:
             handle = ckpt.export(model, os.path.join(directory, "..", "fsdp2-weights"))
             if rank == 0:

@@ -1,4 +1,4 @@
-"""A Lightning run that may be killed at any moment: start it again and it goes on, bit for bit.
+"""A Lightning run. Kill it at any moment and start it again: it continues, bit for bit.
 
 python examples/lightning_digits.py runs/digits            # one process
 DEVICES=2 python examples/lightning_digits.py runs/digits  # two DDP ranks on the CPU
@@ -46,7 +46,7 @@ def main(directory: str) -> None:
         mode="max",
         save_top_k=2,
         save_last=True,
-        resume="auto",  # fit() finds the newest valid checkpoint by itself
+        resume="auto",  # fit() finds the newest valid checkpoint
     )
     devices = int(os.environ.get("DEVICES", "1"))
     trainer = pl.Trainer(
@@ -60,7 +60,7 @@ def main(directory: str) -> None:
         enable_model_summary=False,
     )
     model = Digits()
-    # resumable() makes restarts exact in the middle of an epoch, too.
+    # resumable() makes restarts exact in the middle of an epoch too.
     trainer.fit(model, resumable(DataLoader(train, batch_size=64, shuffle=True)), DataLoader(val, batch_size=256))
     weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
     trainer.print(f"finished epoch {trainer.current_epoch}, best {checkpoints.best_model_path}, weights {weights}")

@@ -1,4 +1,4 @@
-"""A plain training loop that may be killed at any moment: start it again and it goes on, bit for bit.
+"""A plain training loop. Kill it at any moment and start it again: it continues, bit for bit.
 
 python examples/plain_torch.py runs/plain                    # one process
 torchrun --nproc-per-node 2 examples/plain_torch.py runs/ddp  # several
@@ -34,12 +34,12 @@ def main(directory: str) -> None:
     model = DistributedDataParallel(net) if distributed else net
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    # Everything that training needs: what differs between ranks is wrapped in PerRank.
+    # Everything that training needs. PerRank wraps values that differ between ranks.
     state = {"model": model, "optimizer": optimizer, "rng": PerRank(RngState()), "epoch": 0}
     config = CheckpointConfig(retention=Retention(keep_last=2, keep_best=1, metric="loss", mode="min"))
 
     with Checkpointer(directory, config) as ckpt:  # on every rank
-        info = ckpt.resume(state)  # the newest valid one, restored in place; None on a fresh run
+        info = ckpt.resume(state)  # restores the newest valid checkpoint in place; None on a fresh run
         print("fresh run" if info is None else f"resumed from {info.path.name}", flush=True)
         for epoch in range(state["epoch"], EPOCHS):
             if sampler is not None:
@@ -52,7 +52,7 @@ def main(directory: str) -> None:
                 optimizer.step()
                 total += loss.item()
             state["epoch"] = epoch + 1
-            # Returns as soon as the copy is safe; written, checked and committed while training goes on.
+            # Returns when the state is copied. The copy is written, checked and committed while training continues.
             ckpt.save(epoch + 1, state, metrics={"loss": total / len(loader)})
     weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()[:16]
     print(f"finished {EPOCHS} epochs, weights {weights}", flush=True)

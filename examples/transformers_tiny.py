@@ -1,4 +1,4 @@
-"""Train a tiny, randomly initialised language model with the Trainer; kill it at any moment, start it again and it goes on.
+"""Train a tiny, randomly initialised language model with the Trainer. Kill it at any moment, start it again: it continues.
 
 python examples/transformers_tiny.py runs/transformers
 """
@@ -18,7 +18,7 @@ STEPS = int(os.environ.get("STEPS", "40"))
 
 
 class SafeTrainer(SafeCheckpointMixin, Trainer):
-    """All that it takes."""
+    """The mixin is the only change."""
 
 
 def make_trainer(directory: str) -> SafeTrainer:
@@ -46,9 +46,9 @@ def make_trainer(directory: str) -> SafeTrainer:
 def main(directory: str) -> None:
     try:
         trainer = make_trainer(directory)
-        trainer.train(resume_from_checkpoint=True)  # the newest valid one, verified
+        trainer.train(resume_from_checkpoint=True)  # the newest valid checkpoint, verified
     except NoValidCheckpointError as error:
-        if error.rejected:  # there are some and none is usable: not a fresh run
+        if error.rejected:  # checkpoints exist and none is usable: not a fresh run
             raise
         print("fresh run")
         trainer = make_trainer(directory)

@@ -1,7 +1,7 @@
-"""The parts of torch, torchdata, Accelerate, Transformers and Lightning that they do not promise and that we use.
+"""The private parts of torch, torchdata, Accelerate, Transformers and Lightning that we use.
 
-When one of these fails with a new release, the message says which file of ours needs a look. Lightning's hooks, which are
-overridden as a whole, are in test_lightning_contract.py, DeepSpeed's parts in test_deepspeed_contracts.py.
+When one of these fails with a new release, the message names the file of ours to change. Lightning's hooks, which we override
+as a whole, are in test_lightning_contract.py. DeepSpeed's parts are in test_deepspeed_contracts.py.
 """
 
 import importlib
@@ -153,17 +153,17 @@ ELSEWHERE = {
         "test_lightning_contract.py",
     ),
 }
-"""Names that need an object to be looked at -> the test that does."""
+"""Names that can only be checked on an object -> the test that checks them."""
 
 
 @pytest.mark.parametrize("part", [*TORCH, *ACCELERATE, *TRANSFORMERS, *LIGHTNING], ids=str)
 def test_a_private_part_is_as_it_was(part):
-    """It is there, takes what we give it, and the file that is named does use it."""
+    """The part exists, takes the arguments that we pass, and is used by the file that the list names."""
     part.check()
 
 
 def test_no_private_part_is_used_without_a_contract():
-    """Who uses one more private part of a framework says here what for."""
+    """Every private API we use must be listed here with the reason."""
     known = {part.name for part in [*TORCH, *ACCELERATE, *TRANSFORMERS, *LIGHTNING]} | set(ELSEWHERE)
     found = private_names("core", "adapters", "accelerate", "transformers", "lightning", "convert", "doctor")
     assert {name: where for name, where in found.items() if name not in known} == {}
@@ -171,8 +171,8 @@ def test_no_private_part_is_used_without_a_contract():
 
 
 def test_the_timeouts_of_a_process_group():
-    """core/coordination/process_groups.py reads and sets the timeout of each backend;
-    core/sharding/gather_transport.py asks for which devices there is one."""
+    """core/coordination/process_groups.py reads and sets the timeout of each backend.
+    core/sharding/gather_transport.py reads which devices have a backend."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         world = dist.group.WORLD
@@ -194,7 +194,7 @@ def test_a_compiled_module_has_the_plain_one():
 
 
 def test_what_offloads_a_module_is_found():
-    """accelerate/offloaded_models.py looks through hooks for where the values of a module on the meta device are."""
+    """accelerate/offloaded_models.py reads the hooks of a module on the meta device to find its values."""
     module = torch.nn.Linear(1, 1)
     values = PrefixedDataset({"a.weight": torch.zeros(1)}, "a.")
     add_hook_to_module(module, AlignDevicesHook(offload=True, weights_map=values))
@@ -205,7 +205,7 @@ def test_what_offloads_a_module_is_found():
 
 
 def test_what_an_accelerator_keeps():
-    """accelerate/*.py reads what ``prepare`` and the registrations were given, and the settings of the project."""
+    """accelerate/*.py reads the objects given to ``prepare`` and to the registrations, and the settings of the project."""
     forget()
     accelerator = Accelerator(cpu=True)
     for name in ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects"):
@@ -216,7 +216,7 @@ def test_what_an_accelerator_keeps():
 
 
 def test_the_state_of_a_stateful_loader():
-    """accelerate/dataloaders.py lets torchdata's loader go on, and accelerate/contents.py compares where it is."""
+    """accelerate/dataloaders.py resumes torchdata's loader, and accelerate/contents.py compares its position."""
     loader = StatefulDataLoader(range(4))
     assert loader._initial_iter_for_state_dict is False, "accelerate/dataloaders.py: _is_ready"
     loader.state_dict()
@@ -238,7 +238,7 @@ def test_the_state_of_a_stateful_loader():
 
 
 def test_the_trainer_saves_what_we_save():
-    """transformers/saver.py writes what ``_save_checkpoint`` does; the mixin stands before what deletes at the end."""
+    """transformers/saver.py writes the same files as ``_save_checkpoint``; the mixin overrides the deletion at the end."""
     source = inspect.getsource(Trainer._save_checkpoint)
     for step in ("store_flos", "save_model", "best_model_checkpoint", "ExportableState", "save_to_json"):
         assert step in source, f"transformers/saver.py: _write does not know how this release handles {step}"
@@ -255,7 +255,7 @@ def test_the_trainer_saves_what_we_save():
 
 
 def test_the_fields_of_lightnings_loops():
-    """lightning/loop_state.py ends the state of restarting; lightning/strategies.py asks FSDP for its layout."""
+    """lightning/loop_state.py resets the restarting flag; lightning/strategies.py reads FSDP's layout."""
     import lightning.pytorch as pl
 
     loop = pl.Trainer(logger=False, enable_progress_bar=False, accelerator="cpu", enable_checkpointing=False).fit_loop
