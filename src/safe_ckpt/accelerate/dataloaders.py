@@ -1,4 +1,4 @@
-"""The place in the data: what a stateful loader needs besides its own state to go on in the middle of an epoch, bit for bit.
+"""The position in the data: what a stateful loader needs besides its own state to go on in the middle of an epoch, bit for bit.
 
 Accelerate saves, for all ranks together, how many batches a ``StatefulDataLoader`` has given. Which ones come next also depends
 on the random generators: when the epoch began, and when the batch was fetched that Accelerate has always ready ahead. Starting
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from safe_ckpt.accelerate import contents
-from safe_ckpt.adapters.patch import Patch
+from safe_ckpt.adapters import Patch
 
 KEY = "safe_ckpt_loaders"
 """In each rank's ``random_states_<rank>.pkl``; stock Accelerate ignores it."""
@@ -30,13 +30,13 @@ class Loaders:
 
     def watch(self, loader: Any) -> None:
         """From now on remember what is needed to continue ``loader``."""
-        if getattr(loader, "use_stateful_dataloader", False) and id(loader.base_dataloader) not in self._watched:
-            self._watched[id(loader.base_dataloader)] = _Watched(loader)
+        if getattr(loader, "use_stateful_dataloader", False) and self._of(loader) is None:
+            self._watched[id(loader.base_dataloader)] = _Watched.on(loader)
 
     def states(self, loaders: Sequence[Any]) -> list[dict[str, Any] | None]:
         """What to save, loader by loader."""
-        found = [self._of(loader) for loader in loaders]
-        return [watched.state() if watched is not None else None for watched in found]
+        watched = [self._of(loader) for loader in loaders]
+        return [one.state() if one is not None else None for one in watched]
 
     def resume(self, loaders: Sequence[Any], states: Sequence[Mapping[str, Any] | None]) -> None:
         """Accelerate has restored everything: let loaders in mid-epoch go on exactly, all others begin as new ones do."""
@@ -59,8 +59,11 @@ class Loaders:
 
 
 class _Watched:
+    """One loader, whichever Accelerators prepared it: it is patched once, for all of them, until the last one forgets it."""
+
     def __init__(self, loader: Any) -> None:
         self.ahead: Mapping[str, Any] | None = None
+        self._users = 0
         self._loader = loader
         self._base = loader.base_dataloader
         self._iterate: Callable[[], Iterator[Any]] = self._base.__iter__
@@ -68,6 +71,15 @@ class _Watched:
         self._pending: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
         # Accelerate asks the loader within by attribute, so one of the instance is found.
         self._patch = Patch(self._base, {"__iter__": self._begin})
+
+    @classmethod
+    def on(cls, loader: Any) -> _Watched:
+        """What watches ``loader`` already, also for another Accelerator, or a new one. ``forget`` it once for each call."""
+        replacement = vars(loader.base_dataloader).get("__iter__")
+        present = getattr(replacement, "__self__", None)
+        watched = present if isinstance(present, cls) else cls(loader)
+        watched._users += 1
+        return watched
 
     def state(self) -> dict[str, Any]:
         return {
@@ -99,7 +111,9 @@ class _Watched:
             contents.restore_random_states(now)
 
     def forget(self) -> None:
-        self._patch.give_back()
+        self._users -= 1
+        if not self._users:
+            self._patch.give_back()
 
     def _begin(self) -> Iterator[Any]:
         pending, self._pending = self._pending, None
@@ -147,8 +161,8 @@ class _Watched:
         sampler: Any = getattr(self._loader, "batch_sampler", None)
         while hasattr(sampler, "batch_sampler"):
             sampler = sampler.batch_sampler
-        found = getattr(getattr(sampler, "sampler", sampler), "generator", None)
-        return found if isinstance(found, torch.Generator) else None
+        generator = getattr(getattr(sampler, "sampler", sampler), "generator", None)
+        return generator if isinstance(generator, torch.Generator) else None
 
 
 def _draw_order(iterator: Any) -> None:
@@ -163,7 +177,7 @@ class _Fetching:
 
     Args:
         iterator: gives the batches.
-        watched: is told.
+        watched: remembers it.
         first: what the generators are to be when the first batch is fetched; None to leave them.
         then: what they are to be after it.
     """

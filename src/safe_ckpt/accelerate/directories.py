@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import os
 import re
-import uuid
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.adapters import Engine, reraise
+from safe_ckpt.adapters import Engine, OpenDirectory
 from safe_ckpt.adapters.directories import (
     HIDDEN,
     WEIGHTS,
     Candidate,
     Catalog,
     HeldDirectories,
-    OpenDirectory,
     candidates_in,
-    extra_files,
     is_of,
+    policy_of,
     refuse,
-    retention,
 )
 from safe_ckpt.adapters.layouts import ACCELERATE
 from safe_ckpt.config import Retention
@@ -40,20 +37,18 @@ class Target:
     """Where one save goes, agreed by all ranks.
 
     Attributes:
-        place: the directory that is held.
+        directory: the one that is held.
         path: the final name.
         number: Accelerate's ``iteration``.
         step: the number in a name of the user's, or else ``number``.
-        begun: a folder for what hooks write; None when no rank has hooks.
-        key: what ``begun`` is staged under.
+        hooks: whether some rank has hooks that write files.
     """
 
-    place: OpenDirectory
+    directory: OpenDirectory
     path: Path
     number: int
     step: int
-    begun: Path | None
-    key: str
+    hooks: bool
 
 
 class CheckpointDirectory:
@@ -75,10 +70,10 @@ class CheckpointDirectory:
     def __init__(self, engine: Engine, accelerator: Any, policy: Retention) -> None:
         self._engine = engine
         self._accelerator = accelerator
-        self.retention = retention.policy_of(policy)
+        self.retention = policy_of(policy)
         self._automatic: OpenDirectory | None = None
         self.named = HeldDirectories(engine)
-        self._ledgers: dict[Path, Catalog] = {}
+        self._catalogs: dict[Path, Catalog] = {}
         self._last: Path | None = None
         _living.add(self)
 
@@ -110,9 +105,9 @@ class CheckpointDirectory:
         Raises:
             ConfigError: that cannot be told.
         """
-        place = self.hold_automatic()
-        if place is not None:
-            return place
+        directory = self.hold_automatic()
+        if directory is not None:
+            return directory
         if self._last is None:
             message = (
                 "no input_dir was given and nothing was saved yet: give it, or use automatic_checkpoint_naming=True"
@@ -120,24 +115,23 @@ class CheckpointDirectory:
             raise ConfigError(key="load_state: input_dir", message=message)
         return self._hold_named(self._last)
 
-    def candidates(self, place: OpenDirectory) -> list[Candidate]:
+    def candidates(self, directory: OpenDirectory) -> list[Candidate]:
         """What ``load_state()`` may take: with names of the user's only what this process saved. On rank 0."""
-        if place is self._automatic:
-            return candidates(place.workspace.path)
-        own = {info.path: info for info in place.ledger.committed}
+        listed = candidates(directory.workspace.path)
+        if directory is self._automatic:
+            return listed
+        own = {info.path: info for info in directory.catalog.committed}
         return [
-            one
-            for one in candidates(place.workspace.path)
-            if one.path in own and (one.manifest is None or is_of(own[one.path], one.manifest))
+            one for one in listed if one.path in own and (one.manifest is None or is_of(own[one.path], one.manifest))
         ]
 
-    def for_weights(self, path: Path, view: Mapping[str, str], error: Exception | None) -> bool:
+    def for_weights(self, path: Path, must_match: Mapping[str, str], check: Callable[[], object]) -> bool:
         """Whether a directory for weights alone can be replaced as a whole: there are no directories in it, and it is no link.
 
         Args:
             path: the directory.
-            view: what else must be equal on all ranks.
-            error: why this rank cannot save; every rank raises it.
+            must_match: what else must be equal on all ranks.
+            check: raises where this rank cannot save; every rank raises it.
 
         Raises:
             DirectoryError: it is a checkpoint, or no directory.
@@ -148,9 +142,9 @@ class CheckpointDirectory:
             refuse(path if whole else path.resolve(), WEIGHTS, _is_stock, whole=whole)
             return whole
 
-        values = {"save_directory": path, **view}
+        values = {"save_directory": path, **must_match}
         whole = self._engine.agree(
-            "weights", must_match=values, local=reraise(error), decide=decide, phase="planning the weights"
+            "weights", must_match=values, local=check, decide=decide, phase="planning the weights"
         )
         self._take_over(path)
         return bool(whole)
@@ -167,36 +161,30 @@ class CheckpointDirectory:
             DirectoryError: the path exists and is not a checkpoint of ours.
             DesyncError: the ranks gave different paths.
         """
-        place = self.hold_automatic()
-        own = None if place is not None else _named(output_dir)
+        directory = self.hold_automatic()
+        named = None if directory is not None else _named(output_dir)
         iteration = self._accelerator.project_configuration.iteration
 
         def decide(answers: Mapping[int, Any]) -> dict[str, Any]:
-            if own is not None:
-                refuse(own, ADAPTER, _is_stock, empty=True)
-            number = iteration if place is None else max(iteration, next_number(place.workspace.path))
-            return {"number": number, "hooks": any(answers.values()), "key": uuid.uuid4().hex}
+            if named is not None:
+                refuse(named, ADAPTER, _is_stock, empty=True)
+            number = iteration if directory is None else max(iteration, next_number(directory.workspace.path))
+            return {"number": number, "hooks": any(answers.values())}
 
-        agreed = self._engine.agree(
-            "name", must_match={"output_dir": own or "automatic"}, local=lambda: hooks, decide=decide
-        )
-        if place is not None:
-            path = place.workspace.path / f"checkpoint_{agreed['number']}"
+        values = {"output_dir": named or "automatic"}
+        agreed = self._engine.agree("name", must_match=values, local=lambda: hooks, decide=decide)
+        number = agreed["number"]
+        if directory is not None:
+            path, step = directory.workspace.path / f"checkpoint_{number}", number
         else:
             path = self._last = _named(output_dir)
-            place = self._hold_named(path)
-        begun = None
-        if agreed["hooks"]:
-            timeout_s = self._engine.config.timeouts.barrier_s
-            begun = extra_files.open_folder(self._engine.coordinator, place.workspace, agreed["key"], timeout_s)
-        number = agreed["number"]
-        step = number if own is None else _step_of(path.name, number)
-        return Target(place=place, path=path, number=number, step=step, begun=begun, key=agreed["key"])
+            directory, step = self._hold_named(path), _step_of(path.name, number)
+        return Target(directory=directory, path=path, number=number, step=step, hooks=agreed["hooks"])
 
     def _hold_named(self, path: Path) -> OpenDirectory:
         self._take_over(path)
         workspace = self.named.hold(path, resumed=True)
-        return OpenDirectory(workspace=workspace, ledger=self._ledgers.setdefault(path.parent, Catalog()))
+        return OpenDirectory(workspace=workspace, catalog=self._catalogs.setdefault(path.parent, Catalog()))
 
     def _take_over(self, path: Path) -> None:
         """From an Accelerator of this process, such as that of a notebook's cell that was run again and is still held."""

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from accelerate.utils import OffloadedWeightsLoader
 
-from safe_ckpt.adapters import LazyTensor
-from safe_ckpt.adapters.weights import dtensor, hugging_face
+from safe_ckpt.adapters.extras import dtensor, hugging_face
+from safe_ckpt.adapters.planning import LazyTensor
 from safe_ckpt.errors import StateError
 
 Fetch = Callable[[], torch.Tensor]
@@ -37,11 +37,11 @@ def tensors(model: torch.nn.Module, *, once: bool = True) -> dict[str, LazyTenso
         StateError: one is on the meta device and no hook knows where it was offloaded to, or it does not fit safetensors.
     """
     dtensor.refuse_partitioned(model)
-    found: dict[str, LazyTensor] = {}
+    lazies: dict[str, LazyTensor] = {}
     seen: set[object] = set()
     homes = _homes(model)
     for name, tensor in _named(model):
-        held, fetch = (tensor, functools.partial(_detached, tensor)) if not tensor.is_meta else _offloaded(homes, name)
+        held, fetch = (tensor, tensor.detach) if not tensor.is_meta else _offloaded(homes, name)
         if fetch is None:
             message = (
                 "is on the meta device, and no hook of Accelerate knows where its values are: load the model first"
@@ -53,8 +53,8 @@ def tensors(model: torch.nn.Module, *, once: bool = True) -> dict[str, LazyTenso
         seen |= identity
         if once:
             hugging_face.admit(name, tensor, tensor.dtype)
-        found[name] = LazyTensor(dtype=tensor.dtype, shape=tuple(tensor.shape), fetch=fetch)
-    return found
+        lazies[name] = LazyTensor(dtype=tensor.dtype, shape=tuple(tensor.shape), fetch=fetch)
+    return lazies
 
 
 def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -80,13 +80,13 @@ class _Home:
     def held(self, name: str) -> torch.Tensor | None:
         """The tensor itself where it lies in host memory."""
         memory = self.values if isinstance(self.values, dict) else getattr(self.values, "state_dict", None)
-        found = memory.get(self.prefix + name) if isinstance(memory, dict) else None
-        return found if isinstance(found, torch.Tensor) else None
+        tensor = memory.get(self.prefix + name) if isinstance(memory, dict) else None
+        return tensor if isinstance(tensor, torch.Tensor) else None
 
 
 def _homes(model: torch.nn.Module) -> dict[str, _Home]:
     """Prefix of a module's names to where the hook on it finds their values."""
-    found = {}
+    homes = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         for hook in _hooks(module):
             values, prefix = getattr(hook, "weights_map", None), ""
@@ -94,8 +94,8 @@ def _homes(model: torch.nn.Module) -> dict[str, _Home]:
                 continue
             while hasattr(values, "dataset") and hasattr(values, "prefix"):  # accelerate.utils.offload.PrefixedDataset
                 prefix, values = values.prefix + prefix, values.dataset
-            found[f"{module_name}." if module_name else ""] = _Home(prefix, values, frozenset(values))
-    return found
+            homes[f"{module_name}." if module_name else ""] = _Home(prefix, values, frozenset(values))
+    return homes
 
 
 def _hooks(module: torch.nn.Module) -> list[Any]:
@@ -129,14 +129,10 @@ def _mapped(values: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | Non
     return torch.from_numpy(file).view(kind).view(shape)
 
 
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()
-
-
 def identity_of(tensor: torch.Tensor, held: torch.Tensor | None) -> set[object]:
     """What two names of one tensor have in common. Equal values are not enough: zeros are equal to zeros."""
-    found: set[object] = {id(tensor)}
+    identity: set[object] = {id(tensor)}
     if held is not None and held.numel():
         view = (held.storage_offset(), held.dtype, tuple(held.shape), held.stride())
-        found.add((str(held.device), held.untyped_storage().data_ptr(), view))
-    return found
+        identity.add((str(held.device), held.untyped_storage().data_ptr(), view))
+    return identity

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from safe_ckpt.accelerate.handle import Handle, check
-from safe_ckpt.adapters.registration import begin
+from safe_ckpt.adapters.handle import begin
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.events import Hook
 

@@ -1,7 +1,7 @@
 """How each framework names its checkpoints and what it writes last: one table, for resuming and for listing.
 
 Decided by names, sizes and archive ends; nothing is unpickled. Of a Lightning checkpoint only the content says which step it is
-of and whether it holds more than weights: ``Layout.facts`` is the file to read, ``Layout.told_by`` takes what was read.
+of and whether it holds more than weights: ``facts_file`` is the file to read, ``Layout.with_content`` takes what was read.
 """
 
 from __future__ import annotations
@@ -37,34 +37,22 @@ class Kind:
         named: matches the names that the framework gives; its group is the number in the name. None for no pattern.
         is_one: whether a path that does not have such a name is one, by what lies in it.
         problem: why a checkpoint of this layout is not complete; "" when it is.
-        facts: the file that says how far the training was; None where that takes no look inside.
-        resumable: whether an adapter of safe_ckpt resumes from a complete one.
     """
 
     name: str
     named: re.Pattern[str] | None
     is_one: Callable[[Path], bool]
-    problem: Callable[[Path], str]
-    facts: Callable[[Path], Path] | None = None
-    resumable: bool = True
+    problem: Callable[[Path], str] = lambda _: ""
 
     def number_of(self, name: str) -> int | None:
         """The number in a name that the framework gives; None for another name."""
         match = self.named.search(name) if self.named is not None else None
         return int(match.group(1)) if match else None
 
-    def layout_of(self, path: Path) -> Layout:
+    def describe(self, path: Path) -> Layout:
         """What is at ``path``, which is of this kind."""
-        number, problem = self.number_of(path.name), self.problem(path)
-        return Layout(
-            name=self.name,
-            step=-1 if number is None else number,
-            problem=problem,
-            complete=not problem,
-            resumable=self.resumable and not problem,
-            weights_only=None if self.facts is not None else False,
-            facts=self.facts(path) if self.facts is not None else None,
-        )
+        number = self.number_of(path.name)
+        return Layout(name=self.name, step=-1 if number is None else number, problem=self.problem(path))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,37 +62,27 @@ class Layout:
     Attributes:
         name: of the layout.
         step: the number in its name, or the training step where its content was read; -1 where neither tells.
-        problem: why it cannot be resumed from; "" when nothing is wrong so far.
-        complete: whether it was written to its end.
-        resumable: whether an adapter of safe_ckpt resumes from it.
-        weights_only: whether it holds weights and no state of the training; None where only its content tells.
-        facts: the file that tells; None where there is nothing to read.
+        problem: why it is not complete, or cannot be resumed from; "" when nothing is wrong so far.
     """
 
     name: str
     step: int
     problem: str
-    complete: bool
-    resumable: bool
-    weights_only: bool | None
-    facts: Path | None
 
-    def told_by(self, content: object) -> Layout:
-        """With what the top level of ``facts`` says; a checkpoint of weights alone is not resumable."""
+    def with_content(self, content: object) -> Layout:
+        """With what the top level of ``facts_file`` says: of weights alone, no training is resumed."""
         if not isinstance(content, dict):
-            return replace(self, problem="is no checkpoint", resumable=False)
+            return replace(self, problem="is no checkpoint")
         step = content.get("global_step", -1)
         without_state = "loops" not in content and ("state_dict" in content or self.name != LIGHTNING_FILE.name)
         return replace(
             self,
             step=step if isinstance(step, int) else -1,
             problem=WEIGHTS_ONLY if without_state else self.problem,
-            resumable=self.resumable and not without_state,
-            weights_only=without_state,
         )
 
 
-def kind_of(path: Path) -> Layout | None:
+def layout_of(path: Path) -> Layout | None:
     """What lies at ``path``, whichever tool wrote it; None where it has no layout of this table.
 
     Raises:
@@ -115,7 +93,7 @@ def kind_of(path: Path) -> Layout | None:
         return None
     for kind in KINDS if is_directory else (LIGHTNING_FILE,):
         if kind.is_one(path) or (is_directory and kind.number_of(path.name) is not None):
-            return kind.layout_of(path)
+            return kind.describe(path)
     return None
 
 
@@ -128,7 +106,7 @@ def facts_file(path: Path) -> Path:
 
 def lightning_layout_of(path: Path) -> Layout:
     """What is at ``path``, a Lightning checkpoint of either kind, as far as its name tells."""
-    return (LIGHTNING_SHARDED if presence.is_directory(path) else LIGHTNING_FILE).layout_of(path)
+    return (LIGHTNING_SHARDED if presence.is_directory(path) else LIGHTNING_FILE).describe(path)
 
 
 def is_lightning_directory(path: Path) -> bool:
@@ -164,31 +142,21 @@ def _problem_of_transformers(path: Path) -> str:
     return f"it has no manifest, and {cut_off[0]} was not written to its end" if cut_off else ""
 
 
-def _nothing(_: Path) -> str:
-    return ""
-
-
 LIGHTNING_FILE = Kind(
     name="Lightning file",
     named=re.compile(r"step=(\d{1,18})"),
     is_one=lambda path: path.suffix == ".ckpt" and presence.is_file(path),
-    problem=_nothing,
-    facts=facts_file,
 )
 LIGHTNING_SHARDED = Kind(
     name="Lightning directory",
     named=None,
     is_one=lambda path: presence.is_file(path / META),
-    problem=_nothing,
-    facts=facts_file,
 )
 LIGHTNING_DEEPSPEED = Kind(
     name="Lightning DeepSpeedStrategy directory",
     named=None,
     # ``latest`` comes last.
     is_one=lambda path: presence.is_file(path / LATEST) and presence.is_file(_deepspeed_facts(path)),
-    problem=_nothing,
-    facts=facts_file,
 )
 ACCELERATE = Kind(
     name="Accelerate checkpoint",
@@ -212,8 +180,6 @@ DCP = Kind(
     name="torch.distributed.checkpoint directory",
     named=None,
     is_one=lambda path: presence.is_file(path / DCP_METADATA),
-    problem=_nothing,
-    resumable=False,  # one state dict of a user's own making: ``safe-ckpt convert`` reads it
 )
 KINDS: tuple[Kind, ...] = (LIGHTNING_SHARDED, LIGHTNING_DEEPSPEED, ACCELERATE, TRANSFORMERS, DEEPSPEED, DCP)
 """Those of directories, in the order in which they are recognised."""

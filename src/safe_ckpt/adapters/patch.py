@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Absent(enum.Enum):
-    """What was not there. A member stays itself when it is copied or pickled."""
+    """Stands for an attribute that was not there. A member stays itself when it is copied or pickled."""
 
     ABSENT = enum.auto()
 
@@ -59,7 +59,7 @@ class Patch:
                 _put_back(owner, name, before)
 
     def state_without(self) -> Any:
-        """What a copy of the object begins with if nothing of ours is to go along: its state as it was."""
+        """The state of the object without the replacements, for a copy of it."""
         owner = self._owner
         of_class = getattr(type(owner), "__getstate__", None)  # before Python 3.11 few have it
         state = of_class(owner) if of_class is not None else vars(owner)

@@ -1,4 +1,4 @@
-"""What a framework's loggers and trackers are told of saves: on the thread that trains, for they are not made for any other."""
+"""Reports saves to a framework's loggers and trackers, on the thread that trains: they are not made for any other."""
 
 from __future__ import annotations
 
@@ -60,4 +60,4 @@ class Tracking:
             try:
                 log(values, step=about.step if step is None else step)
             except Exception:
-                logger.warning("%s could not be told of %s", name, handle.name, exc_info=True)
+                logger.warning("%s could not log the save of %s", name, handle.name, exc_info=True)

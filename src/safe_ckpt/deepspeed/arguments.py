@@ -1,4 +1,4 @@
-"""What the callers gave, checked on each rank before the ranks compare it: what one rank gave wrong, all raise, at once."""
+"""Arguments of the calls, checked on each rank before the ranks compare them: what one rank gave wrong, all ranks raise."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.adapters import Engine, refuse_differences
+from safe_ckpt.adapters import Engine
 from safe_ckpt.adapters.directories import HIDDEN
 from safe_ckpt.adapters.layouts import LATEST
 from safe_ckpt.config import CheckpointConfig
@@ -17,33 +17,27 @@ _RESERVED = (".", "..", HIDDEN, LATEST)
 
 
 def agree(
-    core: Engine,
-    kind: str,
-    look: Callable[[], Mapping[str, object]],
-    decide: Callable[[], Any] = lambda: None,
-) -> Any:
+    core: Engine, kind: str, check: Callable[[], Mapping[str, Any]], decide: Callable[[], None] = lambda: None
+) -> Mapping[str, Any]:
     """Check this rank's arguments, compare them with those of the others, and decide. Every rank calls this.
 
     Args:
         core: where the ranks meet.
         kind: the name of the call.
-        look: returns what must be equal on all ranks; raises where an argument is wrong.
+        check: returns what must be equal on all ranks; raises where an argument is wrong.
         decide: runs on rank 0.
 
     Returns:
-        What ``decide`` returned, on every rank.
+        What ``check`` returned.
 
     Raises:
         DesyncError: the ranks differ.
-        SafeCheckpointError: what ``look`` raised on the lowest rank on which it did, or ``decide``. A rank on which ``look``
+        SafeCheckpointError: what ``check`` raised on the lowest rank on which it did, or ``decide``. A rank on which ``check``
             failed raises its own exception.
     """
-
-    def compare(answers: Mapping[int, Any]) -> Any:
-        refuse_differences(answers)
-        return decide()
-
-    return core.agree(kind, local=lambda: {name: str(value) for name, value in look().items()}, decide=compare)
+    values: dict[str, Any] = {}  # filled by ``local``, which runs before the ranks compare
+    core.agree(kind, must_match=values, local=lambda: values.update(check()), decide=lambda _: decide())
+    return values
 
 
 def checked_directory(given: object, name: str) -> Path:

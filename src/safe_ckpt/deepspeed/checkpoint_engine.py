@@ -21,19 +21,21 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from safe_ckpt.adapters import (
+    Destination,
     Engine,
+    Facts,
+    OnCommit,
     SaveHandle,
-    SharedBuffer,
+    SaveRequest,
     config_of_all,
-    torch_archive,
+    torch_file,
 )
-from safe_ckpt.adapters.directories import MANIFEST_NAME, read_manifest, verify_entry
-from safe_ckpt.adapters.layouts import LATEST
-from safe_ckpt.adapters.requests import Destination, Facts, FileByFile, FileStream, OnCommit, Pointer, SaveRequest
+from safe_ckpt.adapters.directories import manifest_of, verify_entry
+from safe_ckpt.adapters.extras import FileByFile, FileStream, SharedBuffer
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.deepspeed.arguments import check_settings
-from safe_ckpt.deepspeed.directories import ADAPTER, CheckpointDirectory, step_of
-from safe_ckpt.deepspeed.save import agree_place
+from safe_ckpt.deepspeed.directories import ADAPTER, CheckpointDirectory, is_state, step_of
+from safe_ckpt.deepspeed.save import agree_place, latest_pointer
 from safe_ckpt.errors import (
     ClosedError,
     ConfigError,
@@ -88,7 +90,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             raise ConfigError(key="max_host_bytes", message=message)
         self._core = Engine(settings, hooks=hooks, owner="a SafeCheckpointEngine; its cleanup() frees it")
         weak = weakref.ref(self)
-        self._places = CheckpointDirectory(
+        self._directories = CheckpointDirectory(
             self._core, self._core.config.retention, lambda wanted: _settle(weak, wanted)
         )
         self._pool: list[SharedBuffer] = []
@@ -117,28 +119,27 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _begin(self, info: CheckpointCommitInfo, *, by_deepspeed: bool) -> _Open:
         top, tag = agree_place(self._core, "create", info.save_dir, info.tag, {})
-        path, place = top / tag, self._places.hold(top, tag)
-        parts = FileStream(self._pool)
-        latest = [Pointer(path=top / LATEST, data=tag.encode())] if info.save_latest else []
+        path, directory = top / tag, self._directories.hold(top, tag)
+        stream = FileStream(self._pool)
         handle = self._core.save(
             SaveRequest(
-                destination=Destination(workspace=place.workspace, path=path, kind="directory"),
-                content=FileByFile(stream=parts),
+                destination=Destination(workspace=directory.workspace, path=path, kind="directory"),
+                content=FileByFile(stream=stream),
                 facts=Facts(
                     step=step_of(path.name),
                     notes={"adapter": ADAPTER, "latest": bool(info.save_latest), "tag": tag},
                 ),
                 must_match={"save_latest": str(info.save_latest)},
                 on_commit=OnCommit(
-                    carry=lambda name: not name.endswith("_states.pt"),
-                    pointers=latest,
-                    catalog=place.ledger,
-                    retention=self._places.retention,
+                    carry=lambda name: not is_state(name),
+                    pointers=latest_pointer(top, tag, wanted=info.save_latest),
+                    catalog=directory.catalog,
+                    retention=self._directories.retention,
                 ),
                 patient=True,
             )
         )
-        return _Open(info, path, parts, handle, by_deepspeed=by_deepspeed)
+        return _Open(info=info, path=path, stream=stream, handle=handle, by_deepspeed=by_deepspeed)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """As ``os.makedirs``, but for the tag: that appears when it is complete."""
@@ -161,7 +162,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         try:
             if target.parent != self._open.path:
                 raise ConfigError(key=f"save: {path}", message=f"expected a file in {self._open.path}")
-            self._open.parts.add(torch_archive.torch_image(target.name, state_dict, strict=False, key=target.name))
+            self._open.stream.add(torch_file(target.name, state_dict))
         except BaseException as error:
             if isinstance(error, StateError | NotEnoughSpaceError):
                 error.rank = self._core.rank
@@ -176,9 +177,9 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             CorruptCheckpointError: its bytes are not those that were written.
         """
         file = Path(path)
-        if (file.parent / MANIFEST_NAME).exists():
-            entries = [entry for entry in read_manifest(file.parent).files if entry.path == file.name]
-            for entry in entries:
+        manifest = manifest_of(file.parent)
+        for entry in manifest.files if manifest is not None else ():
+            if entry.path == file.name:
                 verify_entry(file.parent, entry, cached=True)
         return torch.load(file, map_location=map_location, weights_only=False)
 
@@ -199,7 +200,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         under_way = self._open
         if not under_way.by_deepspeed:
             under_way.complete = True
-            under_way.parts.seal()
+            under_way.stream.seal()
         self._conclude("save_checkpoint was interrupted before its last file was handed over")
         under_way.handle.result()
         return True
@@ -214,7 +215,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         # that was interrupted asks, too, and which files a rank has is not known before. See ``_refuse_without_sign``.
         if self._open is not None and _caller().f_code.co_name == "save_checkpoint":
             self._open.complete = True
-            self._open.parts.seal()
+            self._open.stream.seal()
         return True
 
     def cleanup(self) -> None:
@@ -229,7 +230,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._core.close(quiet=sys.exc_info()[0] is not None)
         finally:
             self._closed = True
-            self._places.close()
+            self._directories.close()
             for buffer in self._pool:
                 buffer.close()
             self._pool.clear()
@@ -247,7 +248,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _give_up(self, cause: str) -> None:
         if self._open is not None:
             name, rank = self._open.path.name, self._core.rank
-            self._open.parts.fail(SaveError(name=name, cause=cause, rank=rank, phase="snapshot"))
+            self._open.stream.fail(SaveError(name=name, cause=cause, rank=rank, phase="snapshot"))
 
 
 def _refuse_without_sign(save_checkpoint: Any) -> None:
@@ -280,18 +281,21 @@ def _is_deepspeeds() -> bool:
     return frame.f_code.co_name == "save_checkpoint" and module.split(".", maxsplit=1)[0] == "deepspeed"
 
 
+@dataclasses.dataclass(kw_only=True)
 class _Open:
-    """A save that was begun and is not committed."""
+    """A save that was begun and is not committed.
 
-    def __init__(
-        self, info: CheckpointCommitInfo, path: Path, parts: FileStream, handle: SaveHandle, *, by_deepspeed: bool
-    ) -> None:
-        self.by_deepspeed = by_deepspeed
-        self.complete = False
-        self.info = info
-        self.path = path
-        self.parts = parts
-        self.handle = handle
+    Attributes:
+        complete: whether its last file was handed over.
+        by_deepspeed: whether DeepSpeed's ``save_checkpoint`` began it, and so says when it is complete.
+    """
+
+    info: CheckpointCommitInfo
+    path: Path
+    stream: FileStream
+    handle: SaveHandle
+    by_deepspeed: bool
+    complete: bool = False
 
 
 def _settle(weak: weakref.ref[SafeCheckpointEngine], wanted: Path | None) -> None:

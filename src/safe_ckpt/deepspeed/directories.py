@@ -10,17 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from safe_ckpt.adapters import Engine, presence
+from safe_ckpt.adapters import Engine, OpenDirectory
 from safe_ckpt.adapters.directories import (
     HIDDEN,
     MANIFEST_NAME,
     NAMES,
     Candidate,
-    OpenDirectory,
     candidates_in,
     catalog,
+    policy_of,
+    presence,
     refuse,
-    retention,
 )
 from safe_ckpt.adapters.layouts import LATEST, has_states
 from safe_ckpt.config import Retention
@@ -61,7 +61,7 @@ class CheckpointDirectory:
 
     def __init__(self, engine: Engine, policy: Retention, settle: Callable[[Path | None], None] | None = None) -> None:
         self._engine = engine
-        self.retention = retention.policy_of(policy)
+        self.retention = policy_of(policy)
         self._settle = settle if settle is not None else lambda _: engine.settle()
         self._held: dict[Path, SaveTarget] = {}
         _living.add(self)
@@ -75,21 +75,21 @@ class CheckpointDirectory:
         """
         folder = (top / tag).parent
         if folder in self._held:
-            place = self._held[folder]
-            if top not in place.tops:
-                place.tops = (*place.tops, top)
-                place.ledger.pointers.append(top / LATEST)
-            return place
+            target = self._held[folder]
+            if top not in target.tops:
+                target.tops = (*target.tops, top)
+                target.catalog.pointers.append(top / LATEST)
+            return target
         if len(self._held) >= _HELD:
             for earlier in list(self._held):
                 self._let_go(earlier)
         for other in list(_living):
             other._let_go(folder)
-        place = SaveTarget.take(self._engine, folder, lambda: candidates(folder))
-        place.tops = (folder, top)
-        place.ledger.pointers += [above / LATEST for above in place.tops]
-        self._held[folder] = place
-        return place
+        target = SaveTarget.take(self._engine, folder, lambda: candidates(folder))
+        target.tops = (folder, top)
+        target.catalog.pointers += [above / LATEST for above in target.tops]
+        self._held[folder] = target
+        return target
 
     def repair(self, folder: Path) -> None:
         """Finish what a job that died was replacing in ``folder``, unless a live job holds it: then that is its own affair."""
@@ -111,15 +111,15 @@ class CheckpointDirectory:
     @staticmethod
     def settle() -> None:
         """Wait until nothing is in flight in this process: what another engine saves here is to be seen."""
-        for places in list(_living):
-            places._settle(None)
+        for one in list(_living):
+            one._settle(None)
 
     @staticmethod
     def settle_above(path: Path) -> None:
         """Wait for what is in flight in this process and may become a folder above ``path``: it is to be seen there."""
-        for places in list(_living):
-            if any(folder != path.parent and folder in path.parents for folder in places._held):
-                places._settle(None)
+        for one in list(_living):
+            if any(folder != path.parent and folder in path.parents for folder in one._held):
+                one._settle(None)
 
     def _let_go(self, folder: Path) -> None:
         if folder in self._held:
@@ -128,7 +128,7 @@ class CheckpointDirectory:
 
 
 def _is_held(folder: Path) -> bool:
-    return any(folder in places._held for places in list(_living))
+    return any(folder in one._held for one in list(_living))
 
 
 def candidates(folder: Path) -> list[Candidate]:
@@ -205,7 +205,7 @@ def order(folder: Path, tag: str | None) -> list[Path]:
     named = latest_tag(folder)
     groups = [_to_be_named(folder)] if named is None else [_to_be_named((folder / named).parent)]
     groups += _groups_below(folder) if named is None else []
-    paths = [found.path for group in sorted(groups, key=_made_at, reverse=True) for found in group]
+    paths = [tag.path for group in sorted(groups, key=_made_at, reverse=True) for tag in group]
     if named is None or not presence.is_directory(folder / named):
         if named is not None:
             logger.warning("%s names %s, which is not there: the newest tag is taken", folder / LATEST, named)
@@ -223,7 +223,7 @@ def _groups_below(top: Path) -> list[list[Candidate]]:
         try:
             if folder.name != HIDDEN and not folder.is_symlink() and presence.is_there(folder / HIDDEN):
                 # Others may be of somebody who saved into that folder itself.
-                own = [found for found in _to_be_named(folder) if _tag_of(found) == f"{folder.name}/{found.path.name}"]
+                own = [one for one in _to_be_named(folder) if _tag_of(one) == f"{folder.name}/{one.path.name}"]
                 groups.append(own)
         except PermissionError as error:
             logger.warning("%s is passed over, with all that may be in it: %s", folder, error)
@@ -234,8 +234,8 @@ def _to_be_named(folder: Path) -> list[Candidate]:
     return catalog.newest_first(c for c in candidates(folder) if c.manifest and c.manifest.notes.get("latest"))
 
 
-def _tag_of(found: Candidate) -> object:
-    return found.manifest.notes.get("tag") if found.manifest is not None else None
+def _tag_of(candidate: Candidate) -> object:
+    return candidate.manifest.notes.get("tag") if candidate.manifest is not None else None
 
 
 def _made_at(group: list[Candidate]) -> str:

@@ -14,16 +14,8 @@ import deepspeed.runtime.engine as upstream
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from safe_ckpt import events
-from safe_ckpt.adapters import Engine, presence
-from safe_ckpt.adapters.directories import (
-    HIDDEN,
-    MANIFEST_NAME,
-    read_manifest,
-    resume,
-    verify,
-    warn_if_foreign,
-)
-from safe_ckpt.adapters.patch import Patch
+from safe_ckpt.adapters import Engine, Patch
+from safe_ckpt.adapters.directories import HIDDEN, manifest_of, presence, resume, verify, warn_if_foreign
 from safe_ckpt.deepspeed import arguments, directories, nvme, universal
 from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError
 
@@ -60,19 +52,15 @@ def load(
         held.repair(folder / plan["repair"])
         plan = core.agree("load_checkpoint", decide=lambda _: _survey(folder, tag))
     chosen, rejected = _first_good(core, engine, folder, plan["order"], asked=tag is not None)
-    result: Any = None
-
-    def apply() -> None:
-        nonlocal result
-        with _bound_to(chosen), plain_reading(engine):
-            result = restore(chosen)
-
-    resume.apply(core, apply)
+    with _bound_to(chosen):
+        result = _restored(core, engine, lambda: restore(chosen))
     if chosen is not None:
         path = folder / chosen
         nvme.put_back(core, engine, path)
         nvme.resume_all(core, {path: engine}, optimizer_states=optimizer_states)
-        _tell(core, path, time.monotonic() - begun, rejected)
+        manifest = manifest_of(path)
+        step, seconds = manifest.step if manifest is not None else -1, time.monotonic() - begun
+        core.emit(events.Resumed(rank=core.rank, path=str(path), step=step, seconds=seconds, rejected=rejected))
     return result
 
 
@@ -83,15 +71,13 @@ def agree_place(core: Engine, load_dir: object, tag: object) -> tuple[Path, str 
         ConfigError: ``load_dir`` or ``tag`` is none, on any rank.
         DesyncError: the ranks differ.
     """
-    found: list[tuple[Path, str | None]] = []
 
-    def look() -> dict[str, object]:
+    def check() -> dict[str, object]:
         folder = arguments.checked_directory(load_dir, "load_dir")
-        found.append((folder, None if tag is None else arguments.checked_tag(tag)))
-        return {"directory": folder, "tag": found[0][1]}
+        return {"directory": folder, "tag": None if tag is None else arguments.checked_tag(tag)}
 
-    arguments.agree(core, "load_checkpoint", look)
-    return found[0]
+    agreed = arguments.agree(core, "load_checkpoint", check)
+    return agreed["directory"], agreed["tag"]
 
 
 def load_universal(core: Engine, engine: Any, folder: Path, tag: str | None, restore: Callable[[str], Any]) -> Any:
@@ -105,14 +91,15 @@ def load_universal(core: Engine, engine: Any, folder: Path, tag: str | None, res
     """
     name = core.agree("load_checkpoint", decide=lambda _: tag if tag is not None else universal.latest(folder))
     resume.apply(core, lambda: universal.refuse_incomplete(engine, folder / name))
-    found: list[Any] = []
+    return _restored(core, engine, lambda: restore(name))
 
-    def apply() -> None:
-        with plain_reading(engine):
-            found.append(restore(name))
 
-    resume.apply(core, apply)
-    return found[0]
+def _restored(core: Engine, engine: Any, restore: Callable[[], Any]) -> Any:
+    """What ``restore`` returns on this rank, once it has succeeded on all ranks."""
+    results: list[Any] = []
+    with plain_reading(engine):
+        resume.apply(core, lambda: results.append(restore()))
+    return results[0]
 
 
 def plain_reading(engine: Any) -> contextlib.AbstractContextManager[object]:
@@ -139,7 +126,7 @@ def _survey(folder: Path, tag: str | None) -> dict[str, Any]:
         raise NoValidCheckpointError(path=str(path), message="there is no such tag")
     return {
         "repair": path.parent.relative_to(folder).as_posix() if repair else "",
-        "order": [found.relative_to(folder).as_posix() for found in directories.order(folder, tag)],
+        "order": [path.relative_to(folder).as_posix() for path in directories.order(folder, tag)],
     }
 
 
@@ -162,8 +149,3 @@ def _first_good(core: Engine, engine: Any, folder: Path, order: list[str], *, as
         message = "there are checkpoints, but none is usable"
         raise NoValidCheckpointError(path=str(folder), message=message, rejected=rejected)
     return None, 0
-
-
-def _tell(core: Engine, path: Path, seconds: float, rejected: int) -> None:
-    step = read_manifest(path).step if (path / MANIFEST_NAME).exists() else -1
-    core.emit(events.Resumed(rank=core.rank, path=str(path), step=step, seconds=seconds, rejected=rejected))

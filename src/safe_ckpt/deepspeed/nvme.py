@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 
-from safe_ckpt.adapters import Engine, presence
-from safe_ckpt.adapters.directories import MANIFEST_NAME, read_manifest, resume
-from safe_ckpt.adapters.offload import OffloadPlan, Part, agree_parts, give_back, own_part, parts_of
+from safe_ckpt.adapters import Engine, Planned
+from safe_ckpt.adapters.directories import manifest_of, presence, read_manifest, resume
+from safe_ckpt.adapters.extras import Part, agree_parts, give_back, own_part, parts_of
+from safe_ckpt.deepspeed.directories import OFFLOADED
 from safe_ckpt.errors import RestoreError, SafeCheckpointError
 
-FOLDER = "offloaded_tensors"
 NOTE = "offloaded"
 IGNORED = ("*gradient*",)  # as DeepSpeed: they are of no use at a step's boundary
 
@@ -28,8 +28,8 @@ def part(engine: Any) -> dict[str, Path]:
     return {f"rank{dp_index_to_str(rank)}": Path(engine.optimizer.optimizer_swapper.swap_folder)}
 
 
-def agree(core: Engine, engine: Any, below: str = "") -> OffloadPlan | None:
-    """What is to be copied into a checkpoint; None without NVMe offload. Every rank calls this.
+def plan(core: Engine, engine: Any, below: str = "") -> Planned:
+    """What is to be copied into a checkpoint; nothing without NVMe offload. Every rank calls this.
 
     Args:
         core: where the ranks meet.
@@ -40,7 +40,10 @@ def agree(core: Engine, engine: Any, below: str = "") -> OffloadPlan | None:
         SafeCheckpointError: see ``consolidate_offloaded``.
     """
     own = part(engine)
-    return agree_parts(core, own, IGNORED, prefix=f"{below}{FOLDER}/") if own else None
+    if not own:
+        return Planned(notes={NOTE: {}})
+    parts = agree_parts(core, own, IGNORED, prefix=f"{below}{OFFLOADED}/")
+    return Planned(copies=parts.copies, folders=parts.folders, notes={NOTE: {below: list(parts.notes)}})
 
 
 def refuse_unfit(core: Engine, engines: Mapping[Path, Any], checkpoint: Path | None = None) -> None:
@@ -97,17 +100,17 @@ def _refuse_unfit(core: Engine, engine: Any, tag: Path, checkpoint: Path) -> Non
 
 def _swap_files(checkpoint: Path, tag: Path, asked: str, rank: int) -> tuple[int, dict[str, int]]:
     """How many ranks saved a tag, and the swap files in it of this rank, with their sizes."""
-    if presence.is_there(checkpoint / MANIFEST_NAME):
-        manifest = read_manifest(checkpoint)
+    manifest = manifest_of(checkpoint)
+    if manifest is not None:
         below = f"{tag.relative_to(checkpoint).as_posix()}/" if tag != checkpoint else ""
         name = own_part(manifest.notes.get(NOTE, {}).get(below, ()), asked, rank)
-        prefix = f"{below}{FOLDER}/{name}/"
+        prefix = f"{below}{OFFLOADED}/{name}/"
         files = {e.path.removeprefix(prefix): e.size_bytes for e in manifest.files if e.path.startswith(prefix)}
         return manifest.world_size, files
     saved_by = sum(name.endswith("_optim_states.pt") for name in os.listdir(tag))
-    folder = tag / FOLDER / asked
-    found = os.listdir(folder) if presence.is_directory(folder) else []
-    return saved_by, {name: (folder / name).stat().st_size for name in found}
+    folder = tag / OFFLOADED / asked
+    names = os.listdir(folder) if presence.is_directory(folder) else []
+    return saved_by, {name: (folder / name).stat().st_size for name in names}
 
 
 def put_back(core: Engine, engine: Any, checkpoint: Path, below: str = "") -> None:
@@ -127,13 +130,13 @@ def put_back(core: Engine, engine: Any, checkpoint: Path, below: str = "") -> No
     own = part(engine)
     if not own:
         return
-    view = {"tag": checkpoint / below}
-    if not core.agree("swap files", must_match=view, decide=lambda _: _were_renamed(checkpoint, below)):
+    values = {"tag": checkpoint / below}
+    if not core.agree("swap files", must_match=values, decide=lambda _: _were_renamed(checkpoint, below)):
         return
 
     def find() -> list[Part]:
         manifest = read_manifest(checkpoint)
-        return parts_of(checkpoint, manifest, manifest.notes[NOTE][below], own, core.rank, f"{below}{FOLDER}/")
+        return parts_of(checkpoint, manifest, manifest.notes[NOTE][below], own, core.rank, f"{below}{OFFLOADED}/")
 
     give_back(core.coordinator, find, core.config.timeouts.lengthy_s)
     engine.optimizer.reset_swap_buffers()
@@ -141,9 +144,8 @@ def put_back(core: Engine, engine: Any, checkpoint: Path, below: str = "") -> No
 
 def _were_renamed(checkpoint: Path, below: str) -> bool:
     """Rank 0: whether some rank's files are not under the name that DeepSpeed looks for."""
-    if not (checkpoint / MANIFEST_NAME).exists():
-        return False
-    notes = read_manifest(checkpoint).notes.get(NOTE, {}).get(below, ())
+    manifest = manifest_of(checkpoint)
+    notes = manifest.notes.get(NOTE, {}).get(below, ()) if manifest is not None else ()
     return any(note["name"] != note["asked"] for note in notes)
 
 

@@ -8,6 +8,7 @@ scripts, which are written otherwise.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import logging
@@ -22,11 +23,22 @@ import deepspeed.runtime.engine as upstream
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.utils import groups
 
-from safe_ckpt.adapters import Engine, FilePlan, SaveHandle, file_plan, presence, torch_archive
-from safe_ckpt.adapters.directories import WEIGHTS, HeldDirectories
+from safe_ckpt.adapters import (
+    Attempt,
+    Destination,
+    Engine,
+    Facts,
+    FilePlan,
+    OnCommit,
+    Patch,
+    Planned,
+    SaveHandle,
+    SaveRequest,
+    torch_file,
+)
+from safe_ckpt.adapters.directories import WEIGHTS, HeldDirectories, presence
 from safe_ckpt.adapters.layouts import LATEST
-from safe_ckpt.adapters.patch import Patch
-from safe_ckpt.adapters.requests import Content, Destination, Facts, OnCommit, Pointer, SaveRequest, Snapshot, Unplanned
+from safe_ckpt.adapters.planning import Pointer, file_plan
 from safe_ckpt.deepspeed import arguments, directories, nvme
 from safe_ckpt.errors import DirectoryError, StateError
 
@@ -53,34 +65,21 @@ def save(
     """
     options = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen_parameters}
     top, tag = agree_place(core, "save_checkpoint", save_dir, tag, options)
-    path = top / tag
-    place = held.hold(top, tag)
-    parts = nvme.agree(core, engine)
-    captured = capture(engine, tag, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
-    content: Content
-    if captured.error is not None:
-        content = Unplanned(error=captured.error)
-    elif parts is not None:
-        content = Snapshot(files=captured.images, copies=parts.copies, folders=parts.folders)
-    else:
-        content = Snapshot(files=captured.images)
+    directory = held.hold(top, tag)
+    planned, scripts = plan_tag(core, engine, tag, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
+    pointers = [Pointer(path=top / name, data=data, mode=_EXECUTABLE) for name, data in scripts.items()]
     return core.save(
         SaveRequest(
-            destination=Destination(workspace=place.workspace, path=path, kind="directory"),
-            content=content,
+            destination=Destination(workspace=directory.workspace, path=top / tag, kind="directory"),
+            content=planned.content(),
             facts=Facts(
                 step=engine.global_steps,
-                notes={
-                    "adapter": directories.ADAPTER,
-                    "latest": save_latest,
-                    "tag": tag,
-                    nvme.NOTE: {"": list(parts.notes)} if parts is not None else {},
-                },
+                notes={"adapter": directories.ADAPTER, "latest": save_latest, "tag": tag, **planned.notes},
             ),
             on_commit=OnCommit(
                 carry=lambda name: not directories.is_state(name),
-                pointers=_pointers(captured, top, tag, save_latest=save_latest),
-                catalog=place.ledger,
+                pointers=[*pointers, *latest_pointer(top, tag, wanted=save_latest)],  # ``latest`` comes last
+                catalog=directory.catalog,
                 retention=held.retention,
             ),
         )
@@ -104,23 +103,23 @@ def save_weights(
     Raises:
         SafeCheckpointError: see ``Handle.save_16bit_model``.
     """
-    paths: list[Path] = []
 
-    def look() -> dict[str, object]:
-        paths.append(arguments.checked_file(save_dir, save_filename))
-        return {"path": paths[0], "exclude_frozen_parameters": exclude_frozen_parameters}
+    def check() -> dict[str, object]:
+        path = arguments.checked_file(save_dir, save_filename)
+        return {"path": path, "exclude_frozen_parameters": exclude_frozen_parameters}
 
-    arguments.agree(core, "save_16bit_model", look, lambda: _refuse_directory(paths[0]))
-    (path,) = paths
+    def decide() -> None:
+        _refuse_directory(arguments.checked_file(save_dir, save_filename))
+
+    path: Path = arguments.agree(core, "save_16bit_model", check, decide)["path"]
     captured = capture_weights(engine, path.name, exclude_frozen_parameters=exclude_frozen_parameters)
     if captured.result is False:  # as its settings have it, so on every rank
         return None
+    planned = Planned(files=[file_plan.single(file, path.name) for file in captured.files], error=captured.error)
     return core.save(
         SaveRequest(
             destination=Destination(workspace=workspaces.hold(path), path=path, kind="file"),
-            content=Unplanned(error=captured.error)
-            if captured.error is not None
-            else Snapshot(files=[file_plan.single(image, path.name) for image in captured.images]),
+            content=planned.content(),
             facts=Facts(step=engine.global_steps, notes={"adapter": WEIGHTS}),
             patient=True,
         )
@@ -145,24 +144,54 @@ def agree_place(
         DesyncError: the ranks differ.
         DirectoryError: something stands there that must not be replaced.
     """
-    found: list[tuple[Path, str]] = []
 
-    def look() -> dict[str, object]:
-        found.append((arguments.checked_directory(save_dir, "save_dir"), arguments.checked_tag(tag)))
-        path = found[0][0] / found[0][1]
-        directories.CheckpointDirectory.settle_above(path)
-        return {"path": path, **options}
+    def checked() -> tuple[Path, str]:
+        return arguments.checked_directory(save_dir, "save_dir"), arguments.checked_tag(tag)
 
-    arguments.agree(core, kind, look, lambda: directories.refuse_what_stands_there(*found[0]))
-    return found[0]
+    def check() -> dict[str, object]:
+        top, name = checked()
+        directories.CheckpointDirectory.settle_above(top / name)
+        return {"path": top / name, **options}
+
+    arguments.agree(core, kind, check, lambda: directories.refuse_what_stands_there(*checked()))
+    return checked()
 
 
-def _pointers(captured: Captured, top: Path, tag: str, *, save_latest: bool) -> list[Pointer]:
-    """What lies beside the tags: the scripts first, ``latest`` last."""
-    found = [Pointer(path=top / name, data=data, mode=_EXECUTABLE) for name, data in captured.scripts.items()]
-    if save_latest:
-        found.append(Pointer(path=top / LATEST, data=tag.encode()))
-    return found
+def latest_pointer(top: Path, tag: str, *, wanted: bool) -> list[Pointer]:
+    """The file ``latest`` beside the tags, if it is to name this one."""
+    return [Pointer(path=top / LATEST, data=tag.encode())] if wanted else []
+
+
+def plan_tag(
+    core: Engine,
+    engine: Any,
+    tag: str,
+    client_state: Mapping[str, Any],
+    *,
+    exclude_frozen_parameters: bool,
+    below: str = "",
+) -> tuple[Planned, dict[str, bytes]]:
+    """Plan what ``save_checkpoint`` writes. Every rank calls this.
+
+    Args:
+        core: where the ranks meet.
+        engine: a ``DeepSpeedEngine``.
+        tag: the name of the checkpoint.
+        client_state: as for DeepSpeed.
+        exclude_frozen_parameters: the same.
+        below: where the tag lies in the checkpoint, with a slash at its end; "" when it is the checkpoint.
+
+    Returns:
+        The files of this rank, and name -> content of the scripts beside the tags.
+
+    Raises:
+        SafeCheckpointError: the swap files cannot be copied; the same on every rank.
+    """
+    swapped = nvme.plan(core, engine, below)
+    captured = capture(engine, tag, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
+    files = [dataclasses.replace(file, path=f"{below}{file.path}") for file in captured.files]
+    own = Planned(files=files, folders=[tag] if below else (), error=captured.error)
+    return Planned.joined([swapped, own]), captured.scripts
 
 
 @dataclass(kw_only=True)
@@ -170,13 +199,13 @@ class Captured:
     """The files of one rank.
 
     Attributes:
-        images: planned, with paths relative to the tag.
+        files: with paths relative to the tag.
         scripts: name -> content of what DeepSpeed puts beside the tags; on rank 0.
         result: what it returned.
         error: what it raised.
     """
 
-    images: list[FilePlan] = field(default_factory=list)
+    files: list[FilePlan] = field(default_factory=list)
     scripts: dict[str, bytes] = field(default_factory=dict)
     result: object = None
     error: Exception | None = None
@@ -227,13 +256,14 @@ def capture_weights(engine: Any, name: str, *, exclude_frozen_parameters: bool) 
 def _captured(engine: Any, folder: str, collect: Callable[[], object], client_state: Mapping[str, Any]) -> Captured:
     captured = Captured()
     listener = Listener(captured, folder, engine.checkpoint_engine)
-    try:
+    attempt = Attempt()
+    with attempt:
         with _listening(engine, listener, client_state):
             captured.result = collect()
         if listener.wants_scripts:
             captured.scripts = _scripts(engine)
-    except Exception as error:  # the other ranks wait for it
-        captured.error = error
+    if attempt.error is not None:
+        captured.error = attempt.error
         _tidy(engine)
     return captured
 
@@ -242,16 +272,16 @@ class Listener(CheckpointEngine):  # type: ignore[misc]
     """A checkpoint engine that plans files. Everything but saving it leaves to the engine's own one.
 
     Args:
-        found: gets the files.
+        captured: gets the files.
         folder: what their paths begin with.
         before: the engine's own.
     """
 
-    def __init__(self, found: Captured, folder: str, before: Any) -> None:
+    def __init__(self, captured: Captured, folder: str, before: Any) -> None:
         super().__init__()
         self.name = "safe_ckpt"
         self.wants_scripts = False
-        self._found = found
+        self._captured = captured
         self._folder = folder
         self._before = before
 
@@ -267,7 +297,7 @@ class Listener(CheckpointEngine):  # type: ignore[misc]
         name = os.path.relpath(path, self._folder)
         if os.path.dirname(name):
             raise StateError(key=name, message="DeepSpeed writes it to a folder of its own, which is not covered")
-        self._found.images.append(torch_archive.torch_image(name, state_dict, strict=False, key=name))
+        self._captured.files.append(torch_file(name, state_dict))
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """As the engine's own."""

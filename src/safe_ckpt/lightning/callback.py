@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from safe_ckpt.adapters import CheckpointInfo
 from safe_ckpt.adapters.directories import HIDDEN
-from safe_ckpt.adapters.weights import parse_size
+from safe_ckpt.adapters.extras import hugging_face
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.events import Hook
@@ -94,7 +94,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         export_max_shard_size: int | str = "5GB",
         hooks: Sequence[Hook] = (),
     ) -> None:
-        parse_size(export_max_shard_size, "export_max_shard_size")
+        hugging_face.parse_size(export_max_shard_size, "export_max_shard_size")
         settings = CheckpointConfig.from_environment() if config is None else config
         check_arguments(dirpath, settings, resume, save_weights_only=save_weights_only, from_environment=config is None)
         super().__init__(

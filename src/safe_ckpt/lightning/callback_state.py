@@ -6,11 +6,13 @@ import copy
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
-from safe_ckpt.adapters import CheckpointInfo, SaveHandle
-from safe_ckpt.adapters.tracking import Tracking
+from safe_ckpt.adapters import CheckpointInfo, SaveHandle, Tracking
+
+if TYPE_CHECKING:
+    from safe_ckpt.lightning.callback import SafeCheckpointCallback
 
 logger = logging.getLogger(__name__)
 COMMITTED_HOOK = "on_checkpoint_committed"
@@ -113,17 +115,10 @@ def report_commit(callback: Any, trainer: Any, info: CheckpointInfo) -> None:
                 logger.warning("%s of %r failed", COMMITTED_HOOK, other, exc_info=True)
 
 
-class Owner(Protocol):
-    """The callback for which something is saved."""
-
-    def settled(self, trainer: Any, info: CheckpointInfo | None) -> None:
-        """A save of it is over; ``info`` is None when it failed."""
-
-
 @dataclass(frozen=True)
 class _Flight:
     handle: SaveHandle
-    owner: Owner | None
+    owner: SafeCheckpointCallback | None
     state: SavedCallbackState | None
 
 
@@ -132,7 +127,7 @@ class Flights:
 
     Args:
         trainer: whose.
-        tracking: what its loggers are told through.
+        tracking: reports to its loggers.
     """
 
     def __init__(self, trainer: Any, tracking: Tracking) -> None:
@@ -140,7 +135,7 @@ class Flights:
         self._tracking = tracking
         self._flights: list[_Flight] = []
 
-    def add(self, handle: SaveHandle, owner: Owner | None, state: SavedCallbackState | None) -> None:
+    def add(self, handle: SaveHandle, owner: SafeCheckpointCallback | None, state: SavedCallbackState | None) -> None:
         """A save was begun. ``state`` is what ``owner`` gets back if it fails."""
         self._flights.append(_Flight(handle, owner, state))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from safe_ckpt.adapters import Engine
-from safe_ckpt.adapters.directories import Workspace, commit_order
+from safe_ckpt.adapters.directories import Workspace, catalog, commit_order, resume
+from safe_ckpt.adapters.layouts import is_lightning_directory
 
 
 class TrainerDirectories:
@@ -18,6 +19,7 @@ class TrainerDirectories:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._workspaces: dict[Path, Workspace] = {}
+        self._listed: set[tuple[Path, str]] = set()
 
     def __contains__(self, directory: Path) -> bool:
         return directory in self._workspaces
@@ -25,8 +27,26 @@ class TrainerDirectories:
     def __getitem__(self, directory: Path) -> Workspace:
         return self._workspaces[directory]
 
-    def hold(self, directory: Path) -> Workspace:
-        """Take a directory of checkpoints; a second callback may name the same one."""
+    def hold(self, directory: Path, suffix: str) -> None:
+        """Take a directory of checkpoints; a second callback may name the same one, also with another ``suffix``."""
+        if (directory, suffix) in self._listed:
+            return
+        workspace = self._take(directory)
+
+        def look() -> None:
+            listed = resume.listed(
+                lambda: catalog.list_files(directory, suffix, is_lightning_directory), self._engine.config.timeouts
+            )
+            workspace.start_after(catalog.newest_sequence(listed))
+
+        self._engine.take_stock(workspace, {"directory": directory, "suffix": suffix}, look)
+        self._listed.add((directory, suffix))
+
+    def hold_beside(self, path: Path, sequence: int) -> None:
+        """Take the folder of one file, whose place in the order of commits is known."""
+        self._take(path.parent).start_after(sequence - 1)
+
+    def _take(self, directory: Path) -> Workspace:
         if directory not in self._workspaces:
             self._workspaces[directory] = self._engine.hold(directory)
         return self._workspaces[directory]

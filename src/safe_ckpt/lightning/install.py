@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.adapters import refused_retention
+from safe_ckpt.adapters.extras import refused_retention
 from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.lightning import signals, strategies
@@ -26,7 +26,7 @@ def install(trainer: Any, config: CheckpointConfig) -> TrainerSaver:
     config = signals.with_requeue_signal(trainer, config)
     strategy = trainer.strategy
     present = strategy.checkpoint_io
-    if isinstance(present, SafeCheckpointIO) and isinstance(present.saver, TrainerSaver) and not present.saver.closed:
+    if isinstance(present, SafeCheckpointIO) and present.saver is not None and not present.saver.closed:
         if present.saver.config != config:
             raise ConfigError(
                 key="config", message="all SafeCheckpointCallbacks of a Trainer must have the same config"
@@ -35,7 +35,7 @@ def install(trainer: Any, config: CheckpointConfig) -> TrainerSaver:
     io = _install_io(trainer)
     saver = TrainerSaver(trainer, config, io)
     io.saver = saver
-    if strategies.layout_of(strategy) is not None:
+    if strategies.form_of(strategy) is not None:
         strategies.guard(trainer, saver.engine, saver.land, saver.end)
     _let_savers_save(_home(trainer))
     return saver
@@ -91,7 +91,7 @@ def _install_io(trainer: Any) -> SafeCheckpointIO:
         ConfigError: the strategy is not covered, or another CheckpointIO is in use.
     """
     strategy = trainer.strategy
-    if not _is_unsharded(strategy) and strategies.layout_of(strategy) is None:
+    if not _is_unsharded(strategy) and strategies.form_of(strategy) is None:
         message = (
             f"{type(strategy).__name__} writes its checkpoints by itself, which is not supported yet: "
             "use a single device, DDP, ModelParallelStrategy, FSDPStrategy or DeepSpeedStrategy"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import time
@@ -11,33 +12,34 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import Engine, SaveHandle, open_coordinator, plan, reraise
-from safe_ckpt.adapters.directories import HeldDirectories, catalog, one_shot, resume
-from safe_ckpt.adapters.planned import Planned
-from safe_ckpt.adapters.requests import (
-    DeleteListed,
+from safe_ckpt.adapters import (
+    Attempt,
     Destination,
+    Engine,
     Facts,
-    Link,
     OnCommit,
+    Planned,
+    SaveHandle,
     SaveRequest,
+    Tracking,
 )
-from safe_ckpt.adapters.tracking import Tracking
-from safe_ckpt.adapters.weights import Exporter
+from safe_ckpt.adapters.directories import DeleteListed, HeldDirectories
+from safe_ckpt.adapters.extras import Exporter, one_shot, open_coordinator
+from safe_ckpt.adapters.planning import Link, prepare_memory, reraise
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import RendezvousTimeout, SaveError
 from safe_ckpt.events import Hook
 from safe_ckpt.lightning import contents, signals, strategies
 from safe_ckpt.lightning import resume as resuming
-from safe_ckpt.lightning.callback_state import Flights, Owner, PendingActions, SavedCallbackState
+from safe_ckpt.lightning.callback_state import Flights, PendingActions, SavedCallbackState
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 from safe_ckpt.lightning.directories import TrainerDirectories
 from safe_ckpt.lightning.loop_state import BreakingOff, Continuation
-from safe_ckpt.lightning.signals import in_signal_handler
 
 if TYPE_CHECKING:
     import torch
 
+    from safe_ckpt.lightning.callback import SafeCheckpointCallback
 
 logger = logging.getLogger(__name__)
 
@@ -72,15 +74,14 @@ class TrainerSaver:
         self.resumed_from: Path | None = None
         self.training = False
         self.stopping = False
-        self.stopper: Owner | None = None
+        self.stopper: SafeCheckpointCallback | None = None
         self.requeue_due = False
         self.continuation: Continuation | None = None
         self._breaking_off = BreakingOff()
-        self._wish = signals.RequeueWish()
+        self._requeue_wished = False
         self._last_whole: SaveHandle | None = None
         self._shards = strategies.planner(self.engine, trainer.strategy)
         self._directories = TrainerDirectories(self.engine)
-        self._counted: set[tuple[Path, str]] = set()
         self._collector: tuple[Callable[[str], None], bool] | None = None
         self._busy = False
         self.closed = False
@@ -102,22 +103,7 @@ class TrainerSaver:
 
     def hold(self, directory: Path, suffix: str) -> None:
         """Take a directory of checkpoints; a second callback may name the same one."""
-        workspace = self._directories.hold(directory)
-        if (directory, suffix) not in self._counted:
-            self._counted.add((directory, suffix))
-            self.engine.agree(
-                "list",
-                must_match={"directory": directory, "suffix": suffix},
-                decide=lambda _: workspace.start_after(
-                    catalog.newest_sequence(
-                        resume.listed(lambda: resuming.listed(directory, suffix), self.engine.config.timeouts)
-                    )
-                ),
-            )
-
-    def hold_beside(self, path: Path, sequence: int) -> None:
-        """Take the folder of one file, whose place in the order of commits is known."""
-        self._directories.hold(path.parent).start_after(sequence - 1)
+        self._directories.hold(directory, suffix)
 
     def holds(self, directory: Path) -> bool:
         """Whether this directory is taken already."""
@@ -154,14 +140,14 @@ class TrainerSaver:
 
     def save(
         self,
-        intents: PendingActions,
-        owner: Owner | None,
-        shadow: SavedCallbackState | None,
+        pending: PendingActions,
+        owner: SafeCheckpointCallback | None,
+        state: SavedCallbackState | None,
         *,
         weights_only: bool | None,
         wait: bool,
     ) -> SaveHandle:
-        """Save what the Trainer is now under the names in ``intents``. Every rank calls this.
+        """Save what the Trainer is now under the names in ``pending``. Every rank calls this.
 
         Raises:
             SafeCheckpointError: it could not be started, or with ``wait`` it failed.
@@ -170,14 +156,14 @@ class TrainerSaver:
         try:
             with self.engine.together(), self._within():
                 handle = self.engine.save(
-                    self._request(intents, weights_only=weights_only, overlap=self.training and not wait)
+                    self._request(pending, weights_only=weights_only, overlap=self.training and not wait)
                 )
         except BaseException:
-            if owner is not None and shadow is not None:
-                shadow.restore(owner)
+            if owner is not None and state is not None:
+                state.restore(owner)
             raise
-        self._flights.add(handle, owner, shadow)
-        if intents.saves and not weights_only:
+        self._flights.add(handle, owner, state)
+        if pending.saves and not weights_only:
             self._last_whole = handle
         if wait:
             self.settle()
@@ -191,17 +177,17 @@ class TrainerSaver:
         if storage_options is not None:
             raise TypeError("storage_options are not supported: safe_ckpt writes to local and mounted file systems")
         target = Path(os.path.abspath(path))
-        if self._busy or in_signal_handler():
+        if self._busy or signals.in_signal_handler():
             self._save_alone(target, weights_only)
         elif self._collector is not None and bool(weights_only) == self._collector[1]:
             self._collector[0](os.fspath(path))
-        elif self.closed and strategies.layout_of(self._trainer.strategy) is not None:
+        elif self.closed and strategies.form_of(self._trainer.strategy) is not None:
             self._save_with_another(target, weights_only)
         elif self.closed:
             self._save_without_pipeline(target, weights_only)
         else:
-            intents = PendingActions(saves=[str(target)])
-            handle = self.save(intents, None, None, weights_only=weights_only, wait=True)
+            pending = PendingActions(saves=[str(target)])
+            handle = self.save(pending, None, None, weights_only=weights_only, wait=True)
             handle.result()  # also with on_failure="warn": who asks for a file is told that there is none
 
     @contextlib.contextmanager
@@ -238,12 +224,12 @@ class TrainerSaver:
         So rank 0 writes what it has at once, in this process, and nobody waits for anybody. Of the generators and loaders
         of the other ranks nothing is known then: a resume from this file in mid-epoch is not exact.
         """
-        if strategies.layout_of(self._trainer.strategy) is not None:
+        if strategies.form_of(self._trainer.strategy) is not None:
             cause = (
                 "from a signal handler no rank can count on the others, and each has only a part: save at the next step"
             )
             raise SaveError(name=path.name, cause=cause, rank=self.engine.rank, phase="signal handler")
-        with self._io.writing():
+        with self._io.saving_to(None):
             checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only)
             self._trainer.strategy.save_checkpoint(checkpoint, str(path))
 
@@ -252,7 +238,7 @@ class TrainerSaver:
         again = TrainerSaver(self._trainer, self.config, self._io)
         again.add_hooks(self._hooks)
         try:
-            again.hold_beside(path, self.next_sequence(path))
+            again._directories.hold_beside(path, self.next_sequence(path))
             again.save(PendingActions(saves=[str(path)]), None, None, weights_only=weights_only, wait=True).result()
         finally:
             again.engine.close(quiet=True)
@@ -261,7 +247,10 @@ class TrainerSaver:
         """After ``fit``: rank 0 writes in this process, the others wait for what becomes of it."""
         coordinator = open_coordinator(None, self.config.timeouts)
         try:
-            checkpoint, error = contents.dump(self._trainer, self._io, path, weights_only)
+            checkpoint = None
+            attempt = Attempt()
+            with attempt:
+                checkpoint = contents.dump(self._trainer, self._io, path, weights_only)
 
             def write(_: object) -> None:
                 if checkpoint is not None:
@@ -277,7 +266,7 @@ class TrainerSaver:
                 "save",
                 timeout_s=self.config.timeouts.lengthy_s,
                 must_match={"path": path},
-                local=reraise(error),
+                local=reraise(attempt.error),
                 decide=write,
                 phase=f"saving {path.name}",
             )
@@ -296,12 +285,12 @@ class TrainerSaver:
     def exists(self, paths: Sequence[str]) -> list[str]:
         """Which of ``paths`` exist, as rank 0 sees it. Every rank calls this."""
         with self._within():
-            found: list[str] = self.engine.agree(
+            existing: list[str] = self.engine.agree(
                 "look",
                 must_match={"paths": list(paths)},
                 decide=lambda _: [path for path in paths if os.path.exists(path)],
             )
-        return found
+        return existing
 
     def resume_from(self, directory: Path, suffix: str, rival: Path | None) -> Path | None:
         """The newest valid checkpoint in a held directory, verified on all ranks; None on a fresh run.
@@ -346,10 +335,13 @@ class TrainerSaver:
         if not self.training:
             self.training = True
             self._breaking_off.watch(self._trainer)
-            state: dict[str, Any] = {"module": self._trainer.lightning_module}
-            state.update({f"optimizer {number}": one for number, one in enumerate(self._trainer.optimizers)})
-            self.engine.prepare(plan.expected_bytes(state, rank=self.engine.rank))
-            self.engine.watch_signals(self._wish.take_from(signals.without_lightnings))
+            prepare_memory(self.engine, [self._trainer.lightning_module, *self._trainer.optimizers])
+            self.engine.watch_signals(
+                functools.partial(signals.without_lightnings, at_requeue_signal=self._wish_requeue)
+            )
+
+    def _wish_requeue(self) -> None:
+        self._requeue_wished = True
 
     def agree_on_exception(self) -> None:
         """Learn whether all ranks are about to save at an exception, within ``peer_stall_s``. Each that is calls this.
@@ -377,17 +369,17 @@ class TrainerSaver:
         """Whether the signal that ended the run was the one at which Lightning requeues the job. Every rank calls this."""
         with self._within():
             self.requeue_due = self.engine.agree(
-                "requeue", local=lambda: self._wish.made, decide=lambda answers: any(answers.values())
+                "requeue", local=lambda: self._requeue_wished, decide=lambda answers: any(answers.values())
             )
         return self.requeue_due
 
-    def _request(self, intents: PendingActions, *, weights_only: bool | None, overlap: bool) -> SaveRequest:
-        primary = Path(os.path.abspath((intents.saves or [*intents.links, *intents.removals])[0]))
+    def _request(self, pending: PendingActions, *, weights_only: bool | None, overlap: bool) -> SaveRequest:
+        primary = Path(os.path.abspath((pending.saves or [*pending.links, *pending.removals])[0]))
         workspace = self._directories.of(primary)
-        files = Planned()
-        if intents.saves:
+        planned = Planned()
+        if pending.saves:
             fitting = self.training and str(getattr(self._trainer.state.fn, "value", "")) == "fit"
-            files = contents.planned(
+            planned = contents.planned(
                 self.engine,
                 self._trainer,
                 self._io,
@@ -397,21 +389,23 @@ class TrainerSaver:
                 broken_off=self._breaking_off.rng,
                 shards=self._shards,
             )
-        links = [Link(path=Path(os.path.abspath(path))) for path in intents.saves[1:]]
-        links += [Link(path=Path(os.path.abspath(path)), target=target) for path, target in intents.links.items()]
-        to_delete = [Path(os.path.abspath(path)) for path in intents.to_delete]
+        links = [Link(path=Path(os.path.abspath(path))) for path in pending.saves[1:]]
+        links += [Link(path=Path(os.path.abspath(path)), target=target) for path, target in pending.links.items()]
+        to_delete = [Path(os.path.abspath(path)) for path in pending.to_delete]
         notes = resuming.notes(workspace, links=links, to_delete=to_delete, weights_only=bool(weights_only))
-        is_directory = strategies.is_sharded(self._trainer.strategy) and bool(intents.saves)
+        is_directory = strategies.is_sharded(self._trainer.strategy) and bool(pending.saves)
         return SaveRequest(
             destination=Destination(workspace=workspace, path=primary, kind="directory" if is_directory else "file"),
-            content=files.content(
-                overlap=contents.overlap_plan(self._trainer, self.config.snapshot) if files.images and overlap else None
+            content=planned.content(
+                overlap=contents.overlap_plan(self._trainer, self.config.snapshot)
+                if planned.files and overlap
+                else None
             ),
             facts=Facts(
                 step=int(self._trainer.global_step),
                 metrics=contents.numbers(self._trainer),
-                notes={**files.notes, **notes},
+                notes={**planned.notes, **notes},
             ),
-            must_match={"names": ", ".join([*intents.saves, *intents.links])},
+            must_match={"names": ", ".join([*pending.saves, *pending.links])},
             on_commit=OnCommit(links=links, retention=DeleteListed(paths=to_delete) if to_delete else None),
         )

@@ -1,7 +1,7 @@
 """Catching what a Trainer is about to write into one folder, so that it is written by us and in the background.
 
-Whatever reaches ``torch.save`` or safetensors for a file in that folder is planned as a file image, also from methods that the
-user overrides; small files that are written in other ways (JSON, tokenizers) land in the folder itself. What FSDP2 gives to
+Whatever reaches ``torch.save`` or safetensors for a file in that folder is planned, also from methods that the user overrides;
+small files that are written in other ways (JSON, tokenizers) land in the folder itself. What FSDP2 gives to
 ``torch.distributed.checkpoint`` is kept, for all processes plan it together.
 """
 
@@ -18,9 +18,8 @@ import safetensors.torch
 import torch
 from transformers import modeling_utils
 
-from safe_ckpt.adapters import FilePlan, torch_archive
-from safe_ckpt.adapters import safetensors as safetensors_format
-from safe_ckpt.adapters.patch import Patch
+from safe_ckpt.adapters import FilePlan, Patch, torch_file
+from safe_ckpt.adapters.planning import safetensors as safetensors_format
 
 
 class Catch:
@@ -37,7 +36,7 @@ class Catch:
         self._caught: dict[str, FilePlan] = {}
 
     @property
-    def images(self) -> list[FilePlan]:
+    def files(self) -> list[FilePlan]:
         """In the order in which they were written first."""
         return list(self._caught.values())
 
@@ -48,9 +47,9 @@ class Catch:
         path = Path(os.path.abspath(target))
         return path.relative_to(self._folder).as_posix() if path.is_relative_to(self._folder) else None
 
-    def take(self, image: FilePlan) -> None:
+    def take(self, file: FilePlan) -> None:
         """One more file."""
-        self._caught[image.path] = image
+        self._caught[file.path] = file
 
 
 @contextlib.contextmanager
@@ -70,7 +69,7 @@ def catching(folder: Path, *, shards: bool = False) -> Iterator[Catch]:
         if name is None or (isinstance(obj, dict) and not obj):
             save(obj, f, *args, **kwargs)
         else:
-            catch.take(torch_archive.torch_image(name, obj, strict=False, key=name))
+            catch.take(torch_file(name, obj))
 
     def caught_save_file(
         tensors: dict[str, torch.Tensor], filename: Any, metadata: Mapping[str, str] | None = None, **kwargs: Any

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from transformers import trainer as upstream
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from safe_ckpt.adapters import config_of_all, refused_retention
-from safe_ckpt.adapters.patch import Patch
+from safe_ckpt.adapters import Patch, config_of_all
+from safe_ckpt.adapters.directories import policy_of
+from safe_ckpt.adapters.extras import refused_retention
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
@@ -68,13 +69,13 @@ class SafeCheckpointMixin(_Base):
         with TrainerSaver(config, self.checkpoint_hooks) as saver, saver.loading(self):
             self._safe_saver = saver
             try:
-                found: str | None = None
+                path: str | None = None
                 if resume_from_checkpoint is True:
-                    found = str(saver.newest(Path(os.path.abspath(self.args.output_dir or "."))))
+                    path = str(saver.newest(Path(os.path.abspath(self.args.output_dir or "."))))
                 elif resume_from_checkpoint:
-                    found = os.path.abspath(resume_from_checkpoint)
-                    saver.verify(Path(found))
-                return super().train(found, *args, **kwargs)
+                    path = os.path.abspath(resume_from_checkpoint)
+                    saver.verify(Path(path))
+                return super().train(path, *args, **kwargs)
             finally:
                 self._safe_saver = None
 
@@ -137,9 +138,8 @@ class SafeCheckpointMixin(_Base):
 def _check(trainer: Any, config: CheckpointConfig) -> None:
     strategies.check(trainer, config)
     if trainer.args.save_on_each_node:
-        message = "is not supported: safe_ckpt commits one checkpoint that all processes see"
+        message = "is not supported: safe_ckpt commits one checkpoint that all processes see. Leave it False"
         raise ConfigError(key="TrainingArguments.save_on_each_node", message=message)
-    rules = config.retention
-    if rules.keep_last is not None or rules.keep_best is not None or rules.keep_every_steps is not None:
+    if policy_of(config.retention) is not None:
         own = "the Trainer has its own: use save_total_limit and load_best_model_at_end"
         raise refused_retention(key="retention", instead=own, from_environment=trainer.checkpoint_config is None)

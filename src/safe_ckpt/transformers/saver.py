@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,33 +12,21 @@ from typing import Any
 from transformers.trainer_callback import ExportableState
 from typing_extensions import Self
 
-from safe_ckpt.adapters import Engine, presence
+from safe_ckpt.adapters import Attempt, Destination, Engine, Facts, OnCommit, OpenDirectory, Planned, SaveRequest
 from safe_ckpt.adapters.directories import (
     Candidate,
-    Catalog,
-    OpenDirectory,
-    Workspace,
+    KeepNewest,
     candidates_in,
-    extra_files,
-    newest,
+    folder_for_others,
+    presence,
     verify,
     warn_if_foreign,
 )
 from safe_ckpt.adapters.layouts import TRAINER_STATE, TRANSFORMERS
-from safe_ckpt.adapters.requests import (
-    Content,
-    Destination,
-    Facts,
-    KeepNewest,
-    OnCommit,
-    SaveRequest,
-    Snapshot,
-    Unplanned,
-)
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.events import Hook
-from safe_ckpt.transformers.contents import Catch, catching
+from safe_ckpt.transformers.contents import catching
 from safe_ckpt.transformers.strategies import Sharing
 
 logger = logging.getLogger(__name__)
@@ -66,11 +53,11 @@ class TrainerSaver:
         Raises:
             NoValidCheckpointError: there is none.
         """
-        chosen = newest(self._engine, self._hold(folder), lambda: candidates(folder))
-        if chosen is None:
+        info = self._hold(folder).newest(self._engine, lambda: candidates(folder))
+        if info is None:
             raise NoValidCheckpointError(path=str(folder), message="there is no checkpoint to resume from")
-        warn_if_foreign(self._engine, chosen.path)
-        return chosen.path
+        warn_if_foreign(self._engine, info.path)
+        return info.path
 
     def verify(self, path: Path) -> None:
         """Verify the checkpoint at ``path``; one that a stock Trainer wrote is taken as it is.
@@ -96,21 +83,9 @@ class TrainerSaver:
             SafeCheckpointError: it could not be started, or an earlier one failed; the same on every process.
         """
         with self._engine.together():
-            return self._save(trainer, path)
-
-    def _save(self, trainer: Any, path: Path) -> Path:
-        directory = self._hold(path.parent)
-        workspace, ledger = directory.workspace, directory.ledger
-        key = self._engine.agree("save", must_match={"path": path}, decide=lambda _: uuid.uuid4().hex)
-        begun = extra_files.open_folder(
-            self._engine.coordinator, workspace, key, self._engine.config.timeouts.barrier_s
-        )
-        try:
-            self._engine.save(self._request(trainer, path, workspace, begun, ledger))
-        except BaseException:
-            if self._engine.rank == 0:
-                workspace.drop_pending(key)
-            raise
+            directory = self._hold(path.parent)
+            with folder_for_others(self._engine, directory.workspace, path) as folder:
+                self._engine.save(self._request(trainer, path, directory, folder))
         return path
 
     def wait(self) -> None:
@@ -130,37 +105,27 @@ class TrainerSaver:
         within_s = None if error is None else self._engine.config.timeouts.shutdown_s
         self._engine.close(quiet=error is not None, within_s=within_s)
 
-    def _request(self, trainer: Any, path: Path, workspace: Workspace, begun: Path, ledger: Catalog) -> SaveRequest:
-        error: Exception | None = None
-        caught = Catch(begun)
+    def _request(self, trainer: Any, path: Path, directory: OpenDirectory, folder: Path) -> SaveRequest:
         best = trainer.state.best_model_checkpoint
         limit = trainer.args.save_total_limit
-        with self._sharing.noting(trainer, begun) as noted:
-            try:
-                with catching(begun, shards=trainer.is_fsdp_enabled) as caught:
-                    _write(trainer, str(begun))
-            except Exception as problem:  # whatever the Trainer or a callback raises: the others must learn of it
-                error = problem
-        added = self._sharing.plan(trainer, noted, caught, error)
-
-        content: Content
-        if added.error is not None:
-            content = Unplanned(error=added.error)
-        else:
-            files = [*caught.images, *added.images]
-            content = Snapshot(files=files, copies=added.copies, folders=added.folders)
+        attempt = Attempt()
+        noting = self._sharing.noting(trainer, folder)
+        with noting as noted, catching(folder, shards=trainer.is_fsdp_enabled) as caught, attempt:
+            _write(trainer, str(folder))  # the Trainer or a callback may raise anything
+        shared = self._sharing.plan(trainer, noted, caught, attempt.error)
+        planned = Planned.joined([Planned(files=caught.files), shared])
         return SaveRequest(
-            destination=Destination(workspace=workspace, path=path, kind="directory"),
-            content=content,
+            destination=Destination(workspace=directory.workspace, path=path, kind="directory"),
+            content=planned.content(),
             facts=Facts(
                 step=int(trainer.state.global_step),
                 metrics=_metrics(trainer),
-                notes={"adapter": ADAPTER, **added.notes},
+                notes={"adapter": ADAPTER, **planned.notes},
             ),
             on_commit=OnCommit(
-                prefilled=begun,
+                prefilled=folder,
                 carry=lambda _: True,
-                catalog=ledger,
+                catalog=directory.catalog,
                 retention=KeepNewest(limit=limit, best=Path(best) if best else None) if limit else None,
             ),
         )

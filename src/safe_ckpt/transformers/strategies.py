@@ -20,10 +20,8 @@ from typing import Any
 import transformers.trainer as upstream
 
 from safe_ckpt.accelerate import handle as accelerate
-from safe_ckpt.adapters import Engine, reraise
-from safe_ckpt.adapters.patch import Patch
-from safe_ckpt.adapters.planned import Planned
-from safe_ckpt.adapters.sharding import shard_planner
+from safe_ckpt.adapters import Attempt, Engine, Patch, Planned
+from safe_ckpt.adapters.planning import reraise, shard_planner
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError, CoordinationError
 from safe_ckpt.transformers.contents import Catch
@@ -84,10 +82,8 @@ class Sharing:
             path = Path(checkpoint)
             # Decided once: what follows is done by all processes, or by none.
             tag = self._core.agree("latest", must_match={"path": path}, decide=lambda _: directories.latest_tag(path))
-            engines = {tag: engine} if tag else {}
-            with nested.loading(self._core, engines, path):
+            with nested.loading(self._core, {tag: engine} if tag else {}, path, optimizer_states=True):
                 stock(engine, checkpoint, *args, **kwargs)
-            nested.resume_swapped(self._core, engines, path, optimizer_states=True)
 
         with Patch(upstream, {"deepspeed_load_checkpoint": load}):
             yield
@@ -131,18 +127,16 @@ class Sharing:
         problem = noted.end(problem)
         if problem is not None:
             return Planned(error=problem)
-        try:
+        attempt = Attempt()
+        with attempt:  # what it raises is the same on all processes
             return self._plan(trainer, noted, caught)
-        except CoordinationError:
-            raise
-        except Exception as error:  # the same on all processes
-            return Planned(error=error)
+        return Planned(error=attempt.error)
 
     def _plan(self, trainer: Any, noted: Noted, caught: Catch) -> Planned:
         if trainer.is_fsdp_enabled:
             if self._shards is None:
                 self._shards = shard_planner(self._core)
-            return Planned(images=self._shards.images(caught.shards), folders=sorted(caught.shards))
+            return Planned(files=self._shards.images(caught.shards), folders=sorted(caught.shards))
         from safe_ckpt.deepspeed import nested
 
         engine = trainer.model_wrapped
