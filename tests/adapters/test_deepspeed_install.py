@@ -453,7 +453,7 @@ def lose_a_rank(rank, folder, stage, moment):
                 time.sleep(0.01)
             assert latest(folder) == "good"
             os.kill(os.getpid(), signal.SIGKILL)
-        os.kill(handle._engine._save_queue.writer.pid, signal.SIGSTOP)
+        os.kill(handle._core._save_queue.writer.pid, signal.SIGSTOP)
         run.save_checkpoint(folder, tag="bad")
         os.kill(os.getpid(), signal.SIGKILL)
     begun = time.monotonic()

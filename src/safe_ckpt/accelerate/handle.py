@@ -52,6 +52,7 @@ class Handle(AttachedHandle):
     def __init__(self, accelerator: Any, config: CheckpointConfig, *, hooks: Iterable[Hook] = ()) -> None:
         engine = Engine(config, hooks=hooks, owner=_OWNER)
         super().__init__(accelerator, engine)
+        self._accelerator, self._engine = accelerator, engine
         try:
             directories = CheckpointDirectory(engine, accelerator, retention(accelerator, config))
             directories.hold_automatic()
@@ -68,7 +69,7 @@ class Handle(AttachedHandle):
             accelerator=accelerator,
             directories=directories,
             loaders=Loaders(),
-            shards=strategies.Shards(engine, accelerator) if strategies.is_sharding(accelerator) else None,
+            shards=strategies.ShardedStates(engine, accelerator) if strategies.is_sharding(accelerator) else None,
         )
         for loader in accelerator._dataloaders:
             self._context.loaders.watch(loader)
@@ -77,12 +78,17 @@ class Handle(AttachedHandle):
         self._end_training: Callable[[], None] = accelerator.end_training
         self._free_memory: Callable[..., Any] = accelerator.free_memory
         methods = {name: getattr(self, name) for name in _REPLACED}
-        self.attach({**methods, "__getstate__": self._state_of_a_copy})
+        self._patch = self.attach({**methods, "__getstate__": self._state_of_a_copy})
         self.prepare()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         # Threads, locks and a process stay here: what is copied, or sent to a worker, is a handle that has ended.
-        return _ended_handle, (self._owner, self.config)
+        return {"accelerator": self._accelerator, "config": self.config}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._accelerator = self._owner = state["accelerator"]
+        self.config = state["config"]
+        self.ended = "copy"
 
     def save_state(
         self,
@@ -120,9 +126,9 @@ class Handle(AttachedHandle):
             SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started. With
                 ``async_save=False`` also that of this one.
         """
-        with self._call("save_state"):
+        with self.call("save_state"):
             self._trackers.report()
-            if save_model_func_kwargs and not strategies.engines_of(self._owner):
+            if save_model_func_kwargs and not strategies.engines_of(self._accelerator):
                 logger.warning("save_state ignores %s: only DeepSpeed has them", ", ".join(save_model_func_kwargs))
             options = save.Options(
                 safe_serialization=safe_serialization,
@@ -161,7 +167,7 @@ class Handle(AttachedHandle):
         def restore(path: str) -> None:
             self._load_state(path, load_kwargs, **load_model_func_kwargs)
 
-        with self._call("load_state"):
+        with self.call("load_state"):
             self._land()  # one that failed is no reason not to go back to the one before it; its error stays to be raised
             load.load(self._context, input_dir, restore, load_model_func_kwargs)
         self.prepare()
@@ -210,7 +216,7 @@ class Handle(AttachedHandle):
             SafeCheckpointError: it could not be written; the same on every rank.
         """
         options = models.Options(max_shard_size=max_shard_size, safe_serialization=safe_serialization, dtype=dtype)
-        with self._call("save_model"):
+        with self.call("save_model"):
             self._trackers.report()
             return models.save(self._context, model, save_directory, options)
 
@@ -262,8 +268,8 @@ class Handle(AttachedHandle):
 
         Called by ``register`` and after ``load_state``. Worth a call of its own when ``prepare()`` came after ``register``.
         """
-        self._refuse_ended("prepare")
-        prepare_memory(self._engine, [*self._owner._models, *strategies.plain_optimizers(self._owner)])
+        self.refuse_ended("prepare")
+        prepare_memory(self._engine, [*self._accelerator._models, *strategies.plain_optimizers(self._accelerator)])
 
     def end(self) -> None:
         """Finish what is in flight and give the directory back. The Accelerator stays registered: its saves raise."""
@@ -272,8 +278,8 @@ class Handle(AttachedHandle):
     @property
     def project(self) -> str | None:
         """The project directory that is held for automatically named checkpoints; None where these are named by hand."""
-        project = self._owner.project_configuration
-        return self._owner.project_dir if project.automatic_checkpoint_naming else None
+        project = self._accelerator.project_configuration
+        return self._accelerator.project_dir if project.automatic_checkpoint_naming else None
 
     def _land(self) -> None:
         self._engine.settle()
@@ -288,8 +294,8 @@ class Handle(AttachedHandle):
             self._patch.give_back("save_model")  # needs no registration: from here on it is stock's
 
     def _refuse_copy(self, call: str) -> None:
-        if self._ended == "copy":
-            self._refuse_ended(call)
+        if self.ended == "copy":
+            self.refuse_ended(call)
 
     def _detach(self) -> bool:
         attached = super()._detach()
@@ -303,14 +309,6 @@ class Handle(AttachedHandle):
         if isinstance(state, dict):
             state.pop(MARK, None)
         return state
-
-
-def _ended_handle(accelerator: Any, config: CheckpointConfig) -> Handle:
-    handle = Handle.__new__(Handle)
-    handle.config = config
-    handle._owner = accelerator
-    handle._ended = "copy"
-    return handle
 
 
 def check(accelerator: Any, config: CheckpointConfig) -> None:

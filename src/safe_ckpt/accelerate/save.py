@@ -33,7 +33,7 @@ class Context:
     accelerator: Any
     directories: CheckpointDirectory
     loaders: Loaders
-    shards: strategies.Shards | None
+    shards: strategies.ShardedStates | None
 
 
 @dataclass(frozen=True, kw_only=True)

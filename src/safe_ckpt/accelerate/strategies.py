@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 
 from safe_ckpt.adapters import Attempt, Engine, FilePlan, Planned, torch_file
-from safe_ckpt.adapters.planning import gather_whole, reraise, shard_planner
+from safe_ckpt.adapters.planning import Shards, gather_whole, reraise
 
 _ARGUMENTS = {"client_state", "exclude_frozen_parameters", "save_latest"}
 """Those of ``save_state`` that DeepSpeed's ``save_checkpoint`` takes."""
@@ -30,7 +30,7 @@ def is_sharding(accelerator: Any) -> bool:
     return bool(getattr(accelerator, "is_fsdp2", False))
 
 
-class Shards:
+class ShardedStates:
     """Plans what FSDP2 shards, for one save after another. Every rank has one.
 
     Args:
@@ -41,7 +41,7 @@ class Shards:
     def __init__(self, engine: Engine, accelerator: Any) -> None:
         self._engine = engine
         self._accelerator = accelerator
-        self._planner = shard_planner(engine)
+        self._shards = Shards(engine)
 
     def plan(self, attempt: Attempt) -> Planned:
         """The files of this rank. Every rank calls this, also one whose ``attempt`` has failed already."""
@@ -49,11 +49,13 @@ class Shards:
         if attempt.error is None:
             with attempt:
                 states = self._states()
-        files: list[FilePlan] = []
-        whole = str(getattr(self._accelerator.state.fsdp_plugin.state_dict_type, "name", "")) == "FULL_STATE_DICT"
+        if str(getattr(self._accelerator.state.fsdp_plugin.state_dict_type, "name", "")) != "FULL_STATE_DICT":
+            files = self._shards.files(states, attempt)
+            return Planned(files=files, folders=list(states), error=attempt.error)
+        files = []
         with attempt:
-            files = self._gathered(states, attempt) if whole else self._planner.images(states, attempt.error)
-        return Planned(files=files, folders=[] if whole else list(states), error=attempt.error)
+            files = self._gathered(states, attempt)
+        return Planned(files=files, error=attempt.error)
 
     def _states(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict

@@ -51,6 +51,8 @@ class AttachedHandle:
         engine: saves; closed when the handle ends.
 
     Attributes:
+        config: the settings.
+        ended: how this handle came to its end; "" as long as it is in use.
         endings: how a handle came to its end -> what ``ClosedError`` says of it.
     """
 
@@ -59,13 +61,14 @@ class AttachedHandle:
     def __init__(self, owner: Any, engine: Engine) -> None:
         self.config = engine.config
         self._owner = owner
-        self._engine = engine
-        self._ended = ""
+        self._core = engine
+        self.ended = ""
 
-    def attach(self, replacements: Mapping[str, Any]) -> None:
+    def attach(self, replacements: Mapping[str, Any]) -> Patch:
         """Replace attributes of the object; name -> what takes its place."""
         self._patch = Patch(self._owner, replacements)
         setattr(self._owner, MARK, self)
+        return self._patch
 
     def wait(self) -> None:
         """Wait until everything in flight is committed.
@@ -73,7 +76,7 @@ class AttachedHandle:
         Raises:
             SafeCheckpointError: a save failed and nobody was told yet; the same on every rank.
         """
-        self._engine.wait()
+        self._core.wait()
 
     def remove(self) -> None:
         """Finish what is in flight and leave the object as it was. Again: nothing happens.
@@ -100,37 +103,38 @@ class AttachedHandle:
     @property
     def closed(self) -> bool:
         """Whether this handle has come to its end, and saves nothing any more."""
-        return bool(self._ended)
+        return bool(self.ended)
 
     @contextlib.contextmanager
-    def _call(self, name: str) -> Iterator[None]:
+    def call(self, name: str) -> Iterator[None]:
         """All agreements within are parts of one call of the user's.
 
         Raises:
             ClosedError: the handle has come to its end.
         """
-        self._refuse_ended(name)
-        with self._engine.together():
+        self.refuse_ended(name)
+        with self._core.together():
             yield
 
-    def _refuse_ended(self, call: str) -> None:
-        if self._ended:
-            raise ClosedError(message=f"{call}: {self.endings[self._ended]}")
+    def refuse_ended(self, call: str) -> None:
+        """Raise ``ClosedError`` for a call to a handle that has come to its end."""
+        if self.ended:
+            raise ClosedError(message=f"{call}: {self.endings[self.ended]}")
 
     def _end(self, by: str, *, quiet: bool = False) -> None:
         """Finish what is in flight and give the directories back; with ``quiet`` another exception is on its way."""
-        if self._ended:
+        if self.ended:
             return
         try:
             if not quiet:
                 self._land()
         finally:
-            self._ended = by
-            self._engine.close(quiet=quiet, within_s=self.config.timeouts.shutdown_s if quiet else None)
+            self.ended = by
+            self._core.close(quiet=quiet, within_s=self.config.timeouts.shutdown_s if quiet else None)
 
     def _land(self) -> None:
         """Wait until nothing is in flight, whatever came of it."""
-        self._engine.settle()
+        self._core.settle()
 
     def _detach(self) -> bool:
         """Leave the object as it was. Returns whether this handle was on it."""

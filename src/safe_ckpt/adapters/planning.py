@@ -31,7 +31,7 @@ __all__ = [
     "OverlapPlan",
     "Planned",
     "Pointer",
-    "ShardPlanner",
+    "Shards",
     "check_step",
     "checked_metrics",
     "file_plan",
@@ -39,7 +39,6 @@ __all__ = [
     "prepare_memory",
     "reraise",
     "safetensors",
-    "shard_planner",
     "torch_file",
 ]
 
@@ -135,11 +134,34 @@ def prepare_memory(engine: Engine, parts: Sequence[Any]) -> None:
     engine.prepare(expected_bytes(state, rank=engine.rank))
 
 
-def shard_planner(engine: Engine) -> ShardPlanner:
-    """What plans state dicts of which every rank has a part, in the layout of ``torch.distributed.checkpoint``."""
-    from safe_ckpt.core.sharding.dcp_plan import ShardPlanner  # DCP takes a while to import
+class Shards:
+    """Plans state dicts of which every rank has a part, in the layout of ``torch.distributed.checkpoint``.
 
-    return ShardPlanner(engine.coordinator, barrier_s=engine.config.timeouts.barrier_s, strict=False)
+    One for all saves of an engine: it remembers what the ranks agreed on. Every rank has one.
+
+    Args:
+        engine: where the ranks meet.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._planner: ShardPlanner | None = None
+
+    def files(self, states: Mapping[str, Any], attempt: Attempt) -> list[FilePlan]:
+        """The files of this rank. Every rank calls this, also one whose ``attempt`` has failed already.
+
+        Args:
+            states: folder, or "" for the checkpoint's own, to the state dict that goes there.
+            attempt: gets what goes wrong here, on any rank.
+        """
+        if self._planner is None:
+            from safe_ckpt.core.sharding.dcp_plan import ShardPlanner  # DCP takes a while to import
+
+            barrier_s = self._engine.config.timeouts.barrier_s
+            self._planner = ShardPlanner(self._engine.coordinator, barrier_s=barrier_s, strict=False)
+        with attempt:
+            return self._planner.images(states, attempt.error)
+        return []
 
 
 def gather_whole(engine: Engine, states: Mapping[str, Any]) -> dict[str, Any] | None:

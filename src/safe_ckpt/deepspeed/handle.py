@@ -64,10 +64,11 @@ class Handle(AttachedHandle):
     def __init__(
         self, engine: Any, config: CheckpointConfig, *, async_save: bool = True, hooks: Iterable[Hook] = ()
     ) -> None:
-        super().__init__(engine, Engine(config, hooks=hooks, owner=_OWNER))
+        self._engine, self._core = engine, Engine(config, hooks=hooks, owner=_OWNER)
+        super().__init__(engine, self._core)
         self._async_save = async_save
-        self._directories = CheckpointDirectory(self._engine, config.retention)
-        self._workspaces = HeldDirectories(self._engine)
+        self._directories = CheckpointDirectory(self._core, config.retention)
+        self._workspaces = HeldDirectories(self._core)
         self._load_checkpoint = engine.load_checkpoint
         self._destroy: Callable[[], None] = engine.destroy
         self.attach({name: getattr(self, name) for name in _REPLACED})
@@ -109,13 +110,13 @@ class Handle(AttachedHandle):
             SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started. With
                 ``async_save=False`` also that of this one.
         """
-        with self._call("save_checkpoint"):
+        with self.call("save_checkpoint"):
             handle = save.save(
-                self._engine,
+                self._core,
                 self._directories,
-                self._owner,
+                self._engine,
                 save_dir,
-                default_tag(self._owner) if tag is None else tag,
+                default_tag(self._engine) if tag is None else tag,
                 client_state or {},
                 save_latest=save_latest,
                 exclude_frozen_parameters=exclude_frozen_parameters,
@@ -171,18 +172,18 @@ class Handle(AttachedHandle):
                 custom_load_fn=custom_load_fn,
             )
 
-        with self._call("load_checkpoint"):
+        with self.call("load_checkpoint"):
             # One that failed is no reason not to go back to the one before it; its error stays to be raised.
             self._directories.settle()
-            folder, wanted = load.agree_place(self._engine, load_dir, tag)
-            if self._owner.load_universal_checkpoint():
-                loaded = load.load_universal(self._engine, self._owner, folder, wanted, restore)
+            folder, wanted = load.agree_place(self._core, load_dir, tag)
+            if self._engine.load_universal_checkpoint():
+                loaded = load.load_universal(self._core, self._engine, folder, wanted, restore)
             else:
                 optimizer_states = load_optimizer_states and not load_module_only
                 loaded = load.load(
-                    self._engine,
+                    self._core,
                     self._directories,
-                    self._owner,
+                    self._engine,
                     folder,
                     wanted,
                     restore,
@@ -217,11 +218,11 @@ class Handle(AttachedHandle):
             RendezvousTimeout: some ranks did not call this; names them.
             SafeCheckpointError: it failed, on every rank.
         """
-        with self._call("save_16bit_model"):
+        with self.call("save_16bit_model"):
             handle = save.save_weights(
-                self._engine,
+                self._core,
                 self._workspaces,
-                self._owner,
+                self._engine,
                 save_dir,
                 save_filename,
                 exclude_frozen_parameters=exclude_frozen_parameters,

@@ -11,15 +11,12 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from safe_ckpt.adapters import Attempt, Engine, FilePlan, Planned, torch_file
-from safe_ckpt.adapters.planning import OverlapPlan, file_plan, reraise
+from safe_ckpt.adapters.planning import OverlapPlan, Shards, file_plan, reraise
 from safe_ckpt.lightning import loop_state, strategies
 from safe_ckpt.lightning.checkpoint_io import Box, SafeCheckpointIO
-
-if TYPE_CHECKING:
-    from safe_ckpt.adapters.planning import ShardPlanner
 
 _SWAPPERS = frozenset({"StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning"})
 
@@ -33,7 +30,7 @@ def planned(
     weights_only: bool | None,
     whole: bool,
     broken_off: dict[str, Any] | None,
-    shards: ShardPlanner | None,
+    shards: Shards | None,
 ) -> Planned:
     """The planned files of this rank, or what went wrong. Nothing is raised before all ranks know of it.
 
@@ -96,7 +93,7 @@ def _whole_checkpoint(
 def _sharded(
     engine: Engine,
     form: strategies.Form,
-    shards: ShardPlanner,
+    shards: Shards,
     checkpoint: dict[str, Any] | None,
     attempt: Attempt,
 ) -> list[FilePlan]:
@@ -106,9 +103,7 @@ def _sharded(
         states, rest = strategies.split(checkpoint or {"state_dict": {}}, form)
         if engine.rank == 0 and attempt.error is None:
             files.append(strategies.meta_file(rest))
-    with attempt:
-        files += shards.images({"": states}, attempt.error)
-    return files
+    return [*files, *shards.files({"": states}, attempt)]
 
 
 def _gathered(

@@ -80,7 +80,7 @@ class TrainerSaver:
         self._breaking_off = BreakingOff()
         self._requeue_wished = False
         self._last_whole: SaveHandle | None = None
-        self._shards = strategies.planner(self.engine, trainer.strategy)
+        self._shards = strategies.shards_of(self.engine, trainer.strategy)
         self._directories = TrainerDirectories(self.engine)
         self._collector: tuple[Callable[[str], None], bool] | None = None
         self._busy = False

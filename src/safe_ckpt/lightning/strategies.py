@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters import Engine, FilePlan, Planned, layouts, patch, torch_file
 from safe_ckpt.adapters.directories import MANIFEST_NAME, presence, verify
-from safe_ckpt.adapters.planning import gather_whole, shard_planner
+from safe_ckpt.adapters.planning import Shards, gather_whole
 
 if TYPE_CHECKING:
     import torch
-
-    from safe_ckpt.adapters.planning import ShardPlanner
 
 _LEFT_OUT = ("state_dict", "optimizer_states")  # DeepSpeed has them, in parts
 
@@ -62,10 +60,10 @@ def is_sharded(strategy: Any) -> bool:
     return form is not None and form.sharded
 
 
-def planner(engine: Engine, strategy: Any) -> ShardPlanner | None:
+def shards_of(engine: Engine, strategy: Any) -> Shards | None:
     """What plans the shards; None where nothing is sharded, or a DeepSpeed engine does it."""
     form = form_of(strategy)
-    return None if form is None or not form.sharded or form.engine else shard_planner(engine)
+    return None if form is None or not form.sharded or form.engine else Shards(engine)
 
 
 def dump(trainer: Any, form: Form, weights_only: bool | None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import transformers.trainer as upstream
 
 from safe_ckpt.accelerate import handle as accelerate
 from safe_ckpt.adapters import Attempt, Engine, Patch, Planned
-from safe_ckpt.adapters.planning import reraise, shard_planner
+from safe_ckpt.adapters.planning import Shards, reraise
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError, CoordinationError
 from safe_ckpt.transformers.contents import Catch
@@ -65,7 +65,7 @@ class Sharing:
 
     def __init__(self, core: Engine) -> None:
         self._core = core
-        self._shards: Any = None
+        self._shards = Shards(core)
 
     @contextlib.contextmanager
     def loading(self, trainer: Any) -> Iterator[None]:
@@ -127,22 +127,17 @@ class Sharing:
         problem = noted.end(problem)
         if problem is not None:
             return Planned(error=problem)
-        attempt = Attempt()
-        with attempt:  # what it raises is the same on all processes
-            return self._plan(trainer, noted, caught)
-        return Planned(error=attempt.error)
-
-    def _plan(self, trainer: Any, noted: Noted, caught: Catch) -> Planned:
+        attempt = Attempt()  # what it gets is the same on all processes
         if trainer.is_fsdp_enabled:
-            if self._shards is None:
-                self._shards = shard_planner(self._core)
-            return Planned(files=self._shards.images(caught.shards), folders=sorted(caught.shards))
+            files = self._shards.files(caught.shards, attempt)
+            return Planned(files=files, folders=sorted(caught.shards), error=attempt.error)
         from safe_ckpt.deepspeed import nested
 
         engine = trainer.model_wrapped
-        return Planned.joined(
-            nested.collect(self._core, {tag: engine}, **options) for tag, options in noted.tags.items()
-        )
+        parts: list[Planned] = []
+        with attempt:
+            parts += [nested.collect(self._core, {tag: engine}, **options) for tag, options in noted.tags.items()]
+        return Planned.joined([*parts, Planned(error=attempt.error)])
 
 
 class Noted:
