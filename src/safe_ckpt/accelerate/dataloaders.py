@@ -119,11 +119,11 @@ class _Watched:
         pending, self._pending = self._pending, None
         if pending is None:
             self._begun = self._now()
-            return _Fetching(self._iterate(), self)
+            return _fetched(self._iterate(), self)
         state, now = pending
         begun = state.get("begun")
         if begun is None:  # not watched then, or written by a stock Accelerator
-            return _Fetching(self._iterate(), self, then=now)
+            return _fetched(self._iterate(), self, then=now)
         self._begun = begun
         torch.set_rng_state(begun["torch"])
         self._set_generator(begun["generator"])
@@ -134,7 +134,7 @@ class _Watched:
         try:
             iterator = self._iterate()
             _draw_order(iterator)
-            return _Fetching(iterator, self, first=state.get("ahead"), then=now)
+            return _fetched(iterator, self, first=state.get("ahead"), then=now)
         finally:
             self._base.generator = own
 
@@ -172,38 +172,30 @@ def _draw_order(iterator: Any) -> None:
         iterator._sampler_iter = itertools.chain(list(itertools.islice(skipping, 1)), skipping)
 
 
-class _Fetching:
-    """Remembers with which generators each batch is fetched.
+def _fetched(
+    iterator: Iterator[Any],
+    watched: _Watched,
+    first: Mapping[str, Any] | None = None,
+    then: Mapping[str, Any] | None = None,
+) -> Iterator[Any]:
+    """The batches of ``iterator``; before each is fetched, the state of the generators is noted.
 
     Args:
         iterator: gives the batches.
-        watched: remembers it.
-        first: what the generators are to be when the first batch is fetched; None to leave them.
-        then: what they are to be after it.
+        watched: gets the state.
+        first: what the generators are set to before the first batch is fetched; None to leave them.
+        then: what they are set to after it.
     """
-
-    def __init__(
-        self,
-        iterator: Iterator[Any],
-        watched: _Watched,
-        first: Mapping[str, Any] | None = None,
-        then: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._iterator = iterator
-        self._watched = watched
-        self._first = first
-        self._then = then
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if self._first is not None:
-            contents.restore_random_states(self._first)
-        self._watched.ahead = contents.random_states(0, devices=False)
+    while True:
+        if first is not None:
+            contents.restore_random_states(first)
+        watched.ahead = contents.random_states(0, devices=False)
         try:
-            return next(self._iterator)
+            batch = next(iterator)
+        except StopIteration:
+            return
         finally:
-            if self._then is not None:
-                contents.restore_random_states(self._then)
-            self._first = self._then = None
+            if then is not None:
+                contents.restore_random_states(then)
+            first = then = None
+        yield batch

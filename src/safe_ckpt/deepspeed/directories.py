@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safe_ckpt.adapters import Engine, OpenDirectory
 from safe_ckpt.adapters.directories import (
@@ -16,6 +17,7 @@ from safe_ckpt.adapters.directories import (
     MANIFEST_NAME,
     NAMES,
     Candidate,
+    HeldDirectories,
     candidates_in,
     catalog,
     policy_of,
@@ -125,6 +127,23 @@ class CheckpointDirectory:
         if folder in self._held:
             self._settle(folder)
             self._engine.let_go(self._held.pop(folder).workspace)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What saves and loads of one installed engine work with.
+
+    Attributes:
+        core: where the ranks meet.
+        engine: DeepSpeed's.
+        directories: the directories of tags that are held.
+        weights: the directories of single files that are held.
+    """
+
+    core: Engine
+    engine: Any
+    directories: CheckpointDirectory
+    weights: HeldDirectories
 
 
 def _is_held(folder: Path) -> bool:

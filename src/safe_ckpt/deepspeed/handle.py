@@ -13,7 +13,7 @@ from safe_ckpt.adapters.handle import begin
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.deepspeed import load, save
 from safe_ckpt.deepspeed.arguments import check_engine, check_settings, default_tag
-from safe_ckpt.deepspeed.directories import CheckpointDirectory
+from safe_ckpt.deepspeed.directories import CheckpointDirectory, Context
 from safe_ckpt.events import Hook
 
 logger = logging.getLogger(__name__)
@@ -67,8 +67,12 @@ class Handle(AttachedHandle):
         self._engine, self._core = engine, Engine(config, hooks=hooks, owner=_OWNER)
         super().__init__(engine, self._core)
         self._async_save = async_save
-        self._directories = CheckpointDirectory(self._core, config.retention)
-        self._workspaces = HeldDirectories(self._core)
+        self._context = Context(
+            core=self._core,
+            engine=engine,
+            directories=CheckpointDirectory(self._core, config.retention),
+            weights=HeldDirectories(self._core),
+        )
         self._load_checkpoint = engine.load_checkpoint
         self._destroy: Callable[[], None] = engine.destroy
         self.attach({name: getattr(self, name) for name in _REPLACED})
@@ -112,9 +116,7 @@ class Handle(AttachedHandle):
         """
         with self.call("save_checkpoint"):
             handle = save.save(
-                self._core,
-                self._directories,
-                self._engine,
+                self._context,
                 save_dir,
                 default_tag(self._engine) if tag is None else tag,
                 client_state or {},
@@ -161,9 +163,9 @@ class Handle(AttachedHandle):
             SafeCheckpointError: it failed on another rank; names it.
         """
 
-        def restore(chosen: str | None) -> Any:
+        def restore(folder: str, chosen: str | None) -> Any:
             return self._load_checkpoint(
-                str(folder),
+                folder,
                 chosen,
                 load_module_strict=load_module_strict,
                 load_optimizer_states=load_optimizer_states,
@@ -174,21 +176,9 @@ class Handle(AttachedHandle):
 
         with self.call("load_checkpoint"):
             # One that failed is no reason not to go back to the one before it; its error stays to be raised.
-            self._directories.settle()
-            folder, wanted = load.agree_place(self._core, load_dir, tag)
-            if self._engine.load_universal_checkpoint():
-                loaded = load.load_universal(self._core, self._engine, folder, wanted, restore)
-            else:
-                optimizer_states = load_optimizer_states and not load_module_only
-                loaded = load.load(
-                    self._core,
-                    self._directories,
-                    self._engine,
-                    folder,
-                    wanted,
-                    restore,
-                    optimizer_states=optimizer_states,
-                )
+            CheckpointDirectory.settle()
+            optimizer_states = load_optimizer_states and not load_module_only
+            loaded = load.load(self._context, load_dir, tag, restore, optimizer_states=optimizer_states)
         return cast("tuple[str | None, Any]", loaded)
 
     def save_16bit_model(
@@ -220,12 +210,7 @@ class Handle(AttachedHandle):
         """
         with self.call("save_16bit_model"):
             handle = save.save_weights(
-                self._core,
-                self._workspaces,
-                self._engine,
-                save_dir,
-                save_filename,
-                exclude_frozen_parameters=exclude_frozen_parameters,
+                self._context, save_dir, save_filename, exclude_frozen_parameters=exclude_frozen_parameters
             )
         if handle is not None:
             handle.result()
@@ -246,7 +231,7 @@ class Handle(AttachedHandle):
         try:
             super()._end(by, quiet=quiet)
         finally:
-            self._directories.close()
+            self._context.directories.close()
 
 
 def check(engine: Any, config: CheckpointConfig) -> None:

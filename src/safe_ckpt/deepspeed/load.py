@@ -17,43 +17,52 @@ from safe_ckpt import events
 from safe_ckpt.adapters import Engine, Patch
 from safe_ckpt.adapters.directories import HIDDEN, manifest_of, presence, resume, verify, warn_if_foreign
 from safe_ckpt.deepspeed import arguments, directories, nvme, universal
+from safe_ckpt.deepspeed.directories import Context
 from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError
 
 logger = logging.getLogger(__name__)
 
 
 def load(
-    core: Engine,
-    held: directories.CheckpointDirectory,
-    engine: Any,
-    folder: Path,
-    tag: str | None,
-    restore: Callable[[str | None], Any],
+    context: Context,
+    load_dir: object,
+    tag: object,
+    restore: Callable[[str, str | None], Any],
     *,
     optimizer_states: bool,
 ) -> Any:
     """Load a tag, or the one that ``latest`` names. Every rank calls this. Returns what ``restore`` returned.
 
     Args:
-        core: where the ranks meet.
-        held: directories that are held.
-        engine: what is restored.
-        folder: the directory of tags.
-        tag: which one; None for the latest.
+        context: of the installed engine.
+        load_dir: the directory of tags, as the caller gave it.
+        tag: which one, as the caller gave it; None for the latest.
         restore: DeepSpeed's own loading of a tag; with None it does what it does without ``latest``.
         optimizer_states: whether the optimizer's states are wanted.
 
     Raises:
         SafeCheckpointError: see ``Handle.load_checkpoint``.
     """
-    begun = time.monotonic()
-    plan = core.agree("load_checkpoint", decide=lambda _: _survey(folder, tag))
+
+    def check() -> dict[str, object]:
+        directory = arguments.checked_directory(load_dir, "load_dir")
+        return {"directory": directory, "tag": None if tag is None else arguments.checked_tag(tag)}
+
+    begun, core, engine = time.monotonic(), context.core, context.engine
+    agreed = arguments.agree(core, "load_checkpoint", check)
+    folder, wanted = agreed["directory"], agreed["tag"]
+    if engine.load_universal_checkpoint():
+        # It carries no checksums: whether it is complete is all that can be known of it.
+        name = core.agree("load_checkpoint", decide=lambda _: wanted or universal.latest(folder))
+        resume.apply(core, lambda: universal.refuse_incomplete(engine, folder / name))
+        return _restored(core, engine, lambda: restore(str(folder), name))
+    plan = core.agree("load_checkpoint", decide=lambda _: _survey(folder, wanted))
     if plan["repair"]:
-        held.repair(folder / plan["repair"])
-        plan = core.agree("load_checkpoint", decide=lambda _: _survey(folder, tag))
-    chosen, rejected = _first_good(core, engine, folder, plan["order"], asked=tag is not None)
+        context.directories.repair(folder / plan["repair"])
+        plan = core.agree("load_checkpoint", decide=lambda _: _survey(folder, wanted))
+    chosen, rejected = _first_good(core, engine, folder, plan["order"], asked=wanted is not None)
     with _bound_to(chosen):
-        result = _restored(core, engine, lambda: restore(chosen))
+        result = _restored(core, engine, lambda: restore(str(folder), chosen))
     if chosen is not None:
         path = folder / chosen
         nvme.put_back(core, engine, path)
@@ -62,36 +71,6 @@ def load(
         step, seconds = manifest.step if manifest is not None else -1, time.monotonic() - begun
         core.emit(events.Resumed(rank=core.rank, path=str(path), step=step, seconds=seconds, rejected=rejected))
     return result
-
-
-def agree_place(core: Engine, load_dir: object, tag: object) -> tuple[Path, str | None]:
-    """Which directory of tags, and which tag, checked and the same on all ranks. Every rank calls this.
-
-    Raises:
-        ConfigError: ``load_dir`` or ``tag`` is none, on any rank.
-        DesyncError: the ranks differ.
-    """
-
-    def check() -> dict[str, object]:
-        folder = arguments.checked_directory(load_dir, "load_dir")
-        return {"directory": folder, "tag": None if tag is None else arguments.checked_tag(tag)}
-
-    agreed = arguments.agree(core, "load_checkpoint", check)
-    return agreed["directory"], agreed["tag"]
-
-
-def load_universal(core: Engine, engine: Any, folder: Path, tag: str | None, restore: Callable[[str], Any]) -> Any:
-    """Load what ``ds_to_universal`` made. Every rank calls this. Returns what ``restore`` returned.
-
-    It carries no checksums: whether it is complete is all that can be known of it.
-
-    Raises:
-        RestoreError: there is none, or it lacks something; on every rank.
-        SafeCheckpointError: whatever else went wrong, on every rank.
-    """
-    name = core.agree("load_checkpoint", decide=lambda _: tag if tag is not None else universal.latest(folder))
-    resume.apply(core, lambda: universal.refuse_incomplete(engine, folder / name))
-    return _restored(core, engine, lambda: restore(name))
 
 
 def _restored(core: Engine, engine: Any, restore: Callable[[], Any]) -> Any:

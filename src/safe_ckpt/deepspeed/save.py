@@ -36,10 +36,11 @@ from safe_ckpt.adapters import (
     SaveRequest,
     torch_file,
 )
-from safe_ckpt.adapters.directories import WEIGHTS, HeldDirectories, presence
+from safe_ckpt.adapters.directories import WEIGHTS, presence
 from safe_ckpt.adapters.layouts import LATEST
 from safe_ckpt.adapters.planning import Pointer, file_plan
 from safe_ckpt.deepspeed import arguments, directories, nvme
+from safe_ckpt.deepspeed.directories import Context
 from safe_ckpt.errors import DirectoryError, StateError
 
 logger = logging.getLogger(__name__)
@@ -48,9 +49,7 @@ _EXECUTABLE = 0o755
 
 
 def save(
-    core: Engine,
-    held: directories.CheckpointDirectory,
-    engine: Any,
+    context: Context,
     save_dir: object,
     tag: object,
     client_state: Mapping[str, Any],
@@ -64,8 +63,9 @@ def save(
         SafeCheckpointError: see ``Handle.save_checkpoint``.
     """
     options = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen_parameters}
+    core, engine = context.core, context.engine
     top, tag = agree_place(core, "save_checkpoint", save_dir, tag, options)
-    directory = held.hold(top, tag)
+    directory = context.directories.hold(top, tag)
     planned, scripts = plan_tag(core, engine, tag, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
     pointers = [Pointer(path=top / name, data=data, mode=_EXECUTABLE) for name, data in scripts.items()]
     return core.save(
@@ -80,20 +80,14 @@ def save(
                 carry=lambda name: not directories.is_state(name),
                 pointers=[*pointers, *latest_pointer(top, tag, wanted=save_latest)],  # ``latest`` comes last
                 catalog=directory.catalog,
-                retention=held.retention,
+                retention=context.directories.retention,
             ),
         )
     )
 
 
 def save_weights(
-    core: Engine,
-    workspaces: HeldDirectories,
-    engine: Any,
-    save_dir: object,
-    save_filename: object,
-    *,
-    exclude_frozen_parameters: bool,
+    context: Context, save_dir: object, save_filename: object, *, exclude_frozen_parameters: bool
 ) -> SaveHandle | None:
     """Write what ``save_16bit_model`` writes, as one file that is replaced as a whole. Every rank calls this.
 
@@ -111,14 +105,23 @@ def save_weights(
     def decide() -> None:
         _refuse_directory(arguments.checked_file(save_dir, save_filename))
 
+    core, engine = context.core, context.engine
     path: Path = arguments.agree(core, "save_16bit_model", check, decide)["path"]
-    captured = capture_weights(engine, path.name, exclude_frozen_parameters=exclude_frozen_parameters)
+    # Of the class: the instance's own is the one that calls this.
+    write = functools.partial(
+        type(engine).save_16bit_model,
+        engine,
+        _FOLDER,
+        path.name,
+        exclude_frozen_parameters=exclude_frozen_parameters,
+    )
+    captured = _captured(engine, _FOLDER, write, {})
     if captured.result is False:  # as its settings have it, so on every rank
         return None
     planned = Planned(files=[file_plan.single(file, path.name) for file in captured.files], error=captured.error)
     return core.save(
         SaveRequest(
-            destination=Destination(workspace=workspaces.hold(path), path=path, kind="file"),
+            destination=Destination(workspace=context.weights.hold(path), path=path, kind="file"),
             content=planned.content(),
             facts=Facts(step=engine.global_steps, notes={"adapter": WEIGHTS}),
             patient=True,
@@ -188,7 +191,16 @@ def plan_tag(
         SafeCheckpointError: the swap files cannot be copied; the same on every rank.
     """
     swapped = nvme.plan(core, engine, below)
-    captured = capture(engine, tag, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
+    write = functools.partial(
+        type(engine).save_checkpoint,  # of the class: the instance's own is the one that calls this
+        engine,
+        _FOLDER,
+        tag,
+        client_state=dict(client_state),
+        save_latest=False,
+        exclude_frozen_parameters=exclude_frozen_parameters,
+    )
+    captured = _captured(engine, os.path.join(_FOLDER, tag), write, client_state)
     files = [dataclasses.replace(file, path=f"{below}{file.path}") for file in captured.files]
     own = Planned(files=files, folders=[tag] if below else (), error=captured.error)
     return Planned.joined([swapped, own]), captured.scripts
@@ -211,55 +223,17 @@ class Captured:
     error: Exception | None = None
 
 
-def capture(engine: Any, tag: str, client_state: Mapping[str, Any], *, exclude_frozen_parameters: bool) -> Captured:
-    """Run the engine's own ``save_checkpoint`` and collect what it would write. Every rank calls this.
+def _captured(engine: Any, folder: str, write: Callable[[], object], client_state: Mapping[str, Any]) -> Captured:
+    """Run the engine's own code and collect what it would write to ``folder``. Every rank calls this.
 
     It never raises on one rank alone: what goes wrong is in the result, for all ranks to learn of.
-
-    Args:
-        engine: a ``DeepSpeedEngine``.
-        tag: the name of the checkpoint.
-        client_state: as for DeepSpeed.
-        exclude_frozen_parameters: the same.
     """
-
-    def collect() -> None:
-        # Of the class: the instance's own is the one that calls this.
-        type(engine).save_checkpoint(
-            engine,
-            _FOLDER,
-            tag,
-            client_state=dict(client_state),
-            save_latest=False,
-            exclude_frozen_parameters=exclude_frozen_parameters,
-        )
-
-    return _captured(engine, os.path.join(_FOLDER, tag), collect, client_state)
-
-
-def capture_weights(engine: Any, name: str, *, exclude_frozen_parameters: bool) -> Captured:
-    """Run the engine's own ``save_16bit_model`` and collect what it would write, on rank 0. Every rank calls this.
-
-    Args:
-        engine: a ``DeepSpeedEngine``.
-        name: of the file.
-        exclude_frozen_parameters: as for DeepSpeed.
-    """
-
-    def collect() -> bool:
-        own = type(engine).save_16bit_model
-        return bool(own(engine, _FOLDER, name, exclude_frozen_parameters=exclude_frozen_parameters))
-
-    return _captured(engine, _FOLDER, collect, {})
-
-
-def _captured(engine: Any, folder: str, collect: Callable[[], object], client_state: Mapping[str, Any]) -> Captured:
     captured = Captured()
     listener = Listener(captured, folder, engine.checkpoint_engine)
     attempt = Attempt()
     with attempt:
         with _listening(engine, listener, client_state):
-            captured.result = collect()
+            captured.result = write()
         if listener.wants_scripts:
             captured.scripts = _scripts(engine)
     if attempt.error is not None:
