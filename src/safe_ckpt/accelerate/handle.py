@@ -60,9 +60,7 @@ class Handle(AttachedHandle):
             engine.close(quiet=True)
             raise
         self._trackers = Tracking(
-            engine,
-            lambda: [("a tracker", accelerator.log)] if accelerator.is_main_process else [],
-            facts=True,
+            engine, lambda: [("a tracker", accelerator.log)] if accelerator.is_main_process else [], facts=True
         )
         self._context = save.Context(
             engine=engine,

@@ -15,11 +15,7 @@ from typing import Any
 import torch
 from accelerate import utils
 from accelerate.utils import DistributedType
-from huggingface_hub import (
-    StateDictSplit,
-    split_state_dict_into_shards_factory,
-    split_torch_state_dict_into_shards,
-)
+from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory, split_torch_state_dict_into_shards
 
 from safe_ckpt.accelerate import offloaded_models, strategies
 from safe_ckpt.accelerate.save import Context

@@ -76,9 +76,7 @@ class Layout:
         step = content.get("global_step", -1)
         without_state = "loops" not in content and ("state_dict" in content or self.name != LIGHTNING_FILE.name)
         return replace(
-            self,
-            step=step if isinstance(step, int) else -1,
-            problem=WEIGHTS_ONLY if without_state else self.problem,
+            self, step=step if isinstance(step, int) else -1, problem=WEIGHTS_ONLY if without_state else self.problem
         )
 
 
@@ -147,11 +145,7 @@ LIGHTNING_FILE = Kind(
     named=re.compile(r"step=(\d{1,18})"),
     is_one=lambda path: path.suffix == ".ckpt" and presence.is_file(path),
 )
-LIGHTNING_SHARDED = Kind(
-    name="Lightning directory",
-    named=None,
-    is_one=lambda path: presence.is_file(path / META),
-)
+LIGHTNING_SHARDED = Kind(name="Lightning directory", named=None, is_one=lambda path: presence.is_file(path / META))
 LIGHTNING_DEEPSPEED = Kind(
     name="Lightning DeepSpeedStrategy directory",
     named=None,
@@ -177,9 +171,7 @@ DEEPSPEED = Kind(
     problem=lambda path: "" if has_states(path) else "it holds no states of DeepSpeed",
 )
 DCP = Kind(
-    name="torch.distributed.checkpoint directory",
-    named=None,
-    is_one=lambda path: presence.is_file(path / DCP_METADATA),
+    name="torch.distributed.checkpoint directory", named=None, is_one=lambda path: presence.is_file(path / DCP_METADATA)
 )
 KINDS: tuple[Kind, ...] = (LIGHTNING_SHARDED, LIGHTNING_DEEPSPEED, ACCELERATE, TRANSFORMERS, DEEPSPEED, DCP)
 """Those of directories, in the order in which they are recognised."""

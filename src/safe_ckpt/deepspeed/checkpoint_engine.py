@@ -20,30 +20,14 @@ import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from safe_ckpt.adapters import (
-    Destination,
-    Engine,
-    Facts,
-    OnCommit,
-    SaveHandle,
-    SaveRequest,
-    config_of_all,
-    torch_file,
-)
+from safe_ckpt.adapters import Destination, Engine, Facts, OnCommit, SaveHandle, SaveRequest, config_of_all, torch_file
 from safe_ckpt.adapters.directories import manifest_of, verify_entry
 from safe_ckpt.adapters.extras import FileByFile, FileStream, SharedBuffer
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.deepspeed.arguments import check_settings
 from safe_ckpt.deepspeed.directories import ADAPTER, CheckpointDirectory, is_state, step_of
 from safe_ckpt.deepspeed.save import agree_place, latest_pointer
-from safe_ckpt.errors import (
-    ClosedError,
-    ConfigError,
-    NotEnoughSpaceError,
-    SafeCheckpointError,
-    SaveError,
-    StateError,
-)
+from safe_ckpt.errors import ClosedError, ConfigError, NotEnoughSpaceError, SafeCheckpointError, SaveError, StateError
 from safe_ckpt.events import Hook
 
 logger = logging.getLogger(__name__)
@@ -126,8 +110,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 destination=Destination(workspace=directory.workspace, path=path, kind="directory"),
                 content=FileByFile(stream=stream),
                 facts=Facts(
-                    step=step_of(path.name),
-                    notes={"adapter": ADAPTER, "latest": bool(info.save_latest), "tag": tag},
+                    step=step_of(path.name), notes={"adapter": ADAPTER, "latest": bool(info.save_latest), "tag": tag}
                 ),
                 must_match={"save_latest": str(info.save_latest)},
                 on_commit=OnCommit(

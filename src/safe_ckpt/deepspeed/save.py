@@ -109,11 +109,7 @@ def save_weights(
     path: Path = arguments.agree(core, "save_16bit_model", check, decide)["path"]
     # Of the class: the instance's own is the one that calls this.
     write = functools.partial(
-        type(engine).save_16bit_model,
-        engine,
-        _FOLDER,
-        path.name,
-        exclude_frozen_parameters=exclude_frozen_parameters,
+        type(engine).save_16bit_model, engine, _FOLDER, path.name, exclude_frozen_parameters=exclude_frozen_parameters
     )
     captured = _captured(engine, _FOLDER, write, {})
     if captured.result is False:  # as its settings have it, so on every rank

@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from safe_ckpt.adapters import CheckpointInfo
 from safe_ckpt.adapters.directories import HIDDEN
 from safe_ckpt.adapters.extras import hugging_face
 from safe_ckpt.config import CheckpointConfig
@@ -19,7 +18,7 @@ from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.events import Hook
 from safe_ckpt.lightning import loop_state, signals
 from safe_ckpt.lightning import resume as resuming
-from safe_ckpt.lightning.callback_state import PendingActions, SavedCallbackState, known_paths, reconcile, report_commit
+from safe_ckpt.lightning.callback_state import PendingActions, SavedCallbackState, known_paths, reconcile
 from safe_ckpt.lightning.compat import ModelCheckpoint
 from safe_ckpt.lightning.install import check_arguments, install, install_for_loading, overrides_saving, refuse_remote
 from safe_ckpt.lightning.saver import TrainerSaver
@@ -386,11 +385,6 @@ class SafeCheckpointCallback(ModelCheckpoint):
         """
         if self._saver is not None:
             self._saver.settle()
-
-    def settled(self, trainer: Any, info: CheckpointInfo | None) -> None:
-        """A save of this callback is over. Only what is committed is reported to loggers and callbacks."""
-        if info is not None:
-            report_commit(self, trainer, info)
 
     @property
     def _came_from(self) -> Path | None:

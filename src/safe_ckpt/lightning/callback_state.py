@@ -6,13 +6,10 @@ import copy
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import proxy
 
-from safe_ckpt.adapters import CheckpointInfo, SaveHandle, Tracking
-
-if TYPE_CHECKING:
-    from safe_ckpt.lightning.callback import SafeCheckpointCallback
+from safe_ckpt.adapters import CheckpointInfo
 
 logger = logging.getLogger(__name__)
 COMMITTED_HOOK = "on_checkpoint_committed"
@@ -113,55 +110,3 @@ def report_commit(callback: Any, trainer: Any, info: CheckpointInfo) -> None:
                 hook(trainer, trainer.lightning_module, info)
             except Exception:  # on this rank alone: the others are on their way into the next agreement
                 logger.warning("%s of %r failed", COMMITTED_HOOK, other, exc_info=True)
-
-
-@dataclass(frozen=True)
-class _Flight:
-    handle: SaveHandle
-    owner: SafeCheckpointCallback | None
-    state: SavedCallbackState | None
-
-
-class Flights:
-    """The saves that are in flight, in their order, each with the callback that it is for.
-
-    Args:
-        trainer: whose.
-        tracking: reports to its loggers.
-    """
-
-    def __init__(self, trainer: Any, tracking: Tracking) -> None:
-        self._trainer = trainer
-        self._tracking = tracking
-        self._flights: list[_Flight] = []
-
-    def add(self, handle: SaveHandle, owner: SafeCheckpointCallback | None, state: SavedCallbackState | None) -> None:
-        """A save was begun. ``state`` is what ``owner`` gets back if it fails."""
-        self._flights.append(_Flight(handle, owner, state))
-
-    def land(self, timeout_s: float | None = None) -> None:
-        """Wait until nothing is in flight; report to the owners what became of theirs. Failures stay to be raised.
-
-        Raises:
-            RendezvousTimeout: it takes longer than ``timeout_s``.
-        """
-        while self._flights:
-            flight = self._flights[0]
-            flight.handle.settle(timeout_s)
-            self._report(flight)
-
-    def look(self) -> None:
-        """Report to the owner what has been committed meanwhile, without waiting."""
-        if self._flights and self._flights[0].handle.outcome is not None:
-            self._report(self._flights[0])
-
-    def _report(self, flight: _Flight) -> None:
-        if flight not in self._flights:
-            return  # a signal handler that saves came first
-        self._flights.remove(flight)
-        info = flight.handle.outcome
-        if info is None and flight.owner is not None and flight.state is not None:
-            flight.state.restore(flight.owner)
-        self._tracking.report_one(flight.handle)
-        if flight.owner is not None:
-            flight.owner.settled(self._trainer, info)

@@ -91,11 +91,7 @@ def _whole_checkpoint(
 
 
 def _sharded(
-    engine: Engine,
-    form: strategies.Form,
-    shards: Shards,
-    checkpoint: dict[str, Any] | None,
-    attempt: Attempt,
+    engine: Engine, form: strategies.Form, shards: Shards, checkpoint: dict[str, Any] | None, attempt: Attempt
 ) -> list[FilePlan]:
     states: dict[str, Any] = {}
     files: list[FilePlan] = []

@@ -24,12 +24,7 @@ from safe_ckpt.adapters.directories import (
     verify_share,
 )
 from safe_ckpt.adapters.planning import Link
-from safe_ckpt.errors import (
-    ConfigError,
-    CorruptCheckpointError,
-    NoValidCheckpointError,
-    SafeCheckpointError,
-)
+from safe_ckpt.errors import ConfigError, CorruptCheckpointError, NoValidCheckpointError, SafeCheckpointError
 from safe_ckpt.inspection.blind_reader import look_inside, read_layout
 from safe_ckpt.lightning import signals
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters import (
     Attempt,
+    CheckpointInfo,
     Destination,
     Engine,
     Facts,
@@ -31,7 +32,7 @@ from safe_ckpt.errors import RendezvousTimeout, SaveError
 from safe_ckpt.events import Hook
 from safe_ckpt.lightning import contents, signals, strategies
 from safe_ckpt.lightning import resume as resuming
-from safe_ckpt.lightning.callback_state import Flights, PendingActions, SavedCallbackState
+from safe_ckpt.lightning.callback_state import PendingActions, SavedCallbackState, report_commit
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 from safe_ckpt.lightning.directories import TrainerDirectories
 from safe_ckpt.lightning.loop_state import BreakingOff, Continuation
@@ -66,7 +67,7 @@ class TrainerSaver:
     def __init__(self, trainer: Any, config: CheckpointConfig, io: SafeCheckpointIO) -> None:
         self.config = config
         self.engine = Engine(config, owner="a Trainer; it is free when fit() has ended")
-        self._flights = Flights(trainer, Tracking(self.engine, self._loggers))
+        self._tracking = Tracking(self.engine, self._loggers)
         self._hooks: list[Hook] = []
         self._trainer = trainer
         self._io = io
@@ -115,7 +116,7 @@ class TrainerSaver:
         Raises:
             RendezvousTimeout: it takes longer than ``timeout_s``.
         """
-        self._flights.land(timeout_s)
+        self._tracking.land(timeout_s)
 
     def land_on_exception(self) -> None:
         """As ``land``; all of the way out after an exception takes ``shutdown_s`` at most.
@@ -136,7 +137,7 @@ class TrainerSaver:
 
     def look(self) -> None:
         """Report to the owner what has been committed meanwhile, without waiting."""
-        self._flights.look()
+        self._tracking.report(committed_only=True)
 
     def save(
         self,
@@ -162,7 +163,14 @@ class TrainerSaver:
             if owner is not None and state is not None:
                 state.restore(owner)
             raise
-        self._flights.add(handle, owner, state)
+
+        def at_end(info: CheckpointInfo | None) -> None:
+            if owner is not None and info is not None:
+                report_commit(owner, self._trainer, info)
+            elif owner is not None and state is not None:
+                state.restore(owner)
+
+        self._tracking.follow(handle, at_end=at_end)
         if pending.saves and not weights_only:
             self._last_whole = handle
         if wait:
