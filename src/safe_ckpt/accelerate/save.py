@@ -12,7 +12,7 @@ from typing import Any
 from safe_ckpt.accelerate import contents, strategies
 from safe_ckpt.accelerate.dataloaders import KEY, Loaders
 from safe_ckpt.accelerate.directories import ADAPTER, CheckpointDirectory, Target
-from safe_ckpt.adapters import Attempt, Destination, Engine, Facts, FilePlan, OnCommit, Planned, SaveHandle, SaveRequest
+from safe_ckpt.adapters import Attempt, Engine, FilePlan, OnCommit, Planned, SaveHandle
 from safe_ckpt.adapters.directories import folder_for_others
 from safe_ckpt.adapters.planning import OverlapPlan, check_step, checked_metrics
 
@@ -59,13 +59,13 @@ def save(context: Context, output_dir: str | os.PathLike[str] | None, options: O
         if target.hooks:
             workspace = target.directory.workspace
             folder = stack.enter_context(folder_for_others(context.engine, workspace, target.path))
-        handle = context.engine.save(_request(context, target, folder, options))
+        handle = _save(context, target, folder, options)
     if not handle.skipped:
         context.accelerator.project_configuration.iteration = target.number + 1
     return target.path, handle
 
 
-def _request(context: Context, target: Target, folder: Path | None, options: Options) -> SaveRequest:
+def _save(context: Context, target: Target, folder: Path | None, options: Options) -> SaveHandle:
     accelerator = context.accelerator
     step = target.step if options.step is None else options.step
     metrics: dict[str, float] = {}
@@ -82,21 +82,15 @@ def _request(context: Context, target: Target, folder: Path | None, options: Opt
     overlap = None
     if context.engine.config.snapshot == "overlapped" and planned.files:
         overlap = OverlapPlan(accelerator._models, strategies.plain_optimizers(accelerator)) or None
-    return SaveRequest(
-        destination=Destination(workspace=target.directory.workspace, path=target.path, kind="directory"),
-        content=planned.content(overlap=overlap),
-        facts=Facts(
-            step=step if isinstance(step, int) else -1,
-            metrics=metrics,
-            notes={"adapter": ADAPTER, "iteration": target.number, **planned.notes},
-        ),
+    return target.directory.save(
+        context.engine,
+        target.path,
+        planned.content(overlap=overlap),
+        step=step if isinstance(step, int) else -1,
+        metrics=metrics,
+        notes={"adapter": ADAPTER, "iteration": target.number, **planned.notes},
         must_match=must_match,
-        on_commit=OnCommit(
-            prefilled=folder,
-            carry=lambda _: True,
-            catalog=target.directory.catalog,
-            retention=context.directories.retention,
-        ),
+        on_commit=OnCommit(prefilled=folder, carry=lambda _: True, retention=context.directories.retention),
     )
 
 

@@ -22,22 +22,19 @@ if TYPE_CHECKING:
     from safe_ckpt.core.formats.manifest import CheckpointInfo
     from safe_ckpt.core.saving.engine import Engine
     from safe_ckpt.core.saving.handle import SaveHandle
-    from safe_ckpt.core.saving.request import Destination, Facts, OnCommit, SaveRequest
+    from safe_ckpt.core.saving.request import OnCommit
 
 __all__ = [
     "AttachedHandle",
     "Attempt",
     "CheckpointInfo",
-    "Destination",
     "Engine",
-    "Facts",
     "FilePlan",
     "OnCommit",
     "OpenDirectory",
     "Patch",
     "Planned",
     "SaveHandle",
-    "SaveRequest",
     "Tracking",
     "config_of_all",
     "torch_file",
@@ -47,16 +44,13 @@ _HOMES = {
     "AttachedHandle": "adapters.handle",
     "Attempt": "adapters.planning",
     "CheckpointInfo": "core.formats.manifest",
-    "Destination": "core.saving.request",
     "Engine": "core.saving.engine",
-    "Facts": "core.saving.request",
     "FilePlan": "core.formats.file_plan",
     "OnCommit": "core.saving.request",
     "OpenDirectory": "adapters.directories",
     "Patch": "adapters.patch",
     "Planned": "adapters.planning",
     "SaveHandle": "core.saving.handle",
-    "SaveRequest": "core.saving.request",
     "Tracking": "adapters.tracking",
     "config_of_all": "core.coordination.agreed_config",
     "torch_file": "adapters.planning",

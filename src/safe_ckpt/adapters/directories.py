@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
@@ -21,11 +22,13 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.formats.verify import verify_entry, verify_if_ours, verify_share
 from safe_ckpt.core.saving import resume
 from safe_ckpt.core.saving.held_directories import NAMES, HeldDirectories, refuse
+from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit, SaveRequest
 from safe_ckpt.core.storage import durable, presence
 
 if TYPE_CHECKING:
     from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
     from safe_ckpt.core.saving.engine import Engine
+    from safe_ckpt.core.saving.handle import SaveHandle
 
 __all__ = [
     "HIDDEN",
@@ -117,6 +120,46 @@ class OpenDirectory:
         """
         chosen = resume.choose(engine, self.workspace, find, lambda path: _verify_share(engine, path))
         return chosen.info if chosen is not None else None
+
+    def save(
+        self,
+        engine: Engine,
+        path: Path,
+        content: Content,
+        *,
+        step: int,
+        notes: Mapping[str, Any],
+        metrics: Mapping[str, float] | None = None,
+        must_match: Mapping[str, str] | None = None,
+        on_commit: OnCommit,
+        patient: bool = False,
+    ) -> SaveHandle:
+        """Save a checkpoint that is a directory. Returns when the copy is taken; every rank calls this.
+
+        Args:
+            engine: what saves.
+            path: the final name.
+            content: what this rank writes.
+            step: the training step.
+            notes: further entries of the manifest.
+            metrics: numbers that retention may look at.
+            must_match: what must be equal on all ranks besides step and path.
+            on_commit: what is done at the commit; the catalog is added here.
+            patient: wait for saves that are in flight, also where ``on_busy`` says to skip.
+
+        Raises:
+            SafeCheckpointError: see ``Engine.save``.
+        """
+        return engine.save(
+            SaveRequest(
+                destination=Destination(workspace=self.workspace, path=path, kind="directory"),
+                content=content,
+                facts=Facts(step=step, metrics=metrics or {}, notes=notes),
+                must_match=must_match or {},
+                on_commit=dataclasses.replace(on_commit, catalog=self.catalog),
+                patient=patient,
+            )
+        )
 
 
 def candidates_in(folder: Path, adapter: str, kind: Kind | None = None) -> list[Candidate]:

@@ -11,7 +11,16 @@ from typing_extensions import Self
 from safe_ckpt.core.coordination.log_entry import reraise
 from safe_ckpt.core.formats import file_plan, safetensors, torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
-from safe_ckpt.core.saving.request import Content, Pointer, Snapshot, Streamed, Unplanned
+from safe_ckpt.core.saving.request import (
+    Content,
+    Destination,
+    Facts,
+    Pointer,
+    SaveRequest,
+    Snapshot,
+    Streamed,
+    Unplanned,
+)
 from safe_ckpt.core.sharding.gather import gather_nested
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state.plan import check_step, checked_metrics, expected_bytes
@@ -25,12 +34,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attempt",
+    "Destination",
+    "Facts",
     "FileCopy",
     "LazyTensor",
     "Link",
     "OverlapPlan",
     "Planned",
     "Pointer",
+    "SaveRequest",
     "Shards",
     "check_step",
     "checked_metrics",

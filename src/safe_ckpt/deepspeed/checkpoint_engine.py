@@ -20,7 +20,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from safe_ckpt.adapters import Destination, Engine, Facts, OnCommit, SaveHandle, SaveRequest, config_of_all, torch_file
+from safe_ckpt.adapters import Engine, OnCommit, SaveHandle, config_of_all, torch_file
 from safe_ckpt.adapters.directories import manifest_of, verify_entry
 from safe_ckpt.adapters.extras import FileByFile, FileStream, SharedBuffer
 from safe_ckpt.config import CheckpointConfig
@@ -105,22 +105,19 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         top, tag = agree_place(self._core, "create", info.save_dir, info.tag, {})
         path, directory = top / tag, self._directories.hold(top, tag)
         stream = FileStream(self._pool)
-        handle = self._core.save(
-            SaveRequest(
-                destination=Destination(workspace=directory.workspace, path=path, kind="directory"),
-                content=FileByFile(stream=stream),
-                facts=Facts(
-                    step=step_of(path.name), notes={"adapter": ADAPTER, "latest": bool(info.save_latest), "tag": tag}
-                ),
-                must_match={"save_latest": str(info.save_latest)},
-                on_commit=OnCommit(
-                    carry=lambda name: not is_state(name),
-                    pointers=latest_pointer(top, tag, wanted=info.save_latest),
-                    catalog=directory.catalog,
-                    retention=self._directories.retention,
-                ),
-                patient=True,
-            )
+        handle = directory.save(
+            self._core,
+            path,
+            FileByFile(stream=stream),
+            step=step_of(path.name),
+            notes={"adapter": ADAPTER, "latest": bool(info.save_latest), "tag": tag},
+            must_match={"save_latest": str(info.save_latest)},
+            on_commit=OnCommit(
+                carry=lambda name: not is_state(name),
+                pointers=latest_pointer(top, tag, wanted=info.save_latest),
+                retention=self._directories.retention,
+            ),
+            patient=True,
         )
         return _Open(info=info, path=path, stream=stream, handle=handle, by_deepspeed=by_deepspeed)
 

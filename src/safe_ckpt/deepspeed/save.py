@@ -23,20 +23,9 @@ import deepspeed.runtime.engine as upstream
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.utils import groups
 
-from safe_ckpt.adapters import (
-    Attempt,
-    Destination,
-    Engine,
-    Facts,
-    FilePlan,
-    OnCommit,
-    Patch,
-    Planned,
-    SaveHandle,
-    SaveRequest,
-    torch_file,
-)
-from safe_ckpt.adapters.directories import WEIGHTS, presence
+from safe_ckpt.adapters import Attempt, Engine, FilePlan, OnCommit, Patch, Planned, SaveHandle, torch_file
+from safe_ckpt.adapters.directories import presence
+from safe_ckpt.adapters.extras import export
 from safe_ckpt.adapters.layouts import LATEST
 from safe_ckpt.adapters.planning import Pointer, file_plan
 from safe_ckpt.deepspeed import arguments, directories, nvme
@@ -68,21 +57,17 @@ def save(
     directory = context.directories.hold(top, tag)
     planned, scripts = plan_tag(core, engine, tag, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
     pointers = [Pointer(path=top / name, data=data, mode=_EXECUTABLE) for name, data in scripts.items()]
-    return core.save(
-        SaveRequest(
-            destination=Destination(workspace=directory.workspace, path=top / tag, kind="directory"),
-            content=planned.content(),
-            facts=Facts(
-                step=engine.global_steps,
-                notes={"adapter": directories.ADAPTER, "latest": save_latest, "tag": tag, **planned.notes},
-            ),
-            on_commit=OnCommit(
-                carry=lambda name: not directories.is_state(name),
-                pointers=[*pointers, *latest_pointer(top, tag, wanted=save_latest)],  # ``latest`` comes last
-                catalog=directory.catalog,
-                retention=context.directories.retention,
-            ),
-        )
+    return directory.save(
+        core,
+        top / tag,
+        planned.content(),
+        step=engine.global_steps,
+        notes={"adapter": directories.ADAPTER, "latest": save_latest, "tag": tag, **planned.notes},
+        on_commit=OnCommit(
+            carry=lambda name: not directories.is_state(name),
+            pointers=[*pointers, *latest_pointer(top, tag, wanted=save_latest)],  # ``latest`` comes last
+            retention=context.directories.retention,
+        ),
     )
 
 
@@ -115,14 +100,8 @@ def save_weights(
     if captured.result is False:  # as its settings have it, so on every rank
         return None
     planned = Planned(files=[file_plan.single(file, path.name) for file in captured.files], error=captured.error)
-    return core.save(
-        SaveRequest(
-            destination=Destination(workspace=context.weights.hold(path), path=path, kind="file"),
-            content=planned.content(),
-            facts=Facts(step=engine.global_steps, notes={"adapter": WEIGHTS}),
-            patient=True,
-        )
-    )
+    request = export.request_of(context.weights.hold(path), path, planned.content(), kind="file")
+    return core.save(dataclasses.replace(request, facts=dataclasses.replace(request.facts, step=engine.global_steps)))
 
 
 def _refuse_directory(path: Path) -> None:

@@ -12,21 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import (
-    Attempt,
-    CheckpointInfo,
-    Destination,
-    Engine,
-    Facts,
-    OnCommit,
-    Planned,
-    SaveHandle,
-    SaveRequest,
-    Tracking,
-)
+from safe_ckpt.adapters import Attempt, CheckpointInfo, Engine, OnCommit, Planned, SaveHandle, Tracking
 from safe_ckpt.adapters.directories import DeleteListed, HeldDirectories
 from safe_ckpt.adapters.extras import Exporter, one_shot, open_coordinator
-from safe_ckpt.adapters.planning import Link, prepare_memory, reraise
+from safe_ckpt.adapters.planning import Destination, Facts, Link, SaveRequest, prepare_memory, reraise
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import RendezvousTimeout, SaveError
 from safe_ckpt.events import Hook

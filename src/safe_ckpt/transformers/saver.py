@@ -12,7 +12,7 @@ from typing import Any
 from transformers.trainer_callback import ExportableState
 from typing_extensions import Self
 
-from safe_ckpt.adapters import Attempt, Destination, Engine, Facts, OnCommit, OpenDirectory, Planned, SaveRequest
+from safe_ckpt.adapters import Attempt, Engine, OnCommit, OpenDirectory, Planned
 from safe_ckpt.adapters.directories import (
     Candidate,
     KeepNewest,
@@ -85,7 +85,7 @@ class TrainerSaver:
         with self._engine.together():
             directory = self._hold(path.parent)
             with folder_for_others(self._engine, directory.workspace, path) as folder:
-                self._engine.save(self._request(trainer, path, directory, folder))
+                self._save(trainer, path, directory, folder)
         return path
 
     def wait(self) -> None:
@@ -105,7 +105,7 @@ class TrainerSaver:
         within_s = None if error is None else self._engine.config.timeouts.shutdown_s
         self._engine.close(quiet=error is not None, within_s=within_s)
 
-    def _request(self, trainer: Any, path: Path, directory: OpenDirectory, folder: Path) -> SaveRequest:
+    def _save(self, trainer: Any, path: Path, directory: OpenDirectory, folder: Path) -> None:
         best = trainer.state.best_model_checkpoint
         limit = trainer.args.save_total_limit
         attempt = Attempt()
@@ -114,20 +114,15 @@ class TrainerSaver:
             _write(trainer, str(folder))  # the Trainer or a callback may raise anything
         shared = self._sharing.plan(trainer, noted, caught, attempt.error)
         planned = Planned.joined([Planned(files=caught.files), shared])
-        return SaveRequest(
-            destination=Destination(workspace=directory.workspace, path=path, kind="directory"),
-            content=planned.content(),
-            facts=Facts(
-                step=int(trainer.state.global_step),
-                metrics=_metrics(trainer),
-                notes={"adapter": ADAPTER, **planned.notes},
-            ),
-            on_commit=OnCommit(
-                prefilled=folder,
-                carry=lambda _: True,
-                catalog=directory.catalog,
-                retention=KeepNewest(limit=limit, best=Path(best) if best else None) if limit else None,
-            ),
+        retention = KeepNewest(limit=limit, best=Path(best) if best else None) if limit else None
+        directory.save(
+            self._engine,
+            path,
+            planned.content(),
+            step=int(trainer.state.global_step),
+            metrics=_metrics(trainer),
+            notes={"adapter": ADAPTER, **planned.notes},
+            on_commit=OnCommit(prefilled=folder, carry=lambda _: True, retention=retention),
         )
 
     def _hold(self, folder: Path) -> OpenDirectory:
