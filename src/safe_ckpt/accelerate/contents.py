@@ -144,9 +144,8 @@ def _model(index: int, state: Mapping[str, Any], *, safe_serialization: bool) ->
     path = f"{numbered(utils.SAFE_MODEL_NAME, index)}.safetensors"
     for name, value in state.items():
         if not safetensors.fits_safetensors({name: value}):
-            kind = (
-                type(value).__name__ if not isinstance(value, torch.Tensor) else f"{value.dtype} {value.layout} tensor"
-            )
+            is_tensor = isinstance(value, torch.Tensor)
+            kind = f"{value.dtype} {value.layout} tensor" if is_tensor else type(value).__name__
             message = f"a {kind} does not fit safetensors: use save_state(safe_serialization=False)"
             raise StateError(key=f"model {index}: {name}", message=message)
     return safetensors.safetensors_image(path, _apart(state))

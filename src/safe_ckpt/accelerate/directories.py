@@ -103,15 +103,13 @@ class CheckpointDirectory:
         """Where ``load_state()`` without a path looks.
 
         Raises:
-            ConfigError: that cannot be told.
+            ConfigError: neither is a directory named, nor was one saved to.
         """
         directory = self.hold_automatic()
         if directory is not None:
             return directory
         if self._last is None:
-            message = (
-                "no input_dir was given and nothing was saved yet: give it, or use automatic_checkpoint_naming=True"
-            )
+            message = "it was not given, and nothing was saved yet: give it, or use automatic_checkpoint_naming=True"
             raise ConfigError(key="load_state: input_dir", message=message)
         return self._hold_named(self._last)
 

@@ -317,12 +317,10 @@ def check(accelerator: Any, config: CheckpointConfig) -> None:
     """
     kind = accelerator.distributed_type
     if kind in [getattr(DistributedType, name, None) for name in _OTHERS]:
-        message = (
-            f"{kind} writes its checkpoints itself and is not covered yet; save_state stays as it is without register"
-        )
+        message = f"{kind} writes its checkpoints itself and is not covered: use save_state without register"
         raise ConfigError(key="accelerator.distributed_type", message=message)
     if kind == DistributedType.DEEPSPEED and config.snapshot == "overlapped":
-        message = 'DeepSpeed\'s optimizers are not known to change parameters only in step(): use "eager" or "auto"'
+        message = 'DeepSpeed\'s optimizers may change parameters outside of step(): use "eager" or "auto"'
         raise ConfigError(key="snapshot", message=message)
     if kind == DistributedType.FSDP and not getattr(accelerator, "is_fsdp2", False):
         message = "FSDP of version 1 is not covered: use FullyShardedDataParallelPlugin(fsdp_version=2)"
@@ -334,9 +332,7 @@ def check(accelerator: Any, config: CheckpointConfig) -> None:
             raise ConfigError(key="fsdp_plugin.state_dict_type", message=message)
     project = accelerator.project_configuration
     if project.save_on_each_node:
-        message = (
-            "is not supported: safe_ckpt commits one checkpoint that all ranks see. Use a file system that they share"
-        )
+        message = "is not supported: all ranks commit one checkpoint. Use a file system that they share"
         raise ConfigError(key="ProjectConfiguration.save_on_each_node", message=message)
     if project.automatic_checkpoint_naming and accelerator.project_dir is None:
         message = "automatic_checkpoint_naming needs it: it is where the checkpoints go"
@@ -355,8 +351,6 @@ def retention(accelerator: Any, config: CheckpointConfig) -> Retention:
     if limit < 1:
         raise ConfigError(key="ProjectConfiguration.total_limit", message=f"expected at least 1, got {limit!r}")
     if config.retention.keep_last not in (None, limit):
-        message = (
-            f"is {config.retention.keep_last} and ProjectConfiguration.total_limit is {limit}: give one of the two"
-        )
+        message = f"is {config.retention.keep_last}, but ProjectConfiguration.total_limit is {limit}: give one of them"
         raise ConfigError(key="retention.keep_last", message=message)
     return dataclasses.replace(config.retention, keep_last=limit)

@@ -43,9 +43,7 @@ def tensors(model: torch.nn.Module, *, once: bool = True) -> dict[str, LazyTenso
     for name, tensor in _named(model):
         held, fetch = (tensor, tensor.detach) if not tensor.is_meta else _offloaded(homes, name)
         if fetch is None:
-            message = (
-                "is on the meta device, and no hook of Accelerate knows where its values are: load the model first"
-            )
+            message = "is on the meta device, and no hook of Accelerate has its values: load the model first"
             raise StateError(key=name, message=message)
         identity = identity_of(tensor, held)
         if once and seen & identity:

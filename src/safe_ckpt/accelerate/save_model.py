@@ -140,13 +140,9 @@ def _once(state: Mapping[str, LazyTensor | torch.Tensor], dtype: torch.dtype | N
             hugging_face.admit(name, value, final)
         elif final != value.dtype:
             raise StateError(key=name, message="an offloaded model is saved in its own dtype: leave dtype out")
-        fetch = value.fetch if isinstance(value, LazyTensor) else functools.partial(_converted, value, final)
+        fetch = value.fetch if isinstance(value, LazyTensor) else functools.partial(value.detach().to, final)
         lazies[name] = LazyTensor(dtype=final, shape=tuple(value.shape), fetch=fetch)
     return lazies
-
-
-def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.detach().to(dtype)
 
 
 def _fetched(state: Mapping[str, LazyTensor | torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from safe_ckpt.core.coordination.agreed_config import refused_retention
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.formats import hugging_face
-from safe_ckpt.core.offload.consolidate import OffloadPlan, agree_parts, own_part
+from safe_ckpt.core.offload.consolidate import agree_parts, own_part
 from safe_ckpt.core.offload.restore import Part, give_back, parts_of
 from safe_ckpt.core.saving import export, one_shot
 from safe_ckpt.core.saving.export import Exporter
@@ -19,7 +19,6 @@ __all__ = [
     "Exporter",
     "FileByFile",
     "FileStream",
-    "OffloadPlan",
     "Part",
     "SharedBuffer",
     "agree_parts",

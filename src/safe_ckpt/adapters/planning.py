@@ -36,7 +36,6 @@ __all__ = [
     "Attempt",
     "Destination",
     "Facts",
-    "FileCopy",
     "LazyTensor",
     "Link",
     "OverlapPlan",

@@ -63,9 +63,7 @@ def checked_tag(tag: object) -> str:
     """
     name = str(tag)
     if not is_tag(name):
-        message = (
-            f"expected the name of a directory below the one that is saved to, and none of {_RESERVED}, got {name!r}"
-        )
+        message = f"expected the name of a directory in save_dir, and none of {_RESERVED}, got {name!r}"
         raise ConfigError(key="tag", message=message)
     return name
 
@@ -114,5 +112,5 @@ def check_settings(config: CheckpointConfig) -> None:
         message = "save_checkpoint takes no metrics, so there is no best one: use keep_last or keep_every_steps"
         raise ConfigError(key="retention.keep_best", message=message)
     if config.snapshot == "overlapped":
-        message = 'DeepSpeed\'s optimizers are not known to change parameters only in step(): use "eager" or "auto"'
+        message = 'DeepSpeed\'s optimizers may change parameters outside of step(): use "eager" or "auto"'
         raise ConfigError(key="snapshot", message=message)

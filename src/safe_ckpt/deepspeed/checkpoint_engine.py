@@ -12,7 +12,6 @@ import sys
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import deepspeed
@@ -193,7 +192,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """True: DeepSpeed commits before the next step, not at the end of ``save_checkpoint``."""
         # There, and nowhere else, it asks when it has handed over the last file. That is the only sign: the step after a save
         # that was interrupted asks, too, and which files a rank has is not known before. See ``_refuse_without_sign``.
-        if self._open is not None and _caller().f_code.co_name == "save_checkpoint":
+        if self._open is not None and sys._getframe(1).f_code.co_name == "save_checkpoint":
             self._open.complete = True
             self._open.stream.seal()
         return True
@@ -242,16 +241,8 @@ def _refuse_without_sign(save_checkpoint: Any) -> None:
     last = {name: number for number, name in enumerate(names) if isinstance(name, str)}
     order = [last.get(name, -1) for name in ("create", "_save_checkpoint", "_save_zero_checkpoint", "is_decoupled")]
     if -1 in order or order != sorted(order) or names.count("is_decoupled") != 1:
-        message = (
-            f"DeepSpeed {deepspeed.__version__} does not ask is_decoupled() in save_checkpoint after the last file, so nobody "
-            "can tell when a save is complete: use install"
-        )
+        message = f"DeepSpeed {deepspeed.__version__} does not ask is_decoupled() after the last file: use install"
         raise ConfigError(key="SafeCheckpointEngine", message=message)
-
-
-def _caller() -> FrameType:
-    """The function that called the method that asks."""
-    return sys._getframe(2)
 
 
 def _is_deepspeeds() -> bool:

@@ -96,7 +96,11 @@ class CheckpointDirectory:
     def repair(self, folder: Path) -> None:
         """Finish what a job that died was replacing in ``folder``, unless a live job holds it: then that is its own affair."""
         # Rank 0 says for all: when the interpreter collects an engine that nobody closed is not the same on all of them.
-        if self._engine.agree("repair", must_match={"directory": folder}, decide=lambda _: _is_held(folder)):
+        if self._engine.agree(
+            "repair",
+            must_match={"directory": folder},
+            decide=lambda _: any(folder in one._held for one in list(_living)),
+        ):
             return
         try:
             workspace = self._engine.hold(folder)
@@ -144,10 +148,6 @@ class Context:
     engine: Any
     directories: CheckpointDirectory
     weights: HeldDirectories
-
-
-def _is_held(folder: Path) -> bool:
-    return any(folder in one._held for one in list(_living))
 
 
 def candidates(folder: Path) -> list[Candidate]:
@@ -200,9 +200,7 @@ def _refuse_tags_within(path: Path) -> None:
         kept = HIDDEN in below and any(name != NAMES for name in os.listdir(os.path.join(folder, HIDDEN)))
         tag = folder != str(path) and any(name == MANIFEST_NAME or name.endswith("_states.pt") for name in names)
         if kept or tag:
-            message = (
-                f"checkpoints are kept in it, at {folder}, so it is not replaced: give another name, or move it away"
-            )
+            message = f"checkpoints are kept in it, at {folder}: give another name, or move them away"
             raise DirectoryError(path=str(path), message=message, rank=0)
         own = {HIDDEN, OFFLOADED} if folder == str(path) else {HIDDEN}
         below[:] = [name for name in below if name not in own]
@@ -242,8 +240,8 @@ def _groups_below(top: Path) -> list[list[Candidate]]:
         try:
             if folder.name != HIDDEN and not folder.is_symlink() and presence.is_there(folder / HIDDEN):
                 # Others may be of somebody who saved into that folder itself.
-                own = [one for one in _to_be_named(folder) if _tag_of(one) == f"{folder.name}/{one.path.name}"]
-                groups.append(own)
+                tags = [(tag, tag.manifest) for tag in _to_be_named(folder)]
+                groups.append([tag for tag, m in tags if m and m.notes.get("tag") == f"{folder.name}/{tag.path.name}"])
         except PermissionError as error:
             logger.warning("%s is passed over, with all that may be in it: %s", folder, error)
     return groups
@@ -251,10 +249,6 @@ def _groups_below(top: Path) -> list[list[Candidate]]:
 
 def _to_be_named(folder: Path) -> list[Candidate]:
     return catalog.newest_first(c for c in candidates(folder) if c.manifest and c.manifest.notes.get("latest"))
-
-
-def _tag_of(candidate: Candidate) -> object:
-    return candidate.manifest.notes.get("tag") if candidate.manifest is not None else None
 
 
 def _made_at(group: list[Candidate]) -> str:

@@ -80,17 +80,13 @@ def _refuse_unfit(core: Engine, engine: Any, tag: Path, checkpoint: Path) -> Non
         return  # whoever verifies it says what it lacks
     if saved_by != size:
         message = (
-            f"{saved_by} ranks saved it and {size} are to load it: what DeepSpeed keeps on NVMe fits only as many ranks. Load "
-            f"it with {saved_by}"
+            f"{saved_by} ranks saved it and {size} are to load it, which NVMe offload rules out: use {saved_by} ranks"
         )
         raise RestoreError(path=str(tag), key=str(folder), message=message)
     for number in _swapped(engine.optimizer):
         file = f"{engine.optimizer.fp32_partitioned_groups_flat[number].ds_id}.tensor.swp"
         if file not in sizes:
-            message = (
-                f"it holds no {file}: DeepSpeed numbers parameters as they are made, so load it in a process that has made "
-                f"no other model before, as the one that saved it"
-            )
+            message = f"it holds no {file}: load it in a process that, as the one that saved it, has made no other model before"
             raise RestoreError(path=str(tag), key=str(folder), message=message)
         needed = (folder / file).stat().st_size
         if sizes[file] != needed:
@@ -131,7 +127,13 @@ def put_back(core: Engine, engine: Any, checkpoint: Path, below: str = "") -> No
     if not own:
         return
     values = {"tag": checkpoint / below}
-    if not core.agree("swap files", must_match=values, decide=lambda _: _were_renamed(checkpoint, below)):
+
+    def were_renamed(_: object) -> bool:
+        manifest = manifest_of(checkpoint)
+        notes = manifest.notes.get(NOTE, {}).get(below, ()) if manifest is not None else ()
+        return any(note["name"] != note["asked"] for note in notes)
+
+    if not core.agree("swap files", must_match=values, decide=were_renamed):
         return
 
     def find() -> list[Part]:
@@ -140,13 +142,6 @@ def put_back(core: Engine, engine: Any, checkpoint: Path, below: str = "") -> No
 
     give_back(core.coordinator, find, core.config.timeouts.lengthy_s)
     engine.optimizer.reset_swap_buffers()
-
-
-def _were_renamed(checkpoint: Path, below: str) -> bool:
-    """Rank 0: whether some rank's files are not under the name that DeepSpeed looks for."""
-    manifest = manifest_of(checkpoint)
-    notes = manifest.notes.get(NOTE, {}).get(below, ()) if manifest is not None else ()
-    return any(note["name"] != note["asked"] for note in notes)
 
 
 def resume_all(core: Engine, engines: Mapping[Path, Any], *, optimizer_states: bool) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from safe_ckpt.adapters import Attempt, Engine, FilePlan, Planned, torch_file
+from safe_ckpt.adapters.layouts import META
 from safe_ckpt.adapters.planning import OverlapPlan, Shards, file_plan, reraise
 from safe_ckpt.lightning import loop_state, strategies
 from safe_ckpt.lightning.checkpoint_io import Box, SafeCheckpointIO
@@ -98,7 +99,7 @@ def _sharded(
     with attempt:
         states, rest = strategies.split(checkpoint or {"state_dict": {}}, form)
         if engine.rank == 0 and attempt.error is None:
-            files.append(strategies.meta_file(rest))
+            files.append(torch_file(META, rest, key="checkpoint"))
     return [*files, *shards.files({"": states}, attempt)]
 
 

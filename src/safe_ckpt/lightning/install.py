@@ -92,18 +92,16 @@ def _install_io(trainer: Any) -> SafeCheckpointIO:
     """
     strategy = trainer.strategy
     if not _is_unsharded(strategy) and strategies.form_of(strategy) is None:
-        message = (
-            f"{type(strategy).__name__} writes its checkpoints by itself, which is not supported yet: "
-            "use a single device, DDP, ModelParallelStrategy, FSDPStrategy or DeepSpeedStrategy"
-        )
+        supported = "a single device, DDP, ModelParallelStrategy, FSDPStrategy or DeepSpeedStrategy"
+        message = f"{type(strategy).__name__} is not supported: it writes its checkpoints itself. Use {supported}"
         raise ConfigError(key="strategy", message=message)
     present = strategy.checkpoint_io
     if isinstance(present, SafeCheckpointIO):
         return present
     if not _writes_as_torch(present):
+        remedy = "remove it from the Trainer's plugins, or use ModelCheckpoint with it"
         message = (
-            f"{type(present).__name__} writes or removes files in a way of its own, which cannot be verified nor committed "
-            "in one step: remove it from the Trainer's plugins, or use ModelCheckpoint with it"
+            f"{type(present).__name__} writes or removes files in a way of its own, which is not verified: {remedy}"
         )
         raise ConfigError(key="SafeCheckpointCallback", message=message)
     io = SafeCheckpointIO(present)

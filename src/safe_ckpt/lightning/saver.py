@@ -222,9 +222,7 @@ class TrainerSaver:
         of the other ranks nothing is known then: a resume from this file in mid-epoch is not exact.
         """
         if strategies.form_of(self._trainer.strategy) is not None:
-            cause = (
-                "from a signal handler no rank can count on the others, and each has only a part: save at the next step"
-            )
+            cause = "a signal handler cannot wait for the other ranks, and each has only a part: save at the next step"
             raise SaveError(name=path.name, cause=cause, rank=self.engine.rank, phase="signal handler")
         with self._io.saving_to(None):
             checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only)

@@ -75,7 +75,7 @@ def without_lightnings(handler: Any, at_requeue_signal: Callable[[], None]) -> A
     parts = getattr(handler, "signal_handlers", None)
     if parts is None:
         return handler
-    replaced = {"_sigterm_notifier_fn": _do_nothing, HANDLER: at_requeue_signal}
+    replaced = {"_sigterm_notifier_fn": lambda: None, HANDLER: at_requeue_signal}
 
     def run(number: int, frame: Any) -> None:
         for part in parts:
@@ -86,10 +86,6 @@ def without_lightnings(handler: Any, at_requeue_signal: Callable[[], None]) -> A
                 part(number, frame)
 
     return run
-
-
-def _do_nothing() -> None:
-    """In the place of a part that is left out."""
 
 
 def with_requeue_signal(trainer: Any, config: CheckpointConfig) -> CheckpointConfig:
@@ -119,7 +115,7 @@ def requeue(trainer: Any) -> None:
     number = _signal_of(trainer)
     if number is None:
         return
-    with patch.Patch(trainer, {"save_checkpoint": _is_saved}):
+    with patch.Patch(trainer, {"save_checkpoint": lambda *_, **__: None}):  # everything is committed
         getattr(trainer._signal_connector, HANDLER)(number, None)
 
 
@@ -128,7 +124,3 @@ def _signal_of(trainer: Any) -> signal.Signals | None:
     if not getattr(environment, "auto_requeue", False):
         return None
     return signal.Signals(environment.requeue_signal)
-
-
-def _is_saved(*args: Any, **kwargs: Any) -> None:
-    """Stands in for ``Trainer.save_checkpoint`` when everything is committed."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import Engine, FilePlan, Planned, layouts, patch, torch_file
+from safe_ckpt.adapters import Engine, Planned, layouts, patch
 from safe_ckpt.adapters.directories import MANIFEST_NAME, presence, verify
 from safe_ckpt.adapters.planning import Shards, gather_whole
 
@@ -84,11 +84,6 @@ def split(checkpoint: Mapping[str, Any], form: Form) -> tuple[dict[str, Any], di
     states = {form.key: rest.pop("state_dict")}
     states.update({f"optimizer_{number}": state for number, state in enumerate(rest.pop("optimizer_states", []))})
     return states, rest
-
-
-def meta_file(rest: Mapping[str, Any]) -> FilePlan:
-    """The file for what is not sharded."""
-    return torch_file(layouts.META, dict(rest), key="checkpoint")
 
 
 def whole(engine: Engine, trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
