@@ -166,15 +166,18 @@ def plan_tag(
         SafeCheckpointError: the swap files cannot be copied; the same on every rank.
     """
     swapped = nvme.plan(core, engine, below)
-    write = functools.partial(
-        type(engine).save_checkpoint,  # of the class: the instance's own is the one that calls this
-        engine,
-        _FOLDER,
-        tag,
-        client_state=dict(client_state),
-        save_latest=False,
-        exclude_frozen_parameters=exclude_frozen_parameters,
-    )
+
+    def write() -> None:
+        # Of the class: the instance's own is the one that calls this.
+        type(engine).save_checkpoint(
+            engine,
+            _FOLDER,
+            tag,
+            client_state=dict(client_state),
+            save_latest=False,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
+
     captured = _captured(engine, os.path.join(_FOLDER, tag), write, client_state)
     files = [dataclasses.replace(file, path=f"{below}{file.path}") for file in captured.files]
     own = Planned(files=files, folders=[tag] if below else (), error=captured.error)

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import Attempt, CheckpointInfo, Engine, OnCommit, Planned, SaveHandle, Tracking
+from safe_ckpt.adapters import CheckpointInfo, Engine, OnCommit, Planned, SaveHandle, Tracking
 from safe_ckpt.adapters.directories import DeleteListed, HeldDirectories
 from safe_ckpt.adapters.extras import Exporter, one_shot, open_coordinator
-from safe_ckpt.adapters.planning import Destination, Facts, Link, SaveRequest, prepare_memory, reraise
+from safe_ckpt.adapters.planning import Destination, Facts, Link, SaveRequest, prepare_memory
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import RendezvousTimeout, SaveError
 from safe_ckpt.events import Hook
@@ -144,7 +144,7 @@ class TrainerSaver:
         """
         self.settle()
         try:
-            with self.engine.together(), self._within():
+            with self._within():
                 handle = self.engine.save(
                     self._request(pending, weights_only=weights_only, overlap=self.training and not wait)
                 )
@@ -240,40 +240,32 @@ class TrainerSaver:
 
     def _save_without_pipeline(self, path: Path, weights_only: bool | None) -> None:
         """After ``fit``: rank 0 writes in this process, the others wait for what becomes of it."""
+        checkpoint: dict[str, Any] | None = None
+
+        def dump() -> None:
+            nonlocal checkpoint
+            checkpoint = contents.dump(self._trainer, self._io, path, weights_only)
+
+        def write(_: object) -> None:
+            if checkpoint is not None:
+                step, notes = int(self._trainer.global_step), {resuming.WEIGHTS_ONLY: bool(weights_only)}
+                one_shot.save_archive(checkpoint, path, sequence=self.next_sequence(path), step=step, notes=notes)
+
         coordinator = open_coordinator(None, self.config.timeouts)
         try:
-            checkpoint = None
-            attempt = Attempt()
-            with attempt:
-                checkpoint = contents.dump(self._trainer, self._io, path, weights_only)
-
-            def write(_: object) -> None:
-                if checkpoint is not None:
-                    one_shot.save_archive(
-                        checkpoint,
-                        path,
-                        sequence=self.next_sequence(path),
-                        step=int(self._trainer.global_step),
-                        notes={resuming.WEIGHTS_ONLY: bool(weights_only)},
-                    )
-
-            coordinator.agree(
-                "save",
-                timeout_s=self.config.timeouts.lengthy_s,
-                must_match={"path": path},
-                local=reraise(attempt.error),
-                decide=write,
-                phase=f"saving {path.name}",
-            )
+            limit_s, values = self.config.timeouts.lengthy_s, {"path": path}
+            phase = f"saving {path.name}"
+            coordinator.agree("save", timeout_s=limit_s, must_match=values, local=dump, decide=write, phase=phase)
         finally:
             coordinator.release(keep=True)
 
     @contextlib.contextmanager
     def _within(self) -> Iterator[None]:
-        """While this is entered, a signal handler that saves must not start another agreement."""
+        """All agreements within are one call, and a signal handler that saves must not start another one."""
         self._busy = True
         try:
-            yield
+            with self.engine.together():
+                yield
         finally:
             self._busy = False
 
