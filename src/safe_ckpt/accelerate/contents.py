@@ -40,7 +40,7 @@ def files(
         shared: what ``shared_states`` returned.
         safe_serialization: safetensors for the models, or pickle.
         besides: further entries for this rank's random states.
-        sharded: models and optimizers are planned elsewhere.
+        sharded: whether models and optimizers are planned elsewhere.
 
     Raises:
         StateError: something cannot be saved; names it.
@@ -152,7 +152,7 @@ def _model(index: int, state: Mapping[str, Any], *, safe_serialization: bool) ->
 
 
 def _apart(state: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
-    """Tensors that share memory only in part get their own: safetensors stores what is one and the same once."""
+    """Copy tensors that share memory only in part: safetensors stores only identical tensors once."""
     views: dict[tuple[torch.device, int], tuple[Any, ...]] = {}
     apart: Any = OrderedDict(state)
     if hasattr(state, "_metadata"):
@@ -172,7 +172,7 @@ def _fingerprint(value: Any) -> str:
 
 
 def _absorb(value: Any, digest: Any) -> None:
-    # Not by pickling: that depends on which objects are one and the same, and this on their values only.
+    # Not by pickling: a pickle depends on the identity of objects, and this must depend on their values only.
     kind = type(value).__name__
     if isinstance(value, Mapping):
         digest.update(f"{len(value)} entries".encode())

@@ -1,4 +1,4 @@
-"""Where checkpoints of an Accelerator lie: directories that are held, names, numbers, and what other tools left there."""
+"""The directories of an Accelerator's checkpoints: how they are held, named and numbered."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ class Target:
 class CheckpointDirectory:
     """The directories of one Accelerator, each taken at its first use. Every method is called on every rank.
 
-    With automatic naming that is the folder ``checkpoints``. A path of the user's is held by itself, for other jobs may keep
-    theirs beside it, and only as long as it is the last one.
+    With automatic naming that is the folder ``checkpoints``. A path of the user's is held by itself, as other jobs may keep
+    theirs beside it, and only until the next path is saved to.
 
     Args:
         engine: where the ranks meet.
-        accelerator: whose project they belong to.
-        policy: what to keep.
+        accelerator: its project has the directories.
+        policy: which checkpoints to keep.
 
     Attributes:
         named: the directories that the user names one by one.
-        retention: what is deleted after a commit; None for nothing.
+        retention: decides which are deleted after a commit; None deletes none.
     """
 
     def __init__(self, engine: Engine, accelerator: Any, policy: Retention) -> None:
@@ -78,7 +78,7 @@ class CheckpointDirectory:
         _living.add(self)
 
     def automatic(self) -> Path | None:
-        """Where checkpoints go that Accelerate names itself; None when it does not."""
+        """The directory of the checkpoints that Accelerate names itself; None without automatic naming."""
         project = self._accelerator.project_configuration
         if not project.automatic_checkpoint_naming:
             return None
@@ -94,13 +94,13 @@ class CheckpointDirectory:
         folder = self.automatic()
         if folder is None or self._automatic is not None:
             return self._automatic
-        # In the folder that Accelerate lists nothing but checkpoints may lie: it takes whatever sorts last.
+        # Accelerate loads the entry that sorts last in its folder: only checkpoints may lie there.
         hidden = folder.parent / HIDDEN
         self._automatic = OpenDirectory.take(self._engine, folder, lambda: candidates(folder), hidden=hidden)
         return self._automatic
 
     def for_load(self) -> OpenDirectory:
-        """Where ``load_state()`` without a path looks.
+        """The directory that ``load_state()`` without a path loads from.
 
         Raises:
             ConfigError: neither is a directory named, nor was one saved to.
@@ -114,7 +114,7 @@ class CheckpointDirectory:
         return self._hold_named(self._last)
 
     def candidates(self, directory: OpenDirectory) -> list[Candidate]:
-        """What ``load_state()`` may take: with names of the user's only what this process saved. On rank 0."""
+        """The checkpoints that ``load_state()`` may take; of those that the user named, only this process's. On rank 0."""
         listed = candidates(directory.workspace.path)
         if directory is self._automatic:
             return listed
@@ -185,7 +185,7 @@ class CheckpointDirectory:
         return OpenDirectory(workspace=workspace, catalog=self._catalogs.setdefault(path.parent, Catalog()))
 
     def _take_over(self, path: Path) -> None:
-        """From an Accelerator of this process, such as that of a notebook's cell that was run again and is still held."""
+        """Take ``path`` from other Accelerators of this process, such as that of a notebook's cell that was run again."""
         for other in list(_living):
             if other is not self:
                 other.named.let_go(path)

@@ -1,4 +1,4 @@
-"""The handle on an Accelerator that is registered: what stands in for ``save_state``, ``load_state`` and the others."""
+"""The handle on a registered Accelerator: its own ``save_state``, ``load_state``, ``save_model`` and others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _OWNER = "a registered Accelerator; its free_memory() or end_training(), or handle.remove(), frees it"
 _OTHERS = ("MEGATRON_LM", "XLA")
-"""They write checkpoints of their own kind, past what is replaced here."""
+"""They write their checkpoints with functions that are not replaced here."""
 _REPLACED = ("save_state", "load_state", "save_model", "end_training", "free_memory", "prepare_data_loader")
 
 
@@ -80,7 +80,7 @@ class Handle(AttachedHandle):
         self.prepare()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Threads, locks and a process stay here: what is copied, or sent to a worker, is a handle that has ended.
+        # Threads, locks and a process stay here: a copy, also one in a worker, is a handle that has ended.
         return {"accelerator": self._accelerator, "config": self.config}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -121,7 +121,7 @@ class Handle(AttachedHandle):
             DesyncError: the ranks differ in path, or in what one file holds for all of them.
             ClosedError: the registration has ended; says by what, and what to do.
             RendezvousTimeout: some ranks did not call this; names them.
-            SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started. With
+            SafeCheckpointError: the error of an earlier save that was not raised yet; this one was not started. With
                 ``async_save=False`` also that of this one.
         """
         with self.call("save_state"):
@@ -224,7 +224,7 @@ class Handle(AttachedHandle):
         From then on ``save_model`` of the Accelerator is stock's, and ``save_state`` and ``load_state`` raise ``ClosedError``.
 
         Raises:
-            SafeCheckpointError: a save failed and nobody was told yet. Training is ended all the same.
+            SafeCheckpointError: a save failed, and its error was not raised yet. Training is ended all the same.
         """
         self._refuse_copy("end_training")
         try:
@@ -238,7 +238,7 @@ class Handle(AttachedHandle):
         To save again with this Accelerator, ``register`` it again.
 
         Raises:
-            SafeCheckpointError: a save failed and nobody was told yet. The memory is freed all the same.
+            SafeCheckpointError: a save failed, and its error was not raised yet. The memory is freed all the same.
         """
         self._refuse_copy("free_memory")
         try:
@@ -251,7 +251,7 @@ class Handle(AttachedHandle):
         """Wait until everything in flight is committed.
 
         Raises:
-            SafeCheckpointError: a save failed and nobody was told yet; the same on every rank.
+            SafeCheckpointError: a save failed, and its error was not raised yet; the same on every rank.
         """
         self._refuse_copy("wait")
         if self.closed:

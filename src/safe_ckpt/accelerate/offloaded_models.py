@@ -1,4 +1,4 @@
-"""The tensors of a model that may be offloaded, each to be fetched when its turn comes."""
+"""The tensors of a model that may be offloaded. Each is fetched when it is written."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Fetch = Callable[[], torch.Tensor]
 
 
 def is_offloaded(model: torch.nn.Module) -> bool:
-    """Whether some of its values are elsewhere."""
+    """Whether some of its values are offloaded."""
     return any(tensor.is_meta for _, tensor in _named(model))
 
 
 def tensors(model: torch.nn.Module, *, once: bool = True) -> dict[str, LazyTensor]:
     """Every parameter and persistent buffer under its name, module by module.
 
-    Where a tie can no longer be seen, as between two files of weights that were offloaded to disk, each name gets its values.
+    Ties between two files of weights that were offloaded to disk are unknown: each name gets its values.
 
     Args:
         model: whose.
@@ -56,7 +56,7 @@ def tensors(model: torch.nn.Module, *, once: bool = True) -> dict[str, LazyTenso
 
 
 def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    # Not state_dict(): offloaded parameters are in there too, but hooks of the user's may make copies of the others.
+    # Not state_dict(): hooks of the user's may copy the tensors that are not offloaded.
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for name, parameter in module._parameters.items():
@@ -69,7 +69,7 @@ def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @dataclass(frozen=True)
 class _Home:
-    """Where a hook keeps values: under ``prefix`` and the name, in host memory or on disk."""
+    """The place where a hook keeps values: under ``prefix`` and the name, in host memory or on disk."""
 
     prefix: str
     values: Mapping[str, torch.Tensor]
@@ -128,7 +128,7 @@ def _mapped(values: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | Non
 
 
 def identity_of(tensor: torch.Tensor, held: torch.Tensor | None) -> set[object]:
-    """What two names of one tensor have in common. Equal values are not enough: zeros are equal to zeros."""
+    """The keys that two names of one tensor have in common. Equal values are not enough: zeros are equal to zeros."""
     identity: set[object] = {id(tensor)}
     if held is not None and held.numel():
         view = (held.storage_offset(), held.dtype, tuple(held.shape), held.stride())

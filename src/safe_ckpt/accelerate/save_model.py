@@ -1,4 +1,4 @@
-"""``save_model``: the weights alone, in the files that Accelerate would write, offloaded, gathered or as they are."""
+"""``save_model``: the weights alone, in the files that Accelerate would write."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def save(context: Context, model: torch.nn.Module, directory: str | os.PathLike[
 
 
 def _state_of(accelerator: Any, model: torch.nn.Module, options: Options) -> Mapping[str, LazyTensor | torch.Tensor]:
-    """Names to tensors, on rank 0. What is in parts on the ranks is gathered, as Accelerate does: all of them call this."""
+    """Names to tensors, on rank 0. Sharded tensors are gathered by Accelerate. Every rank calls this."""
     plain = hugging_face.unwrapped(model)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         plain = getattr(model, "module", model)
@@ -127,7 +127,7 @@ def _shards(
 
 
 def _once(state: Mapping[str, LazyTensor | torch.Tensor], dtype: torch.dtype | None) -> dict[str, LazyTensor]:
-    """What safetensors takes: each tensor under the first of its names, fetched and converted when its turn comes."""
+    """The tensors for safetensors: each under the first of its names, fetched and converted when it is written."""
     lazies: dict[str, LazyTensor] = {}
     seen: set[object] = set()
     for name, value in _tensors(state).items():
@@ -146,7 +146,7 @@ def _once(state: Mapping[str, LazyTensor | torch.Tensor], dtype: torch.dtype | N
 
 
 def _fetched(state: Mapping[str, LazyTensor | torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors themselves, offloaded ones in host memory all at once: an archive shows which of them are tied."""
+    """The tensors themselves, all offloaded ones in host memory at once: a torch archive keeps ties."""
     by_home: dict[int, torch.Tensor] = {}
     fetched: dict[str, torch.Tensor] = {}
     for name, value in _tensors(state).items():
@@ -169,9 +169,9 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _replace_each(context: Context, path: Path, planned: Planned) -> None:
-    """File by file: of another directory in there, such as a checkpoint, nothing may be moved.
+    """Replace file by file: other directories in there, such as checkpoints, must not be moved.
 
-    Nothing that is there is touched before all the new files are durable in the hidden folder.
+    No file is replaced before all new files are durable in the hidden folder.
     """
     engine = context.engine
     workspace = engine.hold(path, hidden=path / HIDDEN / NAMES / _WEIGHTS, recorded=False)
@@ -191,7 +191,7 @@ def _replace_each(context: Context, path: Path, planned: Planned) -> None:
 
 
 def _put_in_place(workspace: Workspace, ready: Path, names: Sequence[str]) -> None:
-    """At no moment an index, or a manifest, speaks of a mixture: what is replaced goes first, and comes last."""
+    """No index or manifest ever describes a mixture of old and new files: it is deleted first and replaced last."""
     path = workspace.path
     try:
         workspace.confirm()

@@ -85,7 +85,7 @@ def plain_optimizers(accelerator: Any) -> list[Any]:
 
 
 def plain_schedulers(accelerator: Any) -> list[Any]:
-    """The schedulers that are saved by themselves: DeepSpeed saves its own."""
+    """The schedulers that Accelerate saves; DeepSpeed saves its own."""
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return list(accelerator._schedulers)
     return [one for one in accelerator._schedulers if not isinstance(one, utils.DeepSpeedSchedulerWrapper)]
@@ -124,7 +124,7 @@ def collect_engines(core: Engine, accelerator: Any, arguments: Mapping[str, Any]
 def loading(
     core: Engine, accelerator: Any, path: Path, arguments: Mapping[str, Any]
 ) -> contextlib.AbstractContextManager[None]:
-    """Within this block DeepSpeed's engines may load; at its end they have all that was saved. Every rank enters it.
+    """Within this block DeepSpeed's engines may load. At its end all of their state is restored. Every rank enters it.
 
     Args:
         core: where the ranks meet.

@@ -1,7 +1,8 @@
 """The adapter interface: all that a framework adapter may import, in one place.
 
 The names here are what every adapter needs; ``docs/start/write-an-adapter.md`` explains them with an adapter of 55 lines.
-Beside them are ``directories``, ``handle``, ``layouts``, ``patch`` and ``planning``, and ``extras`` for what one or two adapters need.
+The modules ``directories``, ``handle``, ``layouts``, ``patch`` and ``planning`` have the rest; ``extras`` has what one or two
+adapters need.
 
 Names are imported when they are first used, so that ``adapters.layouts`` loads no torch.
 """

@@ -69,7 +69,7 @@ class OpenDirectory:
     """A directory of checkpoints that is held. ``engine.close()`` gives it back.
 
     Attributes:
-        workspace: what a ``SaveRequest`` wants of it.
+        workspace: its lock, its pending saves and its order of commits.
         catalog: what is committed in it; known on rank 0 only.
     """
 
@@ -163,11 +163,11 @@ class OpenDirectory:
 
 
 def candidates_in(folder: Path, adapter: str, kind: Kind | None = None) -> list[Candidate]:
-    """What is in ``folder`` that ``adapter`` may resume from, in no order. On rank 0.
+    """The checkpoints in ``folder`` that ``adapter`` may resume from, unordered. On rank 0.
 
     Args:
         folder: the directory.
-        adapter: what its saves put under ``"adapter"`` in the manifest's notes.
+        adapter: its name under ``"adapter"`` in the manifest's notes.
         kind: the layout of the framework, whose own checkpoints count as well; None for ours alone.
 
     Raises:
@@ -212,7 +212,7 @@ def manifest_of(path: Path) -> Manifest | None:
 
 
 def verify(engine: Engine, path: Path) -> None:
-    """Verify one checkpoint, each rank a share; one that another tool wrote is taken as it is. Every rank calls this.
+    """Verify one checkpoint, each rank a share. One of another tool is not verified. Every rank calls this.
 
     Raises:
         CorruptCheckpointError: it is damaged; on every rank.

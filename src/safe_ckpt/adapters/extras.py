@@ -1,4 +1,4 @@
-"""What one or two adapters need besides: weights alone, folders of swap files, files that come one by one, generators."""
+"""For one or two adapters: weights alone, folders of swap files, files that come one by one, random generators."""
 
 from __future__ import annotations
 

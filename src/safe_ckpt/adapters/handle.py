@@ -1,4 +1,4 @@
-"""One handle of ours on one object of a framework: an earlier one is taken back before a new one takes its place."""
+"""One handle of ours on one object of a framework. An earlier handle is removed before a new one is attached."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MARK = "_safe_ckpt"
 def begin(
     owner: Any, config: CheckpointConfig | None, check: Callable[[Any, CheckpointConfig], None]
 ) -> CheckpointConfig:
-    """Take back an earlier handle on ``owner`` and settle on the settings. Every rank calls this.
+    """Remove an earlier handle from ``owner``, and agree on the settings. Every rank calls this.
 
     Args:
         owner: the framework's object.
-        config: what the user gave; None for what the environment says.
+        config: the user's settings; None for those of the environment.
         check: refuses an ``owner`` or settings that are not covered.
 
     Raises:
@@ -52,8 +52,8 @@ class AttachedHandle:
 
     Attributes:
         config: the settings.
-        ended: how this handle came to its end; "" as long as it is in use.
-        endings: how a handle came to its end -> what ``ClosedError`` says of it.
+        ended: how this handle ended, one of ``endings``; "" while it is in use.
+        endings: how a handle can end -> the message of ``ClosedError``: what happened and what to do.
     """
 
     endings: Mapping[str, str] = {"remove": "remove() was called: this handle saves nothing any more"}
@@ -74,7 +74,7 @@ class AttachedHandle:
         """Wait until everything in flight is committed.
 
         Raises:
-            SafeCheckpointError: a save failed and nobody was told yet; the same on every rank.
+            SafeCheckpointError: a save failed, and its error was not raised yet; the same on every rank.
         """
         self._core.wait()
 
@@ -82,7 +82,7 @@ class AttachedHandle:
         """Finish what is in flight and leave the object as it was. Again: nothing happens.
 
         Raises:
-            SafeCheckpointError: a save failed and nobody was told yet. The object is as it was all the same.
+            SafeCheckpointError: a save failed, and its error was not raised yet. The object is as it was all the same.
         """
         try:
             self._end("remove")
@@ -102,7 +102,7 @@ class AttachedHandle:
 
     @property
     def closed(self) -> bool:
-        """Whether this handle has come to its end, and saves nothing any more."""
+        """Whether this handle has ended, and saves nothing any more."""
         return bool(self.ended)
 
     @contextlib.contextmanager
@@ -110,14 +110,14 @@ class AttachedHandle:
         """All agreements within are parts of one call of the user's.
 
         Raises:
-            ClosedError: the handle has come to its end.
+            ClosedError: the handle has ended.
         """
         self.refuse_ended(name)
         with self._core.together():
             yield
 
     def refuse_ended(self, call: str) -> None:
-        """Raise ``ClosedError`` for a call to a handle that has come to its end."""
+        """Raise ``ClosedError`` if this handle has ended."""
         if self.ended:
             raise ClosedError(message=f"{call}: {self.endings[self.ended]}")
 

@@ -1,7 +1,7 @@
 """How each framework names its checkpoints and what it writes last: one table, for resuming and for listing.
 
-Decided by names, sizes and archive ends; nothing is unpickled. Of a Lightning checkpoint only the content says which step it is
-of and whether it holds more than weights: ``facts_file`` is the file to read, ``Layout.with_content`` takes what was read.
+Names, sizes and the ends of archives decide; nothing is unpickled. The step of a Lightning checkpoint, and whether it holds
+more than weights, is in its content: ``facts_file`` is the file to read, ``Layout.with_content`` takes what was read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Kind:
     Attributes:
         name: of the layout.
         named: matches the names that the framework gives; its group is the number in the name. None for no pattern.
-        is_one: whether a path that does not have such a name is one, by what lies in it.
+        is_one: whether the files in a path show that it is one, whatever its name.
         problem: why a checkpoint of this layout is not complete; "" when it is.
     """
 
@@ -57,11 +57,11 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What one checkpoint is, as far as its names tell.
+    """One checkpoint, judged by its file names.
 
     Attributes:
         name: of the layout.
-        step: the number in its name, or the training step where its content was read; -1 where neither tells.
+        step: the number in its name, or the training step where its content was read; -1 where neither is known.
         problem: why it is not complete, or cannot be resumed from; "" when nothing is wrong so far.
     """
 
@@ -70,7 +70,7 @@ class Layout:
     problem: str
 
     def with_content(self, content: object) -> Layout:
-        """With what the top level of ``facts_file`` says: of weights alone, no training is resumed."""
+        """With the step in the content of ``facts_file``. Weights alone are a problem: no training resumes from them."""
         if not isinstance(content, dict):
             return replace(self, problem="is no checkpoint")
         step = content.get("global_step", -1)
@@ -81,7 +81,7 @@ class Layout:
 
 
 def layout_of(path: Path) -> Layout | None:
-    """What lies at ``path``, whichever tool wrote it; None where it has no layout of this table.
+    """The layout of the checkpoint at ``path``, whichever tool wrote it; None for one that is not in this table.
 
     Raises:
         OSError: it could not be looked at.
@@ -96,19 +96,19 @@ def layout_of(path: Path) -> Layout | None:
 
 
 def facts_file(path: Path) -> Path:
-    """Where a Lightning checkpoint says how far the training was: in itself, or in one of the files of a directory."""
+    """The file of a Lightning checkpoint that has the training step: the checkpoint itself, or a file in the directory."""
     if not presence.is_directory(path):
         return path
     return path / META if presence.is_there(path / META) else _deepspeed_facts(path)
 
 
 def lightning_layout_of(path: Path) -> Layout:
-    """What is at ``path``, a Lightning checkpoint of either kind, as far as its name tells."""
+    """The layout of a Lightning checkpoint, file or directory, judged by its name."""
     return (LIGHTNING_SHARDED if presence.is_directory(path) else LIGHTNING_FILE).describe(path)
 
 
 def is_lightning_directory(path: Path) -> bool:
-    """Whether a directory is what a sharding strategy of Lightning writes, to its end."""
+    """Whether a directory is a complete checkpoint of a sharding strategy of Lightning."""
     return LIGHTNING_SHARDED.is_one(path) or LIGHTNING_DEEPSPEED.is_one(path)
 
 
@@ -118,14 +118,14 @@ def has_states(path: Path) -> bool:
 
 
 def _deepspeed_facts(path: Path) -> Path:
-    """DeepSpeed has the rest of the Trainer's checkpoint beside the model's parts."""
+    """DeepSpeed stores the Trainer's other state in the file of the model's states."""
     # glob takes every error for an empty folder
     names = os.listdir(path / LIGHTNING_TAG) if presence.is_directory(path / LIGHTNING_TAG) else []
     return path / LIGHTNING_TAG / min((name for name in names if name.endswith("model_states.pt")), default="")
 
 
 def _problem_of_accelerate(path: Path) -> str:
-    # Accelerate writes the random states last but for custom objects: without them it was interrupted.
+    # Accelerate writes the random states last, before custom objects only: without them the save was interrupted.
     last = path / _RANDOM_STATES
     if not presence.is_there(last):
         return f"it has no manifest, and without {last.name} it is not complete either"

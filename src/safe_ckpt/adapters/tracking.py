@@ -23,7 +23,7 @@ AtEnd = Callable[["CheckpointInfo | None"], None]
 
 
 class Tracking:
-    """Gives ``ckpt/stall_s``, ``ckpt/write_gbps`` and their like to loggers, on rank 0, save by save, once each is over.
+    """Logs ``ckpt/stall_s``, ``ckpt/write_gbps`` and similar numbers of each save once it is over, on rank 0.
 
     Args:
         engine: what saves; ``telemetry.logger_scalars`` of its settings switches these numbers off.
@@ -51,7 +51,7 @@ class Tracking:
         self._flights.append(_Flight(handle, step, at_end))
 
     def report(self, *, committed_only: bool = False) -> None:
-        """Report what is over since the last call, in order. Does not wait, and needs no other process.
+        """Report the saves that have ended since the last call, in order. Does not wait, and needs no other process.
 
         Args:
             committed_only: stop before a save that failed, until ``land``.

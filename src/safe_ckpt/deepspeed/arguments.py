@@ -44,7 +44,7 @@ def checked_directory(given: object, name: str) -> Path:
     """A directory as an absolute path.
 
     Args:
-        given: what the caller gave.
+        given: the argument.
         name: of the argument.
 
     Raises:
@@ -56,7 +56,7 @@ def checked_directory(given: object, name: str) -> Path:
 
 
 def checked_tag(tag: object) -> str:
-    """A tag as text: the name of a directory, which may lie in others, as in ``"warmup/step10"``.
+    """A tag as text: the name of a directory, which may be in other directories, as in ``"warmup/step10"``.
 
     Raises:
         ConfigError: it leads elsewhere, or is a name of ours or of DeepSpeed's.

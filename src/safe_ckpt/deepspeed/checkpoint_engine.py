@@ -80,7 +80,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._closed = False
         self._open: _Open | None = None
         self._concluded: SaveHandle | None = None
-        # Before the core's own (priority 100), which would wait for files that nobody hands over any more.
+        # Before the engine's own (priority 100), which would wait for files that are never handed over.
         self._at_exit = multiprocessing.util.Finalize(None, _finish_at_exit, (weak, os.getpid()), exitpriority=110)
 
     def create(self, info: CheckpointCommitInfo) -> None:
@@ -91,7 +91,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             ConfigError: the tag is no name of a directory.
             DirectoryError: something that must not be replaced stands where the tag goes.
             DesyncError: the ranks differ in directory or tag.
-            SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started.
+            SafeCheckpointError: the error of an earlier save that was not raised yet; this one was not started.
         """
         if self._closed:
             raise ClosedError(message="create: this checkpoint engine was closed; make a new one")
@@ -190,8 +190,8 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def is_decoupled(self) -> bool:
         """True: DeepSpeed commits before the next step, not at the end of ``save_checkpoint``."""
-        # There, and nowhere else, it asks when it has handed over the last file. That is the only sign: the step after a save
-        # that was interrupted asks, too, and which files a rank has is not known before. See ``_refuse_without_sign``.
+        # Only save_checkpoint asks right after the last file, and this is the only sign: the step after an interrupted save
+        # asks, too, and the files of a rank are not known before. See ``_refuse_without_sign``.
         if self._open is not None and sys._getframe(1).f_code.co_name == "save_checkpoint":
             self._open.complete = True
             self._open.stream.seal()
@@ -201,7 +201,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Commit what is complete and end the writer process. Again: nothing happens. Bounded by ``Timeouts``.
 
         Raises:
-            SafeCheckpointError: a save failed and nobody was told yet. Logged instead while another exception is on its way.
+            SafeCheckpointError: an earlier save failed. It is logged instead while another exception is on its way.
         """
         self._at_exit.cancel()
         self._conclude("it was never committed, and not all of its files may have been handed over")
@@ -215,7 +215,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._pool.clear()
 
     def _conclude(self, why_not: str) -> None:
-        """The save that is under way, if there is one, goes on by itself if it is complete, and else it fails."""
+        """An open save continues if it is complete, and fails otherwise."""
         if self._open is not None and not self._open.complete:
             if not self._open.by_deepspeed:
                 why_not += ", as far as is known: commit() was not called, which says that it is complete"
@@ -234,7 +234,7 @@ def _refuse_without_sign(save_checkpoint: Any) -> None:
     """Refuse a DeepSpeed whose ``save_checkpoint`` does not ask ``is_decoupled`` once it has handed over the last file.
 
     Raises:
-        ConfigError: it does not, or the order cannot be told.
+        ConfigError: it does not, or the order is unknown.
     """
     code = getattr(inspect.unwrap(save_checkpoint), "__code__", None)
     names = [step.argval for step in dis.get_instructions(code)] if code is not None else []
@@ -270,12 +270,12 @@ class _Open:
 
 
 def _settle(weak: weakref.ref[SafeCheckpointEngine], wanted: Path | None) -> None:
-    """Another engine of this process waits. The files of a save that is open come from this very thread, or never."""
+    """Another engine of this process waits. The remaining files of an open save can come from this thread only."""
     engine = weak()
     if engine is None:
         return
     if engine._open is not None and not engine._open.complete:
-        # DeepSpeed is not in its save_checkpoint any more: an exception interrupted that, maybe on this rank alone.
+        # An exception interrupted DeepSpeed's save_checkpoint, maybe on this rank alone.
         if wanted is None and not engine._open.by_deepspeed:
             if engine._concluded is not None:
                 engine._concluded.settle()  # saves are written in their order

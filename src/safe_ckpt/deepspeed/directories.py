@@ -1,4 +1,4 @@
-"""Where DeepSpeed's checkpoints lie: directories of tags that are held, what is in them, and which tag to load."""
+"""DeepSpeed's directories of tags: how they are held and listed, and which tag to load."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SaveTarget(OpenDirectory):
     """A directory of tags that is held.
 
     Attributes:
-        tops: where a ``latest`` may name a tag of it: itself, and for tags such as ``"warmup/step10"`` the one above.
+        tops: the directories whose ``latest`` may name a tag of it: itself, and for ``"warmup/step10"`` the one above.
     """
 
     tops: tuple[Path, ...] = ()
@@ -54,11 +54,11 @@ class CheckpointDirectory:
     Args:
         engine: where the ranks meet.
         policy: what to keep.
-        settle: waits until nothing of the engine is in flight, but for a save that is still open. Told which directory is
-            wanted, it gives that one up. None where no save stays open when a call returns.
+        settle: waits until no save of the engine is in flight, except one that is still open. With a directory, it also fails
+            an open save. None where no save stays open when a call returns.
 
     Attributes:
-        retention: what is deleted after a commit, never what a ``latest`` names; None for nothing.
+        retention: decides which tags are deleted after a commit, never one that a ``latest`` names; None deletes none.
     """
 
     def __init__(self, engine: Engine, policy: Retention, settle: Callable[[Path | None], None] | None = None) -> None:
@@ -94,8 +94,8 @@ class CheckpointDirectory:
         return target
 
     def repair(self, folder: Path) -> None:
-        """Finish what a job that died was replacing in ``folder``, unless a live job holds it: then that is its own affair."""
-        # Rank 0 says for all: when the interpreter collects an engine that nobody closed is not the same on all of them.
+        """Finish a replacement in ``folder`` that a dead job began, unless a live job holds it."""
+        # Rank 0 decides for all: the interpreter collects an engine that nobody closed at different times on the ranks.
         if self._engine.agree(
             "repair",
             must_match={"directory": folder},
@@ -110,19 +110,19 @@ class CheckpointDirectory:
         self._engine.let_go(workspace)
 
     def close(self) -> None:
-        """The engine was closed, and gave everything back."""
+        """Forget the directories: the engine was closed, and released them."""
         self._held.clear()
         _living.discard(self)
 
     @staticmethod
     def settle() -> None:
-        """Wait until nothing is in flight in this process: what another engine saves here is to be seen."""
+        """Wait until no save is in flight in this process: saves of other engines here must be visible."""
         for one in list(_living):
             one._settle(None)
 
     @staticmethod
     def settle_above(path: Path) -> None:
-        """Wait for what is in flight in this process and may become a folder above ``path``: it is to be seen there."""
+        """Wait for saves in this process that may become a folder above ``path``: they must be visible there."""
         for one in list(_living):
             if any(folder != path.parent and folder in path.parents for folder in one._held):
                 one._settle(None)
@@ -163,7 +163,7 @@ def step_of(tag: str) -> int:
 
 
 def latest_tag(folder: Path) -> str | None:
-    """What the file ``latest`` names; None when there is none, or it names none."""
+    """The tag that the file ``latest`` names; None without such a file, or if it names no tag."""
     try:
         name = (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
@@ -175,10 +175,10 @@ def latest_tag(folder: Path) -> str | None:
 
 
 def refuse_what_stands_there(top: Path, tag: str) -> None:
-    """A tag that is saved again is replaced as a whole, with what lies in it: only a tag, in which no other lies.
+    """Refuse to replace anything but a tag. A tag is replaced with all of its content, so no other tag may lie in it.
 
     Raises:
-        DirectoryError: something else stands there, or the tag would lie in another one.
+        DirectoryError: something else is there, or the tag would lie in another one.
     """
     path = top / tag
     for above in path.parents:
@@ -196,7 +196,7 @@ def _refuse_tags_within(path: Path) -> None:
         raise DirectoryError.of(error, path=error.filename or path, rank=0, phase="save_checkpoint") from error
 
     for folder, below, names in os.walk(path, onerror=fail) if presence.is_directory(path) else ():
-        # Weights alone, saved into a tag, leave a folder of names there, and nothing that must stay.
+        # Weights alone that were saved into a tag leave a folder of names, which may be deleted.
         kept = HIDDEN in below and any(name != NAMES for name in os.listdir(os.path.join(folder, HIDDEN)))
         tag = folder != str(path) and any(name == MANIFEST_NAME or name.endswith("_states.pt") for name in names)
         if kept or tag:
@@ -207,15 +207,15 @@ def _refuse_tags_within(path: Path) -> None:
 
 
 def is_state(name: str) -> bool:
-    """Whether DeepSpeed itself wrote this file of a tag: it goes when the tag is replaced."""
+    """Whether DeepSpeed wrote this file of a tag: it is deleted when the tag is replaced."""
     return name.endswith("_states.pt") or name.split("/", 1)[0] == OFFLOADED
 
 
 def order(folder: Path, tag: str | None) -> list[Path]:
     """The tags to try, in this order: the one that is asked for, or that ``latest`` names and then those before it.
 
-    Without ``latest`` the newest that was to be named there comes first, also one such as ``"warmup/step10"``. Tags saved with
-    ``save_latest=False`` are only taken when they are asked for.
+    Without ``latest`` the newest tag that was saved with ``save_latest`` comes first, also one like ``"warmup/step10"``. Tags
+    saved with ``save_latest=False`` are loaded only by name.
     """
     if tag is not None:
         return [folder / tag]
@@ -228,7 +228,7 @@ def order(folder: Path, tag: str | None) -> list[Path]:
             logger.warning("%s names %s, which is not there: the newest tag is taken", folder / LATEST, named)
         return paths
     wanted = folder / named
-    # A tag of another tool has no place in the order: what comes after it is not known.
+    # A tag of another tool has no number in the order of commits: the tags before it are unknown.
     before = paths[paths.index(wanted) + 1 :] if wanted in paths else []
     return [wanted, *before]
 
@@ -239,7 +239,7 @@ def _groups_below(top: Path) -> list[list[Candidate]]:
     for folder in sorted(top.iterdir()) if presence.is_directory(top) else ():
         try:
             if folder.name != HIDDEN and not folder.is_symlink() and presence.is_there(folder / HIDDEN):
-                # Others may be of somebody who saved into that folder itself.
+                # Other tags may be of a job that saves into that folder itself.
                 tags = [(tag, tag.manifest) for tag in _to_be_named(folder)]
                 groups.append([tag for tag, m in tags if m and m.notes.get("tag") == f"{folder.name}/{tag.path.name}"])
         except PermissionError as error:

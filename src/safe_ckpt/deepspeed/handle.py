@@ -1,4 +1,4 @@
-"""``install``: a DeepSpeed engine whose ``save_checkpoint`` and ``load_checkpoint`` are safe, and the handle on it."""
+"""``install``: makes the checkpoints of a DeepSpeed engine safe, and returns the handle on it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Handle(AttachedHandle):
             DirectoryInUseError: a live job holds ``save_dir``.
             DesyncError: the ranks differ in directory or tag.
             RendezvousTimeout: some ranks did not call this; names them.
-            SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started. With
+            SafeCheckpointError: the error of an earlier save that was not raised yet; this one was not started. With
                 ``async_save=False`` also that of this one.
         """
         with self.call("save_checkpoint"):
@@ -220,7 +220,7 @@ class Handle(AttachedHandle):
         """Stands in for ``DeepSpeedEngine.destroy``: finishes what is in flight and gives the directories back first.
 
         Raises:
-            SafeCheckpointError: a save failed and nobody was told yet. The engine is destroyed all the same.
+            SafeCheckpointError: a save failed, and its error was not raised yet. The engine is destroyed all the same.
         """
         try:
             self._end("destroy")

@@ -52,7 +52,7 @@ def load(
     agreed = arguments.agree(core, "load_checkpoint", check)
     folder, wanted = agreed["directory"], agreed["tag"]
     if engine.load_universal_checkpoint():
-        # It carries no checksums: whether it is complete is all that can be known of it.
+        # It has no checksums: only whether it is complete can be checked.
         name = core.agree("load_checkpoint", decide=lambda _: wanted or universal.latest(folder))
         resume.apply(core, lambda: universal.refuse_incomplete(engine, folder / name))
         return _restored(core, engine, lambda: restore(str(folder), name))
@@ -82,14 +82,14 @@ def _restored(core: Engine, engine: Any, restore: Callable[[], Any]) -> Any:
 
 
 def plain_reading(engine: Any) -> contextlib.AbstractContextManager[object]:
-    """Within this block DeepSpeed reads with its plain engine: that of ``checkpoint.writer`` (0.19.8) refuses what it wrote."""
+    """Within this block DeepSpeed reads with its plain engine: that of ``checkpoint.writer`` (0.19.8) cannot read."""
     if not engine.checkpoint_writer_enabled():
         return contextlib.nullcontext()
     return Patch(engine, {"checkpoint_engine": TorchCheckpointEngine()})
 
 
 def _bound_to(tag: str | None) -> Patch:
-    """Let DeepSpeed read whole weights from this tag: with ZeRO-3 and no optimizer states it takes those of ``latest``."""
+    """Have DeepSpeed read whole weights from this tag: with ZeRO-3 and no optimizer states it reads those of ``latest``."""
     name = "get_fp32_state_dict_from_zero_checkpoint"
     return Patch(upstream, {name: functools.partial(getattr(upstream, name), tag=tag)})
 
@@ -97,8 +97,8 @@ def _bound_to(tag: str | None) -> Patch:
 def _survey(folder: Path, tag: str | None) -> dict[str, Any]:
     wanted = tag if tag is not None else directories.latest_tag(folder)
     lost = wanted is not None and not presence.is_directory(folder / wanted)
-    # Killed while it was replaced, where the kernel cannot exchange directories: it is in ``trash``, or complete in
-    # ``pending``.
+    # A job was killed while it replaced the tag, where the kernel cannot exchange directories: the tag is in ``trash``, or
+    # complete in ``pending``.
     path = folder / wanted if wanted is not None else folder
     repair = lost and any((path.parent / HIDDEN / "trash").glob(f"*/{path.name}"))
     if tag is not None and lost and not repair:

@@ -58,7 +58,7 @@ def collect(
 
 @contextlib.contextmanager
 def loading(core: Engine, engines: Mapping[str, Any], checkpoint: Path, *, optimizer_states: bool) -> Iterator[None]:
-    """Within this block the engines may load; at its end they also have what DeepSpeed leaves out. Every rank enters it.
+    """Within this block the engines may load. At its end the state that DeepSpeed omits is restored. Every rank enters it.
 
     Args:
         core: where the ranks meet.

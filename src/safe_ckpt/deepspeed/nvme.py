@@ -1,4 +1,4 @@
-"""The NVMe swap files of a DeepSpeed engine: where they are, what they are called in a checkpoint, and how they come back."""
+"""The NVMe swap files of a DeepSpeed engine: where they are, their names in a checkpoint, and how they are restored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from safe_ckpt.deepspeed.directories import OFFLOADED
 from safe_ckpt.errors import RestoreError, SafeCheckpointError
 
 NOTE = "offloaded"
-IGNORED = ("*gradient*",)  # as DeepSpeed: they are of no use at a step's boundary
+IGNORED = ("*gradient*",)  # as DeepSpeed: they are not needed between two steps
 
 
 def part(engine: Any) -> dict[str, Path]:
@@ -47,7 +47,7 @@ def plan(core: Engine, engine: Any, below: str = "") -> Planned:
 
 
 def refuse_unfit(core: Engine, engines: Mapping[Path, Any], checkpoint: Path | None = None) -> None:
-    """Before anything is restored: whether every rank's swap files are those that it needs. Every rank calls this.
+    """Before anything is restored: refuse a tag whose swap files do not fit. Every rank calls this.
 
     DeepSpeed reads a file of another size into its buffers, and the process dies.
 
@@ -77,7 +77,7 @@ def _refuse_unfit(core: Engine, engine: Any, tag: Path, checkpoint: Path) -> Non
     try:
         saved_by, sizes = _swap_files(checkpoint, tag, asked, core.rank)
     except (SafeCheckpointError, FileNotFoundError):
-        return  # whoever verifies it says what it lacks
+        return  # the verification that follows reports what is missing
     if saved_by != size:
         message = (
             f"{saved_by} ranks saved it and {size} are to load it, which NVMe offload rules out: use {saved_by} ranks"
@@ -110,9 +110,9 @@ def _swap_files(checkpoint: Path, tag: Path, asked: str, rank: int) -> tuple[int
 
 
 def put_back(core: Engine, engine: Any, checkpoint: Path, below: str = "") -> None:
-    """After ``load_checkpoint``: give this rank its own files if DeepSpeed took another rank's. Every rank calls this.
+    """After ``load_checkpoint``: restore this rank's own files if DeepSpeed read another rank's. Every rank calls this.
 
-    Two nodes may have stored folders of one name (``use_node_local_storage``); DeepSpeed knows them by that name alone.
+    Two nodes may have stored folders of one name (``use_node_local_storage``); DeepSpeed finds them by that name.
 
     Args:
         core: where the ranks meet.
@@ -145,11 +145,11 @@ def put_back(core: Engine, engine: Any, checkpoint: Path, below: str = "") -> No
 
 
 def resume_all(core: Engine, engines: Mapping[Path, Any], *, optimizer_states: bool) -> None:
-    """After ``load_checkpoint`` with NVMe offload: what DeepSpeed leaves as it was before. Every rank calls this.
+    """After ``load_checkpoint`` with NVMe offload: restore the state that DeepSpeed omits. Every rank calls this.
 
-    DeepSpeed (up to 0.19.8) copies the swap files back and stops there: the optimizer knows of no state, so that it begins
-    with zero moments at step 0, and parameters too small to be swapped keep their initial values. Here the states are made
-    known again, with their files, and the small ones are restored.
+    DeepSpeed (up to 0.19.8) only copies the swap files back. The optimizer has no state then, so that it begins with zero
+    moments at step 0, and parameters too small to be swapped keep their initial values. Here the states are registered again,
+    with their files, and the small parameters are restored.
 
     Args:
         core: where the ranks meet.
@@ -171,7 +171,7 @@ def resume_all(core: Engine, engines: Mapping[Path, Any], *, optimizer_states: b
         for engine in swapped.values():
             engine.optimizer.checkpoint_event_epilogue()
 
-    # A collective only when all have come so far.
+    # The second is a collective: it runs only if the first succeeded on all ranks.
     resume.apply(core, states)
     resume.apply(core, gather)
 
@@ -210,7 +210,7 @@ def _load_states(optimizer: Any, state: Mapping[str, Any]) -> None:
     finally:
         optimizer._clear_fp32_optimizer_param_groups()
     for number in _swapped(optimizer):
-        # Looking it up makes the states known; their memory is of no use before they are read from their files.
+        # The lookup registers the states; their memory is not needed before they are read from their files.
         optimizer.optimizer_swapper._get_param_swap_info(
             optimizer.fp32_partitioned_groups_flat[number]
         ).release_memory()
@@ -224,7 +224,7 @@ def _in_order(optimizer: Any) -> list[int]:
 
 
 def _with_room(values: Mapping[str, Any], numel: int) -> dict[str, Any]:
-    """The states of one parameter; those that are in files get memory that is never touched: only its size counts."""
+    """The states of one parameter. Those in files get memory that is never used: only its size matters."""
     return {
         name: torch.empty(numel, dtype=value.dtype) if torch.is_tensor(value) and not value.numel() else value
         for name, value in values.items()

@@ -1,8 +1,7 @@
 """``save_checkpoint``: from a DeepSpeed engine to a request of the core.
 
-DeepSpeed's own code says what goes where. It runs with a checkpoint engine that plans files instead of writing them, without
-its barriers (nothing is on disk yet that anyone could wait for), without its copy of the NVMe swap files and without its
-scripts, which are written otherwise.
+DeepSpeed's own code decides what each file holds. It runs with a checkpoint engine that plans files and writes none, and
+without its barriers: no file is on disk yet. Its scripts and the NVMe swap files are saved separately.
 """
 
 from __future__ import annotations
@@ -204,7 +203,7 @@ class Captured:
 def _captured(engine: Any, folder: str, write: Callable[[], object], client_state: Mapping[str, Any]) -> Captured:
     """Run the engine's own code and collect what it would write to ``folder``. Every rank calls this.
 
-    It never raises on one rank alone: what goes wrong is in the result, for all ranks to learn of.
+    It never raises on one rank alone: an error is in the result, for all ranks to learn of.
     """
     captured = Captured()
     listener = Listener(captured, folder, engine.checkpoint_engine)
@@ -221,7 +220,7 @@ def _captured(engine: Any, folder: str, write: Callable[[], object], client_stat
 
 
 class Listener(CheckpointEngine):  # type: ignore[misc]
-    """A checkpoint engine that plans files. Everything but saving it leaves to the engine's own one.
+    """A checkpoint engine that plans files. Loading is left to the engine's own one.
 
     Args:
         captured: gets the files.
@@ -248,7 +247,7 @@ class Listener(CheckpointEngine):  # type: ignore[misc]
         """Plan one file."""
         name = os.path.relpath(path, self._folder)
         if os.path.dirname(name):
-            raise StateError(key=name, message="DeepSpeed writes it to a folder of its own, which is not covered")
+            raise StateError(key=name, message="DeepSpeed writes it to a folder of its own, which is not supported")
         self._captured.files.append(torch_file(name, state_dict))
 
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -273,7 +272,7 @@ def _listening(engine: Any, listener: Listener, client_state: Mapping[str, Any])
         "_common_checkpoint_state": functools.partial(_common_state, engine, client_state),
         "zero_nvme_offload_optimizer": lambda: False,
     }
-    if not engine.has_moe_layers:  # there it is set in between
+    if not engine.has_moe_layers:  # with such layers DeepSpeed sets it during the save
         stubs["save_non_zero_checkpoint"] = _writes_model(engine)
     with Patch(engine, stubs), Patch(upstream.dist, {"barrier": _no_barrier}):
         yield
@@ -282,8 +281,8 @@ def _listening(engine: Any, listener: Listener, client_state: Mapping[str, Any])
 def _writes_model(engine: Any) -> bool:
     """Whether this rank writes the model's states: as with DeepSpeed's own plain engine in one shared directory.
 
-    What it decided itself when the engine was made is another matter with its own writer, and with
-    ``use_node_local_storage``, where one rank of every node writes a file of the same name.
+    The engine's own answer differs with its own writer, and with ``use_node_local_storage``, where one rank of every node
+    writes a file of the same name.
     """
     if engine.zero_optimization_partition_weights() and engine.is_first_weights_partition_group():
         return True
@@ -309,7 +308,7 @@ def _scripts(engine: Any) -> dict[str, bytes]:
 
 
 def _tidy(engine: Any) -> None:
-    # The other ranks do it too, and it may be a collective of all.
+    # The other ranks do this too, and it may be a collective.
     if engine._optimizer_has_ckpt_event_epilogue():
         with contextlib.suppress(Exception):
             engine.optimizer.checkpoint_event_epilogue()

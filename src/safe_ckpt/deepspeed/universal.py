@@ -49,9 +49,9 @@ def refuse_incomplete(engine: Any, path: Path) -> None:
 def _own_files(engine: Any, path: Path) -> list[Path]:
     """The weights that this rank reads. Those of experts have names of their own, which DeepSpeed looks for itself."""
     names = {} if engine.has_moe_layers else engine.param_names
-    found = []
+    files = []
     for parameter, name in names.items():
         if parameter.requires_grad:
             folder = path / "zero" / name
-            found += [folder / "fp32.pt", *folder.glob("*.pt")]
-    return found
+            files += [folder / "fp32.pt", *folder.glob("*.pt")]
+    return files

@@ -45,7 +45,7 @@ class SavedCallbackState:
 
 @dataclass
 class PendingActions:
-    """What a ModelCheckpoint decided within one hook, in its order.
+    """The decisions of a ModelCheckpoint within one hook, in order.
 
     Attributes:
         saves: paths that are to hold the checkpoint of this moment.
@@ -67,7 +67,7 @@ class PendingActions:
 
     @property
     def to_delete(self) -> list[str]:
-        """What is to be deleted and not written again by the same hook."""
+        """The paths to delete, without those that the same hook writes again."""
         return [path for path in dict.fromkeys(self.removals) if path not in self.names]
 
 
@@ -108,5 +108,5 @@ def report_commit(callback: Any, trainer: Any, info: CheckpointInfo) -> None:
         if (hook := getattr(other, COMMITTED_HOOK, None)) is not None:
             try:
                 hook(trainer, trainer.lightning_module, info)
-            except Exception:  # on this rank alone: the others are on their way into the next agreement
+            except Exception:  # on this rank alone: the other ranks do not wait for this one here
                 logger.warning("%s of %r failed", COMMITTED_HOOK, other, exc_info=True)

@@ -1,4 +1,4 @@
-"""The CheckpointIO that the callback installs: everything that reaches a strategy's I/O passes here."""
+"""The CheckpointIO that the callback installs in the strategy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Box:
-    """Catches one checkpoint on its way to the disk; stays empty on ranks that would not write."""
+    """Catches one checkpoint that a strategy would write; stays empty on ranks that would not write."""
 
     checkpoint: dict[str, Any] | None = None
 
@@ -31,8 +31,8 @@ class Box:
 class SafeCheckpointIO(CheckpointIO):
     """Saves atomically, loads verified, and keeps saves and removals in one order.
 
-    Within ``saving_to`` a save is not written but handed to whoever asked for it, who saves it on all ranks together. Outside,
-    as in the launcher of ``ddp_spawn`` after the end of ``fit``, it is written at once, in this process.
+    Within ``saving_to`` a checkpoint is put into the box, and the caller saves it on all ranks together. Outside, as in the
+    launcher of ``ddp_spawn`` after the end of ``fit``, it is written at once, in this process.
 
     Args:
         base: the I/O that was installed before; it still does the reading.
@@ -80,7 +80,7 @@ class SafeCheckpointIO(CheckpointIO):
         one_shot.save_archive(checkpoint, target, sequence=next_sequence(target), step=step, notes=notes)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load after what is in flight is over; one that carries our manifest is verified first.
+        """Load, once no save is in flight. A checkpoint with our manifest is verified first.
 
         Raises:
             CorruptCheckpointError: its bytes are not those that were written.
@@ -95,7 +95,7 @@ class SafeCheckpointIO(CheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove after what is in flight is over."""
+        """Remove, once no save is in flight."""
         if self.saver is not None:
             self.saver.land()
         self.base.remove_checkpoint(path)

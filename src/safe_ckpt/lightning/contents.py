@@ -1,7 +1,7 @@
-"""What a Trainer saves: its own checkpoint, with what the ranks add to it for an exact continuation, planned as files.
+"""The files of a Trainer's save: its own checkpoint, with the states that the ranks add for an exact continuation.
 
-In Lightning forward and backward run inside ``optimizer.step``, as its closure, and the optimizer gate waits behind the
-closure. Whatever else a module or a callback does to parameters in between cannot be known from outside: ``"auto"`` is eager.
+In Lightning forward and backward run inside ``optimizer.step``, as its closure; the optimizer gate waits behind the closure.
+A module or a callback may change parameters in between, unnoticed. So ``"auto"`` takes snapshots eagerly.
 """
 
 from __future__ import annotations

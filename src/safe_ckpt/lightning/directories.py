@@ -1,4 +1,4 @@
-"""The directories of one Trainer's callbacks: which one a file belongs to, and its place in the order of commits."""
+"""The directories of one Trainer's callbacks: which one a file belongs to, and its number in the order of commits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from safe_ckpt.adapters.layouts import is_lightning_directory
 
 
 class TrainerDirectories:
-    """Directories that are held, each taken when a callback names it first.
+    """The directories that are held; each is taken when a callback first names it.
 
     Args:
         engine: where the ranks meet.
@@ -43,7 +43,7 @@ class TrainerDirectories:
         self._listed.add((directory, suffix))
 
     def hold_beside(self, path: Path, sequence: int) -> None:
-        """Take the folder of one file, whose place in the order of commits is known."""
+        """Take the folder of one file whose number in the order of commits is known."""
         self._take(path.parent).start_after(sequence - 1)
 
     def _take(self, directory: Path) -> Workspace:
@@ -52,7 +52,7 @@ class TrainerDirectories:
         return self._workspaces[directory]
 
     def of(self, path: Path) -> Workspace:
-        """The directory in which ``path`` lies, else one on the same file system: staging is done there."""
+        """The directory in which ``path`` lies, else one on the same file system: unfinished files lie there."""
         if (held := self._above(path)) is not None:
             return held
         workspaces = list(self._workspaces.values())
@@ -62,11 +62,11 @@ class TrainerDirectories:
         return beside
 
     def next_sequence(self, path: Path, *, closed: bool) -> int:
-        """The place of ``path`` in the order of commits, for a file that is written past the pipeline, or after its end."""
+        """The number of ``path`` in the order of commits, for a file that is written without the engine, or after its end."""
         held = self._above(path)
         if held is not None and not closed:
             return held.next_sequence()
-        # Any of them may have given out the number of a file elsewhere, see ``of``.
+        # Any of them may have numbered a file elsewhere, see ``of``.
         last = max((workspace.last_sequence for workspace in self._workspaces.values()), default=0)
         return commit_order.sequence_beside(path, after=last)
 

@@ -1,4 +1,4 @@
-"""What all callbacks of one Trainer share: the pipeline, the directories it holds, and what is in flight for whom."""
+"""The saver that all callbacks of one Trainer share: the engine, the directories that it holds, the saves in flight."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class TrainerSaver:
         io: the I/O that was installed.
 
     Attributes:
-        auto_directory: where a callback with ``resume="auto"`` looks.
-        resumed_from: what it found there.
+        auto_directory: the directory of a callback with ``resume="auto"``.
+        resumed_from: the checkpoint that it chose there.
         training: whether the training loop has begun: before that there is nothing to continue.
-        stopping: whether a signal ended the run: what is saved after that would stand in the way of the resume.
-        stopper: the callback that asks for signals, the last one, when all others have saved what was due.
-        continuation: what is left to be done before a resumed loop goes on.
-        closed: whether the pipeline has ended.
-        requeue_due: whether the job goes back into SLURM's queue when ``fit`` is over.
+        stopping: whether a signal ended the run: a later checkpoint would be resumed from instead of ``stopped.ckpt``.
+        stopper: the callback that asks for signals: the last one, after all others have saved.
+        continuation: what remains to be done before a resumed loop continues.
+        closed: whether the engine was closed.
+        requeue_due: whether SLURM requeues the job after ``fit``.
     """
 
     def __init__(self, trainer: Any, config: CheckpointConfig, io: SafeCheckpointIO) -> None:
@@ -78,14 +78,14 @@ class TrainerSaver:
         self._out_by: float | None = None
 
     def _loggers(self) -> list[tuple[str, Callable[..., Any]]]:
-        # Looked up when it is called, where an error is caught.
+        # log_metrics is looked up in the call, where an error is caught.
         return [
             (type(one).__name__, lambda v, step, one=one: one.log_metrics(v, step=step))
             for one in self._trainer.loggers
         ]
 
     def add_hooks(self, hooks: Iterable[Hook]) -> None:
-        """Further ones that are called with what happens; one that several callbacks have is called once."""
+        """Add hooks for events; a hook that several callbacks have is called once."""
         for hook in hooks:
             if not any(hook is known for known in self._hooks):
                 self._hooks.append(hook)
@@ -100,7 +100,7 @@ class TrainerSaver:
         return directory in self._directories and not self.closed
 
     def land(self, timeout_s: float | None = None) -> None:
-        """Wait until nothing is in flight; report to the owners what became of theirs. Failures stay to be raised.
+        """Wait until no save is in flight, and report the outcomes to their callbacks. Failures are raised later.
 
         Raises:
             RendezvousTimeout: it takes longer than ``timeout_s``.
@@ -108,7 +108,7 @@ class TrainerSaver:
         self._tracking.land(timeout_s)
 
     def land_on_exception(self) -> None:
-        """As ``land``; all of the way out after an exception takes ``shutdown_s`` at most.
+        """As ``land``, but all waits after an exception together take ``shutdown_s`` at most.
 
         Raises:
             RendezvousTimeout: it takes longer.
@@ -119,13 +119,13 @@ class TrainerSaver:
         """Wait until nothing is in flight.
 
         Raises:
-            SafeCheckpointError: a save failed; its owner has the attributes of before. The same on every rank.
+            SafeCheckpointError: a save failed; the callback's attributes were restored. The same on every rank.
         """
         self.land()
         self.engine.raise_unreported()
 
     def look(self) -> None:
-        """Report to the owner what has been committed meanwhile, without waiting."""
+        """Report what has been committed meanwhile, without waiting."""
         self._tracking.report(committed_only=True)
 
     def save(
@@ -137,7 +137,7 @@ class TrainerSaver:
         weights_only: bool | None,
         wait: bool,
     ) -> SaveHandle:
-        """Save what the Trainer is now under the names in ``pending``. Every rank calls this.
+        """Save the Trainer's state under the names in ``pending``. Every rank calls this.
 
         Raises:
             SafeCheckpointError: it could not be started, or with ``wait`` it failed.
@@ -167,9 +167,9 @@ class TrainerSaver:
         return handle
 
     def save_now(self, path: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
-        """What ``Trainer.save_checkpoint`` does: returns when the file is durable, or raises on every rank.
+        """Stands in for ``Trainer.save_checkpoint``: returns when the file is durable, or raises on every rank.
 
-        What a callback saves is its own to do, at the end of its hook: see ``collecting``.
+        A callback's own saves are collected, and saved at the end of its hook: see ``collecting``.
         """
         if storage_options is not None:
             raise TypeError("storage_options are not supported: safe_ckpt writes to local and mounted file systems")
@@ -185,11 +185,11 @@ class TrainerSaver:
         else:
             pending = PendingActions(saves=[str(target)])
             handle = self.save(pending, None, None, weights_only=weights_only, wait=True)
-            handle.result()  # also with on_failure="warn": who asks for a file is told that there is none
+            handle.result()  # also with on_failure="warn": the caller must know that there is no file
 
     @contextlib.contextmanager
     def collecting(self, take: Callable[[str], None], *, weights_only: bool) -> Iterator[None]:
-        """While this is entered, what ``Trainer.save_checkpoint`` is asked to save goes to ``take``."""
+        """Within this block ``Trainer.save_checkpoint`` gives its path to ``take`` and saves nothing."""
         self._collector = (take, weights_only)
         try:
             yield
@@ -207,19 +207,19 @@ class TrainerSaver:
             exporter.export(module, directory, format="safetensors", max_shard_size=max_shard_size, dtype=None).result()
 
     def has_whole(self, directory: Path, step: int) -> bool:
-        """Whether the last checkpoint with the state of the training is committed in ``directory``, and of this step."""
+        """Whether the last checkpoint of a whole state is committed in ``directory`` and is of this step."""
         info = self._last_whole.outcome if self._last_whole is not None else None
         return info is not None and info.step == step and info.path.parent == directory
 
     def next_sequence(self, path: Path) -> int:
-        """The place of ``path`` in the order of commits, for a file that is written past the pipeline."""
+        """The number of ``path`` in the order of commits, for a file that is written without the engine."""
         return self._directories.next_sequence(path, closed=self.closed)
 
     def _save_alone(self, path: Path, weights_only: bool | None) -> None:
         """From a signal handler: this rank may be in the middle of an agreement, or the others in a collective.
 
-        So rank 0 writes what it has at once, in this process, and nobody waits for anybody. Of the generators and loaders
-        of the other ranks nothing is known then: a resume from this file in mid-epoch is not exact.
+        So rank 0 writes its own state at once, in this process, and no rank waits for another. The file lacks the generators
+        and loaders of the other ranks: a resume from it in mid-epoch is not exact.
         """
         if strategies.form_of(self._trainer.strategy) is not None:
             cause = "a signal handler cannot wait for the other ranks, and each has only a part: save at the next step"
@@ -229,7 +229,7 @@ class TrainerSaver:
             self._trainer.strategy.save_checkpoint(checkpoint, str(path))
 
     def _save_with_another(self, path: Path, weights_only: bool | None) -> None:
-        """After ``fit``, where every rank writes: with a pipeline of its own."""
+        """After ``fit``, with a strategy with which every rank writes: use another engine."""
         again = TrainerSaver(self._trainer, self.config, self._io)
         again.add_hooks(self._hooks)
         try:
@@ -239,7 +239,7 @@ class TrainerSaver:
             again.engine.close(quiet=True)
 
     def _save_without_pipeline(self, path: Path, weights_only: bool | None) -> None:
-        """After ``fit``: rank 0 writes in this process, the others wait for what becomes of it."""
+        """After ``fit``: rank 0 writes in this process, and the others wait for the outcome."""
         checkpoint: dict[str, Any] | None = None
 
         def dump() -> None:
@@ -296,7 +296,7 @@ class TrainerSaver:
         return self.resumed_from or rival
 
     def end(self) -> None:
-        """Finish what is in flight and end the pipeline. After an exception nothing here raises: that one is to be seen."""
+        """Finish what is in flight and close the engine. After an exception nothing here raises, to not mask it."""
         if self.closed:
             return
         interrupted = str(getattr(self._trainer.state.status, "value", "")) == "interrupted"
@@ -331,7 +331,7 @@ class TrainerSaver:
         self._requeue_wished = True
 
     def agree_on_exception(self) -> None:
-        """Learn whether all ranks are about to save at an exception, within ``peer_stall_s``. Each that is calls this.
+        """Learn, within ``peer_stall_s``, whether all ranks save at an exception. Each rank that does calls this.
 
         Raises:
             SafeCheckpointError: some are not.
@@ -348,7 +348,7 @@ class TrainerSaver:
             coordinator.release(keep=True)
 
     def follow(self, before: TrainerSaver) -> None:
-        """Save for the same ``fit`` as one that has ended."""
+        """Continue for the ``fit`` of a saver that has ended."""
         self.training = before.training
         self._breaking_off = before._breaking_off
 

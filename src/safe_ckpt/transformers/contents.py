@@ -1,4 +1,4 @@
-"""Catching what a Trainer is about to write into one folder, so that it is written by us and in the background.
+"""Catches the files that a Trainer writes into one folder, so that they are written in the background.
 
 Whatever reaches ``torch.save`` or safetensors for a file in that folder is planned, also from methods that the user overrides;
 small files that are written in other ways (JSON, tokenizers) land in the folder itself. What FSDP2 gives to
@@ -41,7 +41,7 @@ class Catch:
         return list(self._caught.values())
 
     def name_of(self, target: Any) -> str | None:
-        """The path within the folder; None for what is not for it, or comes from another thread."""
+        """The path within the folder; None for a target elsewhere, or from another thread."""
         if not isinstance(target, str | os.PathLike) or threading.get_ident() != self._thread:
             return None
         path = Path(os.path.abspath(target))
@@ -65,7 +65,7 @@ def catching(folder: Path, *, shards: bool = False) -> Iterator[Catch]:
 
     def caught_save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         name = catch.name_of(f)
-        # Transformers removes its empty dummies itself, which it can where they are.
+        # Transformers deletes its empty placeholder files itself, so they must be on disk.
         if name is None or (isinstance(obj, dict) and not obj):
             save(obj, f, *args, **kwargs)
         else:
@@ -75,7 +75,7 @@ def catching(folder: Path, *, shards: bool = False) -> Iterator[Catch]:
         tensors: dict[str, torch.Tensor], filename: Any, metadata: Mapping[str, str] | None = None, **kwargs: Any
     ) -> None:
         name = catch.name_of(filename)
-        # What does not fit goes to safetensors itself, which says why it refuses.
+        # Data that does not fit goes to safetensors itself, whose error says why.
         if name is None or kwargs or not tensors or not safetensors_format.fits_safetensors(dict(tensors)):
             save_file(tensors, filename, metadata=dict(metadata) if metadata else None, **kwargs)
         else:

@@ -62,7 +62,7 @@ class SafeCheckpointMixin(_Base):
             ConfigError: a setting is not allowed, or the kind of training is not covered.
             NoValidCheckpointError: ``resume_from_checkpoint=True`` and there is no usable checkpoint.
             CorruptCheckpointError: the one at the given path is damaged.
-            SafeCheckpointError: a save failed and nobody was told yet.
+            SafeCheckpointError: a save failed, and its error was not raised yet.
         """
         config = config_of_all(self.checkpoint_config)
         _check(self, config)
@@ -123,12 +123,12 @@ class SafeCheckpointMixin(_Base):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         if self._safe_saver is not None:
             self._safe_saver.wait()
-        # With a limit of 1 it deletes here all but the best, the newest included: that one is to stay.
+        # With a limit of 1 it would delete all but the best, the newest included. The newest must stay.
         with Patch(self.args, {"save_total_limit": None}):
             return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _sorted_checkpoints(self, *args: Any, **kwargs: Any) -> Any:
-        # Asked in releases before 5.3 alone, which have no _finalize_training: what there is to delete at the end. Nothing.
+        # Only releases before 5.3, without _finalize_training, ask for the checkpoints to delete at the end. There are none.
         if self._safe_saver is None:
             return super()._sorted_checkpoints(*args, **kwargs)  # type: ignore[misc]
         self._safe_saver.wait()

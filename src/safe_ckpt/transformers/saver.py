@@ -1,4 +1,4 @@
-"""What stands behind one ``train()``: the pipeline, the directories it holds, and what is in flight."""
+"""The saver of one ``train()``: the engine, and the directories that it holds."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TrainerSaver:
         there: bool = self._engine.agree(
             "checkpoint", must_match={"path": path}, decide=lambda _: presence.is_directory(path)
         )
-        if there:  # else the Trainer says what it misses
+        if there:  # else the Trainer reports what is missing
             verify(self._engine, path)
             warn_if_foreign(self._engine, path)
 
@@ -92,7 +92,7 @@ class TrainerSaver:
         """Wait until everything in flight is committed.
 
         Raises:
-            SafeCheckpointError: a save failed and nobody was told yet.
+            SafeCheckpointError: a save failed, and its error was not raised yet.
         """
         self._engine.wait()
 
@@ -127,7 +127,7 @@ class TrainerSaver:
 
     def _hold(self, folder: Path) -> OpenDirectory:
         if folder not in self._held:
-            # What begins with an underscore is not pushed to the hub.
+            # A folder whose name begins with an underscore is not pushed to the hub.
             hidden = folder / HIDDEN
             self._held[folder] = OpenDirectory.take(self._engine, folder, lambda: candidates(folder), hidden=hidden)
         return self._held[folder]

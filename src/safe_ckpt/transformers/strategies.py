@@ -1,7 +1,7 @@
-"""DeepSpeed and FSDP2 under a Trainer: what all processes write together, planned by those parts of ours that know them.
+"""DeepSpeed and FSDP2 under a Trainer: the files that all processes write together.
 
-The Trainer's own code, Accelerate's below it and DeepSpeed's say what goes where. What they would write in common is noted
-while they run, and planned when all processes have come to the end.
+The code of the Trainer, of Accelerate and of DeepSpeed decides what each file holds. While it runs, its requests are noted.
+They are planned when all processes have reached the end.
 
 Neither is offered on CPUs. Both were run here on two gloo processes whose Accelerate was set by hand that it has accelerators;
 on GPUs they were never run.
@@ -57,7 +57,7 @@ def _gathers(trainer: Any) -> bool:
 
 
 class Sharing:
-    """What the processes write together, for one ``train()`` after another. Every process calls every method.
+    """Plans the files that the processes write together. Every process calls every method.
 
     Args:
         core: where they meet.
@@ -80,7 +80,7 @@ class Sharing:
         @functools.wraps(stock)
         def load(engine: Any, checkpoint: str, *args: Any, **kwargs: Any) -> None:
             path = Path(checkpoint)
-            # Decided once: what follows is done by all processes, or by none.
+            # Rank 0 decides: all processes do what follows, or none.
             tag = self._core.agree("latest", must_match={"path": path}, decide=lambda _: directories.latest_tag(path))
             with nested.loading(self._core, {tag: engine} if tag else {}, path, optimizer_states=True):
                 stock(engine, checkpoint, *args, **kwargs)
@@ -141,7 +141,7 @@ class Sharing:
 
 
 class Noted:
-    """What one save was asked for, and where the processes meet on the way.
+    """The requests of one save, and the agreements between the processes before collectives.
 
     Args:
         core: where they meet.
@@ -158,7 +158,7 @@ class Noted:
         self._failed: Exception | None = None
 
     def after_meeting(self, action: Callable[..., Any]) -> Callable[..., Any]:
-        """``action``, a collective, once it is known that no process has failed before it: else it would never end."""
+        """``action``, a collective, preceded by an agreement: it would never end if a process has failed before it."""
 
         @functools.wraps(action)
         def act(*args: Any, **kwargs: Any) -> Any:
