@@ -2,9 +2,9 @@
 
 Accelerate saves one count for all ranks: how many batches a ``StatefulDataLoader`` has given. The next batches also depend on
 the random generators at two moments: when the epoch began, and when Accelerate fetched the batch that it always has ahead. A
-new iterator draws from the generators as well, after Accelerate has restored them. So every rank saves its own state, the states of
-the generators at those two moments, and the number of the epoch. A loader that is continued begins with the first states and
-fetches its first batch with the second. Then the generators get the states that they had at the save.
+new iterator draws from the generators as well, after Accelerate has restored them. So every rank saves its own state, the
+states of the generators at those two moments, and the number of the epoch. A loader that is continued begins with the first
+states and fetches its first batch with the second. Then the generators get the states that they had at the save.
 """
 
 from __future__ import annotations

@@ -98,27 +98,24 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._conclude("another save began before its last file was handed over")
         by_deepspeed = _is_deepspeeds()
         with self._core.together():
-            self._open = self._begin(info, by_deepspeed=by_deepspeed)
-
-    def _begin(self, info: CheckpointCommitInfo, *, by_deepspeed: bool) -> _Open:
-        top, tag = agree_place(self._core, "create", info.save_dir, info.tag, {})
-        path, directory = top / tag, self._directories.hold(top, tag)
-        stream = FileStream(self._pool)
-        handle = directory.save(
-            self._core,
-            path,
-            FileByFile(stream=stream),
-            step=step_of(path.name),
-            notes={"adapter": ADAPTER, "latest": bool(info.save_latest), "tag": tag},
-            must_match={"save_latest": str(info.save_latest)},
-            on_commit=OnCommit(
-                carry=lambda name: not is_state(name),
-                pointers=latest_pointer(top, tag, wanted=info.save_latest),
-                retention=self._directories.retention,
-            ),
-            patient=True,
-        )
-        return _Open(info=info, path=path, stream=stream, handle=handle, by_deepspeed=by_deepspeed)
+            top, tag = agree_place(self._core, "create", info.save_dir, info.tag, {})
+            path, directory = top / tag, self._directories.hold(top, tag)
+            stream = FileStream(self._pool)
+            handle = directory.save(
+                self._core,
+                path,
+                FileByFile(stream=stream),
+                step=step_of(path.name),
+                notes={"adapter": ADAPTER, "latest": bool(info.save_latest), "tag": tag},
+                must_match={"save_latest": str(info.save_latest)},
+                on_commit=OnCommit(
+                    carry=lambda name: not is_state(name),
+                    pointers=latest_pointer(top, tag, wanted=info.save_latest),
+                    retention=self._directories.retention,
+                ),
+                patient=True,
+            )
+            self._open = _Open(info=info, path=path, stream=stream, handle=handle, by_deepspeed=by_deepspeed)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """As ``os.makedirs``, but for the tag: that appears when it is complete."""

@@ -162,7 +162,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
     def _open(self, trainer: Any) -> TrainerSaver:
         self._saver = install(trainer, self.config)
         self._saver.add_hooks(self.hooks)
-        self._saver.hold(self._directory, self.FILE_EXTENSION)
+        self._saver.directories.hold(self._directory, self.FILE_EXTENSION)
         return self._saver
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -196,7 +196,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Save if it is time to."""
         if self._saver is not None:
-            self._saver.look()
+            self._saver.tracking.report(committed_only=True)  # does not wait
         # Such a module swaps in other weights during the save: the copy must be taken then.
         swaps = not pl_module.automatic_optimization and hasattr(pl_module, "saved_models")
         with self._deciding(at_once=swaps):

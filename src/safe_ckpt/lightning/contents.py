@@ -31,7 +31,7 @@ def planned(
     weights_only: bool | None,
     whole: bool,
     broken_off: dict[str, Any] | None,
-    shards: Shards | None,
+    shards: Shards,
 ) -> Planned:
     """The planned files of this rank, or what went wrong. Nothing is raised before all ranks know of it.
 
@@ -43,7 +43,7 @@ def planned(
         weights_only: as in ``Trainer.save_checkpoint``.
         whole: whether the generators and loaders of all ranks belong to it.
         broken_off: the generators' states at which this epoch was broken off; None where it was not.
-        shards: plans what every rank has a part of; None where the checkpoint is one file.
+        shards: plans states of which every rank has a part.
     """
     attempt = Attempt()
     capture = functools.partial(loop_state.capture, trainer, broken_off) if whole else None
@@ -54,7 +54,7 @@ def planned(
         with attempt:
             collected = strategies.collect_engine(engine, trainer.strategy, checkpoint)
         return dataclasses.replace(collected, error=attempt.error or collected.error)
-    if shards is not None and form is not None:
+    if form is not None and form.sharded:
         files = _sharded(engine, form, shards, checkpoint, attempt)
         return Planned(files=files, error=attempt.error)
     if form is not None and form.gathers:

@@ -28,9 +28,8 @@ def install(trainer: Any, config: CheckpointConfig) -> TrainerSaver:
     present = strategy.checkpoint_io
     if isinstance(present, SafeCheckpointIO) and present.saver is not None and not present.saver.closed:
         if present.saver.config != config:
-            raise ConfigError(
-                key="config", message="all SafeCheckpointCallbacks of a Trainer must have the same config"
-            )
+            message = "all SafeCheckpointCallbacks of a Trainer must have the same one: give each the same config"
+            raise ConfigError(key="config", message=message)
         return present.saver
     io = _install_io(trainer)
     saver = TrainerSaver(trainer, config, io)

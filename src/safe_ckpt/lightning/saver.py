@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from safe_ckpt.adapters import CheckpointInfo, Engine, OnCommit, Planned, SaveHandle, Tracking
 from safe_ckpt.adapters.directories import DeleteListed, HeldDirectories
 from safe_ckpt.adapters.extras import Exporter, one_shot, open_coordinator
-from safe_ckpt.adapters.planning import Destination, Facts, Link, SaveRequest, prepare_memory
+from safe_ckpt.adapters.planning import Destination, Facts, Link, SaveRequest, Shards, prepare_memory
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import RendezvousTimeout, SaveError
 from safe_ckpt.events import Hook
@@ -43,6 +43,9 @@ class TrainerSaver:
         io: the I/O that was installed.
 
     Attributes:
+        engine: where the ranks meet.
+        tracking: the saves in flight.
+        directories: those that are held.
         auto_directory: the directory of a callback with ``resume="auto"``.
         resumed_from: the checkpoint that it chose there.
         training: whether the training loop has begun: before that there is nothing to continue.
@@ -56,7 +59,7 @@ class TrainerSaver:
     def __init__(self, trainer: Any, config: CheckpointConfig, io: SafeCheckpointIO) -> None:
         self.config = config
         self.engine = Engine(config, owner="a Trainer; it is free when fit() has ended")
-        self._tracking = Tracking(self.engine, self._loggers)
+        self.tracking = Tracking(self.engine, self._loggers)
         self._hooks: list[Hook] = []
         self._trainer = trainer
         self._io = io
@@ -70,8 +73,8 @@ class TrainerSaver:
         self._breaking_off = BreakingOff()
         self._requeue_wished = False
         self._last_whole: SaveHandle | None = None
-        self._shards = strategies.shards_of(self.engine, trainer.strategy)
-        self._directories = TrainerDirectories(self.engine)
+        self._shards = Shards(self.engine)
+        self.directories = TrainerDirectories(self.engine)
         self._collector: tuple[Callable[[str], None], bool] | None = None
         self._busy = False
         self.closed = False
@@ -91,13 +94,9 @@ class TrainerSaver:
                 self._hooks.append(hook)
                 self.engine.emit.add(hook)
 
-    def hold(self, directory: Path, suffix: str) -> None:
-        """Take a directory of checkpoints; a second callback may name the same one."""
-        self._directories.hold(directory, suffix)
-
     def holds(self, directory: Path) -> bool:
         """Whether this directory is taken already."""
-        return directory in self._directories and not self.closed
+        return directory in self.directories and not self.closed
 
     def land(self, timeout_s: float | None = None) -> None:
         """Wait until no save is in flight, and report the outcomes to their callbacks. Failures are raised later.
@@ -105,7 +104,7 @@ class TrainerSaver:
         Raises:
             RendezvousTimeout: it takes longer than ``timeout_s``.
         """
-        self._tracking.land(timeout_s)
+        self.tracking.land(timeout_s)
 
     def land_on_exception(self) -> None:
         """As ``land``, but all waits after an exception together take ``shutdown_s`` at most.
@@ -123,10 +122,6 @@ class TrainerSaver:
         """
         self.land()
         self.engine.raise_unreported()
-
-    def look(self) -> None:
-        """Report what has been committed meanwhile, without waiting."""
-        self._tracking.report(committed_only=True)
 
     def save(
         self,
@@ -159,7 +154,7 @@ class TrainerSaver:
             elif owner is not None and state is not None:
                 state.restore(owner)
 
-        self._tracking.follow(handle, at_end=at_end)
+        self.tracking.follow(handle, at_end=at_end)
         if pending.saves and not weights_only:
             self._last_whole = handle
         if wait:
@@ -213,7 +208,7 @@ class TrainerSaver:
 
     def next_sequence(self, path: Path) -> int:
         """The number of ``path`` in the order of commits, for a file that is written without the engine."""
-        return self._directories.next_sequence(path, closed=self.closed)
+        return self.directories.next_sequence(path, closed=self.closed)
 
     def _save_alone(self, path: Path, weights_only: bool | None) -> None:
         """From a signal handler: this rank may be in the middle of an agreement, or the others in a collective.
@@ -233,7 +228,7 @@ class TrainerSaver:
         again = TrainerSaver(self._trainer, self.config, self._io)
         again.add_hooks(self._hooks)
         try:
-            again._directories.hold_beside(path, self.next_sequence(path))
+            again.directories.hold_beside(path, self.next_sequence(path))
             again.save(PendingActions(saves=[str(path)]), None, None, weights_only=weights_only, wait=True).result()
         finally:
             again.engine.close(quiet=True)
@@ -287,7 +282,7 @@ class TrainerSaver:
             suffix: of its files.
             rival: a file that Lightning would resume from; taken when it is the newer one.
         """
-        workspace = self._directories[directory]
+        workspace = self.directories[directory]
         if rival is None:
             self.resumed_from = resuming.choose(self.engine, workspace, suffix)
         else:
@@ -362,7 +357,7 @@ class TrainerSaver:
 
     def _request(self, pending: PendingActions, *, weights_only: bool | None, overlap: bool) -> SaveRequest:
         primary = Path(os.path.abspath((pending.saves or [*pending.links, *pending.removals])[0]))
-        workspace = self._directories.of(primary)
+        workspace = self.directories.of(primary)
         planned = Planned()
         if pending.saves:
             fitting = self.training and str(getattr(self._trainer.state.fn, "value", "")) == "fit"
@@ -380,7 +375,8 @@ class TrainerSaver:
         links += [Link(path=Path(os.path.abspath(path)), target=target) for path, target in pending.links.items()]
         to_delete = [Path(os.path.abspath(path)) for path in pending.to_delete]
         notes = resuming.notes(workspace, links=links, to_delete=to_delete, weights_only=bool(weights_only))
-        is_directory = strategies.is_sharded(self._trainer.strategy) and bool(pending.saves)
+        form = strategies.form_of(self._trainer.strategy)
+        is_directory = form is not None and form.sharded and bool(pending.saves)
         return SaveRequest(
             destination=Destination(workspace=workspace, path=primary, kind="directory" if is_directory else "file"),
             content=planned.content(

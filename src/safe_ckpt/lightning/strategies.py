@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters import Engine, Planned, layouts, patch
 from safe_ckpt.adapters.directories import MANIFEST_NAME, presence, verify
-from safe_ckpt.adapters.planning import Shards, gather_whole
+from safe_ckpt.adapters.planning import gather_whole
 
 if TYPE_CHECKING:
     import torch
@@ -52,18 +52,6 @@ def form_of(strategy: Any) -> Form | None:
     if "FSDPStrategy" in names:
         return Form("model", sharded=strategy._state_dict_type == "sharded", gathers=False)
     return None
-
-
-def is_sharded(strategy: Any) -> bool:
-    """Whether what a strategy writes now is a directory of which every rank has a part."""
-    form = form_of(strategy)
-    return form is not None and form.sharded
-
-
-def shards_of(engine: Engine, strategy: Any) -> Shards | None:
-    """What plans the shards; None where nothing is sharded, or a DeepSpeed engine does it."""
-    form = form_of(strategy)
-    return None if form is None or not form.sharded or form.engine else Shards(engine)
 
 
 def dump(trainer: Any, form: Form, weights_only: bool | None) -> dict[str, Any]:
