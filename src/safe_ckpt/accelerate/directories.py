@@ -207,7 +207,7 @@ def next_number(folder: Path) -> int:
 
 def _named(output_dir: str | os.PathLike[str] | None) -> Path:
     if output_dir is None:
-        message = "give it, or use ProjectConfiguration(automatic_checkpoint_naming=True)"
+        message = "is missing: give it, or use ProjectConfiguration(automatic_checkpoint_naming=True)"
         raise ConfigError(key="save_state: output_dir", message=message)
     return Path(os.path.abspath(output_dir))
 

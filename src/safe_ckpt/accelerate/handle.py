@@ -328,14 +328,14 @@ def check(accelerator: Any, config: CheckpointConfig) -> None:
     if kind == DistributedType.FSDP:
         form = str(getattr(accelerator.state.fsdp_plugin.state_dict_type, "name", "?"))
         if form not in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
-            message = f"expected SHARDED_STATE_DICT or FULL_STATE_DICT, got {form}"
+            message = f"expected SHARDED_STATE_DICT or FULL_STATE_DICT, got {form}: use one of these"
             raise ConfigError(key="fsdp_plugin.state_dict_type", message=message)
     project = accelerator.project_configuration
     if project.save_on_each_node:
         message = "is not supported: all ranks commit one checkpoint. Use a file system that they share"
         raise ConfigError(key="ProjectConfiguration.save_on_each_node", message=message)
     if project.automatic_checkpoint_naming and accelerator.project_dir is None:
-        message = "automatic_checkpoint_naming needs it: it is where the checkpoints go"
+        message = "is missing: automatic_checkpoint_naming puts the checkpoints there. Give one"
         raise ConfigError(key="ProjectConfiguration.project_dir", message=message)
 
 

@@ -44,7 +44,7 @@ class Options:
             ConfigError: an argument is not allowed.
         """
         if self.dtype is not None and not self.safe_serialization:
-            raise ConfigError(key="save_model: dtype", message="is for safe_serialization=True only")
+            raise ConfigError(key="save_model: dtype", message="is for safe_serialization=True only: leave it out")
         return hugging_face.parse_size(self.max_shard_size, "save_model: max_shard_size")
 
 

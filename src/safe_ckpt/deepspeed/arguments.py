@@ -98,7 +98,7 @@ def check_engine(engine: Any) -> None:
         ConfigError: names the setting.
     """
     if engine.zero_nvme_offload_optimizer() and engine.has_moe_layers:
-        message = "optimizer states on NVMe together with mixture-of-experts layers are not covered"
+        message = "optimizer states on NVMe together with mixture-of-experts layers are not covered: offload to the CPU"
         raise ConfigError(key="zero_optimization.offload_optimizer.device", message=message)
 
 

@@ -185,7 +185,9 @@ def refuse_what_stands_there(top: Path, tag: str) -> None:
         if above == top:
             break
         if presence.is_there(above / MANIFEST_NAME) or has_states(above):
-            raise DirectoryError(path=str(above), message=f"is a tag itself: {tag!r} cannot lie in it", rank=0)
+            raise DirectoryError(
+                path=str(above), message=f"is a tag itself, so {tag!r} cannot lie in it: give another tag", rank=0
+            )
     _refuse_tags_within(path)
     if not has_states(path):
         refuse(path, ADAPTER, empty=True)

@@ -79,9 +79,7 @@ def _refuse_unfit(core: Engine, engine: Any, tag: Path, checkpoint: Path) -> Non
     except (SafeCheckpointError, FileNotFoundError):
         return  # the verification that follows reports what is missing
     if saved_by != size:
-        message = (
-            f"{saved_by} ranks saved it and {size} are to load it, which NVMe offload rules out: use {saved_by} ranks"
-        )
+        message = f"{saved_by} ranks saved it and {size} are to load it: with NVMe offload, load it with {saved_by}"
         raise RestoreError(path=str(tag), key=str(folder), message=message)
     for number in _swapped(engine.optimizer):
         file = f"{engine.optimizer.fp32_partitioned_groups_flat[number].ds_id}.tensor.swp"
@@ -90,7 +88,7 @@ def _refuse_unfit(core: Engine, engine: Any, tag: Path, checkpoint: Path) -> Non
             raise RestoreError(path=str(tag), key=str(folder), message=message)
         needed = (folder / file).stat().st_size
         if sizes[file] != needed:
-            message = f"{file} has {sizes[file]} bytes in it and {needed} here: it was saved of another model"
+            message = f"{file} has {sizes[file]} bytes in it and {needed} here: load it into the model that was saved"
             raise RestoreError(path=str(tag), key=str(folder), message=message)
 
 

@@ -105,7 +105,9 @@ def save_weights(
 
 def _refuse_directory(path: Path) -> None:
     if presence.is_directory(path):
-        raise DirectoryError(path=str(path), message="is a directory where a file goes", rank=0, code=errno.EISDIR)
+        raise DirectoryError(
+            path=str(path), message="is a directory: give the name of a file", rank=0, code=errno.EISDIR
+        )
 
 
 def agree_place(

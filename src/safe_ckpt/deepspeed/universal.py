@@ -23,7 +23,9 @@ def latest(folder: Path) -> str:
         raise RestoreError(path=str(folder), message=f"{file} does not exist: make one with ds_to_universal")
     name = file.read_text(encoding="utf-8", errors="replace").strip()
     if not is_tag(name):
-        raise RestoreError(path=str(folder), message=f"{_LATEST} names no directory beside it: {name!r}")
+        raise RestoreError(
+            path=str(folder), message=f"{_LATEST} names no directory beside it: {name!r}. Run ds_to_universal again"
+        )
     return name
 
 

@@ -98,10 +98,8 @@ def _install_io(trainer: Any) -> SafeCheckpointIO:
     if isinstance(present, SafeCheckpointIO):
         return present
     if not _writes_as_torch(present):
-        remedy = "remove it from the Trainer's plugins, or use ModelCheckpoint with it"
-        message = (
-            f"{type(present).__name__} writes or removes files in a way of its own, which is not verified: {remedy}"
-        )
+        problem = f"{type(present).__name__} writes or removes files in a way of its own, which is not verified"
+        message = f"{problem}: remove it from the Trainer's plugins, or use ModelCheckpoint with it"
         raise ConfigError(key="SafeCheckpointCallback", message=message)
     io = SafeCheckpointIO(present)
     strategy.checkpoint_io = io

@@ -56,7 +56,9 @@ def arrange(trainer: Any, saver: TrainerSaver, directory: Path, suffix: str) -> 
     if saver.auto_directory == directory:
         return
     if saver.auto_directory is not None:
-        message = f"one directory at a time: {saver.auto_directory} is resumed from, so {directory} cannot be"
+        message = (
+            f"one directory at a time: {saver.auto_directory} is resumed from, not {directory}. Give all callbacks one"
+        )
         raise ConfigError(key="resume", message=message)
     saver.auto_directory = directory
 

@@ -37,7 +37,7 @@ def check(trainer: Any, config: CheckpointConfig) -> None:
         message = "FSDP of XLA is not covered: use the Trainer without SafeCheckpointMixin"
         raise ConfigError(key="TrainingArguments.fsdp_config['xla']", message=message)
     if trainer.is_fsdp_enabled and not getattr(trainer.accelerator, "is_fsdp2", False):
-        message = "FSDP of version 1 is not covered: use version 2"
+        message = "FSDP of version 1 is not covered: set it to 2"
         raise ConfigError(key="TrainingArguments.fsdp_config['version']", message=message)
     if is_shared(trainer):
         accelerate.check(trainer.accelerator, config)
