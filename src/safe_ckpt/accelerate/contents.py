@@ -166,29 +166,19 @@ def _apart(state: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
 
 
 def _fingerprint(value: Any) -> str:
-    digest = hashlib.sha256()
-    _absorb(value, digest)
-    return digest.hexdigest()[:16]
+    return hashlib.sha256(repr(_plain(value)).encode()).hexdigest()[:16]
 
 
-def _absorb(value: Any, digest: Any) -> None:
-    # Not by pickling: a pickle depends on the identity of objects, and this must depend on their values only.
-    kind = type(value).__name__
+def _plain(value: Any) -> Any:
+    """Equal for equal values. Not a pickle: that depends on the identity of objects as well."""
     if isinstance(value, Mapping):
-        digest.update(f"{len(value)} entries".encode())
-        for key in value:
-            _absorb(key, digest)
-            _absorb(value[key], digest)
-    elif isinstance(value, list | tuple):
-        digest.update(f"{len(value)} of".encode())
-        for inner in value:
-            _absorb(inner, digest)
-    elif isinstance(value, torch.Tensor):
+        return [(_plain(key), _plain(inner)) for key, inner in value.items()]
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        digest.update(f"{value.dtype}{tuple(value.shape)}".encode() + data)
-    elif isinstance(value, np.ndarray) and value.dtype != object:
-        digest.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
-    elif isinstance(value, str | int | float | bool | bytes | type(None)):
-        digest.update(f"{kind}:{value!r};".encode())
-    else:
-        digest.update(kind.encode())
+        return str(value.dtype), tuple(value.shape), data
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return str(value.dtype), value.shape, value.tobytes()
+    is_plain = isinstance(value, str | int | float | bool | bytes | type(None))
+    return (type(value).__name__, value if is_plain else None)

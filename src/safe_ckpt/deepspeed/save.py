@@ -86,11 +86,14 @@ def save_weights(
         path = arguments.checked_file(save_dir, save_filename)
         return {"path": path, "exclude_frozen_parameters": exclude_frozen_parameters}
 
-    def decide() -> None:
-        _refuse_directory(arguments.checked_file(save_dir, save_filename))
+    def refuse_directory() -> None:
+        path = arguments.checked_file(save_dir, save_filename)
+        if presence.is_directory(path):
+            message = "is a directory: give the name of a file"
+            raise DirectoryError(path=str(path), message=message, rank=0, code=errno.EISDIR)
 
     core, engine = context.core, context.engine
-    path: Path = arguments.agree(core, "save_16bit_model", check, decide)["path"]
+    path: Path = arguments.agree(core, "save_16bit_model", check, refuse_directory)["path"]
     # Of the class: the instance's own is the one that calls this.
     write = functools.partial(
         type(engine).save_16bit_model, engine, _FOLDER, path.name, exclude_frozen_parameters=exclude_frozen_parameters
@@ -101,13 +104,6 @@ def save_weights(
     planned = Planned(files=[file_plan.single(file, path.name) for file in captured.files], error=captured.error)
     request = export.request_of(context.weights.hold(path), path, planned.content(), kind="file")
     return core.save(dataclasses.replace(request, facts=dataclasses.replace(request.facts, step=engine.global_steps)))
-
-
-def _refuse_directory(path: Path) -> None:
-    if presence.is_directory(path):
-        raise DirectoryError(
-            path=str(path), message="is a directory: give the name of a file", rank=0, code=errno.EISDIR
-        )
 
 
 def agree_place(
