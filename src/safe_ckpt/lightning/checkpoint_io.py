@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from safe_ckpt.adapters.directories import commit_order, presence, verify_if_ours
 from safe_ckpt.adapters.extras import one_shot
 from safe_ckpt.lightning.compat import CheckpointIO
-from safe_ckpt.lightning.resume import WEIGHTS_ONLY
+from safe_ckpt.lightning.resume import WEIGHTS_NOTE
 
 if TYPE_CHECKING:
     from safe_ckpt.lightning.saver import TrainerSaver
@@ -76,7 +76,7 @@ class SafeCheckpointIO(CheckpointIO):
         target = Path(os.path.abspath(path))
         next_sequence = self.saver.next_sequence if self.saver is not None else commit_order.sequence_beside
         step = int(checkpoint.get("global_step", 0))
-        notes = {WEIGHTS_ONLY: "loops" not in checkpoint}
+        notes = {WEIGHTS_NOTE: "loops" not in checkpoint}
         one_shot.save_archive(checkpoint, target, sequence=next_sequence(target), step=step, notes=notes)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

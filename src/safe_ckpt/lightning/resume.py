@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 REMOVES = "removes"
 LINKS = "links"
-WEIGHTS_ONLY = "weights_only"
+WEIGHTS_NOTE = "weights_only"
 
 
 def notes(workspace: Workspace, *, links: list[Link], to_delete: list[Path], weights_only: bool) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def notes(workspace: Workspace, *, links: list[Link], to_delete: list[Path], wei
     return {
         REMOVES: [os.path.relpath(path, workspace.path) for path in to_delete],
         LINKS: {os.path.relpath(link.path, workspace.path): link.target for link in links},
-        WEIGHTS_ONLY: weights_only,
+        WEIGHTS_NOTE: weights_only,
     }
 
 
@@ -133,7 +133,7 @@ def _judged(candidate: Candidate) -> Candidate:
     if candidate.problem:
         return candidate
     if candidate.manifest is not None:
-        weights_only = bool(candidate.manifest.notes.get(WEIGHTS_ONLY))
+        weights_only = bool(candidate.manifest.notes.get(WEIGHTS_NOTE))
         return dataclasses.replace(candidate, problem=layouts.WEIGHTS_ONLY) if weights_only else candidate
     return look_inside(candidate)
 

@@ -243,7 +243,7 @@ class TrainerSaver:
 
         def write(_: object) -> None:
             if checkpoint is not None:
-                step, notes = int(self._trainer.global_step), {resuming.WEIGHTS_ONLY: bool(weights_only)}
+                step, notes = int(self._trainer.global_step), {resuming.WEIGHTS_NOTE: bool(weights_only)}
                 one_shot.save_archive(checkpoint, path, sequence=self.next_sequence(path), step=step, notes=notes)
 
         coordinator = open_coordinator(None, self.config.timeouts)
