@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ from safe_ckpt.lightning.resume import WEIGHTS_NOTE
 
 if TYPE_CHECKING:
     from safe_ckpt.lightning.saver import TrainerSaver
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass

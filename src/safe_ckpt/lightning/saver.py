@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     import torch
 
     from safe_ckpt.lightning.callback import SafeCheckpointCallback
-
-logger = logging.getLogger(__name__)
 
 
 class TrainerSaver:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -29,7 +28,6 @@ from safe_ckpt.events import Hook
 from safe_ckpt.transformers.contents import catching
 from safe_ckpt.transformers.strategies import Sharing
 
-logger = logging.getLogger(__name__)
 ADAPTER = "transformers"
 HIDDEN = "_safe_ckpt"
 
