@@ -144,6 +144,42 @@ def test_a_resume_in_mid_epoch_is_exact(tmp_path, seedable, at, plain):
     assert run(tmp_path / "broken", stops=None) == straight
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_accelerators_that_prepare_one_loader(tmp_path, order):
+    """One saves in mid-epoch where the other has resumed, and the resume is exact; both gone, the loader is as it was."""
+
+    def run(folder, *, load=None, save=(None, 0)):
+        with fresh():
+            both = [make(folder / name, dataloader_config=stateful()) for name in ("one", "other")]
+            handles = [register(accelerator, CONFIG) for accelerator in both]
+            training = Training(both[0])
+            parts = (training.model, training.head, training.optimizer, training.other, training.scheduler)
+            assert both[1].prepare(*parts, training.loader)[-1] is training.loader
+            both[1].register_for_checkpointing(training.counter)
+            if load is not None:
+                training.scramble()
+                both[load].load_state()
+
+            losses = []
+            with contextlib.suppress(KeyboardInterrupt):
+                for epoch in range(training.counter.count // 6, 2):
+                    training.loader.set_epoch(epoch)
+                    for batch in training.loader:
+                        losses.append(training.step(batch))
+                        if save == (training.counter.count, save[1]):
+                            both[save[1]].save_state()
+                            raise KeyboardInterrupt
+            for number in order:
+                handles[number].remove()
+            assert "__iter__" not in vars(training.loader.base_dataloader)
+            return losses
+
+    straight = run(tmp_path / "straight")
+    assert run(tmp_path / "broken", save=(2, 0)) == straight[:2]
+    assert run(tmp_path / "broken", load=0, save=(4, 1)) == straight[2:4]
+    assert run(tmp_path / "broken", load=1) == straight[4:]
+
+
 def test_stock_checkpoints_are_loaded_with_a_warning(tmp_path, caplog):
     """What Accelerate itself wrote is taken when there is nothing of ours, unverified; ours come first, whatever the number."""
     training = Training(make(tmp_path, iteration=7))

@@ -507,7 +507,7 @@ def test_a_closed_engine_holds_nothing(tmp_path):
         replaced.mkdir(parents=True)
         (tmp_path / tag_of(1)).rename(replaced / tag_of(1))
         (tmp_path / ".safe_ckpt/pending/op").mkdir(parents=True)
-        other._places.repair(tmp_path)  # as load_checkpoint of an installed engine does
+        other._directories.repair(tmp_path)  # as load_checkpoint of an installed engine does
         assert complete(tmp_path, 1)
 
 

@@ -8,7 +8,7 @@ from accelerate import utils
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from safe_ckpt.adapters import layouts
-from safe_ckpt.adapters.layouts import kind_of
+from safe_ckpt.adapters.layouts import layout_of
 
 
 def archive(path, content=None):
@@ -48,9 +48,8 @@ def test_every_layout_of_the_table_is_made_here():
 @pytest.mark.parametrize("name", MADE)
 def test_what_a_framework_wrote_to_its_end_is_recognised(tmp_path, name):
     """Each layout by its name, with the number in the name."""
-    layout = kind_of(make(tmp_path, name))
-    assert (layout.name, layout.step, layout.complete, layout.problem) == (name, MADE[name][2], True, "")
-    assert layout.resumable == (name != "torch.distributed.checkpoint directory")
+    layout = layout_of(make(tmp_path, name))
+    assert (layout.name, layout.step, layout.problem) == (name, MADE[name][2], "")
 
 
 @pytest.mark.parametrize("name", [name for name, (_, files, _) in MADE.items() if len(files) > 1])
@@ -58,8 +57,8 @@ def test_what_lacks_its_last_file_is_not_complete(tmp_path, name):
     """What a framework writes last is what tells that it came to the end."""
     path = make(tmp_path, name)
     (path / MADE[name][1][-1]).unlink()
-    layout = kind_of(path)
-    assert layout is None or not layout.resumable
+    layout = layout_of(path)
+    assert layout is None or layout.problem or layout.name != name
 
 
 @pytest.mark.parametrize(("name", "file"), [("Accelerate checkpoint", 2), ("Transformers checkpoint", 0)])
@@ -67,26 +66,26 @@ def test_what_was_cut_off_is_not_complete(tmp_path, name, file):
     """A file that does not end as an archive was not written to its end."""
     path = make(tmp_path, name)
     cut(path / MADE[name][1][file])
-    assert "was not written to its end" in kind_of(path).problem
+    assert "was not written to its end" in layout_of(path).problem
 
 
 def test_only_its_content_tells_of_a_lightning_file_what_is_in_it(tmp_path):
     """The step, and whether there is more than weights."""
-    layout = kind_of(make(tmp_path, "Lightning file"))
-    assert layout.weights_only is None
-    assert layout.facts == tmp_path / "epoch=0-step=7.ckpt"
-    whole = layout.told_by({"global_step": 9, "state_dict": {}, "loops": {}})
-    assert (whole.step, whole.weights_only, whole.resumable, whole.problem) == (9, False, True, "")
-    weights = layout.told_by({"global_step": 9, "state_dict": {}})
-    assert (weights.step, weights.weights_only, weights.resumable) == (9, True, False)
-    assert layout.told_by([1]) == dataclasses.replace(layout, problem="is no checkpoint", resumable=False)
+    path = make(tmp_path, "Lightning file")
+    layout = layout_of(path)
+    assert layouts.facts_file(path) == path
+    whole = layout.with_content({"global_step": 9, "state_dict": {}, "loops": {}})
+    assert (whole.step, whole.problem) == (9, "")
+    weights = layout.with_content({"global_step": 9, "state_dict": {}})
+    assert (weights.step, weights.problem) == (9, layouts.WEIGHTS_ONLY)
+    assert layout.with_content([1]) == dataclasses.replace(layout, problem="is no checkpoint")
 
 
 def test_nothing_else_is_a_checkpoint(tmp_path):
     """A folder of other files, a text, and what is not there."""
     (tmp_path / "logs").mkdir()
     (tmp_path / "notes.txt").write_text("x")
-    assert [kind_of(tmp_path / name) for name in ("logs", "notes.txt", "gone")] == [None, None, None]
+    assert [layout_of(tmp_path / name) for name in ("logs", "notes.txt", "gone")] == [None, None, None]
 
 
 def test_the_names_are_the_frameworks_own():

@@ -94,7 +94,7 @@ class ThroughAccelerate:
                 self._optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, number)
         torch.manual_seed(1000 * self.rank + number)
         self._accelerator.save_state(step=number)
-        return self._handle._trackers._flights[-1][0]
+        return self._handle._trackers._flights[-1].handle
 
     def load(self):
         self._number = -1

@@ -1,4 +1,4 @@
-"""What ``save_state`` writes, planned as images: the file names and contents that Accelerate itself would write."""
+"""What ``save_state`` writes: the file names and contents that Accelerate itself would write."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from accelerate import utils
 from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard, SeedableRandomSampler
 
 from safe_ckpt.accelerate import strategies
-from safe_ckpt.adapters import FilePlan, safetensors, torch_archive
+from safe_ckpt.adapters import FilePlan, torch_file
+from safe_ckpt.adapters.planning import safetensors
 from safe_ckpt.errors import StateError
 
 _DEVICES = ("xpu", "mlu", "sdaa", "musa", "hpu", "neuron", "cuda")
 
 
-def images(
+def files(
     accelerator: Any,
     weights: Sequence[Mapping[str, Any]],
     shared: Mapping[str, Any],
     *,
     safe_serialization: bool,
-    besides: Mapping[str, Any] | None = None,
-    sharded: bool = False,
+    besides: Mapping[str, Any],
+    sharded: bool,
 ) -> list[FilePlan]:
     """The files of this rank: everything on rank 0, random states on every rank.
 
@@ -39,52 +40,50 @@ def images(
         shared: what ``shared_states`` returned.
         safe_serialization: safetensors for the models, or pickle.
         besides: further entries for this rank's random states.
-        sharded: models and optimizers are planned elsewhere.
+        sharded: whether models and optimizers are planned elsewhere.
 
     Raises:
         StateError: something cannot be saved; names it.
     """
+    optimizers = [] if sharded else accelerator._optimizers
     planned = [
         *(_model(i, state, safe_serialization=safe_serialization) for i, state in enumerate(weights)),
+        *_stateful(utils.OPTIMIZER_NAME, optimizers),
+        *_stateful(utils.SCHEDULER_NAME, strategies.plain_schedulers(accelerator)),
+        *(torch_file(f"{numbered(utils.SAMPLER_NAME, i)}.bin", sampler) for i, sampler in samplers(accelerator)),
+        *(torch_file(name, state) for name, state in shared.items()),
         *(
-            _archive(f"{numbered(utils.OPTIMIZER_NAME, i)}.bin", o.state_dict())
-            for i, o in _each([] if sharded else accelerator._optimizers)
+            torch_file(f"custom_checkpoint_{i}.pkl", custom.state_dict())
+            for i, custom in enumerate(accelerator._custom_objects)
         ),
-        *(
-            _archive(f"{numbered(utils.SCHEDULER_NAME, i)}.bin", s.state_dict())
-            for i, s in _each(strategies.plain_schedulers(accelerator))
-        ),
-        *(_archive(f"{numbered(utils.SAMPLER_NAME, i)}.bin", s) for i, s in samplers(accelerator)),
-        *(_archive(name, state) for name, state in shared.items()),
-        *(_archive(f"custom_checkpoint_{i}.pkl", o.state_dict()) for i, o in _each(accelerator._custom_objects)),
     ]
     rank = accelerator.process_index
-    own = _archive(f"{utils.RNG_STATE_NAME}_{rank}.pkl", {**random_states(accelerator.step), **(besides or {})})
+    own = torch_file(f"{utils.RNG_STATE_NAME}_{rank}.pkl", {**random_states(accelerator.step), **besides})
     return [*planned, own] if rank == 0 else [own]
 
 
 def shared_states(accelerator: Any) -> dict[str, Any]:
     """Files that every rank of Accelerate writes under one name: loaders' positions and the scaler's state."""
-    found = {}
-    for i, loader in _each(accelerator._dataloaders):
+    states = {}
+    for i, loader in enumerate(accelerator._dataloaders):
         if getattr(loader, "use_stateful_dataloader", False):
-            found[f"{numbered('dl_state_dict', i)}.bin"] = loader.state_dict()
+            states[f"{numbered('dl_state_dict', i)}.bin"] = loader.state_dict()
     if accelerator.scaler is not None:
-        found[utils.SCALER_NAME] = accelerator.scaler.state_dict()
-    return found
+        states[utils.SCALER_NAME] = accelerator.scaler.state_dict()
+    return states
 
 
-def view(accelerator: Any, shared: Mapping[str, Any]) -> dict[str, str]:
+def must_match(accelerator: Any, shared: Mapping[str, Any]) -> dict[str, str]:
     """What must be equal on all ranks, because one file stands for all of them: name to fingerprint."""
     dispatched = {
         f"{numbered('dl_state_dict', i)}.bin"
-        for i, loader in _each(accelerator._dataloaders)
+        for i, loader in enumerate(accelerator._dataloaders)
         if isinstance(loader, DataLoaderDispatcher)  # only the main process reads data
     }
-    return {name: _fingerprint(_place(state)) for name, state in shared.items() if name not in dispatched}
+    return {name: _fingerprint(_position(state)) for name, state in shared.items() if name not in dispatched}
 
 
-def _place(state: Any) -> Any:
+def _position(state: Any) -> Any:
     # Of a loader: how far it is. Seeds of workers differ between ranks, and each rank gets its own back (``dataloaders.py``).
     keys = ("_num_yielded", "_sampler_iter_yielded", "_steps_since_snapshot", "_iterator_finished")
     of_a_loader = isinstance(state, Mapping) and "_iterator_finished" in state
@@ -92,13 +91,13 @@ def _place(state: Any) -> Any:
 
 
 def samplers(accelerator: Any) -> list[tuple[int, Any]]:
-    """The samplers that Accelerate saves: seedable ones over iterable shards."""
-    found = []
-    for i, loader in _each(accelerator._dataloaders):
-        sampler = loader.get_sampler() if isinstance(loader.dataset, IterableDatasetShard) else None
-        if isinstance(sampler, SeedableRandomSampler):
-            found.append((i, sampler))
-    return found
+    """The samplers that Accelerate saves: seedable ones over iterable shards, each with the number of its loader."""
+    over_shards = [
+        (i, loader.get_sampler())
+        for i, loader in enumerate(accelerator._dataloaders)
+        if isinstance(loader.dataset, IterableDatasetShard)
+    ]
+    return [(i, sampler) for i, sampler in over_shards if isinstance(sampler, SeedableRandomSampler)]
 
 
 def random_states(step: int, *, devices: bool = True) -> dict[str, Any]:
@@ -122,8 +121,8 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
     np.random.set_state(states["numpy_random_seed"])  # noqa: NPY002 - as above
     torch.set_rng_state(states["torch_manual_seed"])
     for device in _DEVICES:
-        if (found := states.get(f"torch_{device}_manual_seed")) is not None:
-            getattr(torch, device).set_rng_state_all(found)
+        if (seeds := states.get(f"torch_{device}_manual_seed")) is not None:
+            getattr(torch, device).set_rng_state_all(seeds)
 
 
 def numbered(name: str, index: int) -> str:
@@ -131,12 +130,8 @@ def numbered(name: str, index: int) -> str:
     return f"{name}_{index}" if index else name
 
 
-def _each(items: Sequence[Any]) -> list[tuple[int, Any]]:
-    return list(enumerate(items))
-
-
-def _archive(path: str, state: Any) -> FilePlan:
-    return torch_archive.torch_image(path, state, strict=False, key=path)
+def _stateful(name: str, objects: Sequence[Any]) -> list[FilePlan]:
+    return [torch_file(f"{numbered(name, i)}.bin", one.state_dict()) for i, one in enumerate(objects)]
 
 
 def _model(index: int, state: Mapping[str, Any], *, safe_serialization: bool) -> FilePlan:
@@ -145,20 +140,19 @@ def _model(index: int, state: Mapping[str, Any], *, safe_serialization: bool) ->
             message = "is on the meta device: it was offloaded. Save such a model with handle.save_model()"
             raise StateError(key=f"model {index}: {name}", message=message)
     if not safe_serialization:
-        return _archive(utils.WEIGHTS_NAME.replace(".", f"_{index}.") if index else utils.WEIGHTS_NAME, state)
+        return torch_file(utils.WEIGHTS_NAME.replace(".", f"_{index}.") if index else utils.WEIGHTS_NAME, state)
     path = f"{numbered(utils.SAFE_MODEL_NAME, index)}.safetensors"
     for name, value in state.items():
         if not safetensors.fits_safetensors({name: value}):
-            kind = (
-                type(value).__name__ if not isinstance(value, torch.Tensor) else f"{value.dtype} {value.layout} tensor"
-            )
+            is_tensor = isinstance(value, torch.Tensor)
+            kind = f"{value.dtype} {value.layout} tensor" if is_tensor else type(value).__name__
             message = f"a {kind} does not fit safetensors: use save_state(safe_serialization=False)"
             raise StateError(key=f"model {index}: {name}", message=message)
     return safetensors.safetensors_image(path, _apart(state))
 
 
 def _apart(state: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
-    """Tensors that share memory only in part get their own: safetensors stores what is one and the same once."""
+    """Copy tensors that share memory only in part: safetensors stores only identical tensors once."""
     views: dict[tuple[torch.device, int], tuple[Any, ...]] = {}
     apart: Any = OrderedDict(state)
     if hasattr(state, "_metadata"):
@@ -172,29 +166,19 @@ def _apart(state: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
 
 
 def _fingerprint(value: Any) -> str:
-    digest = hashlib.sha256()
-    _absorb(value, digest)
-    return digest.hexdigest()[:16]
+    return hashlib.sha256(repr(_plain(value)).encode()).hexdigest()[:16]
 
 
-def _absorb(value: Any, digest: Any) -> None:
-    # Not by pickling: that depends on which objects are one and the same, and this on their values only.
-    kind = type(value).__name__
+def _plain(value: Any) -> Any:
+    """Equal for equal values. Not a pickle: that depends on the identity of objects as well."""
     if isinstance(value, Mapping):
-        digest.update(f"{len(value)} entries".encode())
-        for key in value:
-            _absorb(key, digest)
-            _absorb(value[key], digest)
-    elif isinstance(value, list | tuple):
-        digest.update(f"{len(value)} of".encode())
-        for inner in value:
-            _absorb(inner, digest)
-    elif isinstance(value, torch.Tensor):
+        return [(_plain(key), _plain(inner)) for key, inner in value.items()]
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        digest.update(f"{value.dtype}{tuple(value.shape)}".encode() + data)
-    elif isinstance(value, np.ndarray) and value.dtype != object:
-        digest.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
-    elif isinstance(value, str | int | float | bool | bytes | type(None)):
-        digest.update(f"{kind}:{value!r};".encode())
-    else:
-        digest.update(kind.encode())
+        return str(value.dtype), tuple(value.shape), data
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return str(value.dtype), value.shape, value.tobytes()
+    is_plain = isinstance(value, str | int | float | bool | bytes | type(None))
+    return (type(value).__name__, value if is_plain else None)

@@ -1,10 +1,10 @@
-"""The place in the data: what a stateful loader needs besides its own state to go on in the middle of an epoch, bit for bit.
+"""The position in the data: the state with which a stateful loader continues in mid-epoch, bit for bit.
 
-Accelerate saves, for all ranks together, how many batches a ``StatefulDataLoader`` has given. Which ones come next also depends
-on the random generators: when the epoch began, and when the batch was fetched that Accelerate has always ready ahead. Starting
-an iterator again draws from them as well, after Accelerate has put them back. So every rank keeps its own state, what the
-generators were at those two moments, and the number of the epoch. A loader that is continued begins with the first, fetches its
-first batch with the second, and then the generators are put to what they were when the checkpoint was taken.
+Accelerate saves one count for all ranks: how many batches a ``StatefulDataLoader`` has given. The next batches also depend on
+the random generators at two moments: when the epoch began, and when Accelerate fetched the batch that it always has ahead. A
+new iterator draws from the generators as well, after Accelerate has restored them. So every rank saves its own state, the
+states of the generators at those two moments, and the number of the epoch. A loader that is continued begins with the first
+states and fetches its first batch with the second. Then the generators get the states that they had at the save.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from safe_ckpt.accelerate import contents
-from safe_ckpt.adapters.patch import Patch
+from safe_ckpt.adapters import Patch
 
 KEY = "safe_ckpt_loaders"
 """In each rank's ``random_states_<rank>.pkl``; stock Accelerate ignores it."""
@@ -29,17 +29,17 @@ class Loaders:
         self._watched: dict[int, _Watched] = {}
 
     def watch(self, loader: Any) -> None:
-        """From now on remember what is needed to continue ``loader``."""
-        if getattr(loader, "use_stateful_dataloader", False) and id(loader.base_dataloader) not in self._watched:
-            self._watched[id(loader.base_dataloader)] = _Watched(loader)
+        """From now on record the state with which ``loader`` can be continued."""
+        if getattr(loader, "use_stateful_dataloader", False) and self._of(loader) is None:
+            self._watched[id(loader.base_dataloader)] = _Watched.on(loader)
 
     def states(self, loaders: Sequence[Any]) -> list[dict[str, Any] | None]:
         """What to save, loader by loader."""
-        found = [self._of(loader) for loader in loaders]
-        return [watched.state() if watched is not None else None for watched in found]
+        watched = [self._of(loader) for loader in loaders]
+        return [one.state() if one is not None else None for one in watched]
 
     def resume(self, loaders: Sequence[Any], states: Sequence[Mapping[str, Any] | None]) -> None:
-        """Accelerate has restored everything: let loaders in mid-epoch go on exactly, all others begin as new ones do."""
+        """After Accelerate has restored everything: loaders in mid-epoch continue exactly, the others begin anew."""
         now = contents.random_states(0)
         for index, loader in enumerate(loaders):
             self.watch(loader)
@@ -59,15 +59,27 @@ class Loaders:
 
 
 class _Watched:
+    """The record of one loader. All Accelerators that prepared it share this; the last one to forget it restores the loader."""
+
     def __init__(self, loader: Any) -> None:
         self.ahead: Mapping[str, Any] | None = None
+        self._users = 0
         self._loader = loader
         self._base = loader.base_dataloader
         self._iterate: Callable[[], Iterator[Any]] = self._base.__iter__
         self._begun: Mapping[str, Any] | None = None
         self._pending: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
-        # Accelerate asks the loader within by attribute, so one of the instance is found.
+        # Accelerate calls __iter__ as an attribute of the inner loader, so one of the instance is called.
         self._patch = Patch(self._base, {"__iter__": self._begin})
+
+    @classmethod
+    def on(cls, loader: Any) -> _Watched:
+        """The record of ``loader``, which another Accelerator may have made. Call ``forget`` once for each call of this."""
+        replacement = vars(loader.base_dataloader).get("__iter__")
+        present = getattr(replacement, "__self__", None)
+        watched = present if isinstance(present, cls) else cls(loader)
+        watched._users += 1
+        return watched
 
     def state(self) -> dict[str, Any]:
         return {
@@ -82,45 +94,47 @@ class _Watched:
     def resume(self, state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         if state:
             self._base.load_state_dict(state["place"])
-        place = getattr(self._base, "next_iter_state", None)
-        if not isinstance(place, Mapping):
+        position = getattr(self._base, "next_iter_state", None)
+        if not isinstance(position, Mapping):
             return
-        over = bool(place.get("_iterator_finished"))
+        over = bool(position.get("_iterator_finished"))
         if state.get("iteration") is not None:
             self._loader.iteration = state["iteration"] + (over and state["within"])
-        if not over and place.get("_num_yielded") != 0:
+        if not over and position.get("_num_yielded") != 0:
             self._pending = (state, now)
             return
-        # A continued iterator that has nothing left is started twice, and draws twice.
+        # A continued iterator without further batches is started twice, and draws twice.
         self._base.next_iter_state = None
         self._set_generator(state.get("generator"))
         if state.get("ready"):
-            self._base.state_dict()  # starts it, as it was
+            self._base.state_dict()  # starts the iterator, which was started at the save
             contents.restore_random_states(now)
 
     def forget(self) -> None:
-        self._patch.give_back()
+        self._users -= 1
+        if not self._users:
+            self._patch.give_back()
 
     def _begin(self) -> Iterator[Any]:
         pending, self._pending = self._pending, None
         if pending is None:
             self._begun = self._now()
-            return _Fetching(self._iterate(), self)
+            return _fetched(self._iterate(), self)
         state, now = pending
         begun = state.get("begun")
-        if begun is None:  # not watched then, or written by a stock Accelerator
-            return _Fetching(self._iterate(), self, then=now)
+        if begun is None:  # not recorded then, or saved by a stock Accelerator
+            return _fetched(self._iterate(), self, then=now)
         self._begun = begun
         torch.set_rng_state(begun["torch"])
         self._set_generator(begun["generator"])
         own = self._base.generator
         if begun["ready"]:
-            # It had been started before the epoch began: what starting draws must not come from the generators now.
+            # The iterator had been started before the epoch began: starting it now must not draw from the generators.
             self._base.generator = torch.Generator()
         try:
             iterator = self._iterate()
             _draw_order(iterator)
-            return _Fetching(iterator, self, first=state.get("ahead"), then=now)
+            return _fetched(iterator, self, first=state.get("ahead"), then=now)
         finally:
             self._base.generator = own
 
@@ -130,11 +144,11 @@ class _Watched:
         return {"torch": torch.get_rng_state(), "generator": state, "ready": self._is_ready()}
 
     def _is_ready(self) -> bool:
-        """Whether the loader's next iterator is there already: asking a new loader for its state starts one."""
+        """Whether the loader's next iterator exists already: ``state_dict`` of a new loader starts one."""
         return bool(getattr(self._base, "_initial_iter_for_state_dict", False))
 
     def _is_within(self) -> bool:
-        """Whether somebody is iterating: after an epoch's last batch its number goes up only when the loop is left."""
+        """Whether a loop is iterating: the number of the epoch increases only when the loop is left."""
         active = getattr(getattr(self._loader, "gradient_state", None), "dataloader_references", ())
         return any(loader is self._loader for loader in active)
 
@@ -147,49 +161,41 @@ class _Watched:
         sampler: Any = getattr(self._loader, "batch_sampler", None)
         while hasattr(sampler, "batch_sampler"):
             sampler = sampler.batch_sampler
-        found = getattr(getattr(sampler, "sampler", sampler), "generator", None)
-        return found if isinstance(found, torch.Generator) else None
+        generator = getattr(getattr(sampler, "sampler", sampler), "generator", None)
+        return generator if isinstance(generator, torch.Generator) else None
 
 
 def _draw_order(iterator: Any) -> None:
-    """Let the sampler draw the order now: torchdata skips what was given only when the next batch is fetched."""
+    """Have the sampler draw the order now: torchdata skips the batches that were given only at the next fetch."""
     skipping = getattr(iterator, "_sampler_iter", None)
     if isinstance(skipping, itertools.islice):
         iterator._sampler_iter = itertools.chain(list(itertools.islice(skipping, 1)), skipping)
 
 
-class _Fetching:
-    """Remembers with which generators each batch is fetched.
+def _fetched(
+    iterator: Iterator[Any],
+    watched: _Watched,
+    first: Mapping[str, Any] | None = None,
+    then: Mapping[str, Any] | None = None,
+) -> Iterator[Any]:
+    """The batches of ``iterator``; before each is fetched, the state of the generators is noted.
 
     Args:
         iterator: gives the batches.
-        watched: is told.
-        first: what the generators are to be when the first batch is fetched; None to leave them.
-        then: what they are to be after it.
+        watched: gets the state.
+        first: what the generators are set to before the first batch is fetched; None to leave them.
+        then: what they are set to after it.
     """
-
-    def __init__(
-        self,
-        iterator: Iterator[Any],
-        watched: _Watched,
-        first: Mapping[str, Any] | None = None,
-        then: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._iterator = iterator
-        self._watched = watched
-        self._first = first
-        self._then = then
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if self._first is not None:
-            contents.restore_random_states(self._first)
-        self._watched.ahead = contents.random_states(0, devices=False)
+    while True:
+        if first is not None:
+            contents.restore_random_states(first)
+        watched.ahead = contents.random_states(0, devices=False)
         try:
-            return next(self._iterator)
+            batch = next(iterator)
+        except StopIteration:
+            return
         finally:
-            if self._then is not None:
-                contents.restore_random_states(self._then)
-            self._first = self._then = None
+            if then is not None:
+                contents.restore_random_states(then)
+            first = then = None
+        yield batch

@@ -1,29 +1,26 @@
-"""Where checkpoints of an Accelerator lie: directories that are held, names, numbers, and what other tools left there."""
+"""The directories of an Accelerator's checkpoints: how they are held, named and numbered."""
 
 from __future__ import annotations
 
 import os
 import re
-import uuid
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.adapters import Engine, reraise
+from safe_ckpt.adapters import Engine, OpenDirectory
 from safe_ckpt.adapters.directories import (
     HIDDEN,
     WEIGHTS,
     Candidate,
     Catalog,
     HeldDirectories,
-    OpenDirectory,
     candidates_in,
-    extra_files,
     is_of,
+    policy_of,
     refuse,
-    retention,
 )
 from safe_ckpt.adapters.layouts import ACCELERATE
 from safe_ckpt.config import Retention
@@ -40,50 +37,48 @@ class Target:
     """Where one save goes, agreed by all ranks.
 
     Attributes:
-        place: the directory that is held.
+        directory: the one that is held.
         path: the final name.
         number: Accelerate's ``iteration``.
         step: the number in a name of the user's, or else ``number``.
-        begun: a folder for what hooks write; None when no rank has hooks.
-        key: what ``begun`` is staged under.
+        hooks: whether some rank has hooks that write files.
     """
 
-    place: OpenDirectory
+    directory: OpenDirectory
     path: Path
     number: int
     step: int
-    begun: Path | None
-    key: str
+    hooks: bool
 
 
 class CheckpointDirectory:
     """The directories of one Accelerator, each taken at its first use. Every method is called on every rank.
 
-    With automatic naming that is the folder ``checkpoints``. A path of the user's is held by itself, for other jobs may keep
-    theirs beside it, and only as long as it is the last one.
+    With automatic naming that is the folder ``checkpoints``. A path of the user's is held by itself, as other jobs may keep
+    theirs beside it, and only until the next path is saved to.
 
     Args:
         engine: where the ranks meet.
-        accelerator: whose project they belong to.
-        policy: what to keep.
+        accelerator: its project has the directories.
+        policy: which checkpoints to keep.
 
     Attributes:
         named: the directories that the user names one by one.
-        retention: what is deleted after a commit; None for nothing.
+        retention: decides which are deleted after a commit; None deletes none.
     """
 
     def __init__(self, engine: Engine, accelerator: Any, policy: Retention) -> None:
         self._engine = engine
         self._accelerator = accelerator
-        self.retention = retention.policy_of(policy)
+        self.retention = policy_of(policy)
         self._automatic: OpenDirectory | None = None
         self.named = HeldDirectories(engine)
-        self._ledgers: dict[Path, Catalog] = {}
+        self._catalogs: dict[Path, Catalog] = {}
         self._last: Path | None = None
         _living.add(self)
 
     def automatic(self) -> Path | None:
-        """Where checkpoints go that Accelerate names itself; None when it does not."""
+        """The directory of the checkpoints that Accelerate names itself; None without automatic naming."""
         project = self._accelerator.project_configuration
         if not project.automatic_checkpoint_naming:
             return None
@@ -99,45 +94,42 @@ class CheckpointDirectory:
         folder = self.automatic()
         if folder is None or self._automatic is not None:
             return self._automatic
-        # In the folder that Accelerate lists nothing but checkpoints may lie: it takes whatever sorts last.
+        # Accelerate loads the entry that sorts last in its folder: only checkpoints may lie there.
         hidden = folder.parent / HIDDEN
         self._automatic = OpenDirectory.take(self._engine, folder, lambda: candidates(folder), hidden=hidden)
         return self._automatic
 
     def for_load(self) -> OpenDirectory:
-        """Where ``load_state()`` without a path looks.
+        """The directory that ``load_state()`` without a path loads from.
 
         Raises:
-            ConfigError: that cannot be told.
+            ConfigError: neither is a directory named, nor was one saved to.
         """
-        place = self.hold_automatic()
-        if place is not None:
-            return place
+        directory = self.hold_automatic()
+        if directory is not None:
+            return directory
         if self._last is None:
-            message = (
-                "no input_dir was given and nothing was saved yet: give it, or use automatic_checkpoint_naming=True"
-            )
+            message = "it was not given, and nothing was saved yet: give it, or use automatic_checkpoint_naming=True"
             raise ConfigError(key="load_state: input_dir", message=message)
         return self._hold_named(self._last)
 
-    def candidates(self, place: OpenDirectory) -> list[Candidate]:
-        """What ``load_state()`` may take: with names of the user's only what this process saved. On rank 0."""
-        if place is self._automatic:
-            return candidates(place.workspace.path)
-        own = {info.path: info for info in place.ledger.committed}
+    def candidates(self, directory: OpenDirectory) -> list[Candidate]:
+        """The checkpoints that ``load_state()`` may take; of those that the user named, only this process's. On rank 0."""
+        listed = candidates(directory.workspace.path)
+        if directory is self._automatic:
+            return listed
+        own = {info.path: info for info in directory.catalog.committed}
         return [
-            one
-            for one in candidates(place.workspace.path)
-            if one.path in own and (one.manifest is None or is_of(own[one.path], one.manifest))
+            one for one in listed if one.path in own and (one.manifest is None or is_of(own[one.path], one.manifest))
         ]
 
-    def for_weights(self, path: Path, view: Mapping[str, str], error: Exception | None) -> bool:
+    def for_weights(self, path: Path, must_match: Mapping[str, str], check: Callable[[], object]) -> bool:
         """Whether a directory for weights alone can be replaced as a whole: there are no directories in it, and it is no link.
 
         Args:
             path: the directory.
-            view: what else must be equal on all ranks.
-            error: why this rank cannot save; every rank raises it.
+            must_match: what else must be equal on all ranks.
+            check: raises where this rank cannot save; every rank raises it.
 
         Raises:
             DirectoryError: it is a checkpoint, or no directory.
@@ -148,9 +140,9 @@ class CheckpointDirectory:
             refuse(path if whole else path.resolve(), WEIGHTS, _is_stock, whole=whole)
             return whole
 
-        values = {"save_directory": path, **view}
+        values = {"save_directory": path, **must_match}
         whole = self._engine.agree(
-            "weights", must_match=values, local=reraise(error), decide=decide, phase="planning the weights"
+            "weights", must_match=values, local=check, decide=decide, phase="planning the weights"
         )
         self._take_over(path)
         return bool(whole)
@@ -167,39 +159,33 @@ class CheckpointDirectory:
             DirectoryError: the path exists and is not a checkpoint of ours.
             DesyncError: the ranks gave different paths.
         """
-        place = self.hold_automatic()
-        own = None if place is not None else _named(output_dir)
+        directory = self.hold_automatic()
+        named = None if directory is not None else _named(output_dir)
         iteration = self._accelerator.project_configuration.iteration
 
         def decide(answers: Mapping[int, Any]) -> dict[str, Any]:
-            if own is not None:
-                refuse(own, ADAPTER, _is_stock, empty=True)
-            number = iteration if place is None else max(iteration, next_number(place.workspace.path))
-            return {"number": number, "hooks": any(answers.values()), "key": uuid.uuid4().hex}
+            if named is not None:
+                refuse(named, ADAPTER, _is_stock, empty=True)
+            number = iteration if directory is None else max(iteration, next_number(directory.workspace.path))
+            return {"number": number, "hooks": any(answers.values())}
 
-        agreed = self._engine.agree(
-            "name", must_match={"output_dir": own or "automatic"}, local=lambda: hooks, decide=decide
-        )
-        if place is not None:
-            path = place.workspace.path / f"checkpoint_{agreed['number']}"
+        values = {"output_dir": named or "automatic"}
+        agreed = self._engine.agree("name", must_match=values, local=lambda: hooks, decide=decide)
+        number = agreed["number"]
+        if directory is not None:
+            path, step = directory.workspace.path / f"checkpoint_{number}", number
         else:
             path = self._last = _named(output_dir)
-            place = self._hold_named(path)
-        begun = None
-        if agreed["hooks"]:
-            timeout_s = self._engine.config.timeouts.barrier_s
-            begun = extra_files.open_folder(self._engine.coordinator, place.workspace, agreed["key"], timeout_s)
-        number = agreed["number"]
-        step = number if own is None else _step_of(path.name, number)
-        return Target(place=place, path=path, number=number, step=step, begun=begun, key=agreed["key"])
+            directory, step = self._hold_named(path), _step_of(path.name, number)
+        return Target(directory=directory, path=path, number=number, step=step, hooks=agreed["hooks"])
 
     def _hold_named(self, path: Path) -> OpenDirectory:
         self._take_over(path)
         workspace = self.named.hold(path, resumed=True)
-        return OpenDirectory(workspace=workspace, ledger=self._ledgers.setdefault(path.parent, Catalog()))
+        return OpenDirectory(workspace=workspace, catalog=self._catalogs.setdefault(path.parent, Catalog()))
 
     def _take_over(self, path: Path) -> None:
-        """From an Accelerator of this process, such as that of a notebook's cell that was run again and is still held."""
+        """Take ``path`` from other Accelerators of this process, such as that of a notebook's cell that was run again."""
         for other in list(_living):
             if other is not self:
                 other.named.let_go(path)
@@ -221,7 +207,7 @@ def next_number(folder: Path) -> int:
 
 def _named(output_dir: str | os.PathLike[str] | None) -> Path:
     if output_dir is None:
-        message = "give it, or use ProjectConfiguration(automatic_checkpoint_naming=True)"
+        message = "is missing: give it, or use ProjectConfiguration(automatic_checkpoint_naming=True)"
         raise ConfigError(key="save_state: output_dir", message=message)
     return Path(os.path.abspath(output_dir))
 

@@ -1,4 +1,4 @@
-"""The handle on an Accelerator that is registered: what stands in for ``save_state``, ``load_state`` and the others."""
+"""The handle on a registered Accelerator: its own ``save_state``, ``load_state``, ``save_model`` and others."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import DistributedType
-from typing_extensions import Self
 
 from safe_ckpt.accelerate import load, save, strategies
 from safe_ckpt.accelerate import save_model as models
 from safe_ckpt.accelerate.dataloaders import Loaders
 from safe_ckpt.accelerate.directories import CheckpointDirectory
-from safe_ckpt.adapters import Engine, plan, registration
-from safe_ckpt.adapters.patch import Patch
-from safe_ckpt.adapters.tracking import Tracking
+from safe_ckpt.adapters import AttachedHandle, Engine, Tracking
+from safe_ckpt.adapters.handle import MARK
+from safe_ckpt.adapters.planning import prepare_memory
 from safe_ckpt.config import CheckpointConfig, Retention
-from safe_ckpt.errors import ClosedError, ConfigError
+from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
 
 if TYPE_CHECKING:
@@ -30,59 +28,65 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _OWNER = "a registered Accelerator; its free_memory() or end_training(), or handle.remove(), frees it"
 _OTHERS = ("MEGATRON_LM", "XLA")
-"""They write checkpoints of their own kind, past what is replaced here."""
+"""They write their checkpoints with functions that are not replaced here."""
 _REPLACED = ("save_state", "load_state", "save_model", "end_training", "free_memory", "prepare_data_loader")
-_ENDED = {
-    "end_training": (
-        "end_training() finished the saves and ended this registration, and the process group. Save before it; in a process "
-        "that goes on without one, call register(accelerator) again"
-    ),
-    "free_memory": "free_memory() or clear() gave the directory back: call register(accelerator) again to save with this one",
-    "remove": "handle.remove() gave the Accelerator back as it was: call register(accelerator) again",
-    "end": "another Accelerator was registered for the same project: save with that one, or register this one again",
-    "copy": "this is a copy of the handle, bound to nothing: use the one that register returned, in the process that trains",
-}
-"""How a registration came to its end -> what happened and what to do."""
 
 
-class Handle:
+class Handle(AttachedHandle):
     """What ``register`` returns. As a context manager it finishes what is in flight and takes the registration back.
 
     Every method is called on every rank, on the thread that trains.
     """
 
+    endings: Mapping[str, str] = {
+        "end_training": (
+            "end_training() finished the saves and ended this registration, and the process group. Save before it; in a "
+            "process that goes on without one, call register(accelerator) again"
+        ),
+        "free_memory": "free_memory() or clear() gave the directory back: call register(accelerator) again to save",
+        "remove": "handle.remove() gave the Accelerator back as it was: call register(accelerator) again",
+        "end": "another Accelerator was registered for the same project: save with that one, or register this one again",
+        "copy": "this is a copy of the handle: use the one that register returned, in the process that trains",
+    }
+
     def __init__(self, accelerator: Any, config: CheckpointConfig, *, hooks: Iterable[Hook] = ()) -> None:
-        self.config = config
-        self._accelerator = accelerator
-        self._engine = Engine(config, hooks=hooks, owner=_OWNER)
-        self._trackers = Tracking(
-            self._engine,
-            lambda: [("a tracker", accelerator.log)] if accelerator.is_main_process else [],
-            facts=True,
-        )
-        self._ended = ""
+        engine = Engine(config, hooks=hooks, owner=_OWNER)
+        super().__init__(accelerator, engine)
+        self._accelerator, self._engine = accelerator, engine
         try:
-            self._places = CheckpointDirectory(self._engine, accelerator, retention(accelerator, config))
-            self._places.hold_automatic()
+            directories = CheckpointDirectory(engine, accelerator, retention(accelerator, config))
+            directories.hold_automatic()
         except BaseException:
-            self._engine.close(quiet=True)
+            engine.close(quiet=True)
             raise
-        self._shards = strategies.planner(self._engine, accelerator)
-        self._loaders = Loaders()
+        self._trackers = Tracking(
+            engine, lambda: [("a tracker", accelerator.log)] if accelerator.is_main_process else [], facts=True
+        )
+        self._context = save.Context(
+            engine=engine,
+            accelerator=accelerator,
+            directories=directories,
+            loaders=Loaders(),
+            shards=strategies.ShardedStates(engine, accelerator) if strategies.is_sharding(accelerator) else None,
+        )
         for loader in accelerator._dataloaders:
-            self._loaders.watch(loader)
+            self._context.loaders.watch(loader)
         self._prepare_data_loader: Callable[..., Any] = accelerator.prepare_data_loader
         self._load_state: Callable[..., None] = accelerator.load_state
         self._end_training: Callable[[], None] = accelerator.end_training
         self._free_memory: Callable[..., Any] = accelerator.free_memory
         methods = {name: getattr(self, name) for name in _REPLACED}
-        self._patch = Patch(accelerator, {**methods, "__getstate__": self._state_of_a_copy})
-        registration.mark(accelerator, self)
+        self._patch = self.attach({**methods, "__getstate__": self._state_of_a_copy})
         self.prepare()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Threads, locks and a process stay here: what is copied, or sent to a worker, is a handle that has ended.
-        return _ended_handle, (self._accelerator, self.config)
+    def __getstate__(self) -> dict[str, Any]:
+        # Threads, locks and a process stay here: a copy, also one in a worker, is a handle that has ended.
+        return {"accelerator": self._accelerator, "config": self.config}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._accelerator = self._owner = state["accelerator"]
+        self.config = state["config"]
+        self.ended = "copy"
 
     def save_state(
         self,
@@ -117,23 +121,20 @@ class Handle:
             DesyncError: the ranks differ in path, or in what one file holds for all of them.
             ClosedError: the registration has ended; says by what, and what to do.
             RendezvousTimeout: some ranks did not call this; names them.
-            SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started. With
+            SafeCheckpointError: the error of an earlier save that was not raised yet; this one was not started. With
                 ``async_save=False`` also that of this one.
         """
-        self._refuse_ended("save_state")
-        self._trackers.report()
-        if save_model_func_kwargs and not strategies.engines_of(self._accelerator):
-            logger.warning("save_state ignores %s: only DeepSpeed has them", ", ".join(save_model_func_kwargs))
-        options = save.Options(
-            safe_serialization=safe_serialization,
-            metrics=metrics or {},
-            step=step,
-            overlap=self._overlaps,
-            shards=self._shards,
-            arguments=save_model_func_kwargs,
-        )
-        with self._engine.together():
-            path, handle = save.save(self._engine, self._places, self._loaders, self._accelerator, output_dir, options)
+        with self.call("save_state"):
+            self._trackers.report()
+            if save_model_func_kwargs and not strategies.engines_of(self._accelerator):
+                logger.warning("save_state ignores %s: only DeepSpeed has them", ", ".join(save_model_func_kwargs))
+            options = save.Options(
+                safe_serialization=safe_serialization,
+                metrics=metrics or {},
+                step=step,
+                arguments=save_model_func_kwargs,
+            )
+            path, handle = save.save(self._context, output_dir, options)
         self._trackers.follow(handle, step)
         if not async_save:
             handle.result()
@@ -160,23 +161,20 @@ class Handle:
             ConfigError: neither ``input_dir`` nor automatic naming says where to look.
             SafeCheckpointError: it does not fit what is restored; the same on every rank.
         """
-        self._refuse_ended("load_state")
-        self._land()  # one that failed is no reason not to go back to the one before it; its error stays to be raised
 
-        def restore(path: Path) -> None:
-            with strategies.engines_loading(self._engine, self._accelerator, path):
-                self._load_state(str(path), load_kwargs, **load_model_func_kwargs)
+        def restore(path: str) -> None:
+            self._load_state(path, load_kwargs, **load_model_func_kwargs)
 
-        with self._engine.together():
-            path = load.load(self._engine, self._places, self._loaders, self._accelerator, input_dir, restore)
-        strategies.resume_engines(self._engine, self._accelerator, path, load_model_func_kwargs)
+        with self.call("load_state"):
+            self._land()  # one that failed is no reason not to go back to the one before it; its error stays to be raised
+            load.load(self._context, input_dir, restore, load_model_func_kwargs)
         self.prepare()
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         """Stands in for ``Accelerator.prepare_data_loader``, which ``prepare`` calls: the same, and the loader is watched."""
         self._refuse_copy("prepare_data_loader")
         loader = self._prepare_data_loader(*args, **kwargs)
-        self._loaders.watch(loader)
+        self._context.loaders.watch(loader)
         return loader
 
     def save_model(
@@ -215,11 +213,10 @@ class Handle:
             ClosedError: the registration has ended.
             SafeCheckpointError: it could not be written; the same on every rank.
         """
-        self._refuse_ended("save_model")
-        self._trackers.report()
         options = models.Options(max_shard_size=max_shard_size, safe_serialization=safe_serialization, dtype=dtype)
-        with self._engine.together():
-            return models.save(self._engine, self._places, self._accelerator, model, save_directory, options)
+        with self.call("save_model"):
+            self._trackers.report()
+            return models.save(self._context, model, save_directory, options)
 
     def end_training(self) -> None:
         """Stands in for ``Accelerator.end_training``: finishes what is in flight first, for that ends the process group.
@@ -227,11 +224,11 @@ class Handle:
         From then on ``save_model`` of the Accelerator is stock's, and ``save_state`` and ``load_state`` raise ``ClosedError``.
 
         Raises:
-            SafeCheckpointError: a save failed and nobody was told yet. Training is ended all the same.
+            SafeCheckpointError: a save failed, and its error was not raised yet. Training is ended all the same.
         """
         self._refuse_copy("end_training")
         try:
-            self._finish("end_training")
+            self._end("end_training")
         finally:
             self._end_training()
 
@@ -241,11 +238,11 @@ class Handle:
         To save again with this Accelerator, ``register`` it again.
 
         Raises:
-            SafeCheckpointError: a save failed and nobody was told yet. The memory is freed all the same.
+            SafeCheckpointError: a save failed, and its error was not raised yet. The memory is freed all the same.
         """
         self._refuse_copy("free_memory")
         try:
-            self._finish("free_memory")
+            self._end("free_memory")
         finally:
             objects = self._free_memory(*objects)
         return objects
@@ -254,13 +251,13 @@ class Handle:
         """Wait until everything in flight is committed.
 
         Raises:
-            SafeCheckpointError: a save failed and nobody was told yet; the same on every rank.
+            SafeCheckpointError: a save failed, and its error was not raised yet; the same on every rank.
         """
         self._refuse_copy("wait")
-        if self._ended:
+        if self.closed:
             return
         try:
-            self._engine.wait()
+            super().wait()
         finally:
             self._trackers.report()
 
@@ -269,25 +266,12 @@ class Handle:
 
         Called by ``register`` and after ``load_state``. Worth a call of its own when ``prepare()`` came after ``register``.
         """
-        self._refuse_ended("prepare")
-        parts = [*self._accelerator._models, *save.plain_optimizers(self._accelerator)]
-        state = {str(number): part for number, part in enumerate(parts)}
-        self._engine.prepare(plan.expected_bytes(state, rank=self._engine.rank))
-
-    def remove(self) -> None:
-        """Finish what is in flight and leave the Accelerator as it was. Again: nothing happens.
-
-        Raises:
-            SafeCheckpointError: a save failed and nobody was told yet. The Accelerator is as it was all the same.
-        """
-        try:
-            self._finish("remove")
-        finally:
-            self._restore()
+        self.refuse_ended("prepare")
+        prepare_memory(self._engine, [*self._accelerator._models, *strategies.plain_optimizers(self._accelerator)])
 
     def end(self) -> None:
         """Finish what is in flight and give the directory back. The Accelerator stays registered: its saves raise."""
-        self._finish("end")
+        self._end("end")
 
     @property
     def project(self) -> str | None:
@@ -295,70 +279,34 @@ class Handle:
         project = self._accelerator.project_configuration
         return self._accelerator.project_dir if project.automatic_checkpoint_naming else None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.remove()
-            return
-        if not self._ended:
-            self._ended = "remove"
-            self._engine.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
-        self._restore()
-
-    @property
-    def closed(self) -> bool:
-        """Whether ``end_training``, ``free_memory`` or ``remove`` was called."""
-        return bool(self._ended)
-
-    @property
-    def _overlaps(self) -> bool:
-        return self.config.snapshot == "overlapped"
-
     def _land(self) -> None:
         self._engine.settle()
         self._trackers.report()
 
-    def _finish(self, by: str) -> None:
-        if self._ended:
+    def _end(self, by: str, *, quiet: bool = False) -> None:
+        if self.closed:
             return
         try:
-            self._land()
+            super()._end(by, quiet=quiet)
         finally:
-            self._ended = by
             self._patch.give_back("save_model")  # needs no registration: from here on it is stock's
-            self._engine.close()
-
-    def _refuse_ended(self, call: str) -> None:
-        if self._ended:
-            raise ClosedError(message=f"{call}: {_ENDED[self._ended]}")
 
     def _refuse_copy(self, call: str) -> None:
-        if self._ended == "copy":
-            self._refuse_ended(call)
+        if self.ended == "copy":
+            self.refuse_ended(call)
 
-    def _restore(self) -> None:
-        if registration.unmark(self._accelerator, self):
-            self._loaders.forget()
-            self._patch.give_back()
+    def _detach(self) -> bool:
+        attached = super()._detach()
+        if attached:
+            self._context.loaders.forget()
+        return attached
 
     def _state_of_a_copy(self) -> Any:
         """Stands in for the Accelerator's ``__getstate__``: a copy, also one in a worker, is as if it were not registered."""
         state = self._patch.state_without()
         if isinstance(state, dict):
-            state.pop("_safe_ckpt", None)
+            state.pop(MARK, None)
         return state
-
-
-def _ended_handle(accelerator: Any, config: CheckpointConfig) -> Handle:
-    handle = Handle.__new__(Handle)
-    handle.config = config
-    handle._accelerator = accelerator
-    handle._ended = "copy"
-    return handle
 
 
 def check(accelerator: Any, config: CheckpointConfig) -> None:
@@ -369,12 +317,10 @@ def check(accelerator: Any, config: CheckpointConfig) -> None:
     """
     kind = accelerator.distributed_type
     if kind in [getattr(DistributedType, name, None) for name in _OTHERS]:
-        message = (
-            f"{kind} writes its checkpoints itself and is not covered yet; save_state stays as it is without register"
-        )
+        message = f"{kind} writes its checkpoints itself and is not covered: use save_state without register"
         raise ConfigError(key="accelerator.distributed_type", message=message)
     if kind == DistributedType.DEEPSPEED and config.snapshot == "overlapped":
-        message = 'DeepSpeed\'s optimizers are not known to change parameters only in step(): use "eager" or "auto"'
+        message = 'DeepSpeed\'s optimizers may change parameters outside of step(): use "eager" or "auto"'
         raise ConfigError(key="snapshot", message=message)
     if kind == DistributedType.FSDP and not getattr(accelerator, "is_fsdp2", False):
         message = "FSDP of version 1 is not covered: use FullyShardedDataParallelPlugin(fsdp_version=2)"
@@ -382,16 +328,14 @@ def check(accelerator: Any, config: CheckpointConfig) -> None:
     if kind == DistributedType.FSDP:
         form = str(getattr(accelerator.state.fsdp_plugin.state_dict_type, "name", "?"))
         if form not in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
-            message = f"expected SHARDED_STATE_DICT or FULL_STATE_DICT, got {form}"
+            message = f"expected SHARDED_STATE_DICT or FULL_STATE_DICT, got {form}: use one of these"
             raise ConfigError(key="fsdp_plugin.state_dict_type", message=message)
     project = accelerator.project_configuration
     if project.save_on_each_node:
-        message = (
-            "is not supported: safe_ckpt commits one checkpoint that all ranks see. Use a file system that they share"
-        )
+        message = "is not supported: all ranks commit one checkpoint. Use a file system that they share"
         raise ConfigError(key="ProjectConfiguration.save_on_each_node", message=message)
     if project.automatic_checkpoint_naming and accelerator.project_dir is None:
-        message = "automatic_checkpoint_naming needs it: it is where the checkpoints go"
+        message = "is missing: automatic_checkpoint_naming puts the checkpoints there. Give one"
         raise ConfigError(key="ProjectConfiguration.project_dir", message=message)
 
 
@@ -407,8 +351,6 @@ def retention(accelerator: Any, config: CheckpointConfig) -> Retention:
     if limit < 1:
         raise ConfigError(key="ProjectConfiguration.total_limit", message=f"expected at least 1, got {limit!r}")
     if config.retention.keep_last not in (None, limit):
-        message = (
-            f"is {config.retention.keep_last} and ProjectConfiguration.total_limit is {limit}: give one of the two"
-        )
+        message = f"is {config.retention.keep_last}, but ProjectConfiguration.total_limit is {limit}: give one of them"
         raise ConfigError(key="retention.keep_last", message=message)
     return dataclasses.replace(config.retention, keep_last=limit)

@@ -10,71 +10,67 @@ from typing import Any
 
 from accelerate import utils
 
-from safe_ckpt.accelerate.dataloaders import KEY, Loaders
+from safe_ckpt.accelerate import strategies
+from safe_ckpt.accelerate.dataloaders import KEY
 from safe_ckpt.accelerate.directories import CheckpointDirectory, next_number
-from safe_ckpt.adapters import Engine, presence
-from safe_ckpt.adapters.directories import (
-    MANIFEST_NAME,
-    newest,
-    read_manifest,
-    resume,
-    verify,
-    warn_if_foreign,
-)
+from safe_ckpt.accelerate.save import Context
+from safe_ckpt.adapters.directories import manifest_of, presence, resume, verify, warn_if_foreign
 from safe_ckpt.errors import NoValidCheckpointError
 
 logger = logging.getLogger(__name__)
 
 
 def load(
-    engine: Engine,
-    places: CheckpointDirectory,
-    loaders: Loaders,
-    accelerator: Any,
+    context: Context,
     input_dir: str | os.PathLike[str] | None,
-    restore: Callable[[Path], None],
-) -> Path:
-    """Restore the checkpoint at ``input_dir``, or the newest valid one. Every rank calls this. Returns which one it was.
+    restore: Callable[[str], None],
+    arguments: Mapping[str, Any],
+) -> None:
+    """Restore the checkpoint at ``input_dir``, or the newest valid one. Every rank calls this.
 
     Args:
-        engine: where the ranks meet.
-        places: the directories that are held.
-        loaders: the loaders that are to go on where they were.
-        accelerator: what is restored.
+        context: of the registered Accelerator.
         input_dir: which one; None for the newest valid one.
         restore: reads a checkpoint and applies it.
+        arguments: further ones of ``load_state``, which ``restore`` gives to DeepSpeed.
 
     Raises:
         SafeCheckpointError: see ``Handle.load_state``.
     """
+    engine, accelerator = context.engine, context.accelerator
     if input_dir is None:
-        path = _newest(engine, places)
+        path = _newest(context)
     else:
         path = Path(os.path.abspath(os.path.expanduser(input_dir)))
         engine.agree("load_state", must_match={"path": path}, decide=lambda _: _expect(path))
         verify(engine, path)
     warn_if_foreign(engine, path)
-    if not presence.is_there(path / f"{utils.RNG_STATE_NAME}_{engine.rank}.pkl"):
+    random_states = path / f"{utils.RNG_STATE_NAME}_{engine.rank}.pkl"
+    is_known = presence.is_there(random_states)
+    if not is_known:
         logger.warning("%s holds no random state of rank %d: it does not continue exactly there", path, engine.rank)
 
     def apply() -> None:
-        restore(path)
-        loaders.resume(accelerator._dataloaders, _loader_states(path, engine.rank))
+        restore(str(path))
+        loader_states = utils.load(random_states).get(KEY, ()) if is_known else ()
+        context.loaders.resume(accelerator._dataloaders, loader_states)
 
-    resume.apply(engine, apply)
+    with strategies.loading(engine, accelerator, path, arguments):
+        resume.apply(engine, apply)
     own = accelerator.project_configuration.iteration
-    number = engine.agree("iteration", must_match={"path": path}, decide=lambda _: max(own, _next(places, path)))
-    accelerator.project_configuration.iteration = number
-    return path
+    accelerator.project_configuration.iteration = engine.agree(
+        "iteration", must_match={"path": path}, decide=lambda _: max(own, _next(context.directories, path))
+    )
 
 
-def _newest(engine: Engine, places: CheckpointDirectory) -> Path:
-    place = places.for_load()
-    chosen = newest(engine, place, lambda: places.candidates(place))
-    if chosen is None:
+def _newest(context: Context) -> Path:
+    directories = context.directories
+    directory = directories.for_load()
+    info = directory.newest(context.engine, lambda: directories.candidates(directory))
+    if info is None:
         message = "there is no checkpoint: save one first, or do not load on a fresh run"
-        raise NoValidCheckpointError(path=str(place.workspace.path), message=message)
-    return chosen.path
+        raise NoValidCheckpointError(path=str(directory.workspace.path), message=message)
+    return info.path
 
 
 def _expect(path: Path) -> None:
@@ -82,14 +78,9 @@ def _expect(path: Path) -> None:
         raise NoValidCheckpointError(path=str(path), message="there is no such directory")
 
 
-def _loader_states(path: Path, rank: int) -> list[Any]:
-    file = path / f"{utils.RNG_STATE_NAME}_{rank}.pkl"
-    return list(utils.load(file).get(KEY, ())) if presence.is_there(file) else []
-
-
-def _next(places: CheckpointDirectory, path: Path) -> int:
+def _next(directories: CheckpointDirectory, path: Path) -> int:
     """The number of the save that comes next: never one that is in use."""
-    if (folder := places.automatic()) is not None:
+    if (folder := directories.automatic()) is not None:
         return next_number(folder)
-    notes: Mapping[str, Any] = read_manifest(path).notes if presence.is_there(path / MANIFEST_NAME) else {}
-    return int(notes.get("iteration", -1)) + 1
+    manifest = manifest_of(path)
+    return int(manifest.notes.get("iteration", -1)) + 1 if manifest is not None else 0

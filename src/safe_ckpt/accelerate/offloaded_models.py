@@ -1,4 +1,4 @@
-"""The tensors of a model that may be offloaded, each to be fetched when its turn comes."""
+"""The tensors of a model that may be offloaded. Each is fetched when it is written."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import numpy as np
 import torch
 from accelerate.utils import OffloadedWeightsLoader
 
-from safe_ckpt.adapters import LazyTensor
-from safe_ckpt.adapters.weights import dtensor, hugging_face
+from safe_ckpt.adapters.extras import dtensor, hugging_face
+from safe_ckpt.adapters.planning import LazyTensor
 from safe_ckpt.errors import StateError
 
 Fetch = Callable[[], torch.Tensor]
 
 
 def is_offloaded(model: torch.nn.Module) -> bool:
-    """Whether some of its values are elsewhere."""
+    """Whether some of its values are offloaded."""
     return any(tensor.is_meta for _, tensor in _named(model))
 
 
 def tensors(model: torch.nn.Module, *, once: bool = True) -> dict[str, LazyTensor]:
     """Every parameter and persistent buffer under its name, module by module.
 
-    Where a tie can no longer be seen, as between two files of weights that were offloaded to disk, each name gets its values.
+    Ties between two files of weights that were offloaded to disk are unknown: each name gets its values.
 
     Args:
         model: whose.
@@ -37,15 +37,13 @@ def tensors(model: torch.nn.Module, *, once: bool = True) -> dict[str, LazyTenso
         StateError: one is on the meta device and no hook knows where it was offloaded to, or it does not fit safetensors.
     """
     dtensor.refuse_partitioned(model)
-    found: dict[str, LazyTensor] = {}
+    lazies: dict[str, LazyTensor] = {}
     seen: set[object] = set()
     homes = _homes(model)
     for name, tensor in _named(model):
-        held, fetch = (tensor, functools.partial(_detached, tensor)) if not tensor.is_meta else _offloaded(homes, name)
+        held, fetch = (tensor, tensor.detach) if not tensor.is_meta else _offloaded(homes, name)
         if fetch is None:
-            message = (
-                "is on the meta device, and no hook of Accelerate knows where its values are: load the model first"
-            )
+            message = "is on the meta device, and no hook of Accelerate has its values: load the model first"
             raise StateError(key=name, message=message)
         identity = identity_of(tensor, held)
         if once and seen & identity:
@@ -53,12 +51,12 @@ def tensors(model: torch.nn.Module, *, once: bool = True) -> dict[str, LazyTenso
         seen |= identity
         if once:
             hugging_face.admit(name, tensor, tensor.dtype)
-        found[name] = LazyTensor(dtype=tensor.dtype, shape=tuple(tensor.shape), fetch=fetch)
-    return found
+        lazies[name] = LazyTensor(dtype=tensor.dtype, shape=tuple(tensor.shape), fetch=fetch)
+    return lazies
 
 
 def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    # Not state_dict(): offloaded parameters are in there too, but hooks of the user's may make copies of the others.
+    # Not state_dict(): hooks of the user's may copy the tensors that are not offloaded.
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for name, parameter in module._parameters.items():
@@ -71,7 +69,7 @@ def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @dataclass(frozen=True)
 class _Home:
-    """Where a hook keeps values: under ``prefix`` and the name, in host memory or on disk."""
+    """The place where a hook keeps values: under ``prefix`` and the name, in host memory or on disk."""
 
     prefix: str
     values: Mapping[str, torch.Tensor]
@@ -80,13 +78,13 @@ class _Home:
     def held(self, name: str) -> torch.Tensor | None:
         """The tensor itself where it lies in host memory."""
         memory = self.values if isinstance(self.values, dict) else getattr(self.values, "state_dict", None)
-        found = memory.get(self.prefix + name) if isinstance(memory, dict) else None
-        return found if isinstance(found, torch.Tensor) else None
+        tensor = memory.get(self.prefix + name) if isinstance(memory, dict) else None
+        return tensor if isinstance(tensor, torch.Tensor) else None
 
 
 def _homes(model: torch.nn.Module) -> dict[str, _Home]:
     """Prefix of a module's names to where the hook on it finds their values."""
-    found = {}
+    homes = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         for hook in _hooks(module):
             values, prefix = getattr(hook, "weights_map", None), ""
@@ -94,8 +92,8 @@ def _homes(model: torch.nn.Module) -> dict[str, _Home]:
                 continue
             while hasattr(values, "dataset") and hasattr(values, "prefix"):  # accelerate.utils.offload.PrefixedDataset
                 prefix, values = values.prefix + prefix, values.dataset
-            found[f"{module_name}." if module_name else ""] = _Home(prefix, values, frozenset(values))
-    return found
+            homes[f"{module_name}." if module_name else ""] = _Home(prefix, values, frozenset(values))
+    return homes
 
 
 def _hooks(module: torch.nn.Module) -> list[Any]:
@@ -129,14 +127,10 @@ def _mapped(values: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | Non
     return torch.from_numpy(file).view(kind).view(shape)
 
 
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()
-
-
 def identity_of(tensor: torch.Tensor, held: torch.Tensor | None) -> set[object]:
-    """What two names of one tensor have in common. Equal values are not enough: zeros are equal to zeros."""
-    found: set[object] = {id(tensor)}
+    """The keys that two names of one tensor have in common. Equal values are not enough: zeros are equal to zeros."""
+    identity: set[object] = {id(tensor)}
     if held is not None and held.numel():
         view = (held.storage_offset(), held.dtype, tuple(held.shape), held.stride())
-        found.add((str(held.device), held.untyped_storage().data_ptr(), view))
-    return found
+        identity.add((str(held.device), held.untyped_storage().data_ptr(), view))
+    return identity

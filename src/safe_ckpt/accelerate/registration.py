@@ -1,4 +1,4 @@
-"""``register``: which Accelerators of this process are registered, and which registration an earlier one gives way to."""
+"""``register``: registers an Accelerator, and ends an earlier registration of the same object or project."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from safe_ckpt.accelerate.handle import Handle, check
-from safe_ckpt.adapters.registration import begin
+from safe_ckpt.adapters.handle import begin
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.events import Hook
 
@@ -56,7 +56,7 @@ def register(accelerator: Any, config: CheckpointConfig | None = None, *, hooks:
 
 
 def _end_earlier(accelerator: Any) -> None:
-    """A notebook's variables still hold the handle of a cell that is run again."""
+    """End the registration of another Accelerator for the same project, as when a notebook's cell is run again."""
     project = accelerator.project_configuration
     for handle in list(_registered):
         other = handle.project

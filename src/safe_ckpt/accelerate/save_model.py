@@ -1,7 +1,8 @@
-"""``save_model``: the weights alone, in the files that Accelerate would write, offloaded, gathered or as they are."""
+"""``save_model``: the weights alone, in the files that Accelerate would write."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -14,18 +15,14 @@ from typing import Any
 import torch
 from accelerate import utils
 from accelerate.utils import DistributedType
-from huggingface_hub import (
-    StateDictSplit,
-    split_state_dict_into_shards_factory,
-    split_torch_state_dict_into_shards,
-)
+from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory, split_torch_state_dict_into_shards
 
 from safe_ckpt.accelerate import offloaded_models, strategies
-from safe_ckpt.accelerate.directories import CheckpointDirectory
-from safe_ckpt.adapters import Engine, FilePlan, LazyTensor, file_plan, safetensors, torch_archive
-from safe_ckpt.adapters.directories import HIDDEN, MANIFEST_NAME, NAMES, Workspace, durable, sync_directory
-from safe_ckpt.adapters.requests import Streamed, Unplanned
-from safe_ckpt.adapters.weights import Exporter, dtensor, export, hugging_face
+from safe_ckpt.accelerate.save import Context
+from safe_ckpt.adapters import Attempt, FilePlan, Planned, torch_file
+from safe_ckpt.adapters.directories import HIDDEN, MANIFEST_NAME, NAMES, Workspace, durable
+from safe_ckpt.adapters.extras import Exporter, dtensor, export, hugging_face
+from safe_ckpt.adapters.planning import LazyTensor, file_plan, safetensors
 from safe_ckpt.errors import ConfigError, DirectoryError, StateError
 
 logger = logging.getLogger(__name__)
@@ -40,15 +37,6 @@ class Options:
     safe_serialization: bool
     dtype: torch.dtype | None
 
-    @property
-    def view(self) -> dict[str, str]:
-        """What is equal on all ranks."""
-        return {
-            "max_shard_size": str(self.max_shard_size),
-            "safe_serialization": str(bool(self.safe_serialization)),
-            "dtype": str(self.dtype),
-        }
-
     def most_bytes(self) -> int:
         """How large a shard may be.
 
@@ -56,52 +44,41 @@ class Options:
             ConfigError: an argument is not allowed.
         """
         if self.dtype is not None and not self.safe_serialization:
-            raise ConfigError(key="save_model: dtype", message="is for safe_serialization=True only")
+            raise ConfigError(key="save_model: dtype", message="is for safe_serialization=True only: leave it out")
         return hugging_face.parse_size(self.max_shard_size, "save_model: max_shard_size")
 
 
-def save(
-    engine: Engine,
-    places: CheckpointDirectory,
-    accelerator: Any,
-    model: torch.nn.Module,
-    directory: str | os.PathLike[str],
-    options: Options,
-) -> Path:
+def save(context: Context, model: torch.nn.Module, directory: str | os.PathLike[str], options: Options) -> Path:
     """Write the weights. Every rank calls this; rank 0 writes. Returns the directory when they are durable.
 
     Raises:
         SafeCheckpointError: see ``Handle.save_model``.
     """
+    engine, accelerator, named = context.engine, context.accelerator, context.directories.named
     path = Path(os.path.abspath(directory))
-    error: Exception | None = None
-    most_bytes = 0
-    try:
-        most_bytes = options.most_bytes()
-    except ConfigError as problem:  # the other ranks must learn of it before they gather
-        error = problem
-    whole = places.for_weights(path, options.view, error)
+    values = {name: str(value) for name, value in dataclasses.asdict(options).items()}
+    whole = context.directories.for_weights(path, values, options.most_bytes)
     if whole and options.safe_serialization and strategies.is_sharding(accelerator) and dtensor.has_sharded(model):
-        exported = Exporter(engine, places.named).export(
+        exported = Exporter(engine, named).export(
             model, path, format="safetensors", max_shard_size=options.max_shard_size, dtype=options.dtype
         )
         return exported.result().path
-    planned: list[FilePlan] = []
-    try:
+    files: list[FilePlan] = []
+    attempt = Attempt()
+    with attempt:
         state = _state_of(accelerator, model, options)
         if engine.rank == 0:
-            planned = _images(state, most_bytes, options)
-    except Exception as problem:  # the other ranks must learn of it
-        error = problem
+            files = _files(state, options)
+    planned = Planned(files=files, error=attempt.error)
     if whole:
-        _replace(engine, places.named.hold(path), path, planned, error)
+        engine.save(export.request_of(named.hold(path), path, planned.content(streamed=True))).result()
     else:
-        _replace_each(engine, path, planned, error)
+        _replace_each(context, path, planned)
     return path
 
 
 def _state_of(accelerator: Any, model: torch.nn.Module, options: Options) -> Mapping[str, LazyTensor | torch.Tensor]:
-    """Names to tensors, on rank 0. What is in parts on the ranks is gathered, as Accelerate does: all of them call this."""
+    """Names to tensors, on rank 0. Sharded tensors are gathered by Accelerate. Every rank calls this."""
     plain = hugging_face.unwrapped(model)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         plain = getattr(model, "module", model)
@@ -120,29 +97,28 @@ def _state_of(accelerator: Any, model: torch.nn.Module, options: Options) -> Map
     return plain.state_dict()
 
 
-def _images(state: Mapping[str, LazyTensor | torch.Tensor], most_bytes: int, options: Options) -> list[FilePlan]:
+def _files(state: Mapping[str, LazyTensor | torch.Tensor], options: Options) -> list[FilePlan]:
     if options.safe_serialization:
         lazies = _once(state, options.dtype)
         split = split_state_dict_into_shards_factory(
             lazies,
             get_storage_size=lambda lazy: lazy.size_bytes,
             filename_pattern=utils.SAFE_WEIGHTS_PATTERN_NAME,
-            max_shard_size=most_bytes,
+            max_shard_size=options.most_bytes(),
         )
-        return _files(lazies, split, safetensors.named_safetensors_image, utils.SAFE_WEIGHTS_NAME)
+        return _shards(lazies, split, safetensors.named_safetensors_image, utils.SAFE_WEIGHTS_NAME)
     fetched = _fetched(state)
     split = split_torch_state_dict_into_shards(
-        fetched, filename_pattern=utils.WEIGHTS_PATTERN_NAME, max_shard_size=most_bytes
+        fetched, filename_pattern=utils.WEIGHTS_PATTERN_NAME, max_shard_size=options.most_bytes()
     )
-    archive = functools.partial(torch_archive.torch_image, strict=False, key="model")
-    return _files(fetched, split, archive, utils.WEIGHTS_NAME)
+    return _shards(fetched, split, functools.partial(torch_file, key="model"), utils.WEIGHTS_NAME)
 
 
-def _files(
-    tensors: Mapping[str, Any], split: StateDictSplit, image: Callable[[str, dict[str, Any]], FilePlan], single: str
+def _shards(
+    tensors: Mapping[str, Any], split: StateDictSplit, plan: Callable[[str, dict[str, Any]], FilePlan], single: str
 ) -> list[FilePlan]:
     shards = split.filename_to_tensors or {single: []}
-    planned = [image(file, {name: tensors[name] for name in names}) for file, names in shards.items()]
+    planned = [plan(file, {name: tensors[name] for name in names}) for file, names in shards.items()]
     if not split.is_sharded:
         return planned
     index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -151,8 +127,8 @@ def _files(
 
 
 def _once(state: Mapping[str, LazyTensor | torch.Tensor], dtype: torch.dtype | None) -> dict[str, LazyTensor]:
-    """What safetensors takes: each tensor under the first of its names, fetched and converted when its turn comes."""
-    found: dict[str, LazyTensor] = {}
+    """The tensors for safetensors: each under the first of its names, fetched and converted when it is written."""
+    lazies: dict[str, LazyTensor] = {}
     seen: set[object] = set()
     for name, value in _tensors(state).items():
         identity = set() if isinstance(value, LazyTensor) else offloaded_models.identity_of(value, value)
@@ -164,56 +140,45 @@ def _once(state: Mapping[str, LazyTensor | torch.Tensor], dtype: torch.dtype | N
             hugging_face.admit(name, value, final)
         elif final != value.dtype:
             raise StateError(key=name, message="an offloaded model is saved in its own dtype: leave dtype out")
-        fetch = value.fetch if isinstance(value, LazyTensor) else functools.partial(_converted, value, final)
-        found[name] = LazyTensor(dtype=final, shape=tuple(value.shape), fetch=fetch)
-    return found
-
-
-def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.detach().to(dtype)
+        fetch = value.fetch if isinstance(value, LazyTensor) else functools.partial(value.detach().to, final)
+        lazies[name] = LazyTensor(dtype=final, shape=tuple(value.shape), fetch=fetch)
+    return lazies
 
 
 def _fetched(state: Mapping[str, LazyTensor | torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors themselves, offloaded ones in host memory all at once: an archive shows which of them are tied."""
-    fetched: dict[int, torch.Tensor] = {}
-    found: dict[str, torch.Tensor] = {}
+    """The tensors themselves, all offloaded ones in host memory at once: a torch archive keeps ties."""
+    by_home: dict[int, torch.Tensor] = {}
+    fetched: dict[str, torch.Tensor] = {}
     for name, value in _tensors(state).items():
         tensor = value.fetch() if isinstance(value, LazyTensor) else value.detach()
         home = tensor.untyped_storage().data_ptr() if tensor.numel() else id(tensor)
-        found[name] = fetched.setdefault(home, tensor) if isinstance(value, LazyTensor) else tensor
-    return found
+        fetched[name] = by_home.setdefault(home, tensor) if isinstance(value, LazyTensor) else tensor
+    return fetched
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
+    tensors = {}
     for name, value in state.items():
         if isinstance(value, str):
             logger.warning("%s is text and left out of the weights, as Accelerate leaves it out", name)
         elif isinstance(value, LazyTensor | torch.Tensor):
-            found[name] = value
+            tensors[name] = value
         else:
             raise StateError(key=name, message=f"expected a tensor, got {type(value).__name__}")
-    return found
+    return tensors
 
 
-def _replace(
-    engine: Engine, workspace: Workspace, path: Path, planned: Sequence[FilePlan], error: Exception | None
-) -> None:
-    """The directory as a whole, in one step."""
-    content = Unplanned(error=error) if error is not None else Streamed(files=planned)
-    engine.save(export.request_of(workspace, path, content)).result()
+def _replace_each(context: Context, path: Path, planned: Planned) -> None:
+    """Replace file by file: other directories in there, such as checkpoints, must not be moved.
 
-
-def _replace_each(engine: Engine, path: Path, planned: Sequence[FilePlan], error: Exception | None) -> None:
-    """File by file: of another directory in there, such as a checkpoint, nothing may be moved.
-
-    Nothing that is there is touched before all the new files are durable in the hidden folder.
+    No file is replaced before all new files are durable in the hidden folder.
     """
+    engine = context.engine
     workspace = engine.hold(path, hidden=path / HIDDEN / NAMES / _WEIGHTS, recorded=False)
     ready = workspace.hidden / "weights"
-    names = [image.path for image in planned]
+    names = [file.path for file in planned.files]
     try:
-        _replace(engine, workspace, ready, planned, error)
+        engine.save(export.request_of(workspace, ready, planned.content(streamed=True))).result()
         engine.coordinator.agree(
             "weights replaced",
             must_match={"path": path},
@@ -226,13 +191,13 @@ def _replace_each(engine: Engine, path: Path, planned: Sequence[FilePlan], error
 
 
 def _put_in_place(workspace: Workspace, ready: Path, names: Sequence[str]) -> None:
-    """At no moment an index, or a manifest, speaks of a mixture: what is replaced goes first, and comes last."""
+    """No index or manifest ever describes a mixture of old and new files: it is deleted first and replaced last."""
     path = workspace.path
     try:
         workspace.confirm()
         for name in (*(name for name in names if name.endswith(".json")), MANIFEST_NAME):
             (path / name).unlink(missing_ok=True)
-        sync_directory(str(path))
+        durable.sync_directory(str(path))
         for name in names:  # the index is the last of them
             workspace.confirm()
             durable.publish_file(ready / name, path / name)

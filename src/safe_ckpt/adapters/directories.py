@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
 from safe_ckpt.adapters.layouts import Kind
-from safe_ckpt.core.directory import catalog, commit_order, extra_files, retention
+from safe_ckpt.core.directory import catalog, commit_order, extra_files
 from safe_ckpt.core.directory.catalog import WEIGHTS, Candidate, Catalog, is_of
+from safe_ckpt.core.directory.retention import DeleteListed, KeepNewest, policy_of
 from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.formats.verify import verify_entry, verify_if_ours, verify_share
-from safe_ckpt.core.saving import one_shot, resume
+from safe_ckpt.core.saving import resume
 from safe_ckpt.core.saving.held_directories import NAMES, HeldDirectories, refuse
+from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit, SaveRequest
 from safe_ckpt.core.storage import durable, presence
-from safe_ckpt.core.storage.durable import sync_directory
 
 if TYPE_CHECKING:
-    from safe_ckpt.core.formats.manifest import CheckpointInfo
+    from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
     from safe_ckpt.core.saving.engine import Engine
+    from safe_ckpt.core.saving.handle import SaveHandle
 
 __all__ = [
     "HIDDEN",
@@ -32,22 +37,23 @@ __all__ = [
     "WEIGHTS",
     "Candidate",
     "Catalog",
+    "DeleteListed",
     "HeldDirectories",
+    "KeepNewest",
     "OpenDirectory",
     "Workspace",
     "candidates_in",
     "catalog",
     "commit_order",
     "durable",
-    "extra_files",
+    "folder_for_others",
     "is_of",
-    "newest",
-    "one_shot",
+    "manifest_of",
+    "policy_of",
+    "presence",
     "read_manifest",
     "refuse",
     "resume",
-    "retention",
-    "sync_directory",
     "verify",
     "verify_entry",
     "verify_if_ours",
@@ -63,12 +69,12 @@ class OpenDirectory:
     """A directory of checkpoints that is held. ``engine.close()`` gives it back.
 
     Attributes:
-        workspace: what a ``SaveRequest`` wants of it.
-        ledger: what is committed in it; known on rank 0 only.
+        workspace: its lock, its pending saves and its order of commits.
+        catalog: what is committed in it; known on rank 0 only.
     """
 
     workspace: Workspace
-    ledger: Catalog = field(default_factory=Catalog)
+    catalog: Catalog = field(default_factory=Catalog)
 
     @classmethod
     def take(
@@ -90,19 +96,78 @@ class OpenDirectory:
 
         def look() -> None:
             candidates = resume.listed(find, engine.config.timeouts)
-            taken.ledger = Catalog(candidates)
+            taken.catalog = Catalog(candidates)
             taken.workspace.start_after(catalog.newest_sequence(candidates))
 
         engine.take_stock(taken.workspace, {"directory": folder}, look)
         return taken
 
+    def newest(self, engine: Engine, find: Callable[[], Sequence[Candidate]]) -> CheckpointInfo | None:
+        """The newest checkpoint that every rank has verified a share of. Every rank calls this.
+
+        A corrupt one is passed over, and moved into quarantine once an older one was found good.
+
+        Args:
+            engine: where the ranks meet.
+            find: lists the candidates; called on rank 0.
+
+        Returns:
+            None when there never was one.
+
+        Raises:
+            NoValidCheckpointError: there are checkpoints and none is usable.
+            SafeCheckpointError: one could not be read; on every rank.
+        """
+        chosen = resume.choose(engine, self.workspace, find, lambda path: _verify_share(engine, path))
+        return chosen.info if chosen is not None else None
+
+    def save(
+        self,
+        engine: Engine,
+        path: Path,
+        content: Content,
+        *,
+        step: int,
+        notes: Mapping[str, Any],
+        metrics: Mapping[str, float] | None = None,
+        must_match: Mapping[str, str] | None = None,
+        on_commit: OnCommit,
+        patient: bool = False,
+    ) -> SaveHandle:
+        """Save a checkpoint that is a directory. Returns when the copy is taken; every rank calls this.
+
+        Args:
+            engine: what saves.
+            path: the final name.
+            content: what this rank writes.
+            step: the training step.
+            notes: further entries of the manifest.
+            metrics: numbers that retention may look at.
+            must_match: what must be equal on all ranks besides step and path.
+            on_commit: what is done at the commit; the catalog is added here.
+            patient: wait for saves that are in flight, also where ``on_busy`` says to skip.
+
+        Raises:
+            SafeCheckpointError: see ``Engine.save``.
+        """
+        return engine.save(
+            SaveRequest(
+                destination=Destination(workspace=self.workspace, path=path, kind="directory"),
+                content=content,
+                facts=Facts(step=step, metrics=metrics or {}, notes=notes),
+                must_match=must_match or {},
+                on_commit=dataclasses.replace(on_commit, catalog=self.catalog),
+                patient=patient,
+            )
+        )
+
 
 def candidates_in(folder: Path, adapter: str, kind: Kind | None = None) -> list[Candidate]:
-    """What is in ``folder`` that ``adapter`` may resume from, in no order. On rank 0.
+    """The checkpoints in ``folder`` that ``adapter`` may resume from, unordered. On rank 0.
 
     Args:
         folder: the directory.
-        adapter: what its saves put under ``"adapter"`` in the manifest's notes.
+        adapter: its name under ``"adapter"`` in the manifest's notes.
         kind: the layout of the framework, whose own checkpoints count as well; None for ours alone.
 
     Raises:
@@ -113,21 +178,41 @@ def candidates_in(folder: Path, adapter: str, kind: Kind | None = None) -> list[
     return [c for c in listed if c.manifest is None or c.manifest.notes.get("adapter") == adapter]
 
 
-def newest(engine: Engine, directory: OpenDirectory, find: Callable[[], Sequence[Candidate]]) -> CheckpointInfo | None:
-    """The newest checkpoint that every rank has verified a share of; None when there never was one. Every rank calls this.
+@contextlib.contextmanager
+def folder_for_others(engine: Engine, workspace: Workspace, path: Path) -> Iterator[Path]:
+    """A folder for files of a checkpoint that the framework or its hooks write. Every rank enters this.
 
-    A corrupt one is passed over, and moved into quarantine once an older one was found good.
+    Give the folder to ``OnCommit`` as ``prefilled``, and start the save within.
+
+    Args:
+        engine: where the ranks meet.
+        workspace: the directory that is held.
+        path: the final name of the checkpoint.
 
     Raises:
-        NoValidCheckpointError: there are checkpoints and none is usable.
-        SafeCheckpointError: one could not be read; on every rank.
+        DirectoryError: it could not be made, on every rank.
     """
-    chosen = resume.choose(engine, directory.workspace, find, lambda path: _verify_share(engine, path))
-    return chosen.info if chosen is not None else None
+    key = engine.agree("save", must_match={"path": path}, decide=lambda _: uuid.uuid4().hex)
+    folder = extra_files.open_folder(engine.coordinator, workspace, key, engine.config.timeouts.barrier_s)
+    try:
+        yield folder
+    except BaseException:
+        if engine.rank == 0:
+            workspace.drop_pending(key)
+        raise
+
+
+def manifest_of(path: Path) -> Manifest | None:
+    """The manifest of a checkpoint that is a directory; None where another tool wrote it.
+
+    Raises:
+        SafeCheckpointError: it cannot be read, or is damaged.
+    """
+    return read_manifest(path) if presence.is_there(path / MANIFEST_NAME) else None
 
 
 def verify(engine: Engine, path: Path) -> None:
-    """Verify one checkpoint, each rank a share; one that another tool wrote is taken as it is. Every rank calls this.
+    """Verify one checkpoint, each rank a share. One of another tool is not verified. Every rank calls this.
 
     Raises:
         CorruptCheckpointError: it is damaged; on every rank.

@@ -1,7 +1,7 @@
 """How each framework names its checkpoints and what it writes last: one table, for resuming and for listing.
 
-Decided by names, sizes and archive ends; nothing is unpickled. Of a Lightning checkpoint only the content says which step it is
-of and whether it holds more than weights: ``Layout.facts`` is the file to read, ``Layout.told_by`` takes what was read.
+Names, sizes and the ends of archives decide; nothing is unpickled. The step of a Lightning checkpoint, and whether it holds
+more than weights, is in its content: ``facts_file`` is the file to read, ``Layout.with_content`` takes what was read.
 """
 
 from __future__ import annotations
@@ -35,77 +35,53 @@ class Kind:
     Attributes:
         name: of the layout.
         named: matches the names that the framework gives; its group is the number in the name. None for no pattern.
-        is_one: whether a path that does not have such a name is one, by what lies in it.
+        is_one: whether the files in a path show that it is one, whatever its name.
         problem: why a checkpoint of this layout is not complete; "" when it is.
-        facts: the file that says how far the training was; None where that takes no look inside.
-        resumable: whether an adapter of safe_ckpt resumes from a complete one.
     """
 
     name: str
     named: re.Pattern[str] | None
     is_one: Callable[[Path], bool]
-    problem: Callable[[Path], str]
-    facts: Callable[[Path], Path] | None = None
-    resumable: bool = True
+    problem: Callable[[Path], str] = lambda _: ""
 
     def number_of(self, name: str) -> int | None:
         """The number in a name that the framework gives; None for another name."""
         match = self.named.search(name) if self.named is not None else None
         return int(match.group(1)) if match else None
 
-    def layout_of(self, path: Path) -> Layout:
+    def describe(self, path: Path) -> Layout:
         """What is at ``path``, which is of this kind."""
-        number, problem = self.number_of(path.name), self.problem(path)
-        return Layout(
-            name=self.name,
-            step=-1 if number is None else number,
-            problem=problem,
-            complete=not problem,
-            resumable=self.resumable and not problem,
-            weights_only=None if self.facts is not None else False,
-            facts=self.facts(path) if self.facts is not None else None,
-        )
+        number = self.number_of(path.name)
+        return Layout(name=self.name, step=-1 if number is None else number, problem=self.problem(path))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What one checkpoint is, as far as its names tell.
+    """One checkpoint, judged by its file names.
 
     Attributes:
         name: of the layout.
-        step: the number in its name, or the training step where its content was read; -1 where neither tells.
-        problem: why it cannot be resumed from; "" when nothing is wrong so far.
-        complete: whether it was written to its end.
-        resumable: whether an adapter of safe_ckpt resumes from it.
-        weights_only: whether it holds weights and no state of the training; None where only its content tells.
-        facts: the file that tells; None where there is nothing to read.
+        step: the number in its name, or the training step where its content was read; -1 where neither is known.
+        problem: why it is not complete, or cannot be resumed from; "" when nothing is wrong so far.
     """
 
     name: str
     step: int
     problem: str
-    complete: bool
-    resumable: bool
-    weights_only: bool | None
-    facts: Path | None
 
-    def told_by(self, content: object) -> Layout:
-        """With what the top level of ``facts`` says; a checkpoint of weights alone is not resumable."""
+    def with_content(self, content: object) -> Layout:
+        """With the step in the content of ``facts_file``. Weights alone are a problem: no training resumes from them."""
         if not isinstance(content, dict):
-            return replace(self, problem="is no checkpoint", resumable=False)
+            return replace(self, problem="is no checkpoint")
         step = content.get("global_step", -1)
         without_state = "loops" not in content and ("state_dict" in content or self.name != LIGHTNING_FILE.name)
         return replace(
-            self,
-            step=step if isinstance(step, int) else -1,
-            problem=WEIGHTS_ONLY if without_state else self.problem,
-            resumable=self.resumable and not without_state,
-            weights_only=without_state,
+            self, step=step if isinstance(step, int) else -1, problem=WEIGHTS_ONLY if without_state else self.problem
         )
 
 
-def kind_of(path: Path) -> Layout | None:
-    """What lies at ``path``, whichever tool wrote it; None where it has no layout of this table.
+def layout_of(path: Path) -> Layout | None:
+    """The layout of the checkpoint at ``path``, whichever tool wrote it; None for one that is not in this table.
 
     Raises:
         OSError: it could not be looked at.
@@ -115,24 +91,24 @@ def kind_of(path: Path) -> Layout | None:
         return None
     for kind in KINDS if is_directory else (LIGHTNING_FILE,):
         if kind.is_one(path) or (is_directory and kind.number_of(path.name) is not None):
-            return kind.layout_of(path)
+            return kind.describe(path)
     return None
 
 
 def facts_file(path: Path) -> Path:
-    """Where a Lightning checkpoint says how far the training was: in itself, or in one of the files of a directory."""
+    """The file of a Lightning checkpoint that has the training step: the checkpoint itself, or a file in the directory."""
     if not presence.is_directory(path):
         return path
     return path / META if presence.is_there(path / META) else _deepspeed_facts(path)
 
 
 def lightning_layout_of(path: Path) -> Layout:
-    """What is at ``path``, a Lightning checkpoint of either kind, as far as its name tells."""
-    return (LIGHTNING_SHARDED if presence.is_directory(path) else LIGHTNING_FILE).layout_of(path)
+    """The layout of a Lightning checkpoint, file or directory, judged by its name."""
+    return (LIGHTNING_SHARDED if presence.is_directory(path) else LIGHTNING_FILE).describe(path)
 
 
 def is_lightning_directory(path: Path) -> bool:
-    """Whether a directory is what a sharding strategy of Lightning writes, to its end."""
+    """Whether a directory is a complete checkpoint of a sharding strategy of Lightning."""
     return LIGHTNING_SHARDED.is_one(path) or LIGHTNING_DEEPSPEED.is_one(path)
 
 
@@ -142,14 +118,14 @@ def has_states(path: Path) -> bool:
 
 
 def _deepspeed_facts(path: Path) -> Path:
-    """DeepSpeed has the rest of the Trainer's checkpoint beside the model's parts."""
+    """DeepSpeed stores the Trainer's other state in the file of the model's states."""
     # glob takes every error for an empty folder
     names = os.listdir(path / LIGHTNING_TAG) if presence.is_directory(path / LIGHTNING_TAG) else []
     return path / LIGHTNING_TAG / min((name for name in names if name.endswith("model_states.pt")), default="")
 
 
 def _problem_of_accelerate(path: Path) -> str:
-    # Accelerate writes the random states last but for custom objects: without them it was interrupted.
+    # Accelerate writes the random states last, before custom objects only: without them the save was interrupted.
     last = path / _RANDOM_STATES
     if not presence.is_there(last):
         return f"it has no manifest, and without {last.name} it is not complete either"
@@ -164,31 +140,17 @@ def _problem_of_transformers(path: Path) -> str:
     return f"it has no manifest, and {cut_off[0]} was not written to its end" if cut_off else ""
 
 
-def _nothing(_: Path) -> str:
-    return ""
-
-
 LIGHTNING_FILE = Kind(
     name="Lightning file",
     named=re.compile(r"step=(\d{1,18})"),
     is_one=lambda path: path.suffix == ".ckpt" and presence.is_file(path),
-    problem=_nothing,
-    facts=facts_file,
 )
-LIGHTNING_SHARDED = Kind(
-    name="Lightning directory",
-    named=None,
-    is_one=lambda path: presence.is_file(path / META),
-    problem=_nothing,
-    facts=facts_file,
-)
+LIGHTNING_SHARDED = Kind(name="Lightning directory", named=None, is_one=lambda path: presence.is_file(path / META))
 LIGHTNING_DEEPSPEED = Kind(
     name="Lightning DeepSpeedStrategy directory",
     named=None,
     # ``latest`` comes last.
     is_one=lambda path: presence.is_file(path / LATEST) and presence.is_file(_deepspeed_facts(path)),
-    problem=_nothing,
-    facts=facts_file,
 )
 ACCELERATE = Kind(
     name="Accelerate checkpoint",
@@ -209,11 +171,7 @@ DEEPSPEED = Kind(
     problem=lambda path: "" if has_states(path) else "it holds no states of DeepSpeed",
 )
 DCP = Kind(
-    name="torch.distributed.checkpoint directory",
-    named=None,
-    is_one=lambda path: presence.is_file(path / DCP_METADATA),
-    problem=_nothing,
-    resumable=False,  # one state dict of a user's own making: ``safe-ckpt convert`` reads it
+    name="torch.distributed.checkpoint directory", named=None, is_one=lambda path: presence.is_file(path / DCP_METADATA)
 )
 KINDS: tuple[Kind, ...] = (LIGHTNING_SHARDED, LIGHTNING_DEEPSPEED, ACCELERATE, TRANSFORMERS, DEEPSPEED, DCP)
 """Those of directories, in the order in which they are recognised."""

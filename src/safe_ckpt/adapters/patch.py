@@ -1,7 +1,7 @@
-"""Attributes of a framework's object that are replaced by ours, and given back.
+"""Attributes of a framework's object that we replace, and restore.
 
-``Patch`` replaces several and gives them back together. ``put`` and ``once`` replace one method so that a copy of the object,
-and one that was pickled, has its own method again.
+``Patch`` replaces several and restores them together. ``put`` and ``once`` replace one method; a copy of the object, and one
+that was pickled, has the original method.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Absent(enum.Enum):
-    """What was not there. A member stays itself when it is copied or pickled."""
+    """Stands for an attribute that was not there. A member stays itself when it is copied or pickled."""
 
     ABSENT = enum.auto()
 
@@ -26,7 +26,7 @@ _ABSENT = _Absent.ABSENT
 
 
 class Patch:
-    """Replaces attributes of ``owner`` and remembers what was there. As a context manager it gives them back at the end.
+    """Replaces attributes of ``owner``. As a context manager it restores them at the end.
 
     Args:
         owner: the object, class or module; an object's class stays as it is.
@@ -47,7 +47,7 @@ class Patch:
         self.give_back()
 
     def give_back(self, *names: str) -> None:
-        """Leave the object as it was, or these of its attributes. What somebody else put there stays, with a warning."""
+        """Restore all attributes, or these. One that somebody else has replaced since stays, with a warning."""
         owner = self._owner
         for name in names or tuple(self._replacements):
             if name not in self._replacements:
@@ -59,7 +59,7 @@ class Patch:
                 _put_back(owner, name, before)
 
     def state_without(self) -> Any:
-        """What a copy of the object begins with if nothing of ours is to go along: its state as it was."""
+        """The state of the object without the replacements, for a copy of it."""
         owner = self._owner
         of_class = getattr(type(owner), "__getstate__", None)  # before Python 3.11 few have it
         state = of_class(owner) if of_class is not None else vars(owner)
@@ -75,7 +75,7 @@ class Patch:
 
 
 class StandIn:
-    """Stands in for a method of one object. A copy of the object, and one that was pickled, has the method itself.
+    """Replaces a method of one object. A copy of the object, and one that was pickled, has the original method.
 
     Args:
         owner: the object.
@@ -93,24 +93,24 @@ class StandIn:
         return self._function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Whoever copies the owner has begun the copy already, and has not filled it yet: the class's own method is found.
+        # The copy of the owner exists by then and has no attributes yet: getattr gives the class's own method.
         return getattr, (self._owner, self._name)
 
 
 def put(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Let ``function`` stand in for a method of ``owner`` until ``take_away``."""
+    """Replace a method of ``owner`` by ``function`` until ``take_away``."""
     setattr(owner, name, StandIn(owner, name, function))
 
 
 def take_away(owner: Any, *names: str) -> None:
-    """Give ``owner`` the methods of these names back; harmless where nothing stands in."""
+    """Restore the methods of these names; harmless where none was replaced."""
     for name in names:
         if isinstance(vars(owner).get(name), StandIn):
             delattr(owner, name)
 
 
 def once(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Let ``function`` stand in for the next call. It gets what was there before as its first argument."""
+    """Replace a method for its next call. ``function`` gets the original method as its first argument."""
     before = vars(owner).get(name, _ABSENT)
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,14 +1,16 @@
-"""What a framework's loggers and trackers are told of saves: on the thread that trains, for they are not made for any other."""
+"""Reports saves to a framework's loggers and trackers, on the thread that trains: they are not made for any other."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.hooks.scalars import ScalarsHook
 
 if TYPE_CHECKING:
+    from safe_ckpt.core.formats.manifest import CheckpointInfo
     from safe_ckpt.core.saving.engine import Engine
     from safe_ckpt.core.saving.handle import SaveHandle
 
@@ -16,10 +18,12 @@ logger = logging.getLogger(__name__)
 
 Sinks = Callable[[], Iterable[tuple[str, Callable[..., Any]]]]
 """Returns what takes numbers now: (name for messages, called with a dict and ``step=``). Nothing on ranks that log nothing."""
+AtEnd = Callable[["CheckpointInfo | None"], None]
+"""Called when a save is over, with what was committed; with None when it failed."""
 
 
 class Tracking:
-    """Gives ``ckpt/stall_s``, ``ckpt/write_gbps`` and their like to loggers, on rank 0, save by save, once each is over.
+    """Logs ``ckpt/stall_s``, ``ckpt/write_gbps`` and similar numbers of each save once it is over, on rank 0.
 
     Args:
         engine: what saves; ``telemetry.logger_scalars`` of its settings switches these numbers off.
@@ -30,23 +34,52 @@ class Tracking:
     def __init__(self, engine: Engine, sinks: Sinks, *, facts: bool = False) -> None:
         self._sinks = sinks
         self._facts = facts
-        self._flights: list[tuple[SaveHandle, int | None]] = []
+        self._flights: list[_Flight] = []
         self._hook: ScalarsHook | None = None
         if engine.rank == 0 and engine.config.telemetry.logger_scalars:
             self._hook = ScalarsHook()
             engine.emit.add(self._hook)
 
-    def follow(self, handle: SaveHandle, step: int | None = None) -> None:
-        """A save was begun. ``step`` is the user's own; None for that of the save."""
-        self._flights.append((handle, step))
+    def follow(self, handle: SaveHandle, step: int | None = None, *, at_end: AtEnd = lambda _: None) -> None:
+        """A save was begun.
 
-    def report(self) -> None:
-        """Report what is over since the last call, in order. Does not wait, and needs no other process."""
-        while self._flights and self._flights[0][0].done():
-            self.report_one(*self._flights.pop(0))
+        Args:
+            handle: its outcome.
+            step: the user's own; None for that of the save.
+            at_end: called before it is reported, with what was committed; with None when it failed.
+        """
+        self._flights.append(_Flight(handle, step, at_end))
 
-    def report_one(self, handle: SaveHandle, step: int | None = None) -> None:
-        """Report one save that is over. A logger that fails is logged: a committed save must not look like a failed one."""
+    def report(self, *, committed_only: bool = False) -> None:
+        """Report the saves that have ended since the last call, in order. Does not wait, and needs no other process.
+
+        Args:
+            committed_only: stop before a save that failed, until ``land``.
+        """
+        while self._flights:
+            flight = self._flights[0]
+            if not flight.handle.done() or (committed_only and flight.handle.outcome is None):
+                return
+            self._report(flight)
+
+    def land(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing is in flight, and report it. Failures stay to be raised.
+
+        Raises:
+            RendezvousTimeout: it takes longer than ``timeout_s``.
+        """
+        while self._flights:
+            flight = self._flights[0]
+            flight.handle.settle(timeout_s)
+            self._report(flight)
+
+    def _report(self, flight: _Flight) -> None:
+        """A logger that fails is logged: a committed save must not look like a failed one."""
+        if flight not in self._flights:
+            return  # a signal handler that saves came first
+        self._flights.remove(flight)
+        handle = flight.handle
+        flight.at_end(handle.outcome)
         scalars = self._hook.take(handle.name) if self._hook is not None else None
         values: dict[str, Any] = dict(scalars.values) if scalars is not None else {}
         info = handle.outcome if self._facts else None
@@ -58,6 +91,15 @@ class Tracking:
             return
         for name, log in self._sinks():
             try:
-                log(values, step=about.step if step is None else step)
+                log(values, step=about.step if flight.step is None else flight.step)
             except Exception:
-                logger.warning("%s could not be told of %s", name, handle.name, exc_info=True)
+                logger.warning("%s could not log the save of %s", name, handle.name, exc_info=True)
+
+
+@dataclass(frozen=True, eq=False)
+class _Flight:
+    """A save that is not reported yet."""
+
+    handle: SaveHandle
+    step: int | None
+    at_end: AtEnd

@@ -1,4 +1,4 @@
-"""What the callers gave, checked on each rank before the ranks compare it: what one rank gave wrong, all raise, at once."""
+"""Arguments of the calls, checked on each rank before the ranks compare them: what one rank gave wrong, all ranks raise."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.adapters import Engine, refuse_differences
+from safe_ckpt.adapters import Engine
 from safe_ckpt.adapters.directories import HIDDEN
 from safe_ckpt.adapters.layouts import LATEST
 from safe_ckpt.config import CheckpointConfig
@@ -17,40 +17,34 @@ _RESERVED = (".", "..", HIDDEN, LATEST)
 
 
 def agree(
-    core: Engine,
-    kind: str,
-    look: Callable[[], Mapping[str, object]],
-    decide: Callable[[], Any] = lambda: None,
-) -> Any:
+    core: Engine, kind: str, check: Callable[[], Mapping[str, Any]], decide: Callable[[], None] = lambda: None
+) -> Mapping[str, Any]:
     """Check this rank's arguments, compare them with those of the others, and decide. Every rank calls this.
 
     Args:
         core: where the ranks meet.
         kind: the name of the call.
-        look: returns what must be equal on all ranks; raises where an argument is wrong.
+        check: returns what must be equal on all ranks; raises where an argument is wrong.
         decide: runs on rank 0.
 
     Returns:
-        What ``decide`` returned, on every rank.
+        What ``check`` returned.
 
     Raises:
         DesyncError: the ranks differ.
-        SafeCheckpointError: what ``look`` raised on the lowest rank on which it did, or ``decide``. A rank on which ``look``
+        SafeCheckpointError: what ``check`` raised on the lowest rank on which it did, or ``decide``. A rank on which ``check``
             failed raises its own exception.
     """
-
-    def compare(answers: Mapping[int, Any]) -> Any:
-        refuse_differences(answers)
-        return decide()
-
-    return core.agree(kind, local=lambda: {name: str(value) for name, value in look().items()}, decide=compare)
+    values: dict[str, Any] = {}  # filled by ``local``, which runs before the ranks compare
+    core.agree(kind, must_match=values, local=lambda: values.update(check()), decide=lambda _: decide())
+    return values
 
 
 def checked_directory(given: object, name: str) -> Path:
     """A directory as an absolute path.
 
     Args:
-        given: what the caller gave.
+        given: the argument.
         name: of the argument.
 
     Raises:
@@ -62,16 +56,14 @@ def checked_directory(given: object, name: str) -> Path:
 
 
 def checked_tag(tag: object) -> str:
-    """A tag as text: the name of a directory, which may lie in others, as in ``"warmup/step10"``.
+    """A tag as text: the name of a directory, which may be in other directories, as in ``"warmup/step10"``.
 
     Raises:
         ConfigError: it leads elsewhere, or is a name of ours or of DeepSpeed's.
     """
     name = str(tag)
     if not is_tag(name):
-        message = (
-            f"expected the name of a directory below the one that is saved to, and none of {_RESERVED}, got {name!r}"
-        )
+        message = f"expected the name of a directory in save_dir, and none of {_RESERVED}, got {name!r}"
         raise ConfigError(key="tag", message=message)
     return name
 
@@ -106,7 +98,7 @@ def check_engine(engine: Any) -> None:
         ConfigError: names the setting.
     """
     if engine.zero_nvme_offload_optimizer() and engine.has_moe_layers:
-        message = "optimizer states on NVMe together with mixture-of-experts layers are not covered"
+        message = "optimizer states on NVMe together with mixture-of-experts layers are not covered: offload to the CPU"
         raise ConfigError(key="zero_optimization.offload_optimizer.device", message=message)
 
 
@@ -120,5 +112,5 @@ def check_settings(config: CheckpointConfig) -> None:
         message = "save_checkpoint takes no metrics, so there is no best one: use keep_last or keep_every_steps"
         raise ConfigError(key="retention.keep_best", message=message)
     if config.snapshot == "overlapped":
-        message = 'DeepSpeed\'s optimizers are not known to change parameters only in step(): use "eager" or "auto"'
+        message = 'DeepSpeed\'s optimizers may change parameters outside of step(): use "eager" or "auto"'
         raise ConfigError(key="snapshot", message=message)

@@ -12,7 +12,6 @@ import sys
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import deepspeed
@@ -20,28 +19,14 @@ import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from safe_ckpt.adapters import (
-    Engine,
-    SaveHandle,
-    SharedBuffer,
-    config_of_all,
-    torch_archive,
-)
-from safe_ckpt.adapters.directories import MANIFEST_NAME, read_manifest, verify_entry
-from safe_ckpt.adapters.layouts import LATEST
-from safe_ckpt.adapters.requests import Destination, Facts, FileByFile, FileStream, OnCommit, Pointer, SaveRequest
+from safe_ckpt.adapters import Engine, OnCommit, SaveHandle, config_of_all, torch_file
+from safe_ckpt.adapters.directories import manifest_of, verify_entry
+from safe_ckpt.adapters.extras import FileByFile, FileStream, SharedBuffer
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.deepspeed.arguments import check_settings
-from safe_ckpt.deepspeed.directories import ADAPTER, CheckpointDirectory, step_of
-from safe_ckpt.deepspeed.save import agree_place
-from safe_ckpt.errors import (
-    ClosedError,
-    ConfigError,
-    NotEnoughSpaceError,
-    SafeCheckpointError,
-    SaveError,
-    StateError,
-)
+from safe_ckpt.deepspeed.directories import ADAPTER, CheckpointDirectory, is_state, step_of
+from safe_ckpt.deepspeed.save import agree_place, latest_pointer
+from safe_ckpt.errors import ClosedError, ConfigError, NotEnoughSpaceError, SafeCheckpointError, SaveError, StateError
 from safe_ckpt.events import Hook
 
 logger = logging.getLogger(__name__)
@@ -88,14 +73,14 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             raise ConfigError(key="max_host_bytes", message=message)
         self._core = Engine(settings, hooks=hooks, owner="a SafeCheckpointEngine; its cleanup() frees it")
         weak = weakref.ref(self)
-        self._places = CheckpointDirectory(
+        self._directories = CheckpointDirectory(
             self._core, self._core.config.retention, lambda wanted: _settle(weak, wanted)
         )
         self._pool: list[SharedBuffer] = []
         self._closed = False
         self._open: _Open | None = None
         self._concluded: SaveHandle | None = None
-        # Before the core's own (priority 100), which would wait for files that nobody hands over any more.
+        # Before the engine's own (priority 100), which would wait for files that are never handed over.
         self._at_exit = multiprocessing.util.Finalize(None, _finish_at_exit, (weak, os.getpid()), exitpriority=110)
 
     def create(self, info: CheckpointCommitInfo) -> None:
@@ -106,39 +91,31 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             ConfigError: the tag is no name of a directory.
             DirectoryError: something that must not be replaced stands where the tag goes.
             DesyncError: the ranks differ in directory or tag.
-            SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started.
+            SafeCheckpointError: the error of an earlier save that was not raised yet; this one was not started.
         """
         if self._closed:
             raise ClosedError(message="create: this checkpoint engine was closed; make a new one")
         self._conclude("another save began before its last file was handed over")
         by_deepspeed = _is_deepspeeds()
         with self._core.together():
-            self._open = self._begin(info, by_deepspeed=by_deepspeed)
-
-    def _begin(self, info: CheckpointCommitInfo, *, by_deepspeed: bool) -> _Open:
-        top, tag = agree_place(self._core, "create", info.save_dir, info.tag, {})
-        path, place = top / tag, self._places.hold(top, tag)
-        parts = FileStream(self._pool)
-        latest = [Pointer(path=top / LATEST, data=tag.encode())] if info.save_latest else []
-        handle = self._core.save(
-            SaveRequest(
-                destination=Destination(workspace=place.workspace, path=path, kind="directory"),
-                content=FileByFile(stream=parts),
-                facts=Facts(
-                    step=step_of(path.name),
-                    notes={"adapter": ADAPTER, "latest": bool(info.save_latest), "tag": tag},
-                ),
+            top, tag = agree_place(self._core, "create", info.save_dir, info.tag, {})
+            path, directory = top / tag, self._directories.hold(top, tag)
+            stream = FileStream(self._pool)
+            handle = directory.save(
+                self._core,
+                path,
+                FileByFile(stream=stream),
+                step=step_of(path.name),
+                notes={"adapter": ADAPTER, "latest": bool(info.save_latest), "tag": tag},
                 must_match={"save_latest": str(info.save_latest)},
                 on_commit=OnCommit(
-                    carry=lambda name: not name.endswith("_states.pt"),
-                    pointers=latest,
-                    catalog=place.ledger,
-                    retention=self._places.retention,
+                    carry=lambda name: not is_state(name),
+                    pointers=latest_pointer(top, tag, wanted=info.save_latest),
+                    retention=self._directories.retention,
                 ),
                 patient=True,
             )
-        )
-        return _Open(info, path, parts, handle, by_deepspeed=by_deepspeed)
+            self._open = _Open(info=info, path=path, stream=stream, handle=handle, by_deepspeed=by_deepspeed)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """As ``os.makedirs``, but for the tag: that appears when it is complete."""
@@ -161,7 +138,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         try:
             if target.parent != self._open.path:
                 raise ConfigError(key=f"save: {path}", message=f"expected a file in {self._open.path}")
-            self._open.parts.add(torch_archive.torch_image(target.name, state_dict, strict=False, key=target.name))
+            self._open.stream.add(torch_file(target.name, state_dict))
         except BaseException as error:
             if isinstance(error, StateError | NotEnoughSpaceError):
                 error.rank = self._core.rank
@@ -176,9 +153,9 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             CorruptCheckpointError: its bytes are not those that were written.
         """
         file = Path(path)
-        if (file.parent / MANIFEST_NAME).exists():
-            entries = [entry for entry in read_manifest(file.parent).files if entry.path == file.name]
-            for entry in entries:
+        manifest = manifest_of(file.parent)
+        for entry in manifest.files if manifest is not None else ():
+            if entry.path == file.name:
                 verify_entry(file.parent, entry, cached=True)
         return torch.load(file, map_location=map_location, weights_only=False)
 
@@ -199,7 +176,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         under_way = self._open
         if not under_way.by_deepspeed:
             under_way.complete = True
-            under_way.parts.seal()
+            under_way.stream.seal()
         self._conclude("save_checkpoint was interrupted before its last file was handed over")
         under_way.handle.result()
         return True
@@ -210,18 +187,18 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def is_decoupled(self) -> bool:
         """True: DeepSpeed commits before the next step, not at the end of ``save_checkpoint``."""
-        # There, and nowhere else, it asks when it has handed over the last file. That is the only sign: the step after a save
-        # that was interrupted asks, too, and which files a rank has is not known before. See ``_refuse_without_sign``.
-        if self._open is not None and _caller().f_code.co_name == "save_checkpoint":
+        # Only save_checkpoint asks right after the last file, and this is the only sign: the step after an interrupted save
+        # asks, too, and the files of a rank are not known before. See ``_refuse_without_sign``.
+        if self._open is not None and sys._getframe(1).f_code.co_name == "save_checkpoint":
             self._open.complete = True
-            self._open.parts.seal()
+            self._open.stream.seal()
         return True
 
     def cleanup(self) -> None:
         """Commit what is complete and end the writer process. Again: nothing happens. Bounded by ``Timeouts``.
 
         Raises:
-            SafeCheckpointError: a save failed and nobody was told yet. Logged instead while another exception is on its way.
+            SafeCheckpointError: an earlier save failed. It is logged instead while another exception is on its way.
         """
         self._at_exit.cancel()
         self._conclude("it was never committed, and not all of its files may have been handed over")
@@ -229,13 +206,13 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._core.close(quiet=sys.exc_info()[0] is not None)
         finally:
             self._closed = True
-            self._places.close()
+            self._directories.close()
             for buffer in self._pool:
                 buffer.close()
             self._pool.clear()
 
     def _conclude(self, why_not: str) -> None:
-        """The save that is under way, if there is one, goes on by itself if it is complete, and else it fails."""
+        """An open save continues if it is complete, and fails otherwise."""
         if self._open is not None and not self._open.complete:
             if not self._open.by_deepspeed:
                 why_not += ", as far as is known: commit() was not called, which says that it is complete"
@@ -247,30 +224,22 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _give_up(self, cause: str) -> None:
         if self._open is not None:
             name, rank = self._open.path.name, self._core.rank
-            self._open.parts.fail(SaveError(name=name, cause=cause, rank=rank, phase="snapshot"))
+            self._open.stream.fail(SaveError(name=name, cause=cause, rank=rank, phase="snapshot"))
 
 
 def _refuse_without_sign(save_checkpoint: Any) -> None:
     """Refuse a DeepSpeed whose ``save_checkpoint`` does not ask ``is_decoupled`` once it has handed over the last file.
 
     Raises:
-        ConfigError: it does not, or the order cannot be told.
+        ConfigError: it does not, or the order is unknown.
     """
     code = getattr(inspect.unwrap(save_checkpoint), "__code__", None)
     names = [step.argval for step in dis.get_instructions(code)] if code is not None else []
     last = {name: number for number, name in enumerate(names) if isinstance(name, str)}
     order = [last.get(name, -1) for name in ("create", "_save_checkpoint", "_save_zero_checkpoint", "is_decoupled")]
     if -1 in order or order != sorted(order) or names.count("is_decoupled") != 1:
-        message = (
-            f"DeepSpeed {deepspeed.__version__} does not ask is_decoupled() in save_checkpoint after the last file, so nobody "
-            "can tell when a save is complete: use install"
-        )
+        message = f"DeepSpeed {deepspeed.__version__} does not ask is_decoupled() after the last file: use install"
         raise ConfigError(key="SafeCheckpointEngine", message=message)
-
-
-def _caller() -> FrameType:
-    """The function that called the method that asks."""
-    return sys._getframe(2)
 
 
 def _is_deepspeeds() -> bool:
@@ -280,27 +249,30 @@ def _is_deepspeeds() -> bool:
     return frame.f_code.co_name == "save_checkpoint" and module.split(".", maxsplit=1)[0] == "deepspeed"
 
 
+@dataclasses.dataclass(kw_only=True)
 class _Open:
-    """A save that was begun and is not committed."""
+    """A save that was begun and is not committed.
 
-    def __init__(
-        self, info: CheckpointCommitInfo, path: Path, parts: FileStream, handle: SaveHandle, *, by_deepspeed: bool
-    ) -> None:
-        self.by_deepspeed = by_deepspeed
-        self.complete = False
-        self.info = info
-        self.path = path
-        self.parts = parts
-        self.handle = handle
+    Attributes:
+        complete: whether its last file was handed over.
+        by_deepspeed: whether DeepSpeed's ``save_checkpoint`` began it, and so says when it is complete.
+    """
+
+    info: CheckpointCommitInfo
+    path: Path
+    stream: FileStream
+    handle: SaveHandle
+    by_deepspeed: bool
+    complete: bool = False
 
 
 def _settle(weak: weakref.ref[SafeCheckpointEngine], wanted: Path | None) -> None:
-    """Another engine of this process waits. The files of a save that is open come from this very thread, or never."""
+    """Another engine of this process waits. The remaining files of an open save can come from this thread only."""
     engine = weak()
     if engine is None:
         return
     if engine._open is not None and not engine._open.complete:
-        # DeepSpeed is not in its save_checkpoint any more: an exception interrupted that, maybe on this rank alone.
+        # An exception interrupted DeepSpeed's save_checkpoint, maybe on this rank alone.
         if wanted is None and not engine._open.by_deepspeed:
             if engine._concluded is not None:
                 engine._concluded.settle()  # saves are written in their order

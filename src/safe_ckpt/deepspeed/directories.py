@@ -1,4 +1,4 @@
-"""Where DeepSpeed's checkpoints lie: directories of tags that are held, what is in them, and which tag to load."""
+"""DeepSpeed's directories of tags: how they are held and listed, and which tag to load."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from safe_ckpt.adapters import Engine, presence
+from safe_ckpt.adapters import Engine, OpenDirectory
 from safe_ckpt.adapters.directories import (
     HIDDEN,
     MANIFEST_NAME,
     NAMES,
     Candidate,
-    OpenDirectory,
+    HeldDirectories,
     candidates_in,
     catalog,
+    policy_of,
+    presence,
     refuse,
-    retention,
 )
 from safe_ckpt.adapters.layouts import LATEST, has_states
 from safe_ckpt.config import Retention
@@ -40,7 +42,7 @@ class SaveTarget(OpenDirectory):
     """A directory of tags that is held.
 
     Attributes:
-        tops: where a ``latest`` may name a tag of it: itself, and for tags such as ``"warmup/step10"`` the one above.
+        tops: the directories whose ``latest`` may name a tag of it: itself, and for ``"warmup/step10"`` the one above.
     """
 
     tops: tuple[Path, ...] = ()
@@ -52,16 +54,16 @@ class CheckpointDirectory:
     Args:
         engine: where the ranks meet.
         policy: what to keep.
-        settle: waits until nothing of the engine is in flight, but for a save that is still open. Told which directory is
-            wanted, it gives that one up. None where no save stays open when a call returns.
+        settle: waits until no save of the engine is in flight, except one that is still open. With a directory, it also fails
+            an open save. None where no save stays open when a call returns.
 
     Attributes:
-        retention: what is deleted after a commit, never what a ``latest`` names; None for nothing.
+        retention: decides which tags are deleted after a commit, never one that a ``latest`` names; None deletes none.
     """
 
     def __init__(self, engine: Engine, policy: Retention, settle: Callable[[Path | None], None] | None = None) -> None:
         self._engine = engine
-        self.retention = retention.policy_of(policy)
+        self.retention = policy_of(policy)
         self._settle = settle if settle is not None else lambda _: engine.settle()
         self._held: dict[Path, SaveTarget] = {}
         _living.add(self)
@@ -75,26 +77,30 @@ class CheckpointDirectory:
         """
         folder = (top / tag).parent
         if folder in self._held:
-            place = self._held[folder]
-            if top not in place.tops:
-                place.tops = (*place.tops, top)
-                place.ledger.pointers.append(top / LATEST)
-            return place
+            target = self._held[folder]
+            if top not in target.tops:
+                target.tops = (*target.tops, top)
+                target.catalog.pointers.append(top / LATEST)
+            return target
         if len(self._held) >= _HELD:
             for earlier in list(self._held):
                 self._let_go(earlier)
         for other in list(_living):
             other._let_go(folder)
-        place = SaveTarget.take(self._engine, folder, lambda: candidates(folder))
-        place.tops = (folder, top)
-        place.ledger.pointers += [above / LATEST for above in place.tops]
-        self._held[folder] = place
-        return place
+        target = SaveTarget.take(self._engine, folder, lambda: candidates(folder))
+        target.tops = (folder, top)
+        target.catalog.pointers += [above / LATEST for above in target.tops]
+        self._held[folder] = target
+        return target
 
     def repair(self, folder: Path) -> None:
-        """Finish what a job that died was replacing in ``folder``, unless a live job holds it: then that is its own affair."""
-        # Rank 0 says for all: when the interpreter collects an engine that nobody closed is not the same on all of them.
-        if self._engine.agree("repair", must_match={"directory": folder}, decide=lambda _: _is_held(folder)):
+        """Finish a replacement in ``folder`` that a dead job began, unless a live job holds it."""
+        # Rank 0 decides for all: the interpreter collects an engine that nobody closed at different times on the ranks.
+        if self._engine.agree(
+            "repair",
+            must_match={"directory": folder},
+            decide=lambda _: any(folder in one._held for one in list(_living)),
+        ):
             return
         try:
             workspace = self._engine.hold(folder)
@@ -104,22 +110,22 @@ class CheckpointDirectory:
         self._engine.let_go(workspace)
 
     def close(self) -> None:
-        """The engine was closed, and gave everything back."""
+        """Forget the directories: the engine was closed, and released them."""
         self._held.clear()
         _living.discard(self)
 
     @staticmethod
     def settle() -> None:
-        """Wait until nothing is in flight in this process: what another engine saves here is to be seen."""
-        for places in list(_living):
-            places._settle(None)
+        """Wait until no save is in flight in this process: saves of other engines here must be visible."""
+        for one in list(_living):
+            one._settle(None)
 
     @staticmethod
     def settle_above(path: Path) -> None:
-        """Wait for what is in flight in this process and may become a folder above ``path``: it is to be seen there."""
-        for places in list(_living):
-            if any(folder != path.parent and folder in path.parents for folder in places._held):
-                places._settle(None)
+        """Wait for saves in this process that may become a folder above ``path``: they must be visible there."""
+        for one in list(_living):
+            if any(folder != path.parent and folder in path.parents for folder in one._held):
+                one._settle(None)
 
     def _let_go(self, folder: Path) -> None:
         if folder in self._held:
@@ -127,8 +133,21 @@ class CheckpointDirectory:
             self._engine.let_go(self._held.pop(folder).workspace)
 
 
-def _is_held(folder: Path) -> bool:
-    return any(folder in places._held for places in list(_living))
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What saves and loads of one installed engine work with.
+
+    Attributes:
+        core: where the ranks meet.
+        engine: DeepSpeed's.
+        directories: the directories of tags that are held.
+        weights: the directories of single files that are held.
+    """
+
+    core: Engine
+    engine: Any
+    directories: CheckpointDirectory
+    weights: HeldDirectories
 
 
 def candidates(folder: Path) -> list[Candidate]:
@@ -144,7 +163,7 @@ def step_of(tag: str) -> int:
 
 
 def latest_tag(folder: Path) -> str | None:
-    """What the file ``latest`` names; None when there is none, or it names none."""
+    """The tag that the file ``latest`` names; None without such a file, or if it names no tag."""
     try:
         name = (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
@@ -156,17 +175,19 @@ def latest_tag(folder: Path) -> str | None:
 
 
 def refuse_what_stands_there(top: Path, tag: str) -> None:
-    """A tag that is saved again is replaced as a whole, with what lies in it: only a tag, in which no other lies.
+    """Refuse to replace anything but a tag. A tag is replaced with all of its content, so no other tag may lie in it.
 
     Raises:
-        DirectoryError: something else stands there, or the tag would lie in another one.
+        DirectoryError: something else is there, or the tag would lie in another one.
     """
     path = top / tag
     for above in path.parents:
         if above == top:
             break
         if presence.is_there(above / MANIFEST_NAME) or has_states(above):
-            raise DirectoryError(path=str(above), message=f"is a tag itself: {tag!r} cannot lie in it", rank=0)
+            raise DirectoryError(
+                path=str(above), message=f"is a tag itself, so {tag!r} cannot lie in it: give another tag", rank=0
+            )
     _refuse_tags_within(path)
     if not has_states(path):
         refuse(path, ADAPTER, empty=True)
@@ -177,41 +198,39 @@ def _refuse_tags_within(path: Path) -> None:
         raise DirectoryError.of(error, path=error.filename or path, rank=0, phase="save_checkpoint") from error
 
     for folder, below, names in os.walk(path, onerror=fail) if presence.is_directory(path) else ():
-        # Weights alone, saved into a tag, leave a folder of names there, and nothing that must stay.
+        # Weights alone that were saved into a tag leave a folder of names, which may be deleted.
         kept = HIDDEN in below and any(name != NAMES for name in os.listdir(os.path.join(folder, HIDDEN)))
         tag = folder != str(path) and any(name == MANIFEST_NAME or name.endswith("_states.pt") for name in names)
         if kept or tag:
-            message = (
-                f"checkpoints are kept in it, at {folder}, so it is not replaced: give another name, or move it away"
-            )
+            message = f"checkpoints are kept in it, at {folder}: give another name, or move them away"
             raise DirectoryError(path=str(path), message=message, rank=0)
         own = {HIDDEN, OFFLOADED} if folder == str(path) else {HIDDEN}
         below[:] = [name for name in below if name not in own]
 
 
 def is_state(name: str) -> bool:
-    """Whether DeepSpeed itself wrote this file of a tag: it goes when the tag is replaced."""
+    """Whether DeepSpeed wrote this file of a tag: it is deleted when the tag is replaced."""
     return name.endswith("_states.pt") or name.split("/", 1)[0] == OFFLOADED
 
 
 def order(folder: Path, tag: str | None) -> list[Path]:
     """The tags to try, in this order: the one that is asked for, or that ``latest`` names and then those before it.
 
-    Without ``latest`` the newest that was to be named there comes first, also one such as ``"warmup/step10"``. Tags saved with
-    ``save_latest=False`` are only taken when they are asked for.
+    Without ``latest`` the newest tag that was saved with ``save_latest`` comes first, also one like ``"warmup/step10"``. Tags
+    saved with ``save_latest=False`` are loaded only by name.
     """
     if tag is not None:
         return [folder / tag]
     named = latest_tag(folder)
     groups = [_to_be_named(folder)] if named is None else [_to_be_named((folder / named).parent)]
     groups += _groups_below(folder) if named is None else []
-    paths = [found.path for group in sorted(groups, key=_made_at, reverse=True) for found in group]
+    paths = [tag.path for group in sorted(groups, key=_made_at, reverse=True) for tag in group]
     if named is None or not presence.is_directory(folder / named):
         if named is not None:
             logger.warning("%s names %s, which is not there: the newest tag is taken", folder / LATEST, named)
         return paths
     wanted = folder / named
-    # A tag of another tool has no place in the order: what comes after it is not known.
+    # A tag of another tool has no number in the order of commits: the tags before it are unknown.
     before = paths[paths.index(wanted) + 1 :] if wanted in paths else []
     return [wanted, *before]
 
@@ -222,9 +241,9 @@ def _groups_below(top: Path) -> list[list[Candidate]]:
     for folder in sorted(top.iterdir()) if presence.is_directory(top) else ():
         try:
             if folder.name != HIDDEN and not folder.is_symlink() and presence.is_there(folder / HIDDEN):
-                # Others may be of somebody who saved into that folder itself.
-                own = [found for found in _to_be_named(folder) if _tag_of(found) == f"{folder.name}/{found.path.name}"]
-                groups.append(own)
+                # Other tags may be of a job that saves into that folder itself.
+                tags = [(tag, tag.manifest) for tag in _to_be_named(folder)]
+                groups.append([tag for tag, m in tags if m and m.notes.get("tag") == f"{folder.name}/{tag.path.name}"])
         except PermissionError as error:
             logger.warning("%s is passed over, with all that may be in it: %s", folder, error)
     return groups
@@ -232,10 +251,6 @@ def _groups_below(top: Path) -> list[list[Candidate]]:
 
 def _to_be_named(folder: Path) -> list[Candidate]:
     return catalog.newest_first(c for c in candidates(folder) if c.manifest and c.manifest.notes.get("latest"))
-
-
-def _tag_of(found: Candidate) -> object:
-    return found.manifest.notes.get("tag") if found.manifest is not None else None
 
 
 def _made_at(group: list[Candidate]) -> str:

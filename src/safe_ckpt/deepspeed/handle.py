@@ -1,28 +1,25 @@
-"""``install``: a DeepSpeed engine whose ``save_checkpoint`` and ``load_checkpoint`` are safe, and the handle on it."""
+"""``install``: makes the checkpoints of a DeepSpeed engine safe, and returns the handle on it."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import Any, cast
 
-from typing_extensions import Self
-
-from safe_ckpt.adapters import Engine, registration
+from safe_ckpt.adapters import AttachedHandle, Engine
 from safe_ckpt.adapters.directories import HeldDirectories
-from safe_ckpt.adapters.patch import Patch
+from safe_ckpt.adapters.handle import begin
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.deepspeed import load, save
 from safe_ckpt.deepspeed.arguments import check_engine, check_settings, default_tag
-from safe_ckpt.deepspeed.directories import CheckpointDirectory
-from safe_ckpt.errors import ClosedError
+from safe_ckpt.deepspeed.directories import CheckpointDirectory, Context
 from safe_ckpt.events import Hook
 
 logger = logging.getLogger(__name__)
 _OWNER = "a DeepSpeed engine that install() took; its destroy(), or handle.remove(), frees it"
 _REPLACED = ("save_checkpoint", "load_checkpoint", "save_16bit_model", "destroy")
+_ENDED = "this engine's checkpoints were closed, by destroy() or remove()"
 
 
 def install(
@@ -53,29 +50,32 @@ def install(
         DesyncError: the ranks were given different settings.
         RendezvousTimeout: some ranks did not call this.
     """
-    return Handle(engine, registration.begin(engine, config, check), async_save=async_save, hooks=hooks)
+    return Handle(engine, begin(engine, config, check), async_save=async_save, hooks=hooks)
 
 
-class Handle:
+class Handle(AttachedHandle):
     """What ``install`` returns. As a context manager it finishes what is in flight and takes the installation back.
 
     Every method is called on every rank, on the thread that trains.
     """
 
+    endings: Mapping[str, str] = {"destroy": _ENDED, "remove": _ENDED}
+
     def __init__(
         self, engine: Any, config: CheckpointConfig, *, async_save: bool = True, hooks: Iterable[Hook] = ()
     ) -> None:
-        self.config = config
-        self._engine = engine
+        self._engine, self._core = engine, Engine(config, hooks=hooks, owner=_OWNER)
+        super().__init__(engine, self._core)
         self._async_save = async_save
-        self._closed = False
-        self._core = Engine(config, hooks=hooks, owner=_OWNER)
-        self._places = CheckpointDirectory(self._core, config.retention)
-        self._workspaces = HeldDirectories(self._core)
+        self._context = Context(
+            core=self._core,
+            engine=engine,
+            directories=CheckpointDirectory(self._core, config.retention),
+            weights=HeldDirectories(self._core),
+        )
         self._load_checkpoint = engine.load_checkpoint
         self._destroy: Callable[[], None] = engine.destroy
-        self._patch = Patch(engine, {name: getattr(self, name) for name in _REPLACED})
-        registration.mark(engine, self)
+        self.attach({name: getattr(self, name) for name in _REPLACED})
 
     def save_checkpoint(
         self,
@@ -111,15 +111,12 @@ class Handle:
             DirectoryInUseError: a live job holds ``save_dir``.
             DesyncError: the ranks differ in directory or tag.
             RendezvousTimeout: some ranks did not call this; names them.
-            SafeCheckpointError: the error of an earlier save that nobody was told of yet; this one was not started. With
+            SafeCheckpointError: the error of an earlier save that was not raised yet; this one was not started. With
                 ``async_save=False`` also that of this one.
         """
-        self._refuse_closed("save_checkpoint")
-        with self._core.together():
+        with self.call("save_checkpoint"):
             handle = save.save(
-                self._core,
-                self._places,
-                self._engine,
+                self._context,
                 save_dir,
                 default_tag(self._engine) if tag is None else tag,
                 client_state or {},
@@ -165,35 +162,24 @@ class Handle:
             Exception: what DeepSpeed, or ``custom_load_fn``, raised on this rank, as it was raised.
             SafeCheckpointError: it failed on another rank; names it.
         """
-        self._refuse_closed("load_checkpoint")
-        self._places.settle()  # one that failed is no reason not to go back to the one before it; its error stays to be raised
-        with self._core.together():
-            folder, wanted = load.agree_place(self._core, load_dir, tag)
 
-            def restore(found: str | None) -> Any:
-                return self._load_checkpoint(
-                    str(folder),
-                    found,
-                    load_module_strict=load_module_strict,
-                    load_optimizer_states=load_optimizer_states,
-                    load_lr_scheduler_states=load_lr_scheduler_states,
-                    load_module_only=load_module_only,
-                    custom_load_fn=custom_load_fn,
-                )
+        def restore(folder: str, chosen: str | None) -> Any:
+            return self._load_checkpoint(
+                folder,
+                chosen,
+                load_module_strict=load_module_strict,
+                load_optimizer_states=load_optimizer_states,
+                load_lr_scheduler_states=load_lr_scheduler_states,
+                load_module_only=load_module_only,
+                custom_load_fn=custom_load_fn,
+            )
 
-            if self._engine.load_universal_checkpoint():
-                found = load.load_universal(self._core, self._engine, folder, wanted, restore)
-            else:
-                found = load.load(
-                    self._core,
-                    self._places,
-                    self._engine,
-                    folder,
-                    wanted,
-                    restore,
-                    optimizer_states=load_optimizer_states and not load_module_only,
-                )
-        return cast("tuple[str | None, Any]", found)
+        with self.call("load_checkpoint"):
+            # One that failed is no reason not to go back to the one before it; its error stays to be raised.
+            CheckpointDirectory.settle()
+            optimizer_states = load_optimizer_states and not load_module_only
+            loaded = load.load(self._context, load_dir, tag, restore, optimizer_states=optimizer_states)
+        return cast("tuple[str | None, Any]", loaded)
 
     def save_16bit_model(
         self,
@@ -222,15 +208,9 @@ class Handle:
             RendezvousTimeout: some ranks did not call this; names them.
             SafeCheckpointError: it failed, on every rank.
         """
-        self._refuse_closed("save_16bit_model")
-        with self._core.together():
+        with self.call("save_16bit_model"):
             handle = save.save_weights(
-                self._core,
-                self._workspaces,
-                self._engine,
-                save_dir,
-                save_filename,
-                exclude_frozen_parameters=exclude_frozen_parameters,
+                self._context, save_dir, save_filename, exclude_frozen_parameters=exclude_frozen_parameters
             )
         if handle is not None:
             handle.result()
@@ -240,64 +220,18 @@ class Handle:
         """Stands in for ``DeepSpeedEngine.destroy``: finishes what is in flight and gives the directories back first.
 
         Raises:
-            SafeCheckpointError: a save failed and nobody was told yet. The engine is destroyed all the same.
+            SafeCheckpointError: a save failed, and its error was not raised yet. The engine is destroyed all the same.
         """
         try:
-            self._close()
+            self._end("destroy")
         finally:
             self._destroy()
 
-    def wait(self) -> None:
-        """Wait until everything in flight is committed.
-
-        Raises:
-            SafeCheckpointError: a save failed and nobody was told yet; the same on every rank.
-        """
-        self._core.wait()
-
-    def remove(self) -> None:
-        """Finish what is in flight and leave the engine as it was. Again: nothing happens.
-
-        Raises:
-            SafeCheckpointError: a save failed and nobody was told yet. The engine is as it was all the same.
-        """
+    def _end(self, by: str, *, quiet: bool = False) -> None:
         try:
-            self._close()
+            super()._end(by, quiet=quiet)
         finally:
-            self._restore()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.remove()
-            return
-        self._close(quiet=True, within_s=self.config.timeouts.shutdown_s)
-        self._restore()
-
-    @property
-    def closed(self) -> bool:
-        """Whether ``destroy`` or ``remove`` was called."""
-        return self._closed
-
-    def _close(self, *, quiet: bool = False, within_s: float | None = None) -> None:
-        self._closed = True
-        try:
-            self._core.close(quiet=quiet, within_s=within_s)
-        finally:
-            self._places.close()
-
-    def _refuse_closed(self, what: str) -> None:
-        # By itself: with another engine of this process open, the ranks' session is, and a directory would be taken first.
-        if self._closed:
-            raise ClosedError(message=f"{what}: this engine's checkpoints were closed, by destroy() or remove()")
-
-    def _restore(self) -> None:
-        if registration.unmark(self._engine, self):
-            self._patch.give_back()
+            self._context.directories.close()
 
 
 def check(engine: Any, config: CheckpointConfig) -> None:

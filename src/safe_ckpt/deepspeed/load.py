@@ -14,116 +14,82 @@ import deepspeed.runtime.engine as upstream
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from safe_ckpt import events
-from safe_ckpt.adapters import Engine, presence
-from safe_ckpt.adapters.directories import (
-    HIDDEN,
-    MANIFEST_NAME,
-    read_manifest,
-    resume,
-    verify,
-    warn_if_foreign,
-)
-from safe_ckpt.adapters.patch import Patch
+from safe_ckpt.adapters import Engine, Patch
+from safe_ckpt.adapters.directories import HIDDEN, manifest_of, presence, resume, verify, warn_if_foreign
 from safe_ckpt.deepspeed import arguments, directories, nvme, universal
+from safe_ckpt.deepspeed.directories import Context
 from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError
 
 logger = logging.getLogger(__name__)
 
 
 def load(
-    core: Engine,
-    held: directories.CheckpointDirectory,
-    engine: Any,
-    folder: Path,
-    tag: str | None,
-    restore: Callable[[str | None], Any],
+    context: Context,
+    load_dir: object,
+    tag: object,
+    restore: Callable[[str, str | None], Any],
     *,
     optimizer_states: bool,
 ) -> Any:
     """Load a tag, or the one that ``latest`` names. Every rank calls this. Returns what ``restore`` returned.
 
     Args:
-        core: where the ranks meet.
-        held: directories that are held.
-        engine: what is restored.
-        folder: the directory of tags.
-        tag: which one; None for the latest.
+        context: of the installed engine.
+        load_dir: the directory of tags, as the caller gave it.
+        tag: which one, as the caller gave it; None for the latest.
         restore: DeepSpeed's own loading of a tag; with None it does what it does without ``latest``.
         optimizer_states: whether the optimizer's states are wanted.
 
     Raises:
         SafeCheckpointError: see ``Handle.load_checkpoint``.
     """
-    begun = time.monotonic()
-    plan = core.agree("load_checkpoint", decide=lambda _: _survey(folder, tag))
+
+    def check() -> dict[str, object]:
+        directory = arguments.checked_directory(load_dir, "load_dir")
+        return {"directory": directory, "tag": None if tag is None else arguments.checked_tag(tag)}
+
+    begun, core, engine = time.monotonic(), context.core, context.engine
+    agreed = arguments.agree(core, "load_checkpoint", check)
+    folder, wanted = agreed["directory"], agreed["tag"]
+    if engine.load_universal_checkpoint():
+        # It has no checksums: only whether it is complete can be checked.
+        name = core.agree("load_checkpoint", decide=lambda _: wanted or universal.latest(folder))
+        resume.apply(core, lambda: universal.refuse_incomplete(engine, folder / name))
+        return _restored(core, engine, lambda: restore(str(folder), name))
+    plan = core.agree("load_checkpoint", decide=lambda _: _survey(folder, wanted))
     if plan["repair"]:
-        held.repair(folder / plan["repair"])
-        plan = core.agree("load_checkpoint", decide=lambda _: _survey(folder, tag))
-    chosen, rejected = _first_good(core, engine, folder, plan["order"], asked=tag is not None)
-    result: Any = None
-
-    def apply() -> None:
-        nonlocal result
-        with _bound_to(chosen), plain_reading(engine):
-            result = restore(chosen)
-
-    resume.apply(core, apply)
+        context.directories.repair(folder / plan["repair"])
+        plan = core.agree("load_checkpoint", decide=lambda _: _survey(folder, wanted))
+    chosen, rejected = _first_good(core, engine, folder, plan["order"], asked=wanted is not None)
+    with _bound_to(chosen):
+        result = _restored(core, engine, lambda: restore(str(folder), chosen))
     if chosen is not None:
         path = folder / chosen
         nvme.put_back(core, engine, path)
         nvme.resume_all(core, {path: engine}, optimizer_states=optimizer_states)
-        _tell(core, path, time.monotonic() - begun, rejected)
+        manifest = manifest_of(path)
+        step, seconds = manifest.step if manifest is not None else -1, time.monotonic() - begun
+        core.emit(events.Resumed(rank=core.rank, path=str(path), step=step, seconds=seconds, rejected=rejected))
     return result
 
 
-def agree_place(core: Engine, load_dir: object, tag: object) -> tuple[Path, str | None]:
-    """Which directory of tags, and which tag, checked and the same on all ranks. Every rank calls this.
-
-    Raises:
-        ConfigError: ``load_dir`` or ``tag`` is none, on any rank.
-        DesyncError: the ranks differ.
-    """
-    found: list[tuple[Path, str | None]] = []
-
-    def look() -> dict[str, object]:
-        folder = arguments.checked_directory(load_dir, "load_dir")
-        found.append((folder, None if tag is None else arguments.checked_tag(tag)))
-        return {"directory": folder, "tag": found[0][1]}
-
-    arguments.agree(core, "load_checkpoint", look)
-    return found[0]
-
-
-def load_universal(core: Engine, engine: Any, folder: Path, tag: str | None, restore: Callable[[str], Any]) -> Any:
-    """Load what ``ds_to_universal`` made. Every rank calls this. Returns what ``restore`` returned.
-
-    It carries no checksums: whether it is complete is all that can be known of it.
-
-    Raises:
-        RestoreError: there is none, or it lacks something; on every rank.
-        SafeCheckpointError: whatever else went wrong, on every rank.
-    """
-    name = core.agree("load_checkpoint", decide=lambda _: tag if tag is not None else universal.latest(folder))
-    resume.apply(core, lambda: universal.refuse_incomplete(engine, folder / name))
-    found: list[Any] = []
-
-    def apply() -> None:
-        with plain_reading(engine):
-            found.append(restore(name))
-
-    resume.apply(core, apply)
-    return found[0]
+def _restored(core: Engine, engine: Any, restore: Callable[[], Any]) -> Any:
+    """What ``restore`` returns on this rank, once it has succeeded on all ranks."""
+    results: list[Any] = []
+    with plain_reading(engine):
+        resume.apply(core, lambda: results.append(restore()))
+    return results[0]
 
 
 def plain_reading(engine: Any) -> contextlib.AbstractContextManager[object]:
-    """Within this block DeepSpeed reads with its plain engine: that of ``checkpoint.writer`` (0.19.8) refuses what it wrote."""
+    """Within this block DeepSpeed reads with its plain engine: that of ``checkpoint.writer`` (0.19.8) cannot read."""
     if not engine.checkpoint_writer_enabled():
         return contextlib.nullcontext()
     return Patch(engine, {"checkpoint_engine": TorchCheckpointEngine()})
 
 
 def _bound_to(tag: str | None) -> Patch:
-    """Let DeepSpeed read whole weights from this tag: with ZeRO-3 and no optimizer states it takes those of ``latest``."""
+    """Have DeepSpeed read whole weights from this tag: with ZeRO-3 and no optimizer states it reads those of ``latest``."""
     name = "get_fp32_state_dict_from_zero_checkpoint"
     return Patch(upstream, {name: functools.partial(getattr(upstream, name), tag=tag)})
 
@@ -131,15 +97,15 @@ def _bound_to(tag: str | None) -> Patch:
 def _survey(folder: Path, tag: str | None) -> dict[str, Any]:
     wanted = tag if tag is not None else directories.latest_tag(folder)
     lost = wanted is not None and not presence.is_directory(folder / wanted)
-    # Killed while it was replaced, where the kernel cannot exchange directories: it is in ``trash``, or complete in
-    # ``pending``.
+    # A job was killed while it replaced the tag, where the kernel cannot exchange directories: the tag is in ``trash``, or
+    # complete in ``pending``.
     path = folder / wanted if wanted is not None else folder
     repair = lost and any((path.parent / HIDDEN / "trash").glob(f"*/{path.name}"))
     if tag is not None and lost and not repair:
         raise NoValidCheckpointError(path=str(path), message="there is no such tag")
     return {
         "repair": path.parent.relative_to(folder).as_posix() if repair else "",
-        "order": [found.relative_to(folder).as_posix() for found in directories.order(folder, tag)],
+        "order": [path.relative_to(folder).as_posix() for path in directories.order(folder, tag)],
     }
 
 
@@ -159,11 +125,6 @@ def _first_good(core: Engine, engine: Any, folder: Path, order: list[str], *, as
         warn_if_foreign(core, path)
         return name, len(rejected)
     if rejected:
-        message = "there are checkpoints, but none is usable"
+        message = "there are checkpoints, but none is usable. Repair one, or delete them all to start afresh"
         raise NoValidCheckpointError(path=str(folder), message=message, rejected=rejected)
     return None, 0
-
-
-def _tell(core: Engine, path: Path, seconds: float, rejected: int) -> None:
-    step = read_manifest(path).step if (path / MANIFEST_NAME).exists() else -1
-    core.emit(events.Resumed(rank=core.rank, path=str(path), step=step, seconds=seconds, rejected=rejected))

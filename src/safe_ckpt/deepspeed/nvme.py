@@ -1,4 +1,4 @@
-"""The NVMe swap files of a DeepSpeed engine: where they are, what they are called in a checkpoint, and how they come back."""
+"""The NVMe swap files of a DeepSpeed engine: where they are, their names in a checkpoint, and how they are restored."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 
-from safe_ckpt.adapters import Engine, presence
-from safe_ckpt.adapters.directories import MANIFEST_NAME, read_manifest, resume
-from safe_ckpt.adapters.offload import OffloadPlan, Part, agree_parts, give_back, own_part, parts_of
+from safe_ckpt.adapters import Engine, Planned
+from safe_ckpt.adapters.directories import manifest_of, presence, read_manifest, resume
+from safe_ckpt.adapters.extras import Part, agree_parts, give_back, own_part, parts_of
+from safe_ckpt.deepspeed.directories import OFFLOADED
 from safe_ckpt.errors import RestoreError, SafeCheckpointError
 
-FOLDER = "offloaded_tensors"
 NOTE = "offloaded"
-IGNORED = ("*gradient*",)  # as DeepSpeed: they are of no use at a step's boundary
+IGNORED = ("*gradient*",)  # as DeepSpeed: they are not needed between two steps
 
 
 def part(engine: Any) -> dict[str, Path]:
@@ -28,8 +28,8 @@ def part(engine: Any) -> dict[str, Path]:
     return {f"rank{dp_index_to_str(rank)}": Path(engine.optimizer.optimizer_swapper.swap_folder)}
 
 
-def agree(core: Engine, engine: Any, below: str = "") -> OffloadPlan | None:
-    """What is to be copied into a checkpoint; None without NVMe offload. Every rank calls this.
+def plan(core: Engine, engine: Any, below: str = "") -> Planned:
+    """What is to be copied into a checkpoint; nothing without NVMe offload. Every rank calls this.
 
     Args:
         core: where the ranks meet.
@@ -40,11 +40,14 @@ def agree(core: Engine, engine: Any, below: str = "") -> OffloadPlan | None:
         SafeCheckpointError: see ``consolidate_offloaded``.
     """
     own = part(engine)
-    return agree_parts(core, own, IGNORED, prefix=f"{below}{FOLDER}/") if own else None
+    if not own:
+        return Planned(notes={NOTE: {}})
+    parts = agree_parts(core, own, IGNORED, prefix=f"{below}{OFFLOADED}/")
+    return Planned(copies=parts.copies, folders=parts.folders, notes={NOTE: {below: list(parts.notes)}})
 
 
 def refuse_unfit(core: Engine, engines: Mapping[Path, Any], checkpoint: Path | None = None) -> None:
-    """Before anything is restored: whether every rank's swap files are those that it needs. Every rank calls this.
+    """Before anything is restored: refuse a tag whose swap files do not fit. Every rank calls this.
 
     DeepSpeed reads a file of another size into its buffers, and the process dies.
 
@@ -74,46 +77,40 @@ def _refuse_unfit(core: Engine, engine: Any, tag: Path, checkpoint: Path) -> Non
     try:
         saved_by, sizes = _swap_files(checkpoint, tag, asked, core.rank)
     except (SafeCheckpointError, FileNotFoundError):
-        return  # whoever verifies it says what it lacks
+        return  # the verification that follows reports what is missing
     if saved_by != size:
-        message = (
-            f"{saved_by} ranks saved it and {size} are to load it: what DeepSpeed keeps on NVMe fits only as many ranks. Load "
-            f"it with {saved_by}"
-        )
+        message = f"{saved_by} ranks saved it and {size} are to load it: with NVMe offload, load it with {saved_by}"
         raise RestoreError(path=str(tag), key=str(folder), message=message)
     for number in _swapped(engine.optimizer):
         file = f"{engine.optimizer.fp32_partitioned_groups_flat[number].ds_id}.tensor.swp"
         if file not in sizes:
-            message = (
-                f"it holds no {file}: DeepSpeed numbers parameters as they are made, so load it in a process that has made "
-                f"no other model before, as the one that saved it"
-            )
+            message = f"it holds no {file}: load it in a process that, as the one that saved it, has made no other model before"
             raise RestoreError(path=str(tag), key=str(folder), message=message)
         needed = (folder / file).stat().st_size
         if sizes[file] != needed:
-            message = f"{file} has {sizes[file]} bytes in it and {needed} here: it was saved of another model"
+            message = f"{file} has {sizes[file]} bytes in it and {needed} here: load it into the model that was saved"
             raise RestoreError(path=str(tag), key=str(folder), message=message)
 
 
 def _swap_files(checkpoint: Path, tag: Path, asked: str, rank: int) -> tuple[int, dict[str, int]]:
     """How many ranks saved a tag, and the swap files in it of this rank, with their sizes."""
-    if presence.is_there(checkpoint / MANIFEST_NAME):
-        manifest = read_manifest(checkpoint)
+    manifest = manifest_of(checkpoint)
+    if manifest is not None:
         below = f"{tag.relative_to(checkpoint).as_posix()}/" if tag != checkpoint else ""
         name = own_part(manifest.notes.get(NOTE, {}).get(below, ()), asked, rank)
-        prefix = f"{below}{FOLDER}/{name}/"
+        prefix = f"{below}{OFFLOADED}/{name}/"
         files = {e.path.removeprefix(prefix): e.size_bytes for e in manifest.files if e.path.startswith(prefix)}
         return manifest.world_size, files
     saved_by = sum(name.endswith("_optim_states.pt") for name in os.listdir(tag))
-    folder = tag / FOLDER / asked
-    found = os.listdir(folder) if presence.is_directory(folder) else []
-    return saved_by, {name: (folder / name).stat().st_size for name in found}
+    folder = tag / OFFLOADED / asked
+    names = os.listdir(folder) if presence.is_directory(folder) else []
+    return saved_by, {name: (folder / name).stat().st_size for name in names}
 
 
 def put_back(core: Engine, engine: Any, checkpoint: Path, below: str = "") -> None:
-    """After ``load_checkpoint``: give this rank its own files if DeepSpeed took another rank's. Every rank calls this.
+    """After ``load_checkpoint``: restore this rank's own files if DeepSpeed read another rank's. Every rank calls this.
 
-    Two nodes may have stored folders of one name (``use_node_local_storage``); DeepSpeed knows them by that name alone.
+    Two nodes may have stored folders of one name (``use_node_local_storage``); DeepSpeed finds them by that name.
 
     Args:
         core: where the ranks meet.
@@ -127,32 +124,30 @@ def put_back(core: Engine, engine: Any, checkpoint: Path, below: str = "") -> No
     own = part(engine)
     if not own:
         return
-    view = {"tag": checkpoint / below}
-    if not core.agree("swap files", must_match=view, decide=lambda _: _were_renamed(checkpoint, below)):
+    values = {"tag": checkpoint / below}
+
+    def were_renamed(_: object) -> bool:
+        manifest = manifest_of(checkpoint)
+        notes = manifest.notes.get(NOTE, {}).get(below, ()) if manifest is not None else ()
+        return any(note["name"] != note["asked"] for note in notes)
+
+    if not core.agree("swap files", must_match=values, decide=were_renamed):
         return
 
     def find() -> list[Part]:
         manifest = read_manifest(checkpoint)
-        return parts_of(checkpoint, manifest, manifest.notes[NOTE][below], own, core.rank, f"{below}{FOLDER}/")
+        return parts_of(checkpoint, manifest, manifest.notes[NOTE][below], own, core.rank, f"{below}{OFFLOADED}/")
 
     give_back(core.coordinator, find, core.config.timeouts.lengthy_s)
     engine.optimizer.reset_swap_buffers()
 
 
-def _were_renamed(checkpoint: Path, below: str) -> bool:
-    """Rank 0: whether some rank's files are not under the name that DeepSpeed looks for."""
-    if not (checkpoint / MANIFEST_NAME).exists():
-        return False
-    notes = read_manifest(checkpoint).notes.get(NOTE, {}).get(below, ())
-    return any(note["name"] != note["asked"] for note in notes)
-
-
 def resume_all(core: Engine, engines: Mapping[Path, Any], *, optimizer_states: bool) -> None:
-    """After ``load_checkpoint`` with NVMe offload: what DeepSpeed leaves as it was before. Every rank calls this.
+    """After ``load_checkpoint`` with NVMe offload: restore the state that DeepSpeed omits. Every rank calls this.
 
-    DeepSpeed (up to 0.19.8) copies the swap files back and stops there: the optimizer knows of no state, so that it begins
-    with zero moments at step 0, and parameters too small to be swapped keep their initial values. Here the states are made
-    known again, with their files, and the small ones are restored.
+    DeepSpeed (up to 0.19.8) only copies the swap files back. The optimizer has no state then, so that it begins with zero
+    moments at step 0, and parameters too small to be swapped keep their initial values. Here the states are registered again,
+    with their files, and the small parameters are restored.
 
     Args:
         core: where the ranks meet.
@@ -174,7 +169,7 @@ def resume_all(core: Engine, engines: Mapping[Path, Any], *, optimizer_states: b
         for engine in swapped.values():
             engine.optimizer.checkpoint_event_epilogue()
 
-    # A collective only when all have come so far.
+    # The second is a collective: it runs only if the first succeeded on all ranks.
     resume.apply(core, states)
     resume.apply(core, gather)
 
@@ -213,7 +208,7 @@ def _load_states(optimizer: Any, state: Mapping[str, Any]) -> None:
     finally:
         optimizer._clear_fp32_optimizer_param_groups()
     for number in _swapped(optimizer):
-        # Looking it up makes the states known; their memory is of no use before they are read from their files.
+        # The lookup registers the states; their memory is not needed before they are read from their files.
         optimizer.optimizer_swapper._get_param_swap_info(
             optimizer.fp32_partitioned_groups_flat[number]
         ).release_memory()
@@ -227,7 +222,7 @@ def _in_order(optimizer: Any) -> list[int]:
 
 
 def _with_room(values: Mapping[str, Any], numel: int) -> dict[str, Any]:
-    """The states of one parameter; those that are in files get memory that is never touched: only its size counts."""
+    """The states of one parameter. Those in files get memory that is never used: only its size matters."""
     return {
         name: torch.empty(numel, dtype=value.dtype) if torch.is_tensor(value) and not value.numel() else value
         for name, value in values.items()

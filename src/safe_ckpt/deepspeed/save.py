@@ -1,13 +1,13 @@
 """``save_checkpoint``: from a DeepSpeed engine to a request of the core.
 
-DeepSpeed's own code says what goes where. It runs with a checkpoint engine that plans files instead of writing them, without
-its barriers (nothing is on disk yet that anyone could wait for), without its copy of the NVMe swap files and without its
-scripts, which are written otherwise.
+DeepSpeed's own code decides what each file holds. It runs with a checkpoint engine that plans files and writes none, and
+without its barriers: no file is on disk yet. Its scripts and the NVMe swap files are saved separately.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import logging
@@ -22,12 +22,13 @@ import deepspeed.runtime.engine as upstream
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.utils import groups
 
-from safe_ckpt.adapters import Engine, FilePlan, SaveHandle, file_plan, presence, torch_archive
-from safe_ckpt.adapters.directories import WEIGHTS, HeldDirectories
+from safe_ckpt.adapters import Attempt, Engine, FilePlan, OnCommit, Patch, Planned, SaveHandle, torch_file
+from safe_ckpt.adapters.directories import presence
+from safe_ckpt.adapters.extras import export
 from safe_ckpt.adapters.layouts import LATEST
-from safe_ckpt.adapters.patch import Patch
-from safe_ckpt.adapters.requests import Content, Destination, Facts, OnCommit, Pointer, SaveRequest, Snapshot, Unplanned
+from safe_ckpt.adapters.planning import Pointer, file_plan
 from safe_ckpt.deepspeed import arguments, directories, nvme
+from safe_ckpt.deepspeed.directories import Context
 from safe_ckpt.errors import DirectoryError, StateError
 
 logger = logging.getLogger(__name__)
@@ -36,9 +37,7 @@ _EXECUTABLE = 0o755
 
 
 def save(
-    core: Engine,
-    held: directories.CheckpointDirectory,
-    engine: Any,
+    context: Context,
     save_dir: object,
     tag: object,
     client_state: Mapping[str, Any],
@@ -52,49 +51,27 @@ def save(
         SafeCheckpointError: see ``Handle.save_checkpoint``.
     """
     options = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen_parameters}
+    core, engine = context.core, context.engine
     top, tag = agree_place(core, "save_checkpoint", save_dir, tag, options)
-    path = top / tag
-    place = held.hold(top, tag)
-    parts = nvme.agree(core, engine)
-    captured = capture(engine, tag, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
-    content: Content
-    if captured.error is not None:
-        content = Unplanned(error=captured.error)
-    elif parts is not None:
-        content = Snapshot(files=captured.images, copies=parts.copies, folders=parts.folders)
-    else:
-        content = Snapshot(files=captured.images)
-    return core.save(
-        SaveRequest(
-            destination=Destination(workspace=place.workspace, path=path, kind="directory"),
-            content=content,
-            facts=Facts(
-                step=engine.global_steps,
-                notes={
-                    "adapter": directories.ADAPTER,
-                    "latest": save_latest,
-                    "tag": tag,
-                    nvme.NOTE: {"": list(parts.notes)} if parts is not None else {},
-                },
-            ),
-            on_commit=OnCommit(
-                carry=lambda name: not directories.is_state(name),
-                pointers=_pointers(captured, top, tag, save_latest=save_latest),
-                catalog=place.ledger,
-                retention=held.retention,
-            ),
-        )
+    directory = context.directories.hold(top, tag)
+    planned, scripts = plan_tag(core, engine, tag, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
+    pointers = [Pointer(path=top / name, data=data, mode=_EXECUTABLE) for name, data in scripts.items()]
+    return directory.save(
+        core,
+        top / tag,
+        planned.content(),
+        step=engine.global_steps,
+        notes={"adapter": directories.ADAPTER, "latest": save_latest, "tag": tag, **planned.notes},
+        on_commit=OnCommit(
+            carry=lambda name: not directories.is_state(name),
+            pointers=[*pointers, *latest_pointer(top, tag, wanted=save_latest)],  # ``latest`` comes last
+            retention=context.directories.retention,
+        ),
     )
 
 
 def save_weights(
-    core: Engine,
-    workspaces: HeldDirectories,
-    engine: Any,
-    save_dir: object,
-    save_filename: object,
-    *,
-    exclude_frozen_parameters: bool,
+    context: Context, save_dir: object, save_filename: object, *, exclude_frozen_parameters: bool
 ) -> SaveHandle | None:
     """Write what ``save_16bit_model`` writes, as one file that is replaced as a whole. Every rank calls this.
 
@@ -104,32 +81,29 @@ def save_weights(
     Raises:
         SafeCheckpointError: see ``Handle.save_16bit_model``.
     """
-    paths: list[Path] = []
 
-    def look() -> dict[str, object]:
-        paths.append(arguments.checked_file(save_dir, save_filename))
-        return {"path": paths[0], "exclude_frozen_parameters": exclude_frozen_parameters}
+    def check() -> dict[str, object]:
+        path = arguments.checked_file(save_dir, save_filename)
+        return {"path": path, "exclude_frozen_parameters": exclude_frozen_parameters}
 
-    arguments.agree(core, "save_16bit_model", look, lambda: _refuse_directory(paths[0]))
-    (path,) = paths
-    captured = capture_weights(engine, path.name, exclude_frozen_parameters=exclude_frozen_parameters)
+    def refuse_directory() -> None:
+        path = arguments.checked_file(save_dir, save_filename)
+        if presence.is_directory(path):
+            message = "is a directory: give the name of a file"
+            raise DirectoryError(path=str(path), message=message, rank=0, code=errno.EISDIR)
+
+    core, engine = context.core, context.engine
+    path: Path = arguments.agree(core, "save_16bit_model", check, refuse_directory)["path"]
+    # Of the class: the instance's own is the one that calls this.
+    write = functools.partial(
+        type(engine).save_16bit_model, engine, _FOLDER, path.name, exclude_frozen_parameters=exclude_frozen_parameters
+    )
+    captured = _captured(engine, _FOLDER, write, {})
     if captured.result is False:  # as its settings have it, so on every rank
         return None
-    return core.save(
-        SaveRequest(
-            destination=Destination(workspace=workspaces.hold(path), path=path, kind="file"),
-            content=Unplanned(error=captured.error)
-            if captured.error is not None
-            else Snapshot(files=[file_plan.single(image, path.name) for image in captured.images]),
-            facts=Facts(step=engine.global_steps, notes={"adapter": WEIGHTS}),
-            patient=True,
-        )
-    )
-
-
-def _refuse_directory(path: Path) -> None:
-    if presence.is_directory(path):
-        raise DirectoryError(path=str(path), message="is a directory where a file goes", rank=0, code=errno.EISDIR)
+    planned = Planned(files=[file_plan.single(file, path.name) for file in captured.files], error=captured.error)
+    request = export.request_of(context.weights.hold(path), path, planned.content(), kind="file")
+    return core.save(dataclasses.replace(request, facts=dataclasses.replace(request.facts, step=engine.global_steps)))
 
 
 def agree_place(
@@ -145,56 +119,52 @@ def agree_place(
         DesyncError: the ranks differ.
         DirectoryError: something stands there that must not be replaced.
     """
-    found: list[tuple[Path, str]] = []
 
-    def look() -> dict[str, object]:
-        found.append((arguments.checked_directory(save_dir, "save_dir"), arguments.checked_tag(tag)))
-        path = found[0][0] / found[0][1]
-        directories.CheckpointDirectory.settle_above(path)
-        return {"path": path, **options}
+    def checked() -> tuple[Path, str]:
+        return arguments.checked_directory(save_dir, "save_dir"), arguments.checked_tag(tag)
 
-    arguments.agree(core, kind, look, lambda: directories.refuse_what_stands_there(*found[0]))
-    return found[0]
+    def check() -> dict[str, object]:
+        top, name = checked()
+        directories.CheckpointDirectory.settle_above(top / name)
+        return {"path": top / name, **options}
 
-
-def _pointers(captured: Captured, top: Path, tag: str, *, save_latest: bool) -> list[Pointer]:
-    """What lies beside the tags: the scripts first, ``latest`` last."""
-    found = [Pointer(path=top / name, data=data, mode=_EXECUTABLE) for name, data in captured.scripts.items()]
-    if save_latest:
-        found.append(Pointer(path=top / LATEST, data=tag.encode()))
-    return found
+    arguments.agree(core, kind, check, lambda: directories.refuse_what_stands_there(*checked()))
+    return checked()
 
 
-@dataclass(kw_only=True)
-class Captured:
-    """The files of one rank.
-
-    Attributes:
-        images: planned, with paths relative to the tag.
-        scripts: name -> content of what DeepSpeed puts beside the tags; on rank 0.
-        result: what it returned.
-        error: what it raised.
-    """
-
-    images: list[FilePlan] = field(default_factory=list)
-    scripts: dict[str, bytes] = field(default_factory=dict)
-    result: object = None
-    error: Exception | None = None
+def latest_pointer(top: Path, tag: str, *, wanted: bool) -> list[Pointer]:
+    """The file ``latest`` beside the tags, if it is to name this one."""
+    return [Pointer(path=top / LATEST, data=tag.encode())] if wanted else []
 
 
-def capture(engine: Any, tag: str, client_state: Mapping[str, Any], *, exclude_frozen_parameters: bool) -> Captured:
-    """Run the engine's own ``save_checkpoint`` and collect what it would write. Every rank calls this.
-
-    It never raises on one rank alone: what goes wrong is in the result, for all ranks to learn of.
+def plan_tag(
+    core: Engine,
+    engine: Any,
+    tag: str,
+    client_state: Mapping[str, Any],
+    *,
+    exclude_frozen_parameters: bool,
+    below: str = "",
+) -> tuple[Planned, dict[str, bytes]]:
+    """Plan what ``save_checkpoint`` writes. Every rank calls this.
 
     Args:
+        core: where the ranks meet.
         engine: a ``DeepSpeedEngine``.
         tag: the name of the checkpoint.
         client_state: as for DeepSpeed.
         exclude_frozen_parameters: the same.
-    """
+        below: where the tag lies in the checkpoint, with a slash at its end; "" when it is the checkpoint.
 
-    def collect() -> None:
+    Returns:
+        The files of this rank, and name -> content of the scripts beside the tags.
+
+    Raises:
+        SafeCheckpointError: the swap files cannot be copied; the same on every rank.
+    """
+    swapped = nvme.plan(core, engine, below)
+
+    def write() -> None:
         # Of the class: the instance's own is the one that calls this.
         type(engine).save_checkpoint(
             engine,
@@ -205,53 +175,62 @@ def capture(engine: Any, tag: str, client_state: Mapping[str, Any], *, exclude_f
             exclude_frozen_parameters=exclude_frozen_parameters,
         )
 
-    return _captured(engine, os.path.join(_FOLDER, tag), collect, client_state)
+    captured = _captured(engine, os.path.join(_FOLDER, tag), write, client_state)
+    files = [dataclasses.replace(file, path=f"{below}{file.path}") for file in captured.files]
+    own = Planned(files=files, folders=[tag] if below else (), error=captured.error)
+    return Planned.joined([swapped, own]), captured.scripts
 
 
-def capture_weights(engine: Any, name: str, *, exclude_frozen_parameters: bool) -> Captured:
-    """Run the engine's own ``save_16bit_model`` and collect what it would write, on rank 0. Every rank calls this.
+@dataclass(kw_only=True)
+class Captured:
+    """The files of one rank.
 
-    Args:
-        engine: a ``DeepSpeedEngine``.
-        name: of the file.
-        exclude_frozen_parameters: as for DeepSpeed.
+    Attributes:
+        files: with paths relative to the tag.
+        scripts: name -> content of what DeepSpeed puts beside the tags; on rank 0.
+        result: what it returned.
+        error: what it raised.
     """
 
-    def collect() -> bool:
-        own = type(engine).save_16bit_model
-        return bool(own(engine, _FOLDER, name, exclude_frozen_parameters=exclude_frozen_parameters))
+    files: list[FilePlan] = field(default_factory=list)
+    scripts: dict[str, bytes] = field(default_factory=dict)
+    result: object = None
+    error: Exception | None = None
 
-    return _captured(engine, _FOLDER, collect, {})
 
+def _captured(engine: Any, folder: str, write: Callable[[], object], client_state: Mapping[str, Any]) -> Captured:
+    """Run the engine's own code and collect what it would write to ``folder``. Every rank calls this.
 
-def _captured(engine: Any, folder: str, collect: Callable[[], object], client_state: Mapping[str, Any]) -> Captured:
+    It never raises on one rank alone: an error is in the result, for all ranks to learn of.
+    """
     captured = Captured()
     listener = Listener(captured, folder, engine.checkpoint_engine)
-    try:
+    attempt = Attempt()
+    with attempt:
         with _listening(engine, listener, client_state):
-            captured.result = collect()
+            captured.result = write()
         if listener.wants_scripts:
             captured.scripts = _scripts(engine)
-    except Exception as error:  # the other ranks wait for it
-        captured.error = error
+    if attempt.error is not None:
+        captured.error = attempt.error
         _tidy(engine)
     return captured
 
 
 class Listener(CheckpointEngine):  # type: ignore[misc]
-    """A checkpoint engine that plans files. Everything but saving it leaves to the engine's own one.
+    """A checkpoint engine that plans files. Loading is left to the engine's own one.
 
     Args:
-        found: gets the files.
+        captured: gets the files.
         folder: what their paths begin with.
         before: the engine's own.
     """
 
-    def __init__(self, found: Captured, folder: str, before: Any) -> None:
+    def __init__(self, captured: Captured, folder: str, before: Any) -> None:
         super().__init__()
         self.name = "safe_ckpt"
         self.wants_scripts = False
-        self._found = found
+        self._captured = captured
         self._folder = folder
         self._before = before
 
@@ -266,8 +245,8 @@ class Listener(CheckpointEngine):  # type: ignore[misc]
         """Plan one file."""
         name = os.path.relpath(path, self._folder)
         if os.path.dirname(name):
-            raise StateError(key=name, message="DeepSpeed writes it to a folder of its own, which is not covered")
-        self._found.images.append(torch_archive.torch_image(name, state_dict, strict=False, key=name))
+            raise StateError(key=name, message="DeepSpeed writes it to a folder of its own, which is not supported")
+        self._captured.files.append(torch_file(name, state_dict))
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """As the engine's own."""
@@ -291,7 +270,7 @@ def _listening(engine: Any, listener: Listener, client_state: Mapping[str, Any])
         "_common_checkpoint_state": functools.partial(_common_state, engine, client_state),
         "zero_nvme_offload_optimizer": lambda: False,
     }
-    if not engine.has_moe_layers:  # there it is set in between
+    if not engine.has_moe_layers:  # with such layers DeepSpeed sets it during the save
         stubs["save_non_zero_checkpoint"] = _writes_model(engine)
     with Patch(engine, stubs), Patch(upstream.dist, {"barrier": _no_barrier}):
         yield
@@ -300,8 +279,8 @@ def _listening(engine: Any, listener: Listener, client_state: Mapping[str, Any])
 def _writes_model(engine: Any) -> bool:
     """Whether this rank writes the model's states: as with DeepSpeed's own plain engine in one shared directory.
 
-    What it decided itself when the engine was made is another matter with its own writer, and with
-    ``use_node_local_storage``, where one rank of every node writes a file of the same name.
+    The engine's own answer differs with its own writer, and with ``use_node_local_storage``, where one rank of every node
+    writes a file of the same name.
     """
     if engine.zero_optimization_partition_weights() and engine.is_first_weights_partition_group():
         return True
@@ -327,7 +306,7 @@ def _scripts(engine: Any) -> dict[str, bytes]:
 
 
 def _tidy(engine: Any) -> None:
-    # The other ranks do it too, and it may be a collective of all.
+    # The other ranks do this too, and it may be a collective.
     if engine._optimizer_has_ckpt_event_epilogue():
         with contextlib.suppress(Exception):
             engine.optimizer.checkpoint_event_epilogue()

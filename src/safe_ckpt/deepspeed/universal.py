@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.adapters import presence
+from safe_ckpt.adapters.directories import presence
 from safe_ckpt.deepspeed.arguments import is_tag
 from safe_ckpt.errors import RestoreError
 
@@ -23,7 +23,9 @@ def latest(folder: Path) -> str:
         raise RestoreError(path=str(folder), message=f"{file} does not exist: make one with ds_to_universal")
     name = file.read_text(encoding="utf-8", errors="replace").strip()
     if not is_tag(name):
-        raise RestoreError(path=str(folder), message=f"{_LATEST} names no directory beside it: {name!r}")
+        raise RestoreError(
+            path=str(folder), message=f"{_LATEST} names no directory beside it: {name!r}. Run ds_to_universal again"
+        )
     return name
 
 
@@ -49,9 +51,9 @@ def refuse_incomplete(engine: Any, path: Path) -> None:
 def _own_files(engine: Any, path: Path) -> list[Path]:
     """The weights that this rank reads. Those of experts have names of their own, which DeepSpeed looks for itself."""
     names = {} if engine.has_moe_layers else engine.param_names
-    found = []
+    files = []
     for parameter, name in names.items():
         if parameter.requires_grad:
             folder = path / "zero" / name
-            found += [folder / "fp32.pt", *folder.glob("*.pt")]
-    return found
+            files += [folder / "fp32.pt", *folder.glob("*.pt")]
+    return files

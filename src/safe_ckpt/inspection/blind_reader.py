@@ -39,7 +39,7 @@ def read_layout(path: Path) -> Layout:
     Raises:
         OSError: it could not be read.
     """
-    return layouts.lightning_layout_of(path).told_by(top_level(layouts.facts_file(path)))
+    return layouts.lightning_layout_of(path).with_content(top_level(layouts.facts_file(path)))
 
 
 def top_level(path: Path) -> object:

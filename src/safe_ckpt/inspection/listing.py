@@ -196,11 +196,13 @@ def _read_layout(path: Path) -> Layout:
     layout = layouts.lightning_layout_of(path)
     try:
         with Window(layouts.facts_file(path)) as window:
-            return layout.told_by(open_archive(window).root if looks_like_archive(window) else read_old_file(window))
+            return layout.with_content(
+                open_archive(window).root if looks_like_archive(window) else read_old_file(window)
+            )
     except HostileCheckpointError as error:
-        return replace(layout, problem=f"is no checkpoint: {error.message}", resumable=False)
+        return replace(layout, problem=f"is no checkpoint: {error.message}")
     except CorruptCheckpointError:
-        return layout.told_by(None)
+        return layout.with_content(None)
     except UnsupportedFormatError:  # too long to be looked at
         return layout
 
@@ -215,7 +217,7 @@ def _problem_of(path: Path) -> str:
     """Why a directory without a manifest cannot be used; "" if another tool may have written it to its end."""
     if path.name.startswith("step-"):
         return "has no manifest.json: never committed, or altered"
-    layout = layouts.kind_of(path)
+    layout = layouts.layout_of(path)
     if layout is not None:
         return layout.problem
     return "" if catalog.looks_like_checkpoint(path) else "holds no checkpoint: empty, or cut off"

@@ -1,4 +1,4 @@
-"""The callback: a ModelCheckpoint whose files are complete, verified and never gone before their successors are there."""
+"""The callback: a ModelCheckpoint whose files are complete, verified, and deleted only after their successors are committed."""
 
 from __future__ import annotations
 
@@ -11,33 +11,31 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from safe_ckpt.adapters import CheckpointInfo
 from safe_ckpt.adapters.directories import HIDDEN
-from safe_ckpt.adapters.weights import parse_size
+from safe_ckpt.adapters.extras import hugging_face
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.events import Hook
 from safe_ckpt.lightning import loop_state, signals
 from safe_ckpt.lightning import resume as resuming
-from safe_ckpt.lightning.callback_state import PendingActions, SavedCallbackState, known_paths, reconcile, report_commit
+from safe_ckpt.lightning.callback_state import PendingActions, SavedCallbackState, known_paths, reconcile
 from safe_ckpt.lightning.compat import ModelCheckpoint
 from safe_ckpt.lightning.install import check_arguments, install, install_for_loading, overrides_saving, refuse_remote
 from safe_ckpt.lightning.saver import TrainerSaver
 
 logger = logging.getLogger(__name__)
-# What belongs to a running stage: our pipeline, and the logging methods that a Trainer attaches.
+# They belong to a running stage: our saver, and the logging methods that a Trainer attaches.
 _LIVE = ("_saver", "_pending", "_saved_state", "log", "log_dict")
 
 
 class SafeCheckpointCallback(ModelCheckpoint):
-    """A ``ModelCheckpoint`` with the same arguments, file names and bookkeeping, and these differences.
+    """A ``ModelCheckpoint`` with the same arguments, file names and attributes, and these differences.
 
     A checkpoint is snapshotted while training waits, then written by another process and committed atomically with checksums.
     What it replaces is deleted after that, never before. After a signal of ``config.save_on_signals`` on any rank, all ranks
     save ``stopped.ckpt`` at the same batch, wait until it is committed, and ``fit`` returns; ``resume="auto"`` goes on from
-    there. When a save fails, ``best_model_path`` and the rest are what they were
-    before it, and every rank raises the same error at the next save, or before ``fit`` returns. ``last.ckpt`` and a top-k file
-    of one step are two names of one file.
+    there. When a save fails, ``best_model_path`` and the other attributes are restored, and every rank raises the same error at
+    the next save, or before ``fit`` returns. ``last.ckpt`` and a top-k file of one step are two names of one file.
 
     Args:
         dirpath: as in ``ModelCheckpoint``; a local or mounted file system that all ranks share.
@@ -94,7 +92,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         export_max_shard_size: int | str = "5GB",
         hooks: Sequence[Hook] = (),
     ) -> None:
-        parse_size(export_max_shard_size, "export_max_shard_size")
+        hugging_face.parse_size(export_max_shard_size, "export_max_shard_size")
         settings = CheckpointConfig.from_environment() if config is None else config
         check_arguments(dirpath, settings, resume, save_weights_only=save_weights_only, from_environment=config is None)
         super().__init__(
@@ -164,7 +162,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
     def _open(self, trainer: Any) -> TrainerSaver:
         self._saver = install(trainer, self.config)
         self._saver.add_hooks(self.hooks)
-        self._saver.hold(self._directory, self.FILE_EXTENSION)
+        self._saver.directories.hold(self._directory, self.FILE_EXTENSION)
         return self._saver
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -177,7 +175,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
                 loop_state.let_next_epoch_begin(trainer.fit_loop)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the attributes back, without the paths of files that are gone."""
+        """Restore the attributes, without the paths of files that are gone."""
         super().load_state_dict(state_dict)
         if self._saver is not None:
             reconcile(self, self._saver.exists(known_paths(self)))
@@ -189,7 +187,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
             return
         self._saver.begin_training()
         if self._came_from is not None and str(self._came_from) in known_paths(self):
-            # This step is on disk already; upstream does not keep these two and would save it again.
+            # This step is on disk already. Lightning does not save these two attributes, and would save the step again.
             self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, str(self._came_from)
         due, self._saver.continuation = self._saver.continuation, None
         if due is not None:
@@ -198,8 +196,8 @@ class SafeCheckpointCallback(ModelCheckpoint):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Save if it is time to."""
         if self._saver is not None:
-            self._saver.look()
-        # Such a module swaps other weights in around the save: the copy must be taken within.
+            self._saver.tracking.report(committed_only=True)  # does not wait
+        # Such a module swaps in other weights during the save: the copy must be taken then.
         swaps = not pl_module.automatic_optimization and hasattr(pl_module, "saved_models")
         with self._deciding(at_once=swaps):
             super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
@@ -207,7 +205,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
             self._stop(trainer)
 
     def _stop(self, trainer: Any) -> None:
-        """A signal: save, wait until it is committed, and let ``fit`` end. The same batch on every rank."""
+        """After a signal: save, wait until it is committed, and end ``fit``, at the same batch on every rank."""
         saver = self._saver
         if saver is None or saver.stopping:
             return
@@ -226,7 +224,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         signals.end_fit(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Everything is committed and no directory is held: SLURM may end the job now, if it is to be requeued."""
+        """Requeue the job if that is due: everything is committed and no directory is held, so SLURM may end it now."""
         super().teardown(trainer, pl_module, stage)
         saver = self._saver
         if saver is not None and saver.stopper is self and saver.requeue_due:
@@ -259,26 +257,26 @@ class SafeCheckpointCallback(ModelCheckpoint):
                 self._saver.export(pl_module, Path(self.export_to), self.export_max_shard_size)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Save if asked to, then let what is in flight end. Nothing here masks the exception."""
+        """Save if asked to, then finish what is in flight. Nothing here masks the exception."""
         saver, name = self._saver, type(exception).__name__
         if saver is None:
             return
         try:
             if self._should_save_on_exception(trainer) and self._all_ranks_are_here(saver, name):
-                if saver.closed:  # raised when all was given back already; the teardown ends this one, too
+                if saver.closed:  # the exception came after the teardown; another teardown ends this saver
                     saver, before = self._open(trainer), saver
                     saver.follow(before)
                 with self._deciding():
                     super().on_exception(trainer, pl_module, exception)
             saver.land_on_exception()
-        except Exception:  # the user's exception is the one to see
+        except Exception:  # the user's exception must not be masked
             logger.exception("%s was raised, and no checkpoint could be saved at it", name)
 
     # ------------------------------------------------------------------ decisions become pending actions
 
     @contextlib.contextmanager
     def _deciding(self, *, at_once: bool = False) -> Iterator[None]:
-        """Within this, ModelCheckpoint's saves, links and removals are collected; at the end they are one save."""
+        """Within this block ModelCheckpoint's saves, links and removals are collected. At its end they become one save."""
         if self._saver is None or self._pending is not None:
             yield
             return
@@ -304,13 +302,13 @@ class SafeCheckpointCallback(ModelCheckpoint):
         self._saver.save(pending, self, saved_state, weights_only=self.save_weights_only, wait=not self.async_save)
 
     def _begin(self) -> None:
-        """Before the first change of bookkeeping in a hook: learn what became of the last save, remember how things are."""
+        """Before a hook changes attributes: learn the outcome of the last save, then copy the attributes."""
         if self._saver is not None and self._saved_state is None:
             self._saver.settle()
             self._saved_state = SavedCallbackState.of(self)
 
     def _monitor_candidates(self, trainer: Any) -> dict[str, Any]:
-        # A metric that was logged without sync_dist differs between ranks, and so would file names and scores: rank 0's count.
+        # A metric logged without sync_dist differs between ranks, and so would file names and scores: rank 0's value is used.
         candidates: dict[str, Any] = super()._monitor_candidates(trainer)
         if trainer.world_size == 1:
             return candidates
@@ -346,7 +344,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         self._last_checkpoint_saved = filepath
 
     def _is_looked_at(self, trainer: Any) -> bool:
-        """Whether a subclass, of this or of the Trainer, may want to do something with the file that was just saved."""
+        """Whether a subclass of this, or of the Trainer, may use the file right after the save."""
         return type(self)._save_checkpoint is not SafeCheckpointCallback._save_checkpoint or overrides_saving(trainer)
 
     def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:  # type: ignore[override]
@@ -362,8 +360,8 @@ class SafeCheckpointCallback(ModelCheckpoint):
             self._pending.removals.append(filepath)
 
     def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
-        # Upstream spares the file that the user resumed from. What we chose ourselves is one of ours and goes its way:
-        # otherwise every restart would leave one file behind.
+        # Lightning never deletes the file that the user resumed from. A file that resume="auto" chose is deleted like any
+        # other: otherwise every restart would leave one file behind.
         if self._came_from is not None and os.path.abspath(previous) == str(self._came_from):
             return previous != current and self._directory in Path(previous).absolute().parents
         return bool(super()._should_remove_checkpoint(trainer, previous, current))
@@ -387,11 +385,6 @@ class SafeCheckpointCallback(ModelCheckpoint):
         if self._saver is not None:
             self._saver.settle()
 
-    def settled(self, trainer: Any, info: CheckpointInfo | None) -> None:
-        """A save of this callback is over. Only what is committed is reported to loggers and callbacks."""
-        if info is not None:
-            report_commit(self, trainer, info)
-
     @property
     def _came_from(self) -> Path | None:
         return self._saver.resumed_from if self._saver is not None else None
@@ -409,7 +402,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         return self._directory.is_dir() and os.listdir(self._directory) == [HIDDEN]
 
     def _all_ranks_are_here(self, saver: TrainerSaver, name: str) -> bool:
-        # One rank alone must not wait in a collective for others that train on.
+        # A rank alone must not wait in a collective for ranks that continue to train.
         try:
             saver.agree_on_exception()
         except SafeCheckpointError as error:

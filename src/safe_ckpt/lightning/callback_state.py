@@ -6,11 +6,10 @@ import copy
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from weakref import proxy
 
-from safe_ckpt.adapters import CheckpointInfo, SaveHandle
-from safe_ckpt.adapters.tracking import Tracking
+from safe_ckpt.adapters import CheckpointInfo
 
 logger = logging.getLogger(__name__)
 COMMITTED_HOOK = "on_checkpoint_committed"
@@ -46,7 +45,7 @@ class SavedCallbackState:
 
 @dataclass
 class PendingActions:
-    """What a ModelCheckpoint decided within one hook, in its order.
+    """The decisions of a ModelCheckpoint within one hook, in order.
 
     Attributes:
         saves: paths that are to hold the checkpoint of this moment.
@@ -68,7 +67,7 @@ class PendingActions:
 
     @property
     def to_delete(self) -> list[str]:
-        """What is to be deleted and not written again by the same hook."""
+        """The paths to delete, without those that the same hook writes again."""
         return [path for path in dict.fromkeys(self.removals) if path not in self.names]
 
 
@@ -109,64 +108,5 @@ def report_commit(callback: Any, trainer: Any, info: CheckpointInfo) -> None:
         if (hook := getattr(other, COMMITTED_HOOK, None)) is not None:
             try:
                 hook(trainer, trainer.lightning_module, info)
-            except Exception:  # on this rank alone: the others are on their way into the next agreement
+            except Exception:  # on this rank alone: the other ranks do not wait for this one here
                 logger.warning("%s of %r failed", COMMITTED_HOOK, other, exc_info=True)
-
-
-class Owner(Protocol):
-    """The callback for which something is saved."""
-
-    def settled(self, trainer: Any, info: CheckpointInfo | None) -> None:
-        """A save of it is over; ``info`` is None when it failed."""
-
-
-@dataclass(frozen=True)
-class _Flight:
-    handle: SaveHandle
-    owner: Owner | None
-    state: SavedCallbackState | None
-
-
-class Flights:
-    """The saves that are in flight, in their order, each with the callback that it is for.
-
-    Args:
-        trainer: whose.
-        tracking: what its loggers are told through.
-    """
-
-    def __init__(self, trainer: Any, tracking: Tracking) -> None:
-        self._trainer = trainer
-        self._tracking = tracking
-        self._flights: list[_Flight] = []
-
-    def add(self, handle: SaveHandle, owner: Owner | None, state: SavedCallbackState | None) -> None:
-        """A save was begun. ``state`` is what ``owner`` gets back if it fails."""
-        self._flights.append(_Flight(handle, owner, state))
-
-    def land(self, timeout_s: float | None = None) -> None:
-        """Wait until nothing is in flight; report to the owners what became of theirs. Failures stay to be raised.
-
-        Raises:
-            RendezvousTimeout: it takes longer than ``timeout_s``.
-        """
-        while self._flights:
-            flight = self._flights[0]
-            flight.handle.settle(timeout_s)
-            self._report(flight)
-
-    def look(self) -> None:
-        """Report to the owner what has been committed meanwhile, without waiting."""
-        if self._flights and self._flights[0].handle.outcome is not None:
-            self._report(self._flights[0])
-
-    def _report(self, flight: _Flight) -> None:
-        if flight not in self._flights:
-            return  # a signal handler that saves came first
-        self._flights.remove(flight)
-        info = flight.handle.outcome
-        if info is None and flight.owner is not None and flight.state is not None:
-            flight.state.restore(flight.owner)
-        self._tracking.report_one(flight.handle)
-        if flight.owner is not None:
-            flight.owner.settled(self._trainer, info)

@@ -1,42 +1,26 @@
-"""The CheckpointIO that the callback installs: everything that reaches a strategy's I/O passes here."""
+"""The CheckpointIO that the callback installs in the strategy."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import presence
-from safe_ckpt.adapters.directories import commit_order, one_shot, verify_if_ours
+from safe_ckpt.adapters.directories import commit_order, presence, verify_if_ours
+from safe_ckpt.adapters.extras import one_shot
 from safe_ckpt.lightning.compat import CheckpointIO
-from safe_ckpt.lightning.resume import WEIGHTS_ONLY
+from safe_ckpt.lightning.resume import WEIGHTS_NOTE
 
-logger = logging.getLogger(__name__)
-
-
-class Saver(Protocol):
-    """What the I/O needs of the saver that stands behind it."""
-
-    def land(self) -> None:
-        """Wait until nothing is in flight."""
-
-    def end(self) -> None:
-        """The strategy is torn down."""
-
-    def holds(self, directory: Path) -> bool:
-        """Whether this directory is taken already."""
-
-    def next_sequence(self, path: Path) -> int:
-        """The place of a file in the order of commits."""
+if TYPE_CHECKING:
+    from safe_ckpt.lightning.saver import TrainerSaver
 
 
 @dataclass
 class Box:
-    """Catches one checkpoint on its way to the disk; stays empty on ranks that would not write."""
+    """Catches one checkpoint that a strategy would write; stays empty on ranks that would not write."""
 
     checkpoint: dict[str, Any] | None = None
 
@@ -44,8 +28,8 @@ class Box:
 class SafeCheckpointIO(CheckpointIO):
     """Saves atomically, loads verified, and keeps saves and removals in one order.
 
-    Within ``catching`` a save is not written but handed to whoever asked for it, who saves it on all ranks together. Outside,
-    as in the launcher of ``ddp_spawn`` after the end of ``fit``, it is written at once, in this process.
+    Within ``saving_to`` a checkpoint is put into the box, and the caller saves it on all ranks together. Outside, as in the
+    launcher of ``ddp_spawn`` after the end of ``fit``, it is written at once, in this process.
 
     Args:
         base: the I/O that was installed before; it still does the reading.
@@ -58,23 +42,17 @@ class SafeCheckpointIO(CheckpointIO):
     def __init__(self, base: Any) -> None:
         super().__init__()
         self.base = base
-        self.saver: Saver | None = None
+        self.saver: TrainerSaver | None = None
         self._box: Box | None = None
         self.trusted: Path | None = None
 
     @contextlib.contextmanager
-    def catching(self) -> Iterator[Box]:
-        """While this is entered, the next save lands in the box."""
-        outer, self._box = self._box, Box()
-        try:
-            yield self._box
-        finally:
-            self._box = outer
+    def saving_to(self, box: Box | None) -> Iterator[None]:
+        """While this is entered, the next save lands in ``box``.
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """While this is entered, saves are written at once: for a save from a signal handler within another save."""
-        outer, self._box = self._box, None
+        With None it is written at once: for a save from a signal handler within another save.
+        """
+        outer, self._box = self._box, box
         try:
             yield
         finally:
@@ -91,17 +69,15 @@ class SafeCheckpointIO(CheckpointIO):
             raise TypeError("storage_options are not supported: safe_ckpt writes to local and mounted file systems")
         if self._box is not None:
             self._box.checkpoint = checkpoint
-        else:
-            target = Path(os.path.abspath(path))
-            sequence = (
-                self.saver.next_sequence(target) if self.saver is not None else commit_order.sequence_beside(target)
-            )
-            step = int(checkpoint.get("global_step", 0))
-            notes = {WEIGHTS_ONLY: "loops" not in checkpoint}
-            one_shot.save_archive(checkpoint, target, sequence=sequence, step=step, notes=notes)
+            return
+        target = Path(os.path.abspath(path))
+        next_sequence = self.saver.next_sequence if self.saver is not None else commit_order.sequence_beside
+        step = int(checkpoint.get("global_step", 0))
+        notes = {WEIGHTS_NOTE: "loops" not in checkpoint}
+        one_shot.save_archive(checkpoint, target, sequence=next_sequence(target), step=step, notes=notes)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load after what is in flight is over; one that carries our manifest is verified first.
+        """Load, once no save is in flight. A checkpoint with our manifest is verified first.
 
         Raises:
             CorruptCheckpointError: its bytes are not those that were written.
@@ -116,7 +92,7 @@ class SafeCheckpointIO(CheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove after what is in flight is over."""
+        """Remove, once no save is in flight."""
         if self.saver is not None:
             self.saver.land()
         self.base.remove_checkpoint(path)

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 else:
 
     def _derive(name: str, *homes: str) -> Any:
-        found = [getattr(import_module(home), name) for home in homes if find_spec(home.partition(".")[0])]
-        if not found:
+        bases = [getattr(import_module(home), name) for home in homes if find_spec(home.partition(".")[0])]
+        if not bases:
             raise ConfigError(key="safe_ckpt.lightning", message="needs lightning or pytorch_lightning to be installed")
-        return found[0] if len(found) == 1 else type(name, tuple(found), {"__module__": __name__})
+        return bases[0] if len(bases) == 1 else type(name, tuple(bases), {"__module__": __name__})
 
     ModelCheckpoint = _derive("ModelCheckpoint", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
     CheckpointIO = _derive("CheckpointIO", "lightning.fabric.plugins", "lightning_fabric.plugins")

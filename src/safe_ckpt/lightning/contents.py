@@ -1,24 +1,23 @@
-"""What a Trainer saves: its own checkpoint, with what the ranks add to it for an exact continuation, planned as files.
+"""The files of a Trainer's save: its own checkpoint, with the states that the ranks add for an exact continuation.
 
-In Lightning forward and backward run inside ``optimizer.step``, as its closure, and the optimizer gate waits behind the
-closure. Whatever else a module or a callback does to parameters in between cannot be known from outside: ``"auto"`` is eager.
+In Lightning forward and backward run inside ``optimizer.step``, as its closure; the optimizer gate waits behind the closure.
+A module or a callback may change parameters in between, unnoticed. So ``"auto"`` takes snapshots eagerly.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from safe_ckpt.adapters import Engine, FilePlan, OverlapPlan, file_plan, reraise, torch_archive
-from safe_ckpt.adapters.planned import Planned
-from safe_ckpt.errors import CoordinationError
+from safe_ckpt.adapters import Attempt, Engine, FilePlan, Planned, torch_file
+from safe_ckpt.adapters.layouts import META
+from safe_ckpt.adapters.planning import OverlapPlan, Shards, file_plan, reraise
 from safe_ckpt.lightning import loop_state, strategies
-from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
-
-if TYPE_CHECKING:
-    from safe_ckpt.adapters import ShardPlanner
+from safe_ckpt.lightning.checkpoint_io import Box, SafeCheckpointIO
 
 _SWAPPERS = frozenset({"StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning"})
 
@@ -31,10 +30,10 @@ def planned(
     *,
     weights_only: bool | None,
     whole: bool,
-    broken_off: dict[str, Any] | None = None,
-    shards: ShardPlanner | None = None,
+    broken_off: dict[str, Any] | None,
+    shards: Shards,
 ) -> Planned:
-    """The planned files of this rank; what went wrong, where it did. Nothing is raised before all ranks know of it.
+    """The planned files of this rank, or what went wrong. Nothing is raised before all ranks know of it.
 
     Args:
         engine: where the ranks meet; every rank calls this.
@@ -43,35 +42,28 @@ def planned(
         path: the file's final name.
         weights_only: as in ``Trainer.save_checkpoint``.
         whole: whether the generators and loaders of all ranks belong to it.
-        broken_off: what the generators were where this epoch was broken off; None where it was not.
-        shards: plans what every rank has a part of; None where the checkpoint is one file.
+        broken_off: the generators' states at which this epoch was broken off; None where it was not.
+        shards: plans states of which every rank has a part.
     """
-    mine = functools.partial(loop_state.capture, trainer, broken_off) if whole else None
-    found, error = _whole_checkpoint(engine, trainer, io, path, weights_only, mine)
-    form = strategies.layout_of(trainer.strategy)
+    attempt = Attempt()
+    capture = functools.partial(loop_state.capture, trainer, broken_off) if whole else None
+    checkpoint = _whole_checkpoint(engine, trainer, io, path, weights_only, capture, attempt)
+    form = strategies.form_of(trainer.strategy)
     if form is not None and form.engine:
-        return _of_an_engine(engine, trainer, found, error)
-    if shards is not None and form is not None:
-        images, error = _sharded(engine, form, shards, found, error)
-        return Planned(images=images, error=error)
+        collected = Planned()
+        with attempt:
+            collected = strategies.collect_engine(engine, trainer.strategy, checkpoint)
+        return dataclasses.replace(collected, error=attempt.error or collected.error)
+    if form is not None and form.sharded:
+        files = _sharded(engine, form, shards, checkpoint, attempt)
+        return Planned(files=files, error=attempt.error)
     if form is not None and form.gathers:
-        found, error = _gathered(engine, trainer, found, error)
-    if found is None or error is not None:
-        return Planned(error=error)
-    try:
-        image = torch_archive.torch_image(path.name, found, strict=False, key="checkpoint")
-    except Exception as problem:
-        return Planned(error=problem)
-    return Planned(images=[file_plan.single(image, path.name)])
-
-
-def _of_an_engine(engine: Engine, trainer: Any, checkpoint: dict[str, Any] | None, error: Exception | None) -> Planned:
-    try:
-        return strategies.collect_engine(engine, trainer.strategy, checkpoint, error)
-    except CoordinationError:
-        raise
-    except Exception as problem:  # the same on all ranks
-        return Planned(error=error or problem)
+        checkpoint = _gathered(engine, trainer, checkpoint, attempt)
+    if checkpoint is not None and attempt.error is None:
+        with attempt:
+            file = torch_file(path.name, checkpoint, key="checkpoint")
+            return Planned(files=[file_plan.single(file, path.name)])
+    return Planned(error=attempt.error)
 
 
 def _whole_checkpoint(
@@ -81,94 +73,66 @@ def _whole_checkpoint(
     path: Path,
     weights_only: bool | None,
     capture: Callable[[], dict[str, Any]] | None,
-) -> tuple[dict[str, Any] | None, Exception | None]:
+    attempt: Attempt,
+) -> dict[str, Any] | None:
     """The Trainer's checkpoint, on rank 0 with what belongs to the ranks, if they ``capture`` anything."""
-    mine, failure = "", None
+    own, checkpoint = "", None
     if capture is not None:
-        try:
-            mine = loop_state.to_text(capture())
-        except Exception as problem:  # a loader of the user's that cannot tell where it is
-            failure = problem
-    found, error = dump(trainer, io, path, weights_only)
+        with attempt:  # a loader of the user's may not know where it is
+            own = loop_state.to_text(capture())
+    with attempt:
+        checkpoint = dump(trainer, io, path, weights_only)
     texts: dict[int, str] = {}
     if capture is not None:
-        engine.agree("ranks' states", local=lambda: mine, decide=texts.update)
-    if found is None or failure is not None or error is not None:
-        return found, failure or error
-    found = dict(found)
-    try:
-        if texts and all(texts.values()):
-            found[loop_state.KEY] = loop_state.assemble(texts)
-    except Exception as problem:
-        error = problem
-    return found, error
+        engine.agree("ranks' states", local=lambda: own, decide=texts.update)
+    if checkpoint is not None and texts and all(texts.values()) and attempt.error is None:
+        with attempt:
+            checkpoint = {**checkpoint, loop_state.KEY: loop_state.assemble(texts)}
+    return checkpoint
 
 
 def _sharded(
-    engine: Engine,
-    form: strategies.Layout,
-    shards: ShardPlanner,
-    checkpoint: dict[str, Any] | None,
-    error: Exception | None,
-) -> tuple[list[FilePlan], Exception | None]:
-    try:
+    engine: Engine, form: strategies.Form, shards: Shards, checkpoint: dict[str, Any] | None, attempt: Attempt
+) -> list[FilePlan]:
+    states: dict[str, Any] = {}
+    files: list[FilePlan] = []
+    with attempt:
         states, rest = strategies.split(checkpoint or {"state_dict": {}}, form)
-        found = [strategies.meta_image(rest)] if engine.rank == 0 and error is None else []
-    except Exception as problem:
-        states, found, error = {}, [], error or problem
-    try:
-        return [*found, *shards.images({"": states}, error)], None
-    except CoordinationError:
-        raise
-    except Exception as problem:  # the same on all ranks
-        return [], problem
+        if engine.rank == 0 and attempt.error is None:
+            files.append(torch_file(META, rest, key="checkpoint"))
+    return [*files, *shards.files({"": states}, attempt)]
 
 
 def _gathered(
-    engine: Engine, trainer: Any, checkpoint: dict[str, Any] | None, error: Exception | None
-) -> tuple[dict[str, Any] | None, Exception | None]:
-    try:
-        engine.agree("gather", local=reraise(error), phase="planning the save")
-    except CoordinationError:
-        raise
-    except Exception as problem:  # the same on all ranks
-        return None, error or problem
-    try:
-        return strategies.whole(engine, trainer, checkpoint or {}), None
-    except Exception as problem:
-        return None, problem
+    engine: Engine, trainer: Any, checkpoint: dict[str, Any] | None, attempt: Attempt
+) -> dict[str, Any] | None:
+    with attempt:
+        engine.agree("gather", local=reraise(attempt.error), phase="planning the save")
+        return strategies.whole(engine, trainer, checkpoint or {})
+    return None
 
 
-def dump(
-    trainer: Any, io: SafeCheckpointIO, path: Path, weights_only: bool | None
-) -> tuple[dict[str, Any] | None, Exception | None]:
-    """What the strategy would write, on the ranks that would write it; or what a hook of the user's raised."""
-    form = strategies.layout_of(trainer.strategy)
+def dump(trainer: Any, io: SafeCheckpointIO, path: Path, weights_only: bool | None) -> dict[str, Any] | None:
+    """What the strategy would write, on the ranks that would write it. A hook of the user's may raise anything."""
+    form = strategies.form_of(trainer.strategy)
     if form is not None:
-        try:
-            checkpoint = strategies.dump(trainer, form, weights_only)
-        except Exception as problem:  # on this rank alone perhaps; all will learn of it
-            return None, problem
-        return checkpoint if form.sharded or form.gathers or trainer.is_global_zero else None, None
-    with io.catching() as box:
-        try:
-            # What Trainer.save_checkpoint does, without its barrier: that has no way to learn of a failed rank.
-            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
-            trainer.strategy.save_checkpoint(checkpoint, str(path))
-        except Exception as problem:  # on this rank alone perhaps; all will learn of it
-            return None, problem
-    return box.checkpoint, None
+        checkpoint = strategies.dump(trainer, form, weights_only)
+        return checkpoint if form.sharded or form.gathers or trainer.is_global_zero else None
+    box = Box()
+    with io.saving_to(box):
+        # What Trainer.save_checkpoint does, without its barrier: that has no way to learn of a failed rank.
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
+        trainer.strategy.save_checkpoint(checkpoint, str(path))
+    return box.checkpoint
 
 
 def numbers(trainer: Any) -> dict[str, float]:
     """The metrics that have been logged, as far as they are numbers."""
-    found = {}
+    metrics = {}
     for name, value in trainer.callback_metrics.items():
-        try:
-            found[str(name)] = float(value)
-        except (TypeError, ValueError, RuntimeError):
-            continue
-    return found
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            metrics[str(name)] = float(value)
+    return metrics
 
 
 def overlap_plan(trainer: Any, mode: Literal["auto", "eager", "overlapped"]) -> OverlapPlan | None:
@@ -176,8 +140,8 @@ def overlap_plan(trainer: Any, mode: Literal["auto", "eager", "overlapped"]) -> 
 
     Args:
         trainer: in ``fit``.
-        mode: ``CheckpointConfig.snapshot``. Also with ``"overlapped"`` nothing is deferred beside callbacks that are known to
-            change parameters between steps, nor with DeepSpeed.
+        mode: ``CheckpointConfig.snapshot``. Also with ``"overlapped"`` snapshots are taken eagerly if a callback is present
+            that is known to change parameters between steps (SWA, EMA, pruning), and with DeepSpeed.
     """
     kinds = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
     if mode != "overlapped" or kinds & _SWAPPERS or hasattr(trainer.strategy, "deepspeed_engine"):

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
-from safe_ckpt.adapters import get_rng_state, set_rng_state
+from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
 
 _Loader = TypeVar("_Loader", bound="DataLoader[Any]")
 _KEY = "safe_ckpt.position"

@@ -1,15 +1,16 @@
-"""The directories of one Trainer's callbacks: which one a file belongs to, and its place in the order of commits."""
+"""The directories of one Trainer's callbacks: which one a file belongs to, and its number in the order of commits."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from safe_ckpt.adapters import Engine
-from safe_ckpt.adapters.directories import Workspace, commit_order
+from safe_ckpt.adapters.directories import Workspace, catalog, commit_order, resume
+from safe_ckpt.adapters.layouts import is_lightning_directory
 
 
 class TrainerDirectories:
-    """Directories that are held, each taken when a callback names it first.
+    """The directories that are held; each is taken when a callback first names it.
 
     Args:
         engine: where the ranks meet.
@@ -18,6 +19,7 @@ class TrainerDirectories:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._workspaces: dict[Path, Workspace] = {}
+        self._listed: set[tuple[Path, str]] = set()
 
     def __contains__(self, directory: Path) -> bool:
         return directory in self._workspaces
@@ -25,14 +27,32 @@ class TrainerDirectories:
     def __getitem__(self, directory: Path) -> Workspace:
         return self._workspaces[directory]
 
-    def hold(self, directory: Path) -> Workspace:
-        """Take a directory of checkpoints; a second callback may name the same one."""
+    def hold(self, directory: Path, suffix: str) -> None:
+        """Take a directory of checkpoints; a second callback may name the same one, also with another ``suffix``."""
+        if (directory, suffix) in self._listed:
+            return
+        workspace = self._take(directory)
+
+        def look() -> None:
+            listed = resume.listed(
+                lambda: catalog.list_files(directory, suffix, is_lightning_directory), self._engine.config.timeouts
+            )
+            workspace.start_after(catalog.newest_sequence(listed))
+
+        self._engine.take_stock(workspace, {"directory": directory, "suffix": suffix}, look)
+        self._listed.add((directory, suffix))
+
+    def hold_beside(self, path: Path, sequence: int) -> None:
+        """Take the folder of one file whose number in the order of commits is known."""
+        self._take(path.parent).start_after(sequence - 1)
+
+    def _take(self, directory: Path) -> Workspace:
         if directory not in self._workspaces:
             self._workspaces[directory] = self._engine.hold(directory)
         return self._workspaces[directory]
 
     def of(self, path: Path) -> Workspace:
-        """The directory in which ``path`` lies, else one on the same file system: staging is done there."""
+        """The directory in which ``path`` lies, else one on the same file system: unfinished files lie there."""
         if (held := self._above(path)) is not None:
             return held
         workspaces = list(self._workspaces.values())
@@ -42,11 +62,11 @@ class TrainerDirectories:
         return beside
 
     def next_sequence(self, path: Path, *, closed: bool) -> int:
-        """The place of ``path`` in the order of commits, for a file that is written past the pipeline, or after its end."""
+        """The number of ``path`` in the order of commits, for a file that is written without the engine, or after its end."""
         held = self._above(path)
         if held is not None and not closed:
             return held.next_sequence()
-        # Any of them may have given out the number of a file elsewhere, see ``of``.
+        # Any of them may have numbered a file elsewhere, see ``of``.
         last = max((workspace.last_sequence for workspace in self._workspaces.values()), default=0)
         return commit_order.sequence_beside(path, after=last)
 

@@ -1,4 +1,4 @@
-"""Putting safe_ckpt into a Trainer: what is refused, the I/O of its strategy, the saver behind it, and ``save_checkpoint``."""
+"""Install safe_ckpt in a Trainer: check what is supported, replace the strategy's I/O and ``save_checkpoint``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.adapters import refused_retention
+from safe_ckpt.adapters.extras import refused_retention
 from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.lightning import signals, strategies
@@ -26,16 +26,15 @@ def install(trainer: Any, config: CheckpointConfig) -> TrainerSaver:
     config = signals.with_requeue_signal(trainer, config)
     strategy = trainer.strategy
     present = strategy.checkpoint_io
-    if isinstance(present, SafeCheckpointIO) and isinstance(present.saver, TrainerSaver) and not present.saver.closed:
+    if isinstance(present, SafeCheckpointIO) and present.saver is not None and not present.saver.closed:
         if present.saver.config != config:
-            raise ConfigError(
-                key="config", message="all SafeCheckpointCallbacks of a Trainer must have the same config"
-            )
+            message = "all SafeCheckpointCallbacks of a Trainer must have the same one: give each the same config"
+            raise ConfigError(key="config", message=message)
         return present.saver
     io = _install_io(trainer)
     saver = TrainerSaver(trainer, config, io)
     io.saver = saver
-    if strategies.layout_of(strategy) is not None:
+    if strategies.form_of(strategy) is not None:
         strategies.guard(trainer, saver.engine, saver.land, saver.end)
     _let_savers_save(_home(trainer))
     return saver
@@ -54,10 +53,10 @@ def _home(trainer: Any) -> type[Any]:
 
 
 def _let_savers_save(home: type[Any]) -> None:
-    """Have ``Trainer.save_checkpoint`` save through the saver of a Trainer that has one; nothing else changes.
+    """Replace ``Trainer.save_checkpoint``: a Trainer that has a saver saves through it; others are not changed.
 
-    In the class and not in the object, so that what a subclass overrides is called, and calls this with ``super()``. The
-    user's own saves, SLURM's and the tuners' come here, and are agreed and awaited on every rank.
+    The method of the class is replaced, so that a subclass's own method is called and reaches this one with ``super()``. The
+    user's own saves, SLURM's and the tuners' come here. All ranks agree on them and wait for them.
     """
     stock = home.save_checkpoint
     if hasattr(stock, _MARK):
@@ -78,7 +77,7 @@ def _let_savers_save(home: type[Any]) -> None:
 
 
 def install_for_loading(trainer: Any) -> None:
-    """Outside of ``fit``: verify what is loaded, where the strategy leaves loading to the I/O that it always has."""
+    """Outside of ``fit``: verify what is loaded, if the strategy leaves loading to Lightning's own I/O."""
     strategy = trainer.strategy
     if _is_unsharded(strategy) and _writes_as_torch(strategy.checkpoint_io):
         _install_io(trainer)
@@ -91,20 +90,16 @@ def _install_io(trainer: Any) -> SafeCheckpointIO:
         ConfigError: the strategy is not covered, or another CheckpointIO is in use.
     """
     strategy = trainer.strategy
-    if not _is_unsharded(strategy) and strategies.layout_of(strategy) is None:
-        message = (
-            f"{type(strategy).__name__} writes its checkpoints by itself, which is not supported yet: "
-            "use a single device, DDP, ModelParallelStrategy, FSDPStrategy or DeepSpeedStrategy"
-        )
+    if not _is_unsharded(strategy) and strategies.form_of(strategy) is None:
+        supported = "a single device, DDP, ModelParallelStrategy, FSDPStrategy or DeepSpeedStrategy"
+        message = f"{type(strategy).__name__} is not supported: it writes its checkpoints itself. Use {supported}"
         raise ConfigError(key="strategy", message=message)
     present = strategy.checkpoint_io
     if isinstance(present, SafeCheckpointIO):
         return present
     if not _writes_as_torch(present):
-        message = (
-            f"{type(present).__name__} writes or removes files in a way of its own, which cannot be verified nor committed "
-            "in one step: remove it from the Trainer's plugins, or use ModelCheckpoint with it"
-        )
+        problem = f"{type(present).__name__} writes or removes files in a way of its own, which is not verified"
+        message = f"{problem}: remove it from the Trainer's plugins, or use ModelCheckpoint with it"
         raise ConfigError(key="SafeCheckpointCallback", message=message)
     io = SafeCheckpointIO(present)
     strategy.checkpoint_io = io
@@ -112,13 +107,13 @@ def _install_io(trainer: Any) -> SafeCheckpointIO:
 
 
 def _writes_as_torch(io: Any) -> bool:
-    """Whether it leaves writing and removing to Lightning's own: one that only reads in a way of its own goes on reading."""
+    """Whether it inherits writing and removing from Lightning's own I/O; it may read in its own way."""
     names = ("save_checkpoint", "remove_checkpoint")
     return all(getattr(type(io), name).__qualname__ == f"TorchCheckpointIO.{name}" for name in names)
 
 
 def _is_unsharded(strategy: Any) -> bool:
-    # Exactly those that leave saving to the base class: rank 0 hands one dict to the I/O.
+    # Those that inherit saving from the base class: rank 0 gives one dict to the I/O.
     return bool(type(strategy).save_checkpoint.__qualname__ == "Strategy.save_checkpoint")
 
 
@@ -130,7 +125,7 @@ def check_arguments(
     save_weights_only: bool,
     from_environment: bool = False,
 ) -> None:
-    """Refuse what cannot work together. ``from_environment``: the program gave no ``config``.
+    """Refuse arguments that exclude each other. ``from_environment``: the program gave no ``config``.
 
     Raises:
         ConfigError: naming the argument.
@@ -139,7 +134,7 @@ def check_arguments(
         message = "a Trainer saves one after the other: leave on_busy and max_in_flight alone"
         raise ConfigError(key="config.on_busy", message=message)
     if resume == "auto" and save_weights_only:
-        message = "a checkpoint of weights alone cannot be resumed from: use a second callback for those"
+        message = 'excludes resume="auto": training cannot resume from weights alone. Use a second callback for them'
         raise ConfigError(key="save_weights_only", message=message)
     if config.retention != Retention():
         own = "save_top_k, monitor and save_last are the retention in Lightning"
@@ -147,7 +142,7 @@ def check_arguments(
     if resume not in ("auto", None):
         raise ConfigError(key="resume", message=f'expected "auto" or None, got {resume!r}')
     if resume == "auto" and dirpath is None:
-        message = 'resume="auto" needs an explicit dirpath: the default one is new with every run'
+        message = 'is missing: resume="auto" needs it, for the default one is new with every run. Give a dirpath'
         raise ConfigError(key="dirpath", message=message)
     refuse_remote(dirpath)
 

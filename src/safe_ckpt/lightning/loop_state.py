@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from safe_ckpt.adapters import get_rng_state, patch, set_rng_state
+from safe_ckpt.adapters import patch
+from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
 from safe_ckpt.lightning import dataloader
 
 logger = logging.getLogger(__name__)

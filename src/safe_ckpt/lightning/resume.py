@@ -9,55 +9,45 @@ import uuid
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import CheckpointInfo, Engine, layouts, patch, presence
+from safe_ckpt.adapters import CheckpointInfo, Engine, layouts, patch
 from safe_ckpt.adapters.directories import (
     Candidate,
     Workspace,
     catalog,
     durable,
+    presence,
     read_manifest,
     resume,
     verify_if_ours,
     verify_share,
 )
-from safe_ckpt.adapters.requests import Link
-from safe_ckpt.errors import (
-    ConfigError,
-    CorruptCheckpointError,
-    NoValidCheckpointError,
-    SafeCheckpointError,
-)
+from safe_ckpt.adapters.planning import Link
+from safe_ckpt.errors import ConfigError, CorruptCheckpointError, NoValidCheckpointError, SafeCheckpointError
 from safe_ckpt.inspection.blind_reader import look_inside, read_layout
 from safe_ckpt.lightning import signals
+
+if TYPE_CHECKING:
+    from safe_ckpt.lightning.saver import TrainerSaver
 
 logger = logging.getLogger(__name__)
 
 REMOVES = "removes"
 LINKS = "links"
-WEIGHTS_ONLY = "weights_only"
+WEIGHTS_NOTE = "weights_only"
 
 
 def notes(workspace: Workspace, *, links: list[Link], to_delete: list[Path], weights_only: bool) -> dict[str, Any]:
-    """What a manifest says of the save besides, so that the next run can finish what a killed one had begun."""
+    """Further entries of the manifest, with which the next run can finish what a killed one had begun."""
     return {
         REMOVES: [os.path.relpath(path, workspace.path) for path in to_delete],
         LINKS: {os.path.relpath(link.path, workspace.path): link.target for link in links},
-        WEIGHTS_ONLY: weights_only,
+        WEIGHTS_NOTE: weights_only,
     }
 
 
-class Resumer(Protocol):
-    """What a saver offers here."""
-
-    auto_directory: Path | None
-
-    def resume_from(self, directory: Path, suffix: str, rival: Path | None) -> Path | None:
-        """Choose, on all ranks."""
-
-
-def arrange(trainer: Any, saver: Resumer, directory: Path, suffix: str) -> None:
+def arrange(trainer: Any, saver: TrainerSaver, directory: Path, suffix: str) -> None:
     """Let the ``fit`` that is being set up resume from ``directory`` if it is given no path.
 
     Raises:
@@ -66,7 +56,9 @@ def arrange(trainer: Any, saver: Resumer, directory: Path, suffix: str) -> None:
     if saver.auto_directory == directory:
         return
     if saver.auto_directory is not None:
-        message = f"one directory at a time: {saver.auto_directory} is resumed from, so {directory} cannot be"
+        message = (
+            f"one directory at a time: {saver.auto_directory} is resumed from, not {directory}. Give all callbacks one"
+        )
         raise ConfigError(key="resume", message=message)
     saver.auto_directory = directory
 
@@ -95,7 +87,11 @@ def choose(engine: Engine, workspace: Workspace, suffix: str) -> Path | None:
         else:
             _verify(path)
 
-    chosen = resume.choose(engine, workspace, lambda: _resumable(listed(workspace.path, suffix)), verified)
+    def judged() -> list[Candidate]:
+        listed = catalog.list_files(workspace.path, suffix, layouts.is_lightning_directory)
+        return [_judged(candidate) for candidate in listed]
+
+    chosen = resume.choose(engine, workspace, judged, verified)
     if chosen is None:
         return None
     info = chosen.info
@@ -122,11 +118,6 @@ def _step(path: Path) -> int:
     return read_layout(path).step
 
 
-def listed(directory: Path, suffix: str) -> list[Candidate]:
-    """The checkpoints of a directory: files, and the directories that sharding strategies write."""
-    return catalog.list_files(directory, suffix, layouts.is_lightning_directory)
-
-
 def _verify(path: Path) -> None:
     if verify_if_ours(path) or not presence.ends_as_archive(path):  # torch's format before 1.6 has nothing to check
         return
@@ -137,16 +128,12 @@ def _verify(path: Path) -> None:
         raise CorruptCheckpointError(path=str(path), file=damaged, message="its CRC-32 does not match")
 
 
-def _resumable(candidates: list[Candidate]) -> list[Candidate]:
-    return [_judged(candidate) for candidate in candidates]
-
-
 def _judged(candidate: Candidate) -> Candidate:
     """Add what only a look inside tells: the step of a foreign file, and whether there is more in it than weights."""
     if candidate.problem:
         return candidate
     if candidate.manifest is not None:
-        weights_only = bool(candidate.manifest.notes.get(WEIGHTS_ONLY))
+        weights_only = bool(candidate.manifest.notes.get(WEIGHTS_NOTE))
         return dataclasses.replace(candidate, problem=layouts.WEIGHTS_ONLY) if weights_only else candidate
     return look_inside(candidate)
 
@@ -155,10 +142,10 @@ def _finish(workspace: Workspace, info: CheckpointInfo) -> None:
     # Killed between its commit and its links and removals: they are due now, since what replaces them is good.
     if not info.verified:
         return
-    said = read_manifest(info.path).notes
-    for name, target in said.get(LINKS, {}).items():
+    notes = read_manifest(info.path).notes
+    for name, target in notes.get(LINKS, {}).items():
         _link_again(workspace, info, workspace.path / name, target)
-    to_delete = [workspace.path / name for name in said.get(REMOVES, [])]
+    to_delete = [workspace.path / name for name in notes.get(REMOVES, [])]
     for path in workspace.discard([path for path in to_delete if _is_ours_and_older(path, info)]):
         logger.info("removed %s, as was due when %s was saved", path, info.name)
 

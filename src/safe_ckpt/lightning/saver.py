@@ -1,45 +1,34 @@
-"""What all callbacks of one Trainer share: the pipeline, the directories it holds, and what is in flight for whom."""
+"""The saver that all callbacks of one Trainer share: the engine, the directories that it holds, the saves in flight."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
+import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import Engine, SaveHandle, open_coordinator, plan, reraise
-from safe_ckpt.adapters.directories import HeldDirectories, catalog, one_shot, resume
-from safe_ckpt.adapters.planned import Planned
-from safe_ckpt.adapters.requests import (
-    DeleteListed,
-    Destination,
-    Facts,
-    Link,
-    OnCommit,
-    SaveRequest,
-)
-from safe_ckpt.adapters.tracking import Tracking
-from safe_ckpt.adapters.weights import Exporter
+from safe_ckpt.adapters import CheckpointInfo, Engine, OnCommit, Planned, SaveHandle, Tracking
+from safe_ckpt.adapters.directories import DeleteListed, HeldDirectories
+from safe_ckpt.adapters.extras import Exporter, one_shot, open_coordinator
+from safe_ckpt.adapters.planning import Destination, Facts, Link, SaveRequest, Shards, prepare_memory
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import RendezvousTimeout, SaveError
 from safe_ckpt.events import Hook
 from safe_ckpt.lightning import contents, signals, strategies
 from safe_ckpt.lightning import resume as resuming
-from safe_ckpt.lightning.callback_state import Flights, Owner, PendingActions, SavedCallbackState
+from safe_ckpt.lightning.callback_state import PendingActions, SavedCallbackState, report_commit
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 from safe_ckpt.lightning.directories import TrainerDirectories
 from safe_ckpt.lightning.loop_state import BreakingOff, Continuation
-from safe_ckpt.lightning.signals import in_signal_handler
 
 if TYPE_CHECKING:
     import torch
 
-
-logger = logging.getLogger(__name__)
+    from safe_ckpt.lightning.callback import SafeCheckpointCallback
 
 
 class TrainerSaver:
@@ -51,20 +40,23 @@ class TrainerSaver:
         io: the I/O that was installed.
 
     Attributes:
-        auto_directory: where a callback with ``resume="auto"`` looks.
-        resumed_from: what it found there.
+        engine: where the ranks meet.
+        tracking: the saves in flight.
+        directories: those that are held.
+        auto_directory: the directory of a callback with ``resume="auto"``.
+        resumed_from: the checkpoint that it chose there.
         training: whether the training loop has begun: before that there is nothing to continue.
-        stopping: whether a signal ended the run: what is saved after that would stand in the way of the resume.
-        stopper: the callback that asks for signals, the last one, when all others have saved what was due.
-        continuation: what is left to be done before a resumed loop goes on.
-        closed: whether the pipeline has ended.
-        requeue_due: whether the job goes back into SLURM's queue when ``fit`` is over.
+        stopping: whether a signal ended the run: a later checkpoint would be resumed from instead of ``stopped.ckpt``.
+        stopper: the callback that asks for signals: the last one, after all others have saved.
+        continuation: what remains to be done before a resumed loop continues.
+        closed: whether the engine was closed.
+        requeue_due: whether SLURM requeues the job after ``fit``.
     """
 
     def __init__(self, trainer: Any, config: CheckpointConfig, io: SafeCheckpointIO) -> None:
         self.config = config
         self.engine = Engine(config, owner="a Trainer; it is free when fit() has ended")
-        self._flights = Flights(trainer, Tracking(self.engine, self._loggers))
+        self.tracking = Tracking(self.engine, self._loggers)
         self._hooks: list[Hook] = []
         self._trainer = trainer
         self._io = io
@@ -72,67 +64,47 @@ class TrainerSaver:
         self.resumed_from: Path | None = None
         self.training = False
         self.stopping = False
-        self.stopper: Owner | None = None
+        self.stopper: SafeCheckpointCallback | None = None
         self.requeue_due = False
         self.continuation: Continuation | None = None
         self._breaking_off = BreakingOff()
-        self._wish = signals.RequeueWish()
+        self._requeue_wished = False
         self._last_whole: SaveHandle | None = None
-        self._shards = strategies.planner(self.engine, trainer.strategy)
-        self._directories = TrainerDirectories(self.engine)
-        self._counted: set[tuple[Path, str]] = set()
+        self._shards = Shards(self.engine)
+        self.directories = TrainerDirectories(self.engine)
         self._collector: tuple[Callable[[str], None], bool] | None = None
         self._busy = False
         self.closed = False
         self._out_by: float | None = None
 
     def _loggers(self) -> list[tuple[str, Callable[..., Any]]]:
-        # Looked up when it is called, where an error is caught.
+        # log_metrics is looked up in the call, where an error is caught.
         return [
             (type(one).__name__, lambda v, step, one=one: one.log_metrics(v, step=step))
             for one in self._trainer.loggers
         ]
 
     def add_hooks(self, hooks: Iterable[Hook]) -> None:
-        """Further ones that are called with what happens; one that several callbacks have is called once."""
+        """Add hooks for events; a hook that several callbacks have is called once."""
         for hook in hooks:
             if not any(hook is known for known in self._hooks):
                 self._hooks.append(hook)
                 self.engine.emit.add(hook)
 
-    def hold(self, directory: Path, suffix: str) -> None:
-        """Take a directory of checkpoints; a second callback may name the same one."""
-        workspace = self._directories.hold(directory)
-        if (directory, suffix) not in self._counted:
-            self._counted.add((directory, suffix))
-            self.engine.agree(
-                "list",
-                must_match={"directory": directory, "suffix": suffix},
-                decide=lambda _: workspace.start_after(
-                    catalog.newest_sequence(
-                        resume.listed(lambda: resuming.listed(directory, suffix), self.engine.config.timeouts)
-                    )
-                ),
-            )
-
-    def hold_beside(self, path: Path, sequence: int) -> None:
-        """Take the folder of one file, whose place in the order of commits is known."""
-        self._directories.hold(path.parent).start_after(sequence - 1)
-
     def holds(self, directory: Path) -> bool:
         """Whether this directory is taken already."""
-        return directory in self._directories and not self.closed
+        return directory in self.directories and not self.closed
 
     def land(self, timeout_s: float | None = None) -> None:
-        """Wait until nothing is in flight; report to the owners what became of theirs. Failures stay to be raised.
+        """Wait until no save is in flight, and report the outcomes to their callbacks. Failures are raised later.
 
         Raises:
             RendezvousTimeout: it takes longer than ``timeout_s``.
         """
-        self._flights.land(timeout_s)
+        self.tracking.land(timeout_s)
 
     def land_on_exception(self) -> None:
-        """As ``land``; all of the way out after an exception takes ``shutdown_s`` at most.
+        """As ``land``, but all waits after an exception together take ``shutdown_s`` at most.
 
         Raises:
             RendezvousTimeout: it takes longer.
@@ -143,70 +115,73 @@ class TrainerSaver:
         """Wait until nothing is in flight.
 
         Raises:
-            SafeCheckpointError: a save failed; its owner has the attributes of before. The same on every rank.
+            SafeCheckpointError: a save failed; the callback's attributes were restored. The same on every rank.
         """
         self.land()
         self.engine.raise_unreported()
 
-    def look(self) -> None:
-        """Report to the owner what has been committed meanwhile, without waiting."""
-        self._flights.look()
-
     def save(
         self,
-        intents: PendingActions,
-        owner: Owner | None,
-        shadow: SavedCallbackState | None,
+        pending: PendingActions,
+        owner: SafeCheckpointCallback | None,
+        state: SavedCallbackState | None,
         *,
         weights_only: bool | None,
         wait: bool,
     ) -> SaveHandle:
-        """Save what the Trainer is now under the names in ``intents``. Every rank calls this.
+        """Save the Trainer's state under the names in ``pending``. Every rank calls this.
 
         Raises:
             SafeCheckpointError: it could not be started, or with ``wait`` it failed.
         """
         self.settle()
         try:
-            with self.engine.together(), self._within():
+            with self._within():
                 handle = self.engine.save(
-                    self._request(intents, weights_only=weights_only, overlap=self.training and not wait)
+                    self._request(pending, weights_only=weights_only, overlap=self.training and not wait)
                 )
         except BaseException:
-            if owner is not None and shadow is not None:
-                shadow.restore(owner)
+            if owner is not None and state is not None:
+                state.restore(owner)
             raise
-        self._flights.add(handle, owner, shadow)
-        if intents.saves and not weights_only:
+
+        def at_end(info: CheckpointInfo | None) -> None:
+            if owner is not None and info is not None:
+                report_commit(owner, self._trainer, info)
+            elif owner is not None and state is not None:
+                state.restore(owner)
+
+        self.tracking.follow(handle, at_end=at_end)
+        if pending.saves and not weights_only:
             self._last_whole = handle
         if wait:
             self.settle()
         return handle
 
     def save_now(self, path: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
-        """What ``Trainer.save_checkpoint`` does: returns when the file is durable, or raises on every rank.
+        """Stands in for ``Trainer.save_checkpoint``: returns when the file is durable, or raises on every rank.
 
-        What a callback saves is its own to do, at the end of its hook: see ``collecting``.
+        A callback's own saves are collected, and saved at the end of its hook: see ``collecting``.
         """
         if storage_options is not None:
             raise TypeError("storage_options are not supported: safe_ckpt writes to local and mounted file systems")
         target = Path(os.path.abspath(path))
-        if self._busy or in_signal_handler():
+        if self._busy or signals.in_signal_handler():
             self._save_alone(target, weights_only)
         elif self._collector is not None and bool(weights_only) == self._collector[1]:
             self._collector[0](os.fspath(path))
-        elif self.closed and strategies.layout_of(self._trainer.strategy) is not None:
+        elif self.closed and strategies.form_of(self._trainer.strategy) is not None:
             self._save_with_another(target, weights_only)
         elif self.closed:
             self._save_without_pipeline(target, weights_only)
         else:
-            intents = PendingActions(saves=[str(target)])
-            handle = self.save(intents, None, None, weights_only=weights_only, wait=True)
-            handle.result()  # also with on_failure="warn": who asks for a file is told that there is none
+            pending = PendingActions(saves=[str(target)])
+            handle = self.save(pending, None, None, weights_only=weights_only, wait=True)
+            handle.result()  # also with on_failure="warn": the caller must know that there is no file
 
     @contextlib.contextmanager
     def collecting(self, take: Callable[[str], None], *, weights_only: bool) -> Iterator[None]:
-        """While this is entered, what ``Trainer.save_checkpoint`` is asked to save goes to ``take``."""
+        """Within this block ``Trainer.save_checkpoint`` gives its path to ``take`` and saves nothing."""
         self._collector = (take, weights_only)
         try:
             yield
@@ -224,84 +199,77 @@ class TrainerSaver:
             exporter.export(module, directory, format="safetensors", max_shard_size=max_shard_size, dtype=None).result()
 
     def has_whole(self, directory: Path, step: int) -> bool:
-        """Whether the last checkpoint with the state of the training is committed in ``directory``, and of this step."""
+        """Whether the last checkpoint of a whole state is committed in ``directory`` and is of this step."""
         info = self._last_whole.outcome if self._last_whole is not None else None
         return info is not None and info.step == step and info.path.parent == directory
 
     def next_sequence(self, path: Path) -> int:
-        """The place of ``path`` in the order of commits, for a file that is written past the pipeline."""
-        return self._directories.next_sequence(path, closed=self.closed)
+        """The number of ``path`` in the order of commits, for a file that is written without the engine."""
+        return self.directories.next_sequence(path, closed=self.closed)
 
     def _save_alone(self, path: Path, weights_only: bool | None) -> None:
         """From a signal handler: this rank may be in the middle of an agreement, or the others in a collective.
 
-        So rank 0 writes what it has at once, in this process, and nobody waits for anybody. Of the generators and loaders
-        of the other ranks nothing is known then: a resume from this file in mid-epoch is not exact.
+        So rank 0 writes its own state at once, in this process, and no rank waits for another. The file lacks the generators
+        and loaders of the other ranks: a resume from it in mid-epoch is not exact.
         """
-        if strategies.layout_of(self._trainer.strategy) is not None:
-            cause = (
-                "from a signal handler no rank can count on the others, and each has only a part: save at the next step"
-            )
+        if strategies.form_of(self._trainer.strategy) is not None:
+            cause = "a signal handler cannot wait for the other ranks, and each has only a part: save at the next step"
             raise SaveError(name=path.name, cause=cause, rank=self.engine.rank, phase="signal handler")
-        with self._io.writing():
+        with self._io.saving_to(None):
             checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only)
             self._trainer.strategy.save_checkpoint(checkpoint, str(path))
 
     def _save_with_another(self, path: Path, weights_only: bool | None) -> None:
-        """After ``fit``, where every rank writes: with a pipeline of its own."""
+        """After ``fit``, with a strategy with which every rank writes: use another engine."""
         again = TrainerSaver(self._trainer, self.config, self._io)
         again.add_hooks(self._hooks)
         try:
-            again.hold_beside(path, self.next_sequence(path))
+            again.directories.hold_beside(path, self.next_sequence(path))
             again.save(PendingActions(saves=[str(path)]), None, None, weights_only=weights_only, wait=True).result()
         finally:
             again.engine.close(quiet=True)
 
     def _save_without_pipeline(self, path: Path, weights_only: bool | None) -> None:
-        """After ``fit``: rank 0 writes in this process, the others wait for what becomes of it."""
+        """After ``fit``: rank 0 writes in this process, and the others wait for the outcome."""
+        checkpoint: dict[str, Any] | None = None
+
+        def dump() -> None:
+            nonlocal checkpoint
+            checkpoint = contents.dump(self._trainer, self._io, path, weights_only)
+
+        def write(_: object) -> None:
+            if checkpoint is not None:
+                step, notes = int(self._trainer.global_step), {resuming.WEIGHTS_NOTE: bool(weights_only)}
+                one_shot.save_archive(checkpoint, path, sequence=self.next_sequence(path), step=step, notes=notes)
+
         coordinator = open_coordinator(None, self.config.timeouts)
         try:
-            checkpoint, error = contents.dump(self._trainer, self._io, path, weights_only)
-
-            def write(_: object) -> None:
-                if checkpoint is not None:
-                    one_shot.save_archive(
-                        checkpoint,
-                        path,
-                        sequence=self.next_sequence(path),
-                        step=int(self._trainer.global_step),
-                        notes={resuming.WEIGHTS_ONLY: bool(weights_only)},
-                    )
-
-            coordinator.agree(
-                "save",
-                timeout_s=self.config.timeouts.lengthy_s,
-                must_match={"path": path},
-                local=reraise(error),
-                decide=write,
-                phase=f"saving {path.name}",
-            )
+            limit_s, values = self.config.timeouts.lengthy_s, {"path": path}
+            phase = f"saving {path.name}"
+            coordinator.agree("save", timeout_s=limit_s, must_match=values, local=dump, decide=write, phase=phase)
         finally:
             coordinator.release(keep=True)
 
     @contextlib.contextmanager
     def _within(self) -> Iterator[None]:
-        """While this is entered, a signal handler that saves must not start another agreement."""
+        """All agreements within are one call, and a signal handler that saves must not start another one."""
         self._busy = True
         try:
-            yield
+            with self.engine.together():
+                yield
         finally:
             self._busy = False
 
     def exists(self, paths: Sequence[str]) -> list[str]:
         """Which of ``paths`` exist, as rank 0 sees it. Every rank calls this."""
         with self._within():
-            found: list[str] = self.engine.agree(
+            existing: list[str] = self.engine.agree(
                 "look",
                 must_match={"paths": list(paths)},
                 decide=lambda _: [path for path in paths if os.path.exists(path)],
             )
-        return found
+        return existing
 
     def resume_from(self, directory: Path, suffix: str, rival: Path | None) -> Path | None:
         """The newest valid checkpoint in a held directory, verified on all ranks; None on a fresh run.
@@ -311,7 +279,7 @@ class TrainerSaver:
             suffix: of its files.
             rival: a file that Lightning would resume from; taken when it is the newer one.
         """
-        workspace = self._directories[directory]
+        workspace = self.directories[directory]
         if rival is None:
             self.resumed_from = resuming.choose(self.engine, workspace, suffix)
         else:
@@ -320,7 +288,7 @@ class TrainerSaver:
         return self.resumed_from or rival
 
     def end(self) -> None:
-        """Finish what is in flight and end the pipeline. After an exception nothing here raises: that one is to be seen."""
+        """Finish what is in flight and close the engine. After an exception nothing here raises, to not mask it."""
         if self.closed:
             return
         interrupted = str(getattr(self._trainer.state.status, "value", "")) == "interrupted"
@@ -346,13 +314,16 @@ class TrainerSaver:
         if not self.training:
             self.training = True
             self._breaking_off.watch(self._trainer)
-            state: dict[str, Any] = {"module": self._trainer.lightning_module}
-            state.update({f"optimizer {number}": one for number, one in enumerate(self._trainer.optimizers)})
-            self.engine.prepare(plan.expected_bytes(state, rank=self.engine.rank))
-            self.engine.watch_signals(self._wish.take_from(signals.without_lightnings))
+            prepare_memory(self.engine, [self._trainer.lightning_module, *self._trainer.optimizers])
+            self.engine.watch_signals(
+                functools.partial(signals.without_lightnings, at_requeue_signal=self._wish_requeue)
+            )
+
+    def _wish_requeue(self) -> None:
+        self._requeue_wished = True
 
     def agree_on_exception(self) -> None:
-        """Learn whether all ranks are about to save at an exception, within ``peer_stall_s``. Each that is calls this.
+        """Learn, within ``peer_stall_s``, whether all ranks save at an exception. Each rank that does calls this.
 
         Raises:
             SafeCheckpointError: some are not.
@@ -369,7 +340,7 @@ class TrainerSaver:
             coordinator.release(keep=True)
 
     def follow(self, before: TrainerSaver) -> None:
-        """Save for the same ``fit`` as one that has ended."""
+        """Continue for the ``fit`` of a saver that has ended."""
         self.training = before.training
         self._breaking_off = before._breaking_off
 
@@ -377,17 +348,17 @@ class TrainerSaver:
         """Whether the signal that ended the run was the one at which Lightning requeues the job. Every rank calls this."""
         with self._within():
             self.requeue_due = self.engine.agree(
-                "requeue", local=lambda: self._wish.made, decide=lambda answers: any(answers.values())
+                "requeue", local=lambda: self._requeue_wished, decide=lambda answers: any(answers.values())
             )
         return self.requeue_due
 
-    def _request(self, intents: PendingActions, *, weights_only: bool | None, overlap: bool) -> SaveRequest:
-        primary = Path(os.path.abspath((intents.saves or [*intents.links, *intents.removals])[0]))
-        workspace = self._directories.of(primary)
-        files = Planned()
-        if intents.saves:
+    def _request(self, pending: PendingActions, *, weights_only: bool | None, overlap: bool) -> SaveRequest:
+        primary = Path(os.path.abspath((pending.saves or [*pending.links, *pending.removals])[0]))
+        workspace = self.directories.of(primary)
+        planned = Planned()
+        if pending.saves:
             fitting = self.training and str(getattr(self._trainer.state.fn, "value", "")) == "fit"
-            files = contents.planned(
+            planned = contents.planned(
                 self.engine,
                 self._trainer,
                 self._io,
@@ -397,21 +368,24 @@ class TrainerSaver:
                 broken_off=self._breaking_off.rng,
                 shards=self._shards,
             )
-        links = [Link(path=Path(os.path.abspath(path))) for path in intents.saves[1:]]
-        links += [Link(path=Path(os.path.abspath(path)), target=target) for path, target in intents.links.items()]
-        to_delete = [Path(os.path.abspath(path)) for path in intents.to_delete]
+        links = [Link(path=Path(os.path.abspath(path))) for path in pending.saves[1:]]
+        links += [Link(path=Path(os.path.abspath(path)), target=target) for path, target in pending.links.items()]
+        to_delete = [Path(os.path.abspath(path)) for path in pending.to_delete]
         notes = resuming.notes(workspace, links=links, to_delete=to_delete, weights_only=bool(weights_only))
-        is_directory = strategies.is_sharded(self._trainer.strategy) and bool(intents.saves)
+        form = strategies.form_of(self._trainer.strategy)
+        is_directory = form is not None and form.sharded and bool(pending.saves)
         return SaveRequest(
             destination=Destination(workspace=workspace, path=primary, kind="directory" if is_directory else "file"),
-            content=files.content(
-                overlap=contents.overlap_plan(self._trainer, self.config.snapshot) if files.images and overlap else None
+            content=planned.content(
+                overlap=contents.overlap_plan(self._trainer, self.config.snapshot)
+                if planned.files and overlap
+                else None
             ),
             facts=Facts(
                 step=int(self._trainer.global_step),
                 metrics=contents.numbers(self._trainer),
-                notes={**files.notes, **notes},
+                notes={**planned.notes, **notes},
             ),
-            must_match={"names": ", ".join([*intents.saves, *intents.links])},
+            must_match={"names": ", ".join([*pending.saves, *pending.links])},
             on_commit=OnCommit(links=links, retention=DeleteListed(paths=to_delete) if to_delete else None),
         )

@@ -14,7 +14,7 @@ import functools
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -62,7 +62,7 @@ def undo_end_fit(trainer: Any) -> None:
     patch.take_away(trainer.fit_loop.epoch_loop, "_should_check_val_fx")
 
 
-def without_lightnings(handler: Any, without: Mapping[str, Callable[[], None]]) -> Any:
+def without_lightnings(handler: Any, at_requeue_signal: Callable[[], None]) -> Any:
     """A signal handler without what Lightning would do in it. What the user had installed stays.
 
     For SIGTERM Lightning issues a broadcast from within the handler, which waits for ranks that are somewhere else, and makes
@@ -70,27 +70,22 @@ def without_lightnings(handler: Any, without: Mapping[str, Callable[[], None]]) 
 
     Args:
         handler: what is installed.
-        without: names of further parts that are left out, with what is called in their place.
+        at_requeue_signal: called in the place of Lightning's handler that saves and requeues the job.
     """
     parts = getattr(handler, "signal_handlers", None)
     if parts is None:
         return handler
-    replaced = {"_sigterm_notifier_fn": _do_nothing, **without}
+    replaced = {"_sigterm_notifier_fn": lambda: None, HANDLER: at_requeue_signal}
 
     def run(number: int, frame: Any) -> None:
         for part in parts:
             instead = replaced.get(getattr(part, "__name__", ""))
             if instead is not None:
                 instead()
-                continue
-            if callable(part):
+            elif callable(part):
                 part(number, frame)
 
     return run
-
-
-def _do_nothing() -> None:
-    """In the place of a part that is left out."""
 
 
 def with_requeue_signal(trainer: Any, config: CheckpointConfig) -> CheckpointConfig:
@@ -111,8 +106,8 @@ def requeue_save_path(trainer: Any) -> Path:
 
 def requeue_resume_path(trainer: Any) -> Path | None:
     """The file from which Lightning goes on if it is given none, after it has requeued a job; None where there is none."""
-    found = trainer._checkpoint_connector._hpc_resume_path
-    return Path(found).absolute() if found is not None else None
+    path = trainer._checkpoint_connector._hpc_resume_path
+    return Path(path).absolute() if path is not None else None
 
 
 def requeue(trainer: Any) -> None:
@@ -120,30 +115,8 @@ def requeue(trainer: Any) -> None:
     number = _signal_of(trainer)
     if number is None:
         return
-    with patch.Patch(trainer, {"save_checkpoint": _is_saved}):
+    with patch.Patch(trainer, {"save_checkpoint": lambda *_, **__: None}):  # everything is committed
         getattr(trainer._signal_connector, HANDLER)(number, None)
-
-
-class RequeueWish:
-    """Whether this rank has got the signal to requeue.
-
-    Attributes:
-        made: it has.
-    """
-
-    def __init__(self) -> None:
-        self.made = False
-
-    def take_from(self, unwrap: Callable[..., Any]) -> Callable[[Any], Any]:
-        """An ``unwrap`` for ``Preemption`` that notes the wish when Lightning's handler is among those left out."""
-
-        def unwrapped(handler: Any) -> Any:
-            return unwrap(handler, without={HANDLER: self._make})
-
-        return unwrapped
-
-    def _make(self) -> None:
-        self.made = True
 
 
 def _signal_of(trainer: Any) -> signal.Signals | None:
@@ -151,7 +124,3 @@ def _signal_of(trainer: Any) -> signal.Signals | None:
     if not getattr(environment, "auto_requeue", False):
         return None
     return signal.Signals(environment.requeue_signal)
-
-
-def _is_saved(*args: Any, **kwargs: Any) -> None:
-    """Stands in for ``Trainer.save_checkpoint`` when everything is committed."""

@@ -15,21 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import Engine, FilePlan, layouts, patch, presence, torch_archive
-from safe_ckpt.adapters.directories import MANIFEST_NAME, verify
-from safe_ckpt.adapters.planned import Planned
-from safe_ckpt.adapters.sharding import gather_whole, shard_planner
+from safe_ckpt.adapters import Engine, Planned, layouts, patch
+from safe_ckpt.adapters.directories import MANIFEST_NAME, presence, verify
+from safe_ckpt.adapters.planning import gather_whole
 
 if TYPE_CHECKING:
     import torch
-
-    from safe_ckpt.adapters import ShardPlanner
 
 _LEFT_OUT = ("state_dict", "optimizer_states")  # DeepSpeed has them, in parts
 
 
 @dataclass(frozen=True)
-class Layout:
+class Form:
     """How a strategy lays a checkpoint out.
 
     Attributes:
@@ -45,31 +42,19 @@ class Layout:
     engine: bool = False
 
 
-def layout_of(strategy: Any) -> Layout | None:
+def form_of(strategy: Any) -> Form | None:
     """What a strategy writes; None for one that leaves its file to the I/O, or that is not covered."""
     names = {base.__name__ for base in type(strategy).__mro__}
     if "ModelParallelStrategy" in names:
-        return Layout("state_dict", sharded=bool(strategy._save_distributed_checkpoint), gathers=True)
+        return Form("state_dict", sharded=bool(strategy._save_distributed_checkpoint), gathers=True)
     if "DeepSpeedStrategy" in names:
-        return Layout("", sharded=True, gathers=False, engine=True)
+        return Form("", sharded=True, gathers=False, engine=True)
     if "FSDPStrategy" in names:
-        return Layout("model", sharded=strategy._state_dict_type == "sharded", gathers=False)
+        return Form("model", sharded=strategy._state_dict_type == "sharded", gathers=False)
     return None
 
 
-def is_sharded(strategy: Any) -> bool:
-    """Whether what a strategy writes now is a directory of which every rank has a part."""
-    form = layout_of(strategy)
-    return form is not None and form.sharded
-
-
-def planner(engine: Engine, strategy: Any) -> ShardPlanner | None:
-    """What plans the shards; None where nothing is sharded, or a DeepSpeed engine does it."""
-    form = layout_of(strategy)
-    return None if form is None or not form.sharded or form.engine else shard_planner(engine)
-
-
-def dump(trainer: Any, form: Layout, weights_only: bool | None) -> dict[str, Any]:
+def dump(trainer: Any, form: Form, weights_only: bool | None) -> dict[str, Any]:
     """The Trainer's checkpoint with this rank's parts in it; with what Lightning has gathered where it does that.
 
     A full checkpoint is asked for in parts as well: Lightning would gather it in collectives that nobody watches.
@@ -81,17 +66,12 @@ def dump(trainer: Any, form: Layout, weights_only: bool | None) -> dict[str, Any
         return checkpoint
 
 
-def split(checkpoint: Mapping[str, Any], form: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
+def split(checkpoint: Mapping[str, Any], form: Form) -> tuple[dict[str, Any], dict[str, Any]]:
     """What every rank writes its parts of, and what rank 0 writes besides."""
     rest = dict(checkpoint)
     states = {form.key: rest.pop("state_dict")}
     states.update({f"optimizer_{number}": state for number, state in enumerate(rest.pop("optimizer_states", []))})
     return states, rest
-
-
-def meta_image(rest: Mapping[str, Any]) -> FilePlan:
-    """The file for what is not sharded."""
-    return torch_archive.torch_image(layouts.META, dict(rest), strict=False, key="checkpoint")
 
 
 def whole(engine: Engine, trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
@@ -134,7 +114,7 @@ def guard(trainer: Any, engine: Engine, before: Callable[[], None], end: Callabl
         end: called when it is torn down.
     """
     strategy = trainer.strategy
-    form = layout_of(strategy)
+    form = form_of(strategy)
     original = type(strategy).load_checkpoint
 
     def load(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,13 +129,15 @@ def guard(trainer: Any, engine: Engine, before: Callable[[], None], end: Callabl
         is_folder, is_ours = engine.agree("load", must_match={"path": path}, decide=look)
         if is_ours:
             verify(engine, path)
-        if form is None or not form.engine or not is_folder:
+        context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if form is not None and form.engine and is_folder:
+            from safe_ckpt.deepspeed import nested
+
+            fitting = str(getattr(trainer.state.fn, "value", "")) == "fit"
+            engines = {layouts.LIGHTNING_TAG: strategy.deepspeed_engine}
+            context = nested.loading(engine, engines, path, optimizer_states=fitting)
+        with context:
             return original(strategy, checkpoint_path, *args, **kwargs)
-        with _engine_loading(engine, strategy, path):
-            loaded = original(strategy, checkpoint_path, *args, **kwargs)
-        fitting = str(getattr(trainer.state.fn, "value", "")) == "fit"
-        _resume_engine(engine, strategy, path, fitting=fitting)
-        return loaded
 
     def teardown() -> None:
         patch.take_away(strategy, "load_checkpoint", "teardown")
@@ -168,45 +150,17 @@ def guard(trainer: Any, engine: Engine, before: Callable[[], None], end: Callabl
     patch.put(strategy, "teardown", teardown)
 
 
-def collect_engine(
-    core: Engine, strategy: Any, checkpoint: Mapping[str, Any] | None, error: Exception | None
-) -> Planned:
-    """What the engine writes, with the rest of the Trainer's checkpoint in it. Every rank calls this.
+def collect_engine(core: Engine, strategy: Any, checkpoint: Mapping[str, Any] | None) -> Planned:
+    """What the DeepSpeed engine writes, with the rest of the Trainer's checkpoint in it. Every rank calls this.
 
     Raises:
         SafeCheckpointError: see ``nested.collect``.
     """
     from safe_ckpt.deepspeed import nested
 
-    client = {key: value for key, value in (checkpoint or {}).items() if key not in _LEFT_OUT}
-    collected = nested.collect(
+    return nested.collect(
         core,
         {layouts.LIGHTNING_TAG: strategy.deepspeed_engine},
-        client,
+        {key: value for key, value in (checkpoint or {}).items() if key not in _LEFT_OUT},
         exclude_frozen_parameters=bool(getattr(strategy, "exclude_frozen_parameters", False)),
     )
-    if error is None:
-        return collected
-    return Planned(folders=collected.folders, notes=collected.notes, error=error)
-
-
-def _engine_loading(core: Engine, strategy: Any, path: Path) -> contextlib.AbstractContextManager[None]:
-    """Within this block the strategy may load. Every rank enters it.
-
-    Raises:
-        SafeCheckpointError: see ``nested.loading``.
-    """
-    from safe_ckpt.deepspeed import nested
-
-    return nested.loading(core, {layouts.LIGHTNING_TAG: strategy.deepspeed_engine}, path)
-
-
-def _resume_engine(core: Engine, strategy: Any, path: Path, *, fitting: bool) -> None:
-    """After the strategy has loaded: what DeepSpeed leaves out with NVMe offload. Every rank calls this.
-
-    Raises:
-        SafeCheckpointError: see ``nested.resume_swapped``.
-    """
-    from safe_ckpt.deepspeed import nested
-
-    nested.resume_swapped(core, {layouts.LIGHTNING_TAG: strategy.deepspeed_engine}, path, optimizer_states=fitting)

@@ -1,7 +1,7 @@
-"""Catching what a Trainer is about to write into one folder, so that it is written by us and in the background.
+"""Catches the files that a Trainer writes into one folder, so that they are written in the background.
 
-Whatever reaches ``torch.save`` or safetensors for a file in that folder is planned as a file image, also from methods that the
-user overrides; small files that are written in other ways (JSON, tokenizers) land in the folder itself. What FSDP2 gives to
+Whatever reaches ``torch.save`` or safetensors for a file in that folder is planned, also from methods that the user overrides;
+small files that are written in other ways (JSON, tokenizers) land in the folder itself. What FSDP2 gives to
 ``torch.distributed.checkpoint`` is kept, for all processes plan it together.
 """
 
@@ -18,9 +18,8 @@ import safetensors.torch
 import torch
 from transformers import modeling_utils
 
-from safe_ckpt.adapters import FilePlan, torch_archive
-from safe_ckpt.adapters import safetensors as safetensors_format
-from safe_ckpt.adapters.patch import Patch
+from safe_ckpt.adapters import FilePlan, Patch, torch_file
+from safe_ckpt.adapters.planning import safetensors as safetensors_format
 
 
 class Catch:
@@ -37,20 +36,20 @@ class Catch:
         self._caught: dict[str, FilePlan] = {}
 
     @property
-    def images(self) -> list[FilePlan]:
+    def files(self) -> list[FilePlan]:
         """In the order in which they were written first."""
         return list(self._caught.values())
 
     def name_of(self, target: Any) -> str | None:
-        """The path within the folder; None for what is not for it, or comes from another thread."""
+        """The path within the folder; None for a target elsewhere, or from another thread."""
         if not isinstance(target, str | os.PathLike) or threading.get_ident() != self._thread:
             return None
         path = Path(os.path.abspath(target))
         return path.relative_to(self._folder).as_posix() if path.is_relative_to(self._folder) else None
 
-    def take(self, image: FilePlan) -> None:
+    def take(self, file: FilePlan) -> None:
         """One more file."""
-        self._caught[image.path] = image
+        self._caught[file.path] = file
 
 
 @contextlib.contextmanager
@@ -66,17 +65,17 @@ def catching(folder: Path, *, shards: bool = False) -> Iterator[Catch]:
 
     def caught_save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         name = catch.name_of(f)
-        # Transformers removes its empty dummies itself, which it can where they are.
+        # Transformers deletes its empty placeholder files itself, so they must be on disk.
         if name is None or (isinstance(obj, dict) and not obj):
             save(obj, f, *args, **kwargs)
         else:
-            catch.take(torch_archive.torch_image(name, obj, strict=False, key=name))
+            catch.take(torch_file(name, obj))
 
     def caught_save_file(
         tensors: dict[str, torch.Tensor], filename: Any, metadata: Mapping[str, str] | None = None, **kwargs: Any
     ) -> None:
         name = catch.name_of(filename)
-        # What does not fit goes to safetensors itself, which says why it refuses.
+        # Data that does not fit goes to safetensors itself, whose error says why.
         if name is None or kwargs or not tensors or not safetensors_format.fits_safetensors(dict(tensors)):
             save_file(tensors, filename, metadata=dict(metadata) if metadata else None, **kwargs)
         else:

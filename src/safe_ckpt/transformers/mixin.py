@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from transformers import trainer as upstream
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from safe_ckpt.adapters import config_of_all, refused_retention
-from safe_ckpt.adapters.patch import Patch
+from safe_ckpt.adapters import Patch, config_of_all
+from safe_ckpt.adapters.directories import policy_of
+from safe_ckpt.adapters.extras import refused_retention
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
@@ -61,20 +62,20 @@ class SafeCheckpointMixin(_Base):
             ConfigError: a setting is not allowed, or the kind of training is not covered.
             NoValidCheckpointError: ``resume_from_checkpoint=True`` and there is no usable checkpoint.
             CorruptCheckpointError: the one at the given path is damaged.
-            SafeCheckpointError: a save failed and nobody was told yet.
+            SafeCheckpointError: a save failed, and its error was not raised yet.
         """
         config = config_of_all(self.checkpoint_config)
         _check(self, config)
         with TrainerSaver(config, self.checkpoint_hooks) as saver, saver.loading(self):
             self._safe_saver = saver
             try:
-                found: str | None = None
+                path: str | None = None
                 if resume_from_checkpoint is True:
-                    found = str(saver.newest(Path(os.path.abspath(self.args.output_dir or "."))))
+                    path = str(saver.newest(Path(os.path.abspath(self.args.output_dir or "."))))
                 elif resume_from_checkpoint:
-                    found = os.path.abspath(resume_from_checkpoint)
-                    saver.verify(Path(found))
-                return super().train(found, *args, **kwargs)
+                    path = os.path.abspath(resume_from_checkpoint)
+                    saver.verify(Path(path))
+                return super().train(path, *args, **kwargs)
             finally:
                 self._safe_saver = None
 
@@ -122,12 +123,12 @@ class SafeCheckpointMixin(_Base):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         if self._safe_saver is not None:
             self._safe_saver.wait()
-        # With a limit of 1 it deletes here all but the best, the newest included: that one is to stay.
+        # With a limit of 1 it would delete all but the best, the newest included. The newest must stay.
         with Patch(self.args, {"save_total_limit": None}):
             return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _sorted_checkpoints(self, *args: Any, **kwargs: Any) -> Any:
-        # Asked in releases before 5.3 alone, which have no _finalize_training: what there is to delete at the end. Nothing.
+        # Only releases before 5.3, without _finalize_training, ask for the checkpoints to delete at the end. There are none.
         if self._safe_saver is None:
             return super()._sorted_checkpoints(*args, **kwargs)  # type: ignore[misc]
         self._safe_saver.wait()
@@ -137,9 +138,8 @@ class SafeCheckpointMixin(_Base):
 def _check(trainer: Any, config: CheckpointConfig) -> None:
     strategies.check(trainer, config)
     if trainer.args.save_on_each_node:
-        message = "is not supported: safe_ckpt commits one checkpoint that all processes see"
+        message = "is not supported: safe_ckpt commits one checkpoint that all processes see. Leave it False"
         raise ConfigError(key="TrainingArguments.save_on_each_node", message=message)
-    rules = config.retention
-    if rules.keep_last is not None or rules.keep_best is not None or rules.keep_every_steps is not None:
+    if policy_of(config.retention) is not None:
         own = "the Trainer has its own: use save_total_limit and load_best_model_at_end"
         raise refused_retention(key="retention", instead=own, from_environment=trainer.checkpoint_config is None)

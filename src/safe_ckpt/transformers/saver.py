@@ -1,9 +1,7 @@
-"""What stands behind one ``train()``: the pipeline, the directories it holds, and what is in flight."""
+"""The saver of one ``train()``: the engine, and the directories that it holds."""
 
 from __future__ import annotations
 
-import logging
-import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,36 +11,23 @@ from typing import Any
 from transformers.trainer_callback import ExportableState
 from typing_extensions import Self
 
-from safe_ckpt.adapters import Engine, presence
+from safe_ckpt.adapters import Attempt, Engine, OnCommit, OpenDirectory, Planned
 from safe_ckpt.adapters.directories import (
     Candidate,
-    Catalog,
-    OpenDirectory,
-    Workspace,
+    KeepNewest,
     candidates_in,
-    extra_files,
-    newest,
+    folder_for_others,
+    presence,
     verify,
     warn_if_foreign,
 )
 from safe_ckpt.adapters.layouts import TRAINER_STATE, TRANSFORMERS
-from safe_ckpt.adapters.requests import (
-    Content,
-    Destination,
-    Facts,
-    KeepNewest,
-    OnCommit,
-    SaveRequest,
-    Snapshot,
-    Unplanned,
-)
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.events import Hook
-from safe_ckpt.transformers.contents import Catch, catching
+from safe_ckpt.transformers.contents import catching
 from safe_ckpt.transformers.strategies import Sharing
 
-logger = logging.getLogger(__name__)
 ADAPTER = "transformers"
 HIDDEN = "_safe_ckpt"
 
@@ -66,11 +51,11 @@ class TrainerSaver:
         Raises:
             NoValidCheckpointError: there is none.
         """
-        chosen = newest(self._engine, self._hold(folder), lambda: candidates(folder))
-        if chosen is None:
+        info = self._hold(folder).newest(self._engine, lambda: candidates(folder))
+        if info is None:
             raise NoValidCheckpointError(path=str(folder), message="there is no checkpoint to resume from")
-        warn_if_foreign(self._engine, chosen.path)
-        return chosen.path
+        warn_if_foreign(self._engine, info.path)
+        return info.path
 
     def verify(self, path: Path) -> None:
         """Verify the checkpoint at ``path``; one that a stock Trainer wrote is taken as it is.
@@ -81,7 +66,7 @@ class TrainerSaver:
         there: bool = self._engine.agree(
             "checkpoint", must_match={"path": path}, decide=lambda _: presence.is_directory(path)
         )
-        if there:  # else the Trainer says what it misses
+        if there:  # else the Trainer reports what is missing
             verify(self._engine, path)
             warn_if_foreign(self._engine, path)
 
@@ -96,28 +81,16 @@ class TrainerSaver:
             SafeCheckpointError: it could not be started, or an earlier one failed; the same on every process.
         """
         with self._engine.together():
-            return self._save(trainer, path)
-
-    def _save(self, trainer: Any, path: Path) -> Path:
-        directory = self._hold(path.parent)
-        workspace, ledger = directory.workspace, directory.ledger
-        key = self._engine.agree("save", must_match={"path": path}, decide=lambda _: uuid.uuid4().hex)
-        begun = extra_files.open_folder(
-            self._engine.coordinator, workspace, key, self._engine.config.timeouts.barrier_s
-        )
-        try:
-            self._engine.save(self._request(trainer, path, workspace, begun, ledger))
-        except BaseException:
-            if self._engine.rank == 0:
-                workspace.drop_pending(key)
-            raise
+            directory = self._hold(path.parent)
+            with folder_for_others(self._engine, directory.workspace, path) as folder:
+                self._save(trainer, path, directory, folder)
         return path
 
     def wait(self) -> None:
         """Wait until everything in flight is committed.
 
         Raises:
-            SafeCheckpointError: a save failed and nobody was told yet.
+            SafeCheckpointError: a save failed, and its error was not raised yet.
         """
         self._engine.wait()
 
@@ -130,44 +103,29 @@ class TrainerSaver:
         within_s = None if error is None else self._engine.config.timeouts.shutdown_s
         self._engine.close(quiet=error is not None, within_s=within_s)
 
-    def _request(self, trainer: Any, path: Path, workspace: Workspace, begun: Path, ledger: Catalog) -> SaveRequest:
-        error: Exception | None = None
-        caught = Catch(begun)
+    def _save(self, trainer: Any, path: Path, directory: OpenDirectory, folder: Path) -> None:
         best = trainer.state.best_model_checkpoint
         limit = trainer.args.save_total_limit
-        with self._sharing.noting(trainer, begun) as noted:
-            try:
-                with catching(begun, shards=trainer.is_fsdp_enabled) as caught:
-                    _write(trainer, str(begun))
-            except Exception as problem:  # whatever the Trainer or a callback raises: the others must learn of it
-                error = problem
-        added = self._sharing.plan(trainer, noted, caught, error)
-
-        content: Content
-        if added.error is not None:
-            content = Unplanned(error=added.error)
-        else:
-            files = [*caught.images, *added.images]
-            content = Snapshot(files=files, copies=added.copies, folders=added.folders)
-        return SaveRequest(
-            destination=Destination(workspace=workspace, path=path, kind="directory"),
-            content=content,
-            facts=Facts(
-                step=int(trainer.state.global_step),
-                metrics=_metrics(trainer),
-                notes={"adapter": ADAPTER, **added.notes},
-            ),
-            on_commit=OnCommit(
-                prefilled=begun,
-                carry=lambda _: True,
-                catalog=ledger,
-                retention=KeepNewest(limit=limit, best=Path(best) if best else None) if limit else None,
-            ),
+        attempt = Attempt()
+        noting = self._sharing.noting(trainer, folder)
+        with noting as noted, catching(folder, shards=trainer.is_fsdp_enabled) as caught, attempt:
+            _write(trainer, str(folder))  # the Trainer or a callback may raise anything
+        shared = self._sharing.plan(trainer, noted, caught, attempt.error)
+        planned = Planned.joined([Planned(files=caught.files), shared])
+        retention = KeepNewest(limit=limit, best=Path(best) if best else None) if limit else None
+        directory.save(
+            self._engine,
+            path,
+            planned.content(),
+            step=int(trainer.state.global_step),
+            metrics=_metrics(trainer),
+            notes={"adapter": ADAPTER, **planned.notes},
+            on_commit=OnCommit(prefilled=folder, carry=lambda _: True, retention=retention),
         )
 
     def _hold(self, folder: Path) -> OpenDirectory:
         if folder not in self._held:
-            # What begins with an underscore is not pushed to the hub.
+            # A folder whose name begins with an underscore is not pushed to the hub.
             hidden = folder / HIDDEN
             self._held[folder] = OpenDirectory.take(self._engine, folder, lambda: candidates(folder), hidden=hidden)
         return self._held[folder]

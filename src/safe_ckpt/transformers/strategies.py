@@ -1,7 +1,7 @@
-"""DeepSpeed and FSDP2 under a Trainer: what all processes write together, planned by those parts of ours that know them.
+"""DeepSpeed and FSDP2 under a Trainer: the files that all processes write together.
 
-The Trainer's own code, Accelerate's below it and DeepSpeed's say what goes where. What they would write in common is noted
-while they run, and planned when all processes have come to the end.
+The code of the Trainer, of Accelerate and of DeepSpeed decides what each file holds. While it runs, its requests are noted.
+They are planned when all processes have reached the end.
 
 Neither is offered on CPUs. Both were run here on two gloo processes whose Accelerate was set by hand that it has accelerators;
 on GPUs they were never run.
@@ -20,10 +20,8 @@ from typing import Any
 import transformers.trainer as upstream
 
 from safe_ckpt.accelerate import handle as accelerate
-from safe_ckpt.adapters import Engine, reraise
-from safe_ckpt.adapters.patch import Patch
-from safe_ckpt.adapters.planned import Planned
-from safe_ckpt.adapters.sharding import shard_planner
+from safe_ckpt.adapters import Attempt, Engine, Patch, Planned
+from safe_ckpt.adapters.planning import Shards, reraise
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError, CoordinationError
 from safe_ckpt.transformers.contents import Catch
@@ -39,7 +37,7 @@ def check(trainer: Any, config: CheckpointConfig) -> None:
         message = "FSDP of XLA is not covered: use the Trainer without SafeCheckpointMixin"
         raise ConfigError(key="TrainingArguments.fsdp_config['xla']", message=message)
     if trainer.is_fsdp_enabled and not getattr(trainer.accelerator, "is_fsdp2", False):
-        message = "FSDP of version 1 is not covered: use version 2"
+        message = "FSDP of version 1 is not covered: set it to 2"
         raise ConfigError(key="TrainingArguments.fsdp_config['version']", message=message)
     if is_shared(trainer):
         accelerate.check(trainer.accelerator, config)
@@ -59,7 +57,7 @@ def _gathers(trainer: Any) -> bool:
 
 
 class Sharing:
-    """What the processes write together, for one ``train()`` after another. Every process calls every method.
+    """Plans the files that the processes write together. Every process calls every method.
 
     Args:
         core: where they meet.
@@ -67,7 +65,7 @@ class Sharing:
 
     def __init__(self, core: Engine) -> None:
         self._core = core
-        self._shards: Any = None
+        self._shards = Shards(core)
 
     @contextlib.contextmanager
     def loading(self, trainer: Any) -> Iterator[None]:
@@ -82,12 +80,10 @@ class Sharing:
         @functools.wraps(stock)
         def load(engine: Any, checkpoint: str, *args: Any, **kwargs: Any) -> None:
             path = Path(checkpoint)
-            # Decided once: what follows is done by all processes, or by none.
+            # Rank 0 decides: all processes do what follows, or none.
             tag = self._core.agree("latest", must_match={"path": path}, decide=lambda _: directories.latest_tag(path))
-            engines = {tag: engine} if tag else {}
-            with nested.loading(self._core, engines, path):
+            with nested.loading(self._core, {tag: engine} if tag else {}, path, optimizer_states=True):
                 stock(engine, checkpoint, *args, **kwargs)
-            nested.resume_swapped(self._core, engines, path, optimizer_states=True)
 
         with Patch(upstream, {"deepspeed_load_checkpoint": load}):
             yield
@@ -131,28 +127,21 @@ class Sharing:
         problem = noted.end(problem)
         if problem is not None:
             return Planned(error=problem)
-        try:
-            return self._plan(trainer, noted, caught)
-        except CoordinationError:
-            raise
-        except Exception as error:  # the same on all processes
-            return Planned(error=error)
-
-    def _plan(self, trainer: Any, noted: Noted, caught: Catch) -> Planned:
+        attempt = Attempt()  # what it gets is the same on all processes
         if trainer.is_fsdp_enabled:
-            if self._shards is None:
-                self._shards = shard_planner(self._core)
-            return Planned(images=self._shards.images(caught.shards), folders=sorted(caught.shards))
+            files = self._shards.files(caught.shards, attempt)
+            return Planned(files=files, folders=sorted(caught.shards), error=attempt.error)
         from safe_ckpt.deepspeed import nested
 
         engine = trainer.model_wrapped
-        return Planned.joined(
-            nested.collect(self._core, {tag: engine}, **options) for tag, options in noted.tags.items()
-        )
+        parts: list[Planned] = []
+        with attempt:
+            parts += [nested.collect(self._core, {tag: engine}, **options) for tag, options in noted.tags.items()]
+        return Planned.joined([*parts, Planned(error=attempt.error)])
 
 
 class Noted:
-    """What one save was asked for, and where the processes meet on the way.
+    """The requests of one save, and the agreements between the processes before collectives.
 
     Args:
         core: where they meet.
@@ -169,7 +158,7 @@ class Noted:
         self._failed: Exception | None = None
 
     def after_meeting(self, action: Callable[..., Any]) -> Callable[..., Any]:
-        """``action``, a collective, once it is known that no process has failed before it: else it would never end."""
+        """``action``, a collective, preceded by an agreement: it would never end if a process has failed before it."""
 
         @functools.wraps(action)
         def act(*args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,36 @@
+"""For one or two adapters: weights alone, folders of swap files, files that come one by one, random generators."""
+
+from __future__ import annotations
+
+from safe_ckpt.core.coordination.agreed_config import refused_retention
+from safe_ckpt.core.coordination.coordinator import open_coordinator
+from safe_ckpt.core.formats import hugging_face
+from safe_ckpt.core.offload.consolidate import agree_parts, own_part
+from safe_ckpt.core.offload.restore import Part, give_back, parts_of
+from safe_ckpt.core.saving import export, one_shot
+from safe_ckpt.core.saving.export import Exporter
+from safe_ckpt.core.saving.request import FileByFile
+from safe_ckpt.core.saving.streamed_files import FileStream
+from safe_ckpt.core.sharding import dtensor
+from safe_ckpt.core.staging.buffer import SharedBuffer
+from safe_ckpt.core.state.rng import get_rng_state, set_rng_state
+
+__all__ = [
+    "Exporter",
+    "FileByFile",
+    "FileStream",
+    "Part",
+    "SharedBuffer",
+    "agree_parts",
+    "dtensor",
+    "export",
+    "get_rng_state",
+    "give_back",
+    "hugging_face",
+    "one_shot",
+    "open_coordinator",
+    "own_part",
+    "parts_of",
+    "refused_retention",
+    "set_rng_state",
+]

@@ -1,0 +1,145 @@
+"""One handle of ours on one object of a framework. An earlier handle is removed before a new one is attached."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import Self
+
+from safe_ckpt.adapters.patch import Patch
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core.coordination.agreed_config import config_of_all
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.errors import ClosedError
+
+MARK = "_safe_ckpt"
+"""The attribute of the framework's object that names the handle on it."""
+
+
+def begin(
+    owner: Any, config: CheckpointConfig | None, check: Callable[[Any, CheckpointConfig], None]
+) -> CheckpointConfig:
+    """Remove an earlier handle from ``owner``, and agree on the settings. Every rank calls this.
+
+    Args:
+        owner: the framework's object.
+        config: the user's settings; None for those of the environment.
+        check: refuses an ``owner`` or settings that are not covered.
+
+    Raises:
+        ConfigError: a setting is not allowed; on every rank.
+        DesyncError: the ranks were given different settings.
+    """
+    earlier = getattr(owner, MARK, None)
+    if earlier is not None:
+        earlier.remove()
+    settings = config_of_all(config)
+    check(owner, settings)
+    return settings
+
+
+class AttachedHandle:
+    """A handle on a framework's object, some of whose attributes it replaces.
+
+    As a context manager it finishes what is in flight and leaves the object as it was.
+
+    Args:
+        owner: the framework's object.
+        engine: saves; closed when the handle ends.
+
+    Attributes:
+        config: the settings.
+        ended: how this handle ended, one of ``endings``; "" while it is in use.
+        endings: how a handle can end -> the message of ``ClosedError``: what happened and what to do.
+    """
+
+    endings: Mapping[str, str] = {"remove": "remove() was called: this handle saves nothing any more"}
+
+    def __init__(self, owner: Any, engine: Engine) -> None:
+        self.config = engine.config
+        self._owner = owner
+        self._core = engine
+        self.ended = ""
+
+    def attach(self, replacements: Mapping[str, Any]) -> Patch:
+        """Replace attributes of the object; name -> what takes its place."""
+        self._patch = Patch(self._owner, replacements)
+        setattr(self._owner, MARK, self)
+        return self._patch
+
+    def wait(self) -> None:
+        """Wait until everything in flight is committed.
+
+        Raises:
+            SafeCheckpointError: a save failed, and its error was not raised yet; the same on every rank.
+        """
+        self._core.wait()
+
+    def remove(self) -> None:
+        """Finish what is in flight and leave the object as it was. Again: nothing happens.
+
+        Raises:
+            SafeCheckpointError: a save failed, and its error was not raised yet. The object is as it was all the same.
+        """
+        try:
+            self._end("remove")
+        finally:
+            self._detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._end("remove", quiet=error is not None)
+        finally:
+            self._detach()
+
+    @property
+    def closed(self) -> bool:
+        """Whether this handle has ended, and saves nothing any more."""
+        return bool(self.ended)
+
+    @contextlib.contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        """All agreements within are parts of one call of the user's.
+
+        Raises:
+            ClosedError: the handle has ended.
+        """
+        self.refuse_ended(name)
+        with self._core.together():
+            yield
+
+    def refuse_ended(self, call: str) -> None:
+        """Raise ``ClosedError`` if this handle has ended."""
+        if self.ended:
+            raise ClosedError(message=f"{call}: {self.endings[self.ended]}")
+
+    def _end(self, by: str, *, quiet: bool = False) -> None:
+        """Finish what is in flight and give the directories back; with ``quiet`` another exception is on its way."""
+        if self.ended:
+            return
+        try:
+            if not quiet:
+                self._land()
+        finally:
+            self.ended = by
+            self._core.close(quiet=quiet, within_s=self.config.timeouts.shutdown_s if quiet else None)
+
+    def _land(self) -> None:
+        """Wait until nothing is in flight, whatever came of it."""
+        self._core.settle()
+
+    def _detach(self) -> bool:
+        """Leave the object as it was. Returns whether this handle was on it."""
+        if vars(self._owner).get(MARK) is not self:
+            return False
+        delattr(self._owner, MARK)
+        self._patch.give_back()
+        return True

@@ -1,0 +1,184 @@
+"""What one rank adds to a save, planned before anything is written, and what goes wrong with that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Self
+
+from safe_ckpt.core.coordination.log_entry import reraise
+from safe_ckpt.core.formats import file_plan, safetensors, torch_archive
+from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
+from safe_ckpt.core.saving.request import (
+    Content,
+    Destination,
+    Facts,
+    Pointer,
+    SaveRequest,
+    Snapshot,
+    Streamed,
+    Unplanned,
+)
+from safe_ckpt.core.sharding.gather import gather_nested
+from safe_ckpt.core.staging.overlap import OverlapPlan
+from safe_ckpt.core.state.plan import check_step, checked_metrics, expected_bytes
+from safe_ckpt.core.storage.copier import FileCopy
+from safe_ckpt.core.storage.durable import Link
+from safe_ckpt.errors import CoordinationError
+
+if TYPE_CHECKING:
+    from safe_ckpt.core.saving.engine import Engine
+    from safe_ckpt.core.sharding.dcp_plan import ShardPlanner
+
+__all__ = [
+    "Attempt",
+    "Destination",
+    "Facts",
+    "LazyTensor",
+    "Link",
+    "OverlapPlan",
+    "Planned",
+    "Pointer",
+    "SaveRequest",
+    "Shards",
+    "check_step",
+    "checked_metrics",
+    "file_plan",
+    "gather_whole",
+    "prepare_memory",
+    "reraise",
+    "safetensors",
+    "torch_file",
+]
+
+
+class Attempt:
+    """A context that keeps what this rank raises while it plans a save: the other ranks must learn of it first.
+
+    What the ranks raise because they did not meet is raised at once.
+
+    Attributes:
+        error: the first error; None so far.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, CoordinationError):
+            return False
+        self.error = self.error or error
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """Files of one rank. ``folders`` and ``notes`` are the same on all ranks.
+
+    Attributes:
+        files: the files to write.
+        copies: the files that are copied as they are.
+        folders: below the checkpoint, for both.
+        notes: further entries of the manifest.
+        error: why this rank could not plan; every rank raises it.
+    """
+
+    files: Sequence[FilePlan] = ()
+    copies: Sequence[FileCopy] = ()
+    folders: Sequence[str] = ()
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    error: Exception | None = None
+
+    def content(self, *, overlap: OverlapPlan | None = None, streamed: bool = False) -> Content:
+        """The content of a ``SaveRequest``.
+
+        Args:
+            overlap: which tensors may be copied after the save has returned; None for none.
+            streamed: write the files while the caller waits, without a copy in memory.
+        """
+        if self.error is not None:
+            return Unplanned(error=self.error)
+        if streamed:
+            return Streamed(files=self.files)
+        return Snapshot(files=self.files, copies=self.copies, folders=self.folders, overlap=overlap)
+
+    @classmethod
+    def joined(cls, parts: Iterable[Planned]) -> Planned:
+        """Several as one. Of files of one name the last counts, of errors the first."""
+        files: dict[str, FilePlan] = {}
+        copies: list[FileCopy] = []
+        notes: dict[str, Any] = {}
+        folders: set[str] = set()
+        error: Exception | None = None
+        for part in parts:
+            files.update((file.path, file) for file in part.files)
+            copies += part.copies
+            folders.update(part.folders)
+            for key, value in part.notes.items():
+                notes[key] = {**notes.get(key, {}), **value} if isinstance(value, Mapping) else value
+            error = error or part.error
+        return cls(files=list(files.values()), copies=copies, folders=sorted(folders), notes=notes, error=error)
+
+
+def torch_file(path: str, state: object, *, key: str | None = None) -> FilePlan:
+    """Plan a file that ``torch.load`` reads.
+
+    Args:
+        path: within the checkpoint.
+        state: its content. Tensors are copied when the save is started, not here.
+        key: what an error calls ``state``; None for ``path``.
+
+    Raises:
+        StateError: something in ``state`` cannot be saved; names where it is.
+    """
+    return torch_archive.torch_image(path, state, strict=False, key=key or path)
+
+
+def prepare_memory(engine: Engine, parts: Sequence[Any]) -> None:
+    """Allocate host memory for snapshots of these modules and optimizers, in the background."""
+    state = {str(number): part for number, part in enumerate(parts)}
+    engine.prepare(expected_bytes(state, rank=engine.rank))
+
+
+class Shards:
+    """Plans state dicts of which every rank has a part, in the layout of ``torch.distributed.checkpoint``.
+
+    One for all saves of an engine: it remembers what the ranks agreed on. Every rank has one.
+
+    Args:
+        engine: where the ranks meet.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._planner: ShardPlanner | None = None
+
+    def files(self, states: Mapping[str, Any], attempt: Attempt) -> list[FilePlan]:
+        """The files of this rank. Every rank calls this, also one whose ``attempt`` has failed already.
+
+        Args:
+            states: folder, or "" for the checkpoint's own, to the state dict that goes there.
+            attempt: gets what goes wrong here, on any rank.
+        """
+        if self._planner is None:
+            from safe_ckpt.core.sharding.dcp_plan import ShardPlanner  # DCP takes a while to import
+
+            barrier_s = self._engine.config.timeouts.barrier_s
+            self._planner = ShardPlanner(self._engine.coordinator, barrier_s=barrier_s, strict=False)
+        with attempt:
+            return self._planner.images(states, attempt.error)
+        return []
+
+
+def gather_whole(engine: Engine, states: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Gather states of which every rank has a part: the whole ones on rank 0, None elsewhere. Every rank calls this.
+
+    Raises:
+        SafeCheckpointError: a rank was lost or left, on every rank.
+    """
+    return gather_nested(states, engine.config.timeouts.lengthy_s, engine.group)
