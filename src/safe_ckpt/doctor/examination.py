@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,11 +86,12 @@ class Report:
     @property
     def summary(self) -> str:
         """One sentence."""
-        counts = {state: sum(finding.state == state for finding in self.findings) for state in ("ok", "warn", "fail")}
+        counts = Counter(finding.state for finding in self.findings)
         where = f"{self.directory}{f', {self.ranks} ranks' if self.ranks > 1 else ''}"
         if counts["fail"]:
-            counted = f"{counts['fail']} failed, {counts['warn']} to look at"
-            return f"{where}: checkpoints cannot be relied on here: {counted}"
+            return (
+                f"{where}: checkpoints cannot be relied on here: {counts['fail']} failed, {counts['warn']} to look at"
+            )
         if counts["warn"]:
             return f"{where}: works, with {counts['warn']} to look at; {counts['ok']} are fine"
         return f"{where}: all is well"
@@ -127,8 +129,7 @@ def diagnose(path: Path, options: Options, world: World | None = None) -> Report
     try:
         with examining(path, options) as examined:
             findings = _of_ranks(world, examined) if world else []
-            findings += run_checks(examined, ON_DIRECTORY)
-            findings += run_checks(examined, ON_MACHINE)
+            findings += run_checks(examined, (*ON_DIRECTORY, *ON_MACHINE))
     except StuckError as error:
         findings = [fail("directory", str(error), STUCK), *run_checks(Examined(asked=path, existing=path), ON_MACHINE)]
     return Report(directory=path, ranks=world.size if world else 1, findings=tuple(findings))

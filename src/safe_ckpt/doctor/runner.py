@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import shutil
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +25,7 @@ logger = logging.getLogger(__name__)
 PREFIX = ".safe_ckpt_doctor-"
 STUCK = "the disk or its server does not answer: look at dmesg and at the mount, before any training"
 _T = TypeVar("_T")
+_Default = TypeVar("_Default")
 _LEAVE_S = 5.0
 
 
@@ -110,22 +110,18 @@ def bounded(action: Callable[[], _T], limit_s: float) -> _T:
         StuckError: it did not end in time; it goes on by itself.
         BaseException: what ``action`` raised.
     """
-    outcome: queue.SimpleQueue[tuple[bool, _T | BaseException]] = queue.SimpleQueue()
+    outcome: Future[_T] = Future()
 
     def run() -> None:
         try:
-            outcome.put((True, action()))
+            outcome.set_result(action())
         except BaseException as error:  # it belongs to the caller that waits
-            outcome.put((False, error))
+            outcome.set_exception(error)
 
     threading.Thread(target=run, name="safe_ckpt-doctor", daemon=True).start()
-    try:
-        good, value = outcome.get(timeout=limit_s)
-    except queue.Empty:
-        raise StuckError(f"no answer within {limit_s:g} s") from None
-    if not good and isinstance(value, BaseException):
-        raise value
-    return value  # type: ignore[return-value]
+    if not wait([outcome], limit_s).done:
+        raise StuckError(f"no answer within {limit_s:g} s")
+    return outcome.result()
 
 
 def nearest_existing(path: Path) -> Path:
@@ -134,16 +130,22 @@ def nearest_existing(path: Path) -> Path:
     return next(candidate for candidate in (path, *path.parents) if os.path.lexists(candidate) or not candidate.name)
 
 
-def known_size(directory: Path, options: Options) -> tuple[int | None, str]:
+def known_size(directory: Path, options: Options, limit_s: float) -> tuple[int | None, str]:
     """The size of one checkpoint, as given or as that of the newest one in ``directory``, and how it is known."""
     if options.state_bytes is not None:
         return options.state_bytes, "as given"
-    try:
-        infos = [candidate.info for candidate in read_listing(directory).usable]
-    except OSError:  # there is none, or a live job is deleting one just now
-        return None, ""
+    # Without an answer: no directory, a live job that deletes one just now, or a disk that the first check reports anyway.
+    infos = or_else(lambda: [candidate.info for candidate in read_listing(directory).usable], limit_s, ())
     newest = next((info for info in infos if info is not None and info.size_bytes), None)
     return (newest.size_bytes, f"as {newest.path.name} is") if newest else (None, "")
+
+
+def or_else(action: Callable[[], _T], limit_s: float, default: _Default) -> _T | _Default:
+    """As ``bounded``; ``default`` where the file system refuses or does not answer."""
+    try:
+        return bounded(action, limit_s)
+    except OSError:
+        return default
 
 
 @contextlib.contextmanager
@@ -157,51 +159,31 @@ def examining(path: Path, options: Options) -> Iterator[Examined]:
     """
     asked = Path(os.path.abspath(path))
     existing = bounded(lambda: nearest_existing(asked), options.timeout_s)
-    size, known_from = None, ""
-    with contextlib.suppress(StuckError):  # so many checkpoints, or a disk that will show it again at once
-        size, known_from = bounded(lambda: known_size(asked, options), options.timeout_s)
+    size, known_from = known_size(asked, options, options.timeout_s)
     scratch = existing / f"{PREFIX}{uuid.uuid4().hex}"
-    stop = threading.Event()
-    problem: OSError | None = None
+    examined = Examined(asked=asked, existing=existing, options=options, state_bytes=size, state_from=known_from)
     try:
         try:
             bounded(scratch.mkdir, options.timeout_s)
         except StuckError:
             raise
         except OSError as error:
-            problem = error
-        yield Examined(
-            asked=asked,
-            existing=existing,
-            scratch=None if problem else scratch,
-            problem=problem,
-            options=options,
-            state_bytes=size,
-            state_from=known_from,
-            stop=stop,
-        )
+            yield replace(examined, problem=error)
+        else:
+            yield replace(examined, scratch=scratch)
     finally:
-        stop.set()
-        _remove(scratch, options.timeout_s)
-
-
-def _remove(scratch: Path, timeout_s: float) -> None:
-    try:
-        bounded(lambda: _delete(scratch), timeout_s)
-    except OSError as error:
-        logger.warning("%s could not be removed, delete it by hand: %s", scratch, error)
-
-
-def _delete(scratch: Path) -> None:
-    # An abandoned check may still make a file in there while this goes through.
-    for attempt in range(3):
+        examined.stop.set()
         try:
-            if os.path.lexists(scratch):
-                shutil.rmtree(scratch)
-            return
-        except OSError:
-            if attempt == 2:
-                raise
+            bounded(lambda: _remove(scratch), options.timeout_s)
+        except OSError as error:
+            logger.warning("%s could not be removed, delete it by hand: %s", scratch, error)
+
+
+def _remove(scratch: Path) -> None:
+    for _ in range(3):  # an abandoned check may create a file there meanwhile
+        shutil.rmtree(scratch, ignore_errors=True)
+    if os.path.lexists(scratch):
+        shutil.rmtree(scratch)
 
 
 def run_checks(examined: Examined, checks: Sequence[Check]) -> list[Finding]:
@@ -224,7 +206,6 @@ def run_checks(examined: Examined, checks: Sequence[Check]) -> list[Finding]:
         if check.needs_scratch and examined.scratch is None:
             findings.append(skipped(check.name, "not tried: nothing can be written there"))
             continue
-        begun = time.monotonic()
         try:
             findings += _run(examined, check)
         except StuckError as error:
@@ -232,7 +213,6 @@ def run_checks(examined: Examined, checks: Sequence[Check]) -> list[Finding]:
             findings.append(fail(check.name, str(error), STUCK if check.touches_disk else "try again later"))
         except OSError as error:
             findings.append(refused(check.name, error))
-        logger.debug("%s took %.3f s", check.name, time.monotonic() - begun)
     return findings
 
 
