@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Sequence
 from datetime import datetime, tzinfo
 
 _MOST_CHARACTERS = 1000
@@ -43,6 +44,12 @@ def grouped(count: int) -> str:
 def counted(count: int, noun: str) -> str:
     """3, "save" -> "3 saves"; 1, "save" -> "1 save"."""
     return f"{grouped(count)} {noun}{'' if count == 1 else 's'}"
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """The names with commas between them; of more than ``most`` the first ones: ``a, b and 3 more``."""
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
 def duration(seconds: float | None) -> str:

@@ -128,14 +128,12 @@ def diagnose(path: Path, options: Options, world: World | None = None) -> Report
         return None
     try:
         with examining(path, options) as examined:
-            findings = _of_ranks(world, examined) if world else []
+            findings: list[Finding] = []
+            if world is not None:
+                from safe_ckpt.doctor.ranks import lead  # imports torch
+
+                findings += lead(world, examined)
             findings += run_checks(examined, (*ON_DIRECTORY, *ON_MACHINE))
     except StuckError as error:
         findings = [fail("directory", str(error), STUCK), *run_checks(Examined(asked=path, existing=path), ON_MACHINE)]
     return Report(directory=path, ranks=world.size if world else 1, findings=tuple(findings))
-
-
-def _of_ranks(world: World, examined: Examined) -> list[Finding]:
-    from safe_ckpt.doctor.ranks import lead  # imports torch
-
-    return lead(world, examined)

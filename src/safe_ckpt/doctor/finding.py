@@ -51,12 +51,7 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON-able data."""
-        return {**dataclasses.asdict(self), "figures": dict(self.figures)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Finding:
-        """From what ``to_json`` returned."""
-        return cls(**data)
+        return dataclasses.asdict(self)
 
 
 def ok(check: str, measured: str, advice: str = "", /, **figures: Figure) -> Finding:
@@ -80,11 +75,10 @@ def skipped(check: str, why: str) -> Finding:
 
 
 def refused(check: str, error: OSError, doing: str = "") -> Finding:
-    """The operating system said no."""
+    """The operating system refused a call."""
     code = errno.errorcode.get(error.errno or 0, "")
-    what = f"{doing}: " if doing else ""
     where = f" ({os.path.basename(os.fsdecode(error.filename))})" if isinstance(error.filename, str | bytes) else ""
-    text = f"{what}{error.strerror or error}{f' [{code}]' if code else ''}{where}"
+    text = f"{f'{doing}: ' if doing else ''}{error.strerror or error}{f' [{code}]' if code else ''}{where}"
     advice = _ADVICE.get(error.errno or 0, "choose a directory on another file system")
     return fail(check, text, advice, errno=code or None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from safe_ckpt.doctor.finding import Finding, fail, ok, warn
@@ -35,9 +35,7 @@ def versions(reported: Answers) -> list[Finding]:
     for name in names:
         values = {rank: answer["versions"].get(name, "none") for rank, answer in reported.items()}
         if len(set(values.values())) > 1:
-            advice = (
-                "install the same on every node: files and agreements of one version may not be understood by another"
-            )
+            advice = "install the same on every node: one version may not understand the files and messages of another"
             make = fail if name in ("safe-ckpt", "torch") else warn
             findings.append(make("same versions", f"{name}: {sides(values)}", advice))
     return findings or [ok("same versions", f"{len(names)} packages are the same on all ranks")]
@@ -93,12 +91,9 @@ def machines(reported: Answers, seen: Answers) -> list[Finding]:
         hosts.setdefault(reported[rank]["machine"], []).append(rank)
     findings: list[Finding] = []
     for ranks in hosts.values():
-        findings += _of_host(reported[ranks[0]]["host"], ranks, seen[ranks[0]].get("findings", ()))
+        speaker = ranks[0]
+        where = f"{reported[speaker]['host']} ({listed(ranks)})"
+        amiss = [finding for finding in seen[speaker].get("findings", ()) if finding["state"] in ("warn", "fail")]
+        findings += [Finding(**{**finding, "where": where}) for finding in amiss]
     text = f"{len(hosts)} {'hosts' if len(hosts) > 1 else 'host'}"
     return [ok("hosts", text, hosts=len(hosts)), *findings]
-
-
-def _of_host(host: str, ranks: Collection[int], findings: Iterable[Mapping[str, Any]]) -> Iterable[Finding]:
-    for finding in map(dict, findings):
-        if finding["state"] in ("warn", "fail"):
-            yield Finding.from_json({**finding, "where": f"{host} ({listed(ranks)})"})
