@@ -87,8 +87,7 @@ def _form(to: str, destination: Path) -> str:
 
 def _refuse_damaged(source: Path, *, follow_symlinks: bool) -> None:
     verdict = judge([plan(source, follow_symlinks=follow_symlinks)])[0]
-    bad = next((judgement for judgement in verdict.files if judgement.state == "damaged"), None)
-    if bad is not None:
+    for bad in verdict.damaged:
         raise CorruptCheckpointError(path=str(source), file=bad.file, message=f"{bad.reason}; nothing was converted")
 
 

@@ -33,18 +33,26 @@ Directory = Annotated[Path, typer.Argument(exists=True, file_okay=False, metavar
 
 
 @contextlib.contextmanager
-def failing() -> Iterator[None]:
-    """An error becomes its sentence on stderr and the exit status: 2 for wrong usage, 1 for everything else."""
+def failing(before: str = "", after: str = "") -> Iterator[None]:
+    """An error becomes its sentence on stderr and the exit status: 2 for wrong usage, 1 for everything else.
+
+    Args:
+        before: written before an error of the operating system: what it means.
+        after: written behind it: what to do.
+    """
     try:
         yield
-    except (SafeCheckpointError, OSError) as error:
+    except SafeCheckpointError as error:
         say(str(error))
         raise typer.Exit(2 if isinstance(error, ConfigError) else DAMAGED) from error
+    except OSError as error:
+        say(f"{before}{error}{after}")
+        raise typer.Exit(DAMAGED) from error
 
 
 @contextlib.contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """The signals of launchers and terminals end the command as Ctrl-C does, by way of its cleaning up."""
+    """The signals of launchers and terminals end the command as Ctrl-C does: it cleans up first."""
 
     def end(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -52,10 +60,9 @@ def ending_on_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # within another program, which handles signals itself
         return
-    heard = [
-        n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN
-    ]  # nohup has SIGHUP ignored
-    before = {number: signal.signal(number, end) for number in heard}
+    # nohup ignores SIGHUP, and so does this then.
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
     finally:
@@ -82,19 +89,19 @@ def _jsonable(value: object) -> object:
     return [_jsonable(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None) -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table on a terminal; elsewhere one line per row, columns padded with spaces."""
-    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    cells = [["" if cell is None else _visible(str(cell)) for cell in row] for row in rows]
     if sys.stdout.isatty():
-        table = Table(*columns, title=title)
+        table = Table(*columns)
         for row in cells:
-            table.add_row(*map(_visible, row))
+            table.add_row(*row)
         console().print(table, markup=False)
         return
-    cells = [[_visible(cell) for cell in row] for row in cells]
-    widths = [max(len(row[index]) for row in [list(columns), *cells]) for index in range(len(columns))]
-    for row in [list(columns), *cells]:
-        tell("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    lines = [list(columns), *cells]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        tell("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def say(message: str) -> None:

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,7 @@ def follow(world: World, path: Path, options: Options) -> None:
     timeout_s = options.timeout_s
     with _coordinator(world, timeout_s) as (coordinator, store):
         asked = Path(os.path.abspath(path))
-        size, known_from = known_size(asked, options, timeout_s / 3)
+        size, known_from = known_size(asked, replace(options, timeout_s=timeout_s / 3))
         existing = or_else(lambda: nearest_existing(asked), timeout_s / 3, asked)
         examined = Examined(asked=asked, existing=existing, options=options, state_bytes=size, state_from=known_from)
         shown = coordinator.agree("doctor", timeout_s=timeout_s, local=lambda: _self(path))

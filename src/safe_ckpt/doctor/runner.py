@@ -130,12 +130,12 @@ def nearest_existing(path: Path) -> Path:
     return next(candidate for candidate in (path, *path.parents) if os.path.lexists(candidate) or not candidate.name)
 
 
-def known_size(directory: Path, options: Options, limit_s: float) -> tuple[int | None, str]:
+def known_size(directory: Path, options: Options) -> tuple[int | None, str]:
     """The size of one checkpoint, as given or as that of the newest one in ``directory``, and how it is known."""
     if options.state_bytes is not None:
         return options.state_bytes, "as given"
     # Without an answer: no directory, a live job that deletes one just now, or a disk that the first check reports anyway.
-    infos = or_else(lambda: [candidate.info for candidate in read_listing(directory).usable], limit_s, ())
+    infos = or_else(lambda: [candidate.info for candidate in read_listing(directory).usable], options.timeout_s, ())
     newest = next((info for info in infos if info is not None and info.size_bytes), None)
     return (newest.size_bytes, f"as {newest.path.name} is") if newest else (None, "")
 
@@ -159,7 +159,7 @@ def examining(path: Path, options: Options) -> Iterator[Examined]:
     """
     asked = Path(os.path.abspath(path))
     existing = bounded(lambda: nearest_existing(asked), options.timeout_s)
-    size, known_from = known_size(asked, options, options.timeout_s)
+    size, known_from = known_size(asked, options)
     scratch = existing / f"{PREFIX}{uuid.uuid4().hex}"
     examined = Examined(asked=asked, existing=existing, options=options, state_bytes=size, state_from=known_from)
     try:

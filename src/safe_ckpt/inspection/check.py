@@ -75,6 +75,21 @@ class Verdict:
         state: State = "damaged" if "damaged" in states else "cannot tell" if states != {"valid"} else "valid"
         object.__setattr__(self, "state", state)
 
+    @property
+    def damaged(self) -> tuple[Judgement, ...]:
+        """The judgements of the damaged files."""
+        return tuple(judgement for judgement in self.files if judgement.state == "damaged")
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(judgement.size_bytes for judgement in self.files)
+
+    @property
+    def covered_bytes(self) -> int:
+        """How many of them a checksum covers."""
+        return sum(judgement.covered_bytes for judgement in self.files)
+
 
 def valid(file: str, size: int) -> Judgement:
     """A checksum covers every byte, and all agree."""
