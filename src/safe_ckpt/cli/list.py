@@ -23,8 +23,9 @@ from safe_ckpt.cli.output import (
 )
 from safe_ckpt.core.directory.catalog import Candidate
 from safe_ckpt.errors import DirectoryError
+from safe_ckpt.inspection.blind_reader import look_inside
 from safe_ckpt.inspection.check import judge, plan
-from safe_ckpt.inspection.listing import Listing, Row, in_order, look_inside, read_listing, rows
+from safe_ckpt.inspection.listing import Listing, Row, in_order, read_layout, read_listing, rows
 from safe_ckpt.text import bytes_text, duration
 
 _ATTEMPTS = 5
@@ -124,7 +125,7 @@ def _chosen_of(directory: Path, *, quick: bool) -> tuple[Listing, Candidate | No
 
 
 def _choose(listing: Listing, *, quick: bool) -> tuple[Candidate | None, bool, _Rejected]:
-    seen = [look_inside(c) if c.path.suffix == ".ckpt" else c for c in listing.usable]
+    seen = [look_inside(c, read_layout) if c.path.suffix == ".ckpt" else c for c in listing.usable]
     rejected = [(candidate, candidate.problem) for candidate in (*listing.unusable, *seen) if candidate.problem]
     rejected += [(candidate, why) for candidate in seen if (why := listing.unnamed.get(candidate.path))]
     for candidate in in_order(listing.folder, (c for c in seen if c.path not in listing.unnamed)):

@@ -22,9 +22,10 @@ from safe_ckpt.core.formats.verify import UNEQUAL, verify_archive, verify_entry
 from safe_ckpt.core.storage.reader import ReadProgress, Span, wrong_spans
 from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection import dcp_reader, torch_reader
-from safe_ckpt.inspection.files import Found, Window, inside, read_json, walk
+from safe_ckpt.inspection.files import CheckpointFile, Window, inside, read_json, walk
 from safe_ckpt.inspection.listing import kind_of
 from safe_ckpt.inspection.safetensors_reader import SUFFIX, read_safetensors
+from safe_ckpt.inspection.torch_reader import Archive
 from safe_ckpt.inspection.zip_reader import read_members
 
 State = Literal["valid", "damaged", "cannot tell"]
@@ -231,7 +232,7 @@ def _located(folder: Path, name: str, size: int) -> Judgement:
     """A file whose digest is wrong: where in it the damage is, as far as its own format tells."""
     place = inside(folder, name)
     metadata = _metadata(place.parent) if place.suffix == ".distcp" else None
-    judgement = check_file(Found(path=place, name=name, size_bytes=size), metadata, None)
+    judgement = check_file(CheckpointFile(path=place, name=name, size_bytes=size), metadata, None)
     reason = UNEQUAL
     if judgement.state == "damaged" and judgement.reason != UNEQUAL:
         reason = f"{UNEQUAL} ({judgement.reason})"
@@ -262,11 +263,11 @@ def _others(path: Path, *, follow_symlinks: bool) -> Task:
     return Task(path=path, kind=kind_of(files), size_bytes=size, jobs=jobs)
 
 
-def _other(file: Found, metadata: Metadata) -> Job:
+def _other(file: CheckpointFile, metadata: Metadata) -> Job:
     return lambda progress: check_file(file, metadata, progress)
 
 
-def _missing(path: Path, files: Sequence[Found], known: dict[Path, Metadata]) -> list[tuple[str, str]]:
+def _missing(path: Path, files: Sequence[CheckpointFile], known: dict[Path, Metadata]) -> list[tuple[str, str]]:
     """What an index or ``.metadata`` names and is not there."""
     missing = []
     for folder, metadata in known.items():
@@ -290,97 +291,79 @@ Metadata = dcp_reader.Directory | CorruptCheckpointError | UnsupportedFormatErro
 """What ``.metadata`` beside a file says; the error if it is damaged or too long; None where there is none."""
 
 
-def check_file(file: Found, metadata: Metadata, progress: ReadProgress | None) -> Judgement:
+def check_file(file: CheckpointFile, metadata: Metadata, progress: ReadProgress | None) -> Judgement:
     """Read a file and judge it.
 
     Raises:
         OSError: it could not be read; it is not treated as corrupt.
     """
-    name, size = file.name, file.size_bytes
+    name, size, suffix = file.name, file.size_bytes, file.path.suffix
     if not size:
-        tensors = file.path.suffix in (*torch_reader.SUFFIXES, SUFFIX)
+        tensors = suffix in (*torch_reader.SUFFIXES, SUFFIX)
         return damaged(name, "is empty") if tensors else unverifiable(name, "is empty", size=0)
     try:
-        if file.path.name == dcp_reader.METADATA:
-            if isinstance(metadata, CorruptCheckpointError):
-                return of_error(metadata, name)
-            if isinstance(metadata, UnsupportedFormatError):
-                return unverifiable(name, metadata.message, size=size)
-            return unverifiable(name, f"its structure is in order, and it {NO_CHECKSUMS}", size=size)
-        return _by_suffix(file, metadata, progress)
+        if suffix == ".distcp":
+            return _check_distcp(file, metadata, progress)
+        kind = _structure_alone(file, metadata)
+        return unverifiable(name, f"{kind} {NO_CHECKSUMS}", size=size) if kind else _check_torch(file, progress)
     except CorruptCheckpointError as error:
         return of_error(error, name)
+    except UnsupportedFormatError as error:  # larger than is looked at
+        return unverifiable(name, error.message, size=size)
 
 
-def _by_suffix(file: Found, metadata: Metadata, progress: ReadProgress | None) -> Judgement:
-    suffix = file.path.suffix
-    if suffix == ".distcp":
-        return _check_distcp(file, metadata, progress)
-    if suffix == SUFFIX:
+def _structure_alone(file: CheckpointFile, metadata: Metadata) -> str:
+    """Check a file of a format without checksums; returns what it is, and "" for a file of another format."""
+    if file.path.name == dcp_reader.METADATA:
+        if isinstance(metadata, Exception):
+            raise metadata
+        return "its structure is in order, and it"
+    if file.path.suffix == SUFFIX:
         read_safetensors(file.path)
-        return unverifiable(
-            file.name, f"its header fits the file, and safetensors {NO_CHECKSUMS}", size=file.size_bytes
-        )
-    return _check_json(file) if suffix == ".json" else _check_torch(file, progress)
-
-
-def _check_json(file: Found) -> Judgement:
-    try:
+        return "its header fits the file, and safetensors"
+    if file.path.suffix == ".json":
         read_json(file)
-    except UnsupportedFormatError as error:
-        return unverifiable(file.name, error.message, size=file.size_bytes)
-    return unverifiable(file.name, f"is JSON, which {NO_CHECKSUMS}", size=file.size_bytes)
+        return "is JSON, which"
+    return ""
 
 
-def _check_torch(file: Found, progress: ReadProgress | None) -> Judgement:
+def _check_torch(file: CheckpointFile, progress: ReadProgress | None) -> Judgement:
+    too_long = ""
     with Window(file.path) as window:
         if not torch_reader.looks_like_archive(window):
             return _check_old(file, window)
         try:
             archive = torch_reader.open_archive(window)
-        except UnsupportedFormatError as error:
-            return _check_records(file, window, error, progress)
+        except UnsupportedFormatError as error:  # its pickle cannot be looked at; its checksums can be compared
+            archive, too_long = Archive(source=window, members=read_members(window), root=None), error.message
         bad = wrong_spans(file.path, window.size, archive.spans(), progress)
-        torch_reader.content_of(archive)
+        if not too_long:
+            torch_reader.content_of(archive)
         names = tuple(torch_reader.names_in(archive, bad)) if bad else ()
     if bad:
         return damaged(file.name, UNEQUAL, size=file.size_bytes, names=names)
-    return _as_far_as_covered(file, file.size_bytes - archive.unverifiable_bytes)
+    covered = file.size_bytes - archive.unverifiable_bytes
+    if too_long:
+        return unverifiable(file.name, too_long, size=file.size_bytes, covered=covered)
+    return _as_far_as_covered(file, covered)
 
 
-def _check_records(
-    file: Found, window: Window, error: UnsupportedFormatError, progress: ReadProgress | None
-) -> Judgement:
-    """An archive of which only the structure cannot be looked at: its checksums can."""
-    records = torch_reader.Archive(source=window, members=read_members(window), root=None)
-    bad = wrong_spans(file.path, window.size, records.spans(), progress)
-    if bad:
-        return damaged(file.name, UNEQUAL, size=file.size_bytes, names=tuple(torch_reader.names_in(records, bad)))
-    return unverifiable(
-        file.name, error.message, size=file.size_bytes, covered=file.size_bytes - records.unverifiable_bytes
-    )
-
-
-def _as_far_as_covered(file: Found, covered: int) -> Judgement:
+def _as_far_as_covered(file: CheckpointFile, covered: int) -> Judgement:
     size = file.size_bytes
     if covered == size:
         return valid(file.name, size)
     return unverifiable(file.name, f"{size - covered} of its bytes carry no checksums", size=size, covered=covered)
 
 
-def _check_old(file: Found, window: Window) -> Judgement:
+def _check_old(file: CheckpointFile, window: Window) -> Judgement:
     if file.path.suffix not in torch_reader.SUFFIXES:
         return unverifiable(file.name, f"is of no known format, and {NO_CHECKSUMS}", size=file.size_bytes)
-    try:
-        root = torch_reader.read_old_file(window)
-    except UnsupportedFormatError as error:
-        return unverifiable(file.name, error.message, size=file.size_bytes)
-    if root is None:
+    if torch_reader.read_old_file(window) is None:
         return damaged(file.name, "is neither an archive nor a pickle", size=file.size_bytes)
     return unverifiable(file.name, f"is a plain pickle, which {NO_CHECKSUMS}", size=file.size_bytes)
 
 
-def _check_distcp(file: Found, metadata: Metadata, progress: ReadProgress | None) -> Judgement:
+def _check_distcp(file: CheckpointFile, metadata: Metadata, progress: ReadProgress | None) -> Judgement:
     size = file.size_bytes
     if not isinstance(metadata, dcp_reader.Directory):
         reason = "its .metadata is missing, damaged or too long, so that nothing says what is in it"

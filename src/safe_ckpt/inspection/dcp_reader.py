@@ -11,7 +11,7 @@ from typing import Any
 
 from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.inspection.files import Window, inside
-from safe_ckpt.inspection.pickle_objects import Global, Opaque
+from safe_ckpt.inspection.pickle_objects import Global, Opaque, counts_of
 from safe_ckpt.inspection.pickle_reader import MOST_BYTES, read_pickle
 from safe_ckpt.inspection.tensors import Content, Entry, Piece
 from safe_ckpt.inspection.torch_reader import Archive, content_of, looks_like_archive, open_archive
@@ -155,11 +155,10 @@ def _name(value: object) -> str:
 
 
 def _counts(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, tuple | list) or len(value) > 64:
+    counts = counts_of(value)
+    if counts is None:
         raise ValueError("a shape is no row of numbers")
-    if not all(type(n) is int and 0 <= n < 1 << 62 for n in value):
-        raise ValueError("a shape is no row of numbers")
-    return tuple(value)
+    return counts
 
 
 def _dtype(properties: Any) -> str:
@@ -203,35 +202,29 @@ def content_of_directory(directory: Directory) -> Content:
     """
     pieces: dict[str, list[Piece]] = {name: [] for name in directory.tensors}
     chunks = {name: set(about.chunks) for name, about in directory.tensors.items()}
-    dtypes = {name: about.dtype for name, about in directory.tensors.items()}
     values = []
     for file in sorted(directory.items):
-        path = inside(directory.folder, file)
-        with Window(path) as window:
+        with Window(inside(directory.folder, file)) as window:
             for item, archive in archives_in(directory, file, window):
                 content = content_of(archive) if archive is not None else Content()
                 if item.name not in directory.tensors:
-                    values += [
-                        replace(v, name=f"{item.name}.{v.name}" if v.name else item.name) for v in content.values
-                    ]
+                    values += [replace(v, name=".".join(filter(None, (item.name, v.name)))) for v in content.values]
                 elif len(content.tensors) == 1 and content.tensors[0].pieces:
-                    only = content.tensors[0]
-                    starts = item.starts or tuple(0 for _ in only.shape)
-                    whole = only.pieces[0]
-                    if (starts, whole.shape) not in chunks[item.name] or only.dtype != dtypes[item.name]:
+                    only, about = content.tensors[0], directory.tensors[item.name]
+                    piece = only.pieces[0]
+                    piece = replace(piece, starts=item.starts or piece.starts)
+                    if (piece.starts, piece.shape) not in chunks[item.name] or only.dtype != about.dtype:
                         message = f"does not hold that part of {item.name} which .metadata says"
                         raise CorruptCheckpointError(path=str(directory.folder), file=file, message=message)
-                    pieces[item.name].append(
-                        Piece(file=path, offset=whole.offset, stride=whole.stride, starts=starts, shape=whole.shape)
-                    )
+                    pieces[item.name].append(piece)
     entries = [
-        Entry(name=name, dtype=about.dtype, shape=about.shape, pieces=tuple(pieces[name]), note=placement(about))
+        Entry(name=name, dtype=about.dtype, shape=about.shape, pieces=tuple(pieces[name]), note=_placement(about))
         for name, about in directory.tensors.items()
     ]
     return Content(tensors=tuple(entries), values=tuple(values))
 
 
-def placement(about: Shape) -> str:
+def _placement(about: Shape) -> str:
     """How a tensor is divided: ``in 4 parts along dimension 0``."""
     if len(about.chunks) < 2:
         return ""

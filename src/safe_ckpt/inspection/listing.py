@@ -17,7 +17,7 @@ from safe_ckpt.core.directory.catalog import Candidate
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection.dcp_reader import METADATA
-from safe_ckpt.inspection.files import Found, Window, inside
+from safe_ckpt.inspection.files import CheckpointFile, Window, inside
 from safe_ckpt.inspection.torch_reader import looks_like_archive, open_archive, read_old_file
 
 _HIDDEN_TOO = "_safe_ckpt"  # where the Transformers Trainer would push what begins with a dot
@@ -35,7 +35,7 @@ _DIRECTORIES: Sequence[tuple[str, Callable[[str], bool]]] = (
 _FILES = {".ckpt": "Lightning or torch file", ".safetensors": "safetensors file"}
 
 
-def kind_of(files: Sequence[Found]) -> str:
+def kind_of(files: Sequence[CheckpointFile]) -> str:
     """What wrote a checkpoint that is not ours, in words. A checkpoint of one file is told by its ending."""
     names = [Path(file.name).name for file in files]
     if len(files) == 1 and files[0].path.suffix in _FILES:
@@ -177,22 +177,14 @@ def hidden_of(directory: Path) -> Path | None:
     return own
 
 
-def look_inside(candidate: Candidate) -> Candidate:
-    """Lightning's checkpoint with what only its content tells: its step, and whether there is more in it than weights.
+def read_layout(path: Path) -> Layout:
+    """What a Lightning checkpoint says about itself; of a pickle that is too long to be looked at, what its name says.
 
-    Bounded like all that the command reads: of a pickle that is too long to be looked at only the name tells. A resume looks
-    into any length, see ``blind_reader``.
+    Bounded like all that the command reads. A resume looks into any length: ``blind_reader.read_layout``.
 
     Raises:
         OSError: it could not be read.
     """
-    if not candidate.foreign or candidate.problem:
-        return candidate
-    layout = _read_layout(candidate.path)
-    return replace(candidate, step=layout.step, problem=layout.problem)
-
-
-def _read_layout(path: Path) -> Layout:
     layout = layouts.lightning_layout_of(path)
     try:
         with Window(layouts.facts_file(path)) as window:
@@ -231,9 +223,8 @@ def _judged_by_name(candidate: Candidate) -> Candidate:
 def in_order(folder: Path, candidates: Iterable[Candidate]) -> list[Candidate]:
     """The order in which a resume tries them: as ``catalog.newest_first``, but what DeepSpeed's file ``latest`` names first."""
     named = folder / _named_in(folder)
-    return sorted(
-        catalog.newest_first(candidates), key=lambda candidate: not (candidate.path == named and _is_tag(candidate))
-    )
+    newest_first = catalog.newest_first(candidates)
+    return sorted(newest_first, key=lambda candidate: not (candidate.path == named and _is_tag(candidate)))
 
 
 def _unnamed(folder: Path, usable: Sequence[Candidate]) -> Mapping[Path, str]:
@@ -258,25 +249,23 @@ def _is_tag(candidate: Candidate) -> bool:
 
 def _named_in(folder: Path) -> str:
     """The tag that DeepSpeed's file ``latest`` names; "none" where there is no such file, or it leads out."""
-    path, name = folder / layouts.LATEST, ""
-    with contextlib.suppress(
-        OSError
-    ):  # anybody's file may have this name: a pipe, a link to itself, one of somebody else's
+    path = folder / layouts.LATEST
+    # Any file may have this name: a pipe, a link to itself, that of another user, a long one.
+    with contextlib.suppress(OSError, CorruptCheckpointError):
         if path.is_file() and path.stat().st_size <= _LONGEST_TAG:
             name = path.read_text(encoding="utf-8", errors="replace").strip()
-    with contextlib.suppress(CorruptCheckpointError):
-        inside(folder, name)
-        return name
+            inside(folder, name)
+            return name
     return "none"
 
 
 def _row(listing: Listing, candidate: Candidate, state: str) -> Row:
-    name, manifest, info = _name(listing, candidate.path), candidate.manifest, candidate.info
+    manifest, info = candidate.manifest, candidate.info
+    row = Row(name=_name(listing, candidate.path), state=state, reason=candidate.problem)
     if manifest is None or info is None:
-        step = candidate.step if candidate.step >= 0 else None
-        return Row(name=name, step=step, state=state, reason=candidate.problem)
-    return Row(
-        name=name,
+        return replace(row, step=candidate.step if candidate.step >= 0 else None)
+    return replace(
+        row,
         step=manifest.step,
         sequence=manifest.sequence,
         created_at=manifest.created_at,
@@ -284,8 +273,6 @@ def _row(listing: Listing, candidate: Candidate, state: str) -> Row:
         world_size=manifest.world_size,
         metrics=dict(manifest.metrics),
         written_by={**manifest.versions, **manifest.written_by},
-        state=state,
-        reason=candidate.problem,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -92,7 +92,7 @@ def made_of(made_by: object, args: object) -> object:
         return Opaque(Global("builtins", "object"), args=args)
     name = str(made_by)
     if name == "torch.Size" and isinstance(args, tuple) and len(args) == 1:
-        shape = _numbers(args[0])
+        shape = counts_of(args[0])
         return Opaque(made_by, args=args) if shape is None else shape
     rebuild = _TENSORS.get(name)
     if rebuild is not None and isinstance(args, tuple):
@@ -108,21 +108,22 @@ def pairs_of(args: object) -> list[Any] | tuple[Any, ...]:
     return pairs if all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs) else []
 
 
-def _numbers(value: object) -> tuple[int, ...] | None:
+def counts_of(value: object) -> tuple[int, ...] | None:
+    """A shape, a stride or offsets: at most 64 whole numbers that are not negative; None for anything else."""
     if not isinstance(value, tuple | list) or len(value) > 64:
         return None
-    return tuple(value) if all(isinstance(n, int) and 0 <= n < 1 << 62 for n in value) else None
+    return tuple(value) if all(type(n) is int and 0 <= n < 1 << 62 for n in value) else None
 
 
 def _shape(value: object) -> tuple[int, ...] | None:
-    shape = _numbers(value)
+    shape = counts_of(value)
     return shape if shape is not None and math.prod(shape) < _MOST_ELEMENTS else None
 
 
 def _tensor(args: tuple[Any, ...], dtype: str | None = None) -> Tensor | None:
     if len(args) < 4 or not isinstance(args[0], Storage) or not isinstance(args[1], int) or args[1] < 0:
         return None
-    shape, stride = _shape(args[2]), _numbers(args[3])
+    shape, stride = _shape(args[2]), counts_of(args[3])
     if shape is None or stride is None or len(shape) != len(stride):
         return None
     return Tensor(args[0], dtype or args[0].dtype, shape, args[1], stride)
@@ -151,14 +152,8 @@ def _subclass(args: tuple[Any, ...]) -> Tensor | None:
     inner = rebuild(args[2])
     if inner is None:
         return None
-    return Tensor(
-        inner.storage,
-        inner.dtype,
-        inner.shape,
-        inner.offset,
-        inner.stride,
-        f"subclass {args[1] if isinstance(args[1], Global) else ''}".strip(),
-    )
+    kind = args[1] if isinstance(args[1], Global) else ""
+    return replace(inner, note=f"subclass {kind}".strip())
 
 
 DICTS = {"collections.OrderedDict", "collections.defaultdict", "builtins.dict"}

@@ -69,6 +69,9 @@ class _Machine:
     def put(self, key: int) -> None:
         self.memo[key] = self.stack[-1]
 
+    def get(self, key: int) -> None:
+        self.stack.append(self.memo[key])
+
     def add_items(self, target: object, items: list[Any]) -> None:
         if isinstance(target, list):
             target.extend(items)
@@ -183,8 +186,7 @@ _CONSTANTS = frozenset({
     "BINFLOAT",
 })  # fmt: skip
 _STEPS: dict[str, _Step] = {
-    "PROTO": lambda *_: None,
-    "FRAME": lambda *_: None,
+    **dict.fromkeys(("PROTO", "FRAME"), lambda *_: None),
     "MARK": _push(lambda _: _MARK),
     "NONE": _push(lambda _: None),
     "NEWTRUE": _push(lambda _: True),
@@ -204,30 +206,22 @@ _STEPS: dict[str, _Step] = {
     "POP": lambda machine, _: machine.stack.pop(),
     "POP_MARK": lambda machine, _: machine.since_mark(),
     "APPEND": _append,
-    "APPENDS": _with_rest(_Machine.add_items),
-    "ADDITEMS": _with_rest(_Machine.add_items),
+    **dict.fromkeys(("APPENDS", "ADDITEMS"), _with_rest(_Machine.add_items)),
     "SETITEM": _set_item,
     "SETITEMS": _with_rest(_Machine.set_items),
     "MEMOIZE": lambda machine, _: machine.put(len(machine.memo)),
-    "PUT": _Machine.put,
-    "BINPUT": _Machine.put,
-    "LONG_BINPUT": _Machine.put,
-    "GET": lambda machine, key: machine.stack.append(machine.memo[key]),
-    "BINGET": lambda machine, key: machine.stack.append(machine.memo[key]),
-    "LONG_BINGET": lambda machine, key: machine.stack.append(machine.memo[key]),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), _Machine.put),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _Machine.get),
     "GLOBAL": lambda machine, name: machine.stack.append(_global(name)),
     "STACK_GLOBAL": _Machine.name,
     "INST": _Machine.make_named,
     "OBJ": _Machine.make,
-    "REDUCE": _Machine.reduce,
-    "NEWOBJ": _Machine.reduce,
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), _Machine.reduce),
     "NEWOBJ_EX": _Machine.new_with_keywords,
     "BUILD": _Machine.build,
     "PERSID": _Machine.refer,
     "BINPERSID": lambda machine, _: machine.refer(machine.stack.pop()),
-    "EXT1": _push(lambda _: _EXTENSION),
-    "EXT2": _push(lambda _: _EXTENSION),
-    "EXT4": _push(lambda _: _EXTENSION),
+    **dict.fromkeys(("EXT1", "EXT2", "EXT4"), _push(lambda _: _EXTENSION)),
 }
 
 

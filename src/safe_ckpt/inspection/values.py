@@ -16,6 +16,9 @@ from safe_ckpt.inspection.pickle_objects import Opaque, Storage, Tensor
 from safe_ckpt.inspection.tensors import ITEM_BYTES, Entry, Piece, describe
 
 _BLOCK = 4 << 20  # elements that are compared at a time
+_MOST_PAIRS = 4_000_000
+_UNORDERED = ("builtins.set", "builtins.frozenset")
+_NESTED = (dict, list, tuple, Opaque)
 _MOST_REPEATED_BYTES = 1 << 30  # of a tensor that is larger than its file, since strides of 0 repeat what is there
 
 
@@ -93,23 +96,15 @@ def difference(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def _block(one: torch.Tensor, other: torch.Tensor) -> float:
-    if one.dtype == other.dtype and ITEM_BYTES.get(str(one.dtype).removeprefix("torch."), 0):
-        same = torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-        if same:
-            return 0.0
+    plain = one.dtype == other.dtype and str(one.dtype).removeprefix("torch.") in ITEM_BYTES
+    if plain and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)):
+        return 0.0
     wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
     one, other = one.to(wide), other.to(wide)
     equal = (one == other) | (one.isnan() & other.isnan())
     apart = (one - other).abs()
     apart = torch.where(equal, torch.zeros_like(apart), torch.nan_to_num(apart, nan=math.inf, posinf=math.inf))
     return float(apart.max())
-
-
-__all__ = ["Mapped", "difference"]
-
-
-_MOST_PAIRS = 4_000_000
-_UNORDERED = ("builtins.set", "builtins.frozenset")
 
 
 def same(one: object, other: object) -> bool:
@@ -132,9 +127,6 @@ def same(one: object, other: object) -> bool:
             return False
         stack += below
     return False
-
-
-_NESTED = (dict, list, tuple, Opaque)
 
 
 def _below(one: Any, other: Any) -> Iterable[tuple[Any, Any]] | None:

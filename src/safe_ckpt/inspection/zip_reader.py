@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from safe_ckpt.core.formats.zip_archive import COMMENT_PREFIX
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError
-from safe_ckpt.inspection.files import Readable
+from safe_ckpt.inspection.files import Window
 
 MOST_MEMBERS = 250_000
 _MOST_DIRECTORY_BYTES = 64 << 20
@@ -47,12 +47,12 @@ class _Entry:
     once: tuple[int, ...]  # what only the directory says, and says of all records alike
 
 
-def is_archive(source: Readable) -> bool:
+def is_archive(source: Window) -> bool:
     """Whether it begins as one."""
     return source.size >= 22 and source.read(0, 4) == b"PK\3\4"
 
 
-def read_members(source: Readable) -> list[Member]:
+def read_members(source: Window) -> list[Member]:
     """Every record, in the order of the file, with the structure checked.
 
     Raises:
@@ -66,14 +66,14 @@ def read_members(source: Readable) -> list[Member]:
 
 
 class _Reader:
-    def __init__(self, source: Readable) -> None:
+    def __init__(self, source: Window) -> None:
         self._source = source
 
     def damaged(self, why: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(path=str(self._source.path), message=f"the archive is damaged: {why}")
+        return self._source.damaged(f"the archive is damaged: {why}")
 
     def refused(self, why: str) -> HostileCheckpointError:
-        return HostileCheckpointError(path=str(self._source.path), message=f"the archive is refused: {why}")
+        return self._source.refused(f"the archive is refused: {why}")
 
     def _check(self, condition: bool, why: str) -> None:
         if not condition:

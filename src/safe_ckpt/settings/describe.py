@@ -9,13 +9,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from safe_ckpt.settings.fields import CLOCK, Key, hints, is_section, keys
+from safe_ckpt.settings.fields import CLOCK, Key, fields_of, is_section, keys
 from safe_ckpt.settings.sources import OWN_KEY, variable
 
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", tuple: "array"}
 _NUMBER = r"^\d+(?:\.\d+)?$"
 _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
-_COLUMNS = ("Key", "Type", "Unit", "Default", "Allowed", "Meaning")
 _INTRODUCTION = """\
 # Configuration
 
@@ -115,17 +114,17 @@ def rows(kind: type) -> list[Row]:
 
 def markdown(kind: type) -> str:
     """The reference as one page: an introduction, then a table for each section, those of the top level first."""
-    described = dict(zip(keys(kind), rows(kind), strict=True))
-    sections = sorted(dict.fromkeys(key.section for key in described), key=lambda section: section is not kind)
+    sections: dict[type, list[Row]] = {kind: []}  # those of the top level come first
+    for key, row in zip(keys(kind), rows(kind), strict=True):
+        sections.setdefault(key.section, []).append(row)
     parts = [_INTRODUCTION]
-    for section in sections:
-        own = [key for key in described if key.section is section]
-        prefix = own[0].path.rpartition(".")[0]
-        example = variable(own[0].path)
+    for section, own in sections.items():
+        prefix, example = own[0].key.rpartition(".")[0], variable(own[0].key)
         title = f"`{prefix}`: {section.__name__}" if prefix else section.__name__
         lines = [f"## {title}", "", summary(section), "", f"The variable of the first one is `{example}`.", ""]
-        lines += [_line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
-        lines += [_line(_cells(described[key])) for key in own]
+        columns = [field.name.capitalize() for field in dataclasses.fields(Row)]
+        lines += [_line(columns), _line(["---"] * len(columns))]
+        lines += [_line(_cells(row)) for row in own]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
@@ -134,7 +133,7 @@ def _cells(row: Row) -> list[str]:
     return [f"`{row.key}`", row.type, row.unit, f"`{row.default}`", row.allowed, row.meaning]
 
 
-def _line(cells: list[str] | tuple[str, ...]) -> str:
+def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
@@ -163,30 +162,32 @@ def schema(kind: type) -> dict[str, Any]:
 
     The settings of ``kind`` are at its top level, or under ``safe_ckpt:`` beside anything else.
     """
-    reference = {"$ref": f"#/$defs/{kind.__name__}"}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Settings of safe_ckpt",
         "type": ["object", "null"],
         "if": {"required": [OWN_KEY]},
-        "then": {"properties": {OWN_KEY: {"anyOf": [reference, {"type": "null"}]}}},
-        "else": {"anyOf": [reference, {"type": "null"}]},
+        "then": {"properties": {OWN_KEY: _reference_or_null(kind)}},
+        "else": _reference_or_null(kind),
         "$defs": _sections(kind),
     }
 
 
+def _reference_or_null(section: type) -> dict[str, Any]:
+    return {"anyOf": [{"$ref": f"#/$defs/{section.__name__}"}, {"type": "null"}]}
+
+
 def _sections(kind: type) -> dict[str, Any]:
-    own = {key.name: key for key in keys(kind) if key.section is kind}
-    says = meanings(kind)
+    described = meanings(kind)
     properties: dict[str, Any] = {}
     inner: dict[str, Any] = {}
-    for item in dataclasses.fields(kind):
-        described = {"description": says.get(item.name, "")}
-        if item.name in own:
-            properties[item.name] = described | _property(own[item.name])
-        elif is_section(section := hints(kind)[item.name]):
-            properties[item.name] = described | {"anyOf": [{"$ref": f"#/$defs/{section.__name__}"}, {"type": "null"}]}
-            inner |= _sections(section)
+    for name, key in fields_of(kind).items():
+        properties[name] = {"description": described.get(name, "")}
+        if is_section(key.kind):
+            properties[name] |= _reference_or_null(key.kind)
+            inner |= _sections(key.kind)
+        else:
+            properties[name] |= _property(key)
     this = {
         "description": summary(kind),
         "type": "object",
