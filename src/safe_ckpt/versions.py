@@ -40,37 +40,28 @@ class Supported:
 
     lowest: str
     newest: str
-    because: str
+    because: str = "older releases were not run"
     extra: str = ""
     reduced_below: str = ""
     reduced: str = ""
 
 
+_LIGHTNING = Supported(
+    lowest="2.5.3", newest="2.6.6", because="ModelCheckpoint has no save_on_exception", extra="lightning"
+)
 SUPPORTED: Mapping[str, Supported] = {
     "python": Supported(lowest="3.10", newest="3.13", because="it is written for that one"),
     "torch": Supported(
         lowest="2.6",
         newest="2.15.0",
-        because="older releases were not run",
         reduced_below="2.9",
         reduced="with gloo a raised timeout has no effect there, so that lengthy_timeouts has none",
     ),
-    "lightning": Supported(
-        lowest="2.5.3", newest="2.6.6", because="ModelCheckpoint has no save_on_exception", extra="lightning"
-    ),
-    "pytorch-lightning": Supported(
-        lowest="2.5.3", newest="2.6.6", because="ModelCheckpoint has no save_on_exception", extra="lightning"
-    ),
-    "accelerate": Supported(lowest="1.8", newest="1.15.0", because="older releases were not run", extra="accelerate"),
-    "transformers": Supported(
-        lowest="4.50", newest="5.23.0", because="older releases were not run", extra="transformers"
-    ),
-    "deepspeed": Supported(
-        lowest="0.17.5",
-        newest="0.19.8",
-        because="older releases were not run",
-        extra="deepspeed",
-    ),
+    "lightning": _LIGHTNING,
+    "pytorch-lightning": _LIGHTNING,
+    "accelerate": Supported(lowest="1.8", newest="1.15.0", extra="accelerate"),
+    "transformers": Supported(lowest="4.50", newest="5.23.0", extra="transformers"),
+    "deepspeed": Supported(lowest="0.17.5", newest="0.19.8", extra="deepspeed"),
 }
 
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 from safe_ckpt.settings.fields import CLOCK, Key, fields_of, is_section, keys
@@ -15,63 +16,7 @@ from safe_ckpt.settings.sources import OWN_KEY, variable
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", tuple: "array"}
 _NUMBER = r"^\d+(?:\.\d+)?$"
 _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
-_INTRODUCTION = """\
-# Configuration
-
-<!-- Made by `make docs-reference` from the docstrings in `safe_ckpt.config`; do not edit. -->
-
-Every setting has a default, and there are three ways to change one.
-
-**In Python**, `config=CheckpointConfig(...)`, or `CheckpointConfig.from_yaml(path)`. What is given this way is taken as it is:
-nothing in the environment changes it.
-
-**In a YAML file**, which the environment variable `SAFE_CKPT_CONFIG` names. It holds where the program gives no `config`. The
-keys are at its top level, or under `safe_ckpt:`, beside which there may be anything:
-
-```yaml
-# yaml-language-server: $schema=safe_ckpt.schema.json
-retention:
-  keep_last: 3
-timeouts:
-  lengthy_s: "02:00:00"
-```
-
-**In the environment**, one variable per key, such as `SAFE_CKPT__RETENTION__KEEP_LAST=3`, over the file, and likewise only
-where the program gives no `config`. Two underscores stand between the parts of a key. Values are written as in YAML, lists as
-`[SIGTERM, SIGUSR1]`. Give all ranks the same: a mistake in the environment of one of them is an error on all, which names
-the rank.
-
-With **LightningCLI** the settings are arguments of the callback, there with seconds as numbers only:
-
-<!-- not run: train.py is the reader's own -->
-```sh
-python train.py fit --trainer.callbacks+=safe_ckpt.lightning.SafeCheckpointCallback \\
-  --trainer.callbacks.dirpath=runs/exp --trainer.callbacks.save_top_k=2 --trainer.callbacks.config.timeouts.barrier_s=600
-```
-
-```yaml
-trainer:
-  callbacks:
-    - class_path: safe_ckpt.lightning.SafeCheckpointCallback
-      init_args:
-        dirpath: runs/exp
-        save_top_k: 2
-        config:
-          timeouts:
-            barrier_s: 600
-```
-
-In Lightning and Transformers the framework's own arguments say what to keep: rules in `retention` are refused there, and the
-error names the file or the variable.
-
-`safe-ckpt config check FILE` checks a file. `safe-ckpt config show` prints what holds and where it comes from.
-`safe-ckpt config reference` prints this page, and `safe-ckpt config schema` the [JSON schema](safe_ckpt.schema.json) with which
-editors complete keys and mark mistakes.
-
-Seconds are numbers, or text: `"90"`, `"1:30"`, `"01:00:00"`. An unknown key, a key that is given twice, a wrong type, and a
-value that is not allowed are refused, with file, line, key, and the nearest key that there is:
-`runs/ckpt.yaml:7: retention.keep_lst: unknown key; did you mean "keep_last"?`
-"""
+_INTRODUCTION = resources.files("safe_ckpt.settings").joinpath("reference.md")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +62,7 @@ def markdown(kind: type) -> str:
     sections: dict[type, list[Row]] = {kind: []}  # those of the top level come first
     for key, row in zip(keys(kind), rows(kind), strict=True):
         sections.setdefault(key.section, []).append(row)
-    parts = [_INTRODUCTION]
+    parts = [_INTRODUCTION.read_text(encoding="utf-8")]
     for section, own in sections.items():
         prefix, example = own[0].key.rpartition(".")[0], variable(own[0].key)
         title = f"`{prefix}`: {section.__name__}" if prefix else section.__name__
