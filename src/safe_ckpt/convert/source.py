@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ from safe_ckpt.errors import StateError, UnsupportedFormatError
 from safe_ckpt.inspection.content import tensors_in
 from safe_ckpt.inspection.pickle_objects import Global, Opaque, Ordered
 from safe_ckpt.inspection.tensors import Entry, describe
+from safe_ckpt.text import listed
 
 _USUAL = ("state_dict", "model", "model_state_dict", "module", "pytorch_model", "weights")
-_MOST_SHOWN = 8
 Make = Callable[[Entry], Any]
 
 
@@ -28,7 +28,9 @@ def part_of(structure: Any, item: str, path: Path) -> Any:
         parts = dict(enumerate(at)) if isinstance(at, list | tuple) else at
         named = {str(name): part for name, part in parts.items()} if isinstance(parts, dict) else {}
         if key not in named:
-            raise UnsupportedFormatError(path=str(path), message=f"has no {item!r}; there is {_names(named)}")
+            raise UnsupportedFormatError(
+                path=str(path), message=f"has no {item!r}; there is {listed(list(named)) or 'nothing'}"
+            )
         at = named[key]
     return at
 
@@ -43,7 +45,8 @@ def weights_of(structure: Any, item: str, path: Path) -> dict[str, Entry]:
     if not item and isinstance(chosen, dict) and not all(isinstance(part, Entry) for part in chosen.values()):
         key = next((name for name in _USUAL if isinstance(chosen.get(name), dict)), None)
         if key is None:
-            message = f"--item must say where the weights are; there is {_names(chosen)}"
+            there = listed([str(name) for name in chosen]) or "nothing"
+            message = f"--item must name the place of the weights; there is {there}"
             raise UnsupportedFormatError(path=str(path), message=message)
         chosen = chosen[key]
     weights = dict(tensors_in(chosen))
@@ -51,7 +54,7 @@ def weights_of(structure: Any, item: str, path: Path) -> dict[str, Entry]:
         raise UnsupportedFormatError(path=str(path), message=f"{item or 'it'} holds no tensors")
     lost = [name for name, entry in weights.items() if not entry.pieces]
     if lost:
-        message = f"the numbers of {', '.join(lost[:_MOST_SHOWN])} cannot be read without running the checkpoint"
+        message = f"the numbers of {listed(lost)} cannot be read without running the checkpoint"
         raise UnsupportedFormatError(path=str(path), message=message)
     return weights
 
@@ -70,8 +73,7 @@ def filled(structure: Any, make: Make, *, drop_objects: bool) -> Any:
     objects: list[str] = []
     made = _filled(structure, make, "", objects)
     if objects and not drop_objects:
-        shown = "; ".join(objects[:_MOST_SHOWN]) + ("; ..." if len(objects) > _MOST_SHOWN else "")
-        message = f"{len(objects)} objects can only be built by running the checkpoint ({shown})"
+        message = f"{len(objects)} objects can only be built by running the checkpoint ({listed(objects)})"
         raise StateError(key="convert", message=f"{message}: --drop-objects leaves them out, --allow-pickle runs it")
     return made
 
@@ -83,7 +85,8 @@ def _filled(value: Any, make: Make, name: str, objects: list[str]) -> Any:
     if isinstance(value, Mapping):
         return _mapping(value, make, name, objects)
     if isinstance(value, list | tuple):
-        return type(value)(_kept(value, make, name, objects))
+        parts = [_filled(part, make, f"{name}.{index}".lstrip("."), objects) for index, part in enumerate(value)]
+        return type(value)(None if part is _GONE else part for part in parts)  # the others keep their places
     if isinstance(value, Entry) and value.pieces:
         return make(value)
     if isinstance(value, Global) and value.module == "torch":
@@ -93,11 +96,6 @@ def _filled(value: Any, make: Make, name: str, objects: list[str]) -> Any:
         objects.append(f"{name}: {odd}")
         return _GONE
     return value
-
-
-def _kept(value: Sequence[Any], make: Make, name: str, objects: list[str]) -> list[Any]:
-    made = [_filled(part, make, f"{name}.{index}".lstrip("."), objects) for index, part in enumerate(value)]
-    return [None if part is _GONE else part for part in made]  # the others keep their places
 
 
 def _mapping(value: Mapping[Any, Any], make: Make, name: str, objects: list[str]) -> dict[Any, Any]:
@@ -115,11 +113,5 @@ def _mapping(value: Mapping[Any, Any], make: Make, name: str, objects: list[str]
 def _torch_constant(value: Global) -> Any:
     import torch
 
-    found = getattr(torch, value.name, None)
-    return found if isinstance(found, torch.dtype | torch.layout | torch.memory_format) else str(value)
-
-
-def _names(parts: Mapping[Any, Any]) -> str:
-    names = [str(name) for name in parts]
-    more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
-    return (", ".join(names[:_MOST_SHOWN]) + more) or "nothing"
+    constant = getattr(torch, value.name, None)
+    return constant if isinstance(constant, torch.dtype | torch.layout | torch.memory_format) else str(value)

@@ -162,10 +162,12 @@ def dtype_named(name: str) -> torch.dtype | None:
     Raises:
         ConfigError: there is none of this name.
     """
-    found = getattr(torch, name, None) if name else None
-    if name and not (isinstance(found, torch.dtype) and found.is_floating_point):
+    if not name:
+        return None
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigError(key="--dtype", message=f"expected a floating-point type such as bfloat16, got {name!r}")
-    return found
+    return dtype
 
 
 def as_items(state: Any) -> dict[str, Any]:
