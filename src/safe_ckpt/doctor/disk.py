@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safe_ckpt.core.storage import durable
-from safe_ckpt.core.storage.durable import free_bytes as free_bytes_of
 from safe_ckpt.doctor.finding import Finding, fail, ok, skipped, warn
 from safe_ckpt.doctor.runner import Examined
 from safe_ckpt.text import bytes_text
@@ -135,12 +134,11 @@ def renaming(examined: Examined) -> list[Finding]:
     moved = folder / ("c" if exchanged else "b") / "moved"
     if (folder / "new").exists() or moved.read_text() != "new":
         return [fail("rename", "a renamed file is not what it was", "choose a directory on another file system")]
+    text = "replaces a file in one step and moves directories"
     if exchanged:
-        text = "replaces a file in one step, moves directories, exchanges two names"
-        return [ok("rename", text, exchange=True)]
-    text = "replaces a file in one step and moves directories, but cannot exchange two names"
+        return [ok("rename", f"{text}, exchanges two names", exchange=True)]
     advice = "replacing a directory takes two renames here; the next start repairs what a crash leaves between them"
-    return [ok("rename", text, advice, exchange=False)]
+    return [ok("rename", f"{text}, but cannot exchange two names", advice, exchange=False)]
 
 
 def links(examined: Examined) -> list[Finding]:
@@ -173,14 +171,14 @@ def names(examined: Examined) -> list[Finding]:
     folder = examined.folder("names")
     (folder / "case").touch()
     if (folder / "CASE").exists():
-        advice = "checkpoints whose names differ only in case are one: do not rely on case in file names or metrics"
+        advice = "two names that differ only in case are one file here: do not rely on case in file names or metrics"
         return [warn("names", "not case-sensitive", advice, case_sensitive=False)]
     return [ok("names", "case-sensitive", case_sensitive=True)]
 
 
 def space(examined: Examined) -> list[Finding]:
     """Free bytes, against the size of a checkpoint."""
-    free_bytes = free_bytes_of(examined.existing)
+    free_bytes = durable.free_bytes(examined.existing)
     if free_bytes is None:
         return [skipped("space", "this file system does not report its free space, so no save checks it beforehand")]
     stat = os.statvfs(examined.existing)

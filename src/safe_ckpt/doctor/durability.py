@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import subprocess
@@ -32,11 +33,10 @@ _QUICK_S = 10.0
 _OLD_S = 3600.0
 _HOLD = """
 import sys
-sys.path[:0] = {roots!r}
 from pathlib import Path
-from safe_ckpt.core.directory.lock import JobLock, holder_of
-folder = Path({folder!r})
-lock = JobLock(folder, subject=folder, lease_s={lease_s!r})  # by its name it stays
+sys.path[:0] = {roots!r}
+from safe_ckpt.core.directory.lock import JobLock
+lock = JobLock(Path({folder!r}), subject=Path({folder!r}), lease_s={lease_s!r})
 lock.acquire()
 print("held", flush=True)
 sys.stdin.read()
@@ -103,7 +103,8 @@ def locking(examined: Examined) -> list[Finding]:
             if holder.stdout is None or holder.stdout.readline() != b"held\n":
                 last = (holder.communicate()[1].decode(errors="replace").strip().splitlines() or ["it ended"])[-1]
                 return [fail("lock", f"a process cannot take it: {last}", "choose a directory on another file system")]
-            if _taken(lock):
+            with contextlib.suppress(DirectoryInUseError):
+                lock.acquire()
                 lock.release()
                 advice = "two jobs could write one directory: choose a directory on another file system"
                 return [fail("lock", "two processes hold it at the same time", advice)]
@@ -114,21 +115,8 @@ def locking(examined: Examined) -> list[Finding]:
 
 def _holder(folder: Path) -> subprocess.Popen[bytes]:
     roots = [str(Path(module.__file__).parent.parent) for module in (safe_ckpt, filelock) if module.__file__]
-    code = _HOLD.format(roots=roots, folder=str(folder), lease_s=_LEASE_S)
-    return subprocess.Popen(
-        [sys.executable, "-I", "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def _taken(lock: JobLock) -> bool:
-    try:
-        lock.acquire()
-    except DirectoryInUseError:
-        return False
-    return True
+    command = [sys.executable, "-I", "-c", _HOLD.format(roots=roots, folder=str(folder), lease_s=_LEASE_S)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def _taken_over(lock: JobLock) -> Finding:

@@ -43,22 +43,24 @@ def world_of(environment: Mapping[str, str]) -> World | None:
     """
     if environment.get("WORLD_SIZE", "1") == "1":
         return None
-    numbers = {}
-    for key in ("WORLD_SIZE", "RANK", "MASTER_PORT"):
+
+    def number(key: str) -> int:
         text = environment.get(key, "")
         if not text.isdigit():
             advice = "start the ranks with torchrun, or unset WORLD_SIZE for one process"
             raise ConfigError(key=key, message=f"expected a number, got {text!r}: {advice}")
-        numbers[key] = int(text)
+        return int(text)
+
+    rank, size = number("RANK"), number("WORLD_SIZE")
+    if rank >= size:
+        raise ConfigError(key="RANK", message=f"expected below WORLD_SIZE, got {rank}")
     if not environment.get("MASTER_ADDR"):
         raise ConfigError(key="MASTER_ADDR", message="expected the host of rank 0: start the ranks with torchrun")
-    if not numbers["RANK"] < numbers["WORLD_SIZE"]:
-        raise ConfigError(key="RANK", message=f"expected below WORLD_SIZE, got {numbers['RANK']}")
     return World(
-        rank=numbers["RANK"],
-        size=numbers["WORLD_SIZE"],
+        rank=rank,
+        size=size,
         address=environment["MASTER_ADDR"],
-        port=numbers["MASTER_PORT"],
+        port=number("MASTER_PORT"),
         hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
     )

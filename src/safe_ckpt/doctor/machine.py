@@ -84,8 +84,7 @@ def judge_cores(allowed: int, quota: float | None, ranks: int) -> Finding:
         text += f" (of {allowed}; a control group gives {quota:g})"
     figures = {"usable": usable, "ranks_here": max(ranks, 1)}
     if usable <= ranks:
-        advice = "writing takes a part of a core from training: ask for one more core per rank"
-        return warn("cores", text, advice, **figures)
+        return warn("cores", text, "writing takes a part of a core from training: add a core for each rank", **figures)
     return ok("cores", text, **figures)
 
 
@@ -99,7 +98,7 @@ def versions_here() -> dict[str, str]:
 
 
 def versions(_: Examined) -> list[Finding]:
-    """What is installed."""
+    """The installed releases."""
     return judge_versions(versions_here())
 
 

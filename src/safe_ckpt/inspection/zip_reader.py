@@ -30,7 +30,6 @@ class Member:
     """A record: where its bytes lie in the archive, and their CRC-32."""
 
     name: str
-    header_offset: int
     data_offset: int
     size: int
     crc: int
@@ -209,8 +208,7 @@ class _Reader:
         after = data + entry.size
         if streamed:
             after += self._descriptor(entry, after, wide=bool(wide))
-        member = Member(name=name, header_offset=entry.header_offset, data_offset=data, size=entry.size, crc=entry.crc)
-        return member, after
+        return Member(name=name, data_offset=data, size=entry.size, crc=entry.crc), after
 
     def _descriptor(self, entry: _Entry, at: int, *, wide: bool) -> int:
         """The length of what follows a record's bytes: its CRC-32 and its sizes once more."""

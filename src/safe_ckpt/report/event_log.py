@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from safe_ckpt.text import clean
 MOST_EVENTS = 20_000
 """So many events are read at most, the last ones."""
 EVENTS = "events.jsonl"
+_ROTATED = re.compile(re.escape(EVENTS) + r"\.([1-9][0-9]{0,8})")
 _ELSEWHERE = "_safe_ckpt"  # the name of the hidden folder in Transformers' output directory
 _ACCELERATE = "checkpoints"  # Accelerate's automatic naming: the hidden folder lies beside it
 _BLOCK_BYTES = 1 << 18
@@ -74,13 +76,11 @@ class Recording:
         events: oldest first.
         skipped: lines that are no events: torn, damaged or foreign.
         earlier: there are older events that were not read.
-        files: where it was read, newest first.
     """
 
     events: tuple[Recorded, ...] = field(repr=False)
     skipped: int = 0
     earlier: bool = False
-    files: tuple[Path, ...] = ()
 
 
 def find_events(directory: Path) -> tuple[Path, ...]:
@@ -100,10 +100,11 @@ def find_events(directory: Path) -> tuple[Path, ...]:
     series, refused = [], []
     for place in places:
         try:
-            series.append(_series(place))
+            files = _series(place)
         except OSError as error:
             refused.append(error)
-    series = [files for files in series if files]
+        else:
+            series += [files] if files else []
     if refused and not series:
         raise refused[0]
     return max(series, key=lambda files: _changed(files[0]), default=())
@@ -114,10 +115,8 @@ def _series(place: Path) -> tuple[Path, ...]:
         names = os.listdir(place)
     except (FileNotFoundError, NotADirectoryError):
         return ()
-    prefix = f"{EVENTS}."
-    numbers = [name[len(prefix) :] for name in names if name.startswith(prefix)]
-    rotated = [f"{prefix}{number}" for number in sorted(filter(_is_number, numbers), key=int)]
-    series = [place / name for name in (EVENTS, *rotated)]
+    numbers = sorted(int(match[1]) for name in names if (match := _ROTATED.fullmatch(name)))
+    series = [place / name for name in (EVENTS, *(f"{EVENTS}.{number}" for number in numbers))]
     return tuple(path for path in series if _is_file(path))
 
 
@@ -126,10 +125,6 @@ def _is_file(path: Path) -> bool:
         return stat.S_ISREG(path.stat().st_mode)  # is_file hides from Python 3.14 on that it may not look
     except (FileNotFoundError, NotADirectoryError):
         return False
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < 10 and not text.startswith("0")
 
 
 def _changed(path: Path) -> float:
@@ -158,12 +153,12 @@ def read_events(
     skipped = 0
     for line in _lines(files, ends or {}):
         if len(events) == most:
-            return Recording(events=tuple(reversed(events)), skipped=skipped, earlier=True, files=files)
+            return Recording(events=tuple(reversed(events)), skipped=skipped, earlier=True)
         if (event := parse(line)) is not None:
             events.append(event)
         else:
             skipped += 1
-    return Recording(events=tuple(reversed(events)), skipped=skipped, files=files)
+    return Recording(events=tuple(reversed(events)), skipped=skipped)
 
 
 def parse(line: bytes) -> Recorded | None:
