@@ -119,16 +119,12 @@ def watch(directory: AnyDirectory, once: Once = False, every_s: Every = 1.0, as_
             for line in lines(follower.look(), directory, time.time()):
                 tell(line)
         elif sys.stdout.isatty():
-            _live(follower, every_s)
+            with Live(console=console(), auto_refresh=False) as live:
+                while True:
+                    live.update(view(follower.look(), directory, time.time()), refresh=True)
+                    time.sleep(every_s)
         else:
             _stream(follower, every_s)
-
-
-def _live(follower: Follower, every_s: float) -> None:
-    with Live(console=console(), auto_refresh=False) as live:
-        while True:
-            live.update(view(follower.look(), follower.directory, time.time()), refresh=True)
-            time.sleep(every_s)
 
 
 def _stream(follower: Follower, every_s: float) -> None:

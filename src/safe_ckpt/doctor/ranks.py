@@ -96,11 +96,8 @@ def _lead(
     seen: dict[int, Any] = {}
     ended: dict[int, Any] = {}
     token = _leave_token(examined)
-    shown = {
-        "levels_up": examined.levels_up,
-        "scratch": examined.scratch.name if examined.scratch else "",
-        "token": token,
-    }
+    name = examined.scratch.name if examined.scratch else ""
+    shown = {"levels_up": examined.levels_up, "scratch": name, "token": token}
 
     def show(answers: Answers) -> dict[str, Any]:
         reported.update(answers)
@@ -186,11 +183,11 @@ def _first(error: Exception) -> str:
 
 
 def _self(path: Path) -> dict[str, Any]:
+    settings, problem = "", ""
     try:
         settings = CheckpointConfig.from_environment().deviations()
-        problem = ""
     except ConfigError as error:
-        settings, problem = "", str(error)
+        problem = str(error)
     return {
         "host": socket.gethostname(),
         "machine": processes.machine_id(),

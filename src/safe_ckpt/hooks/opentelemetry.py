@@ -90,11 +90,10 @@ class OpenTelemetryHook(SaveHook):
         parent = self._span("safe_ckpt.save", outcome.at - outcome.seconds, outcome.at, facts, problem=problem)
         if snapshotted is not None:
             facts = {"mode": snapshotted.mode, "size_bytes": snapshotted.size_bytes}
-            begun_at = snapshotted.at - snapshotted.stall_s
-            self._span("safe_ckpt.snapshot", begun_at, snapshotted.at, facts, parent)
+            self._span("safe_ckpt.snapshot", snapshotted.at - snapshotted.stall_s, snapshotted.at, facts, parent)
         if written is not None:
-            size: dict[str, AttributeValue] = {"size_bytes": written.size_bytes}
-            self._span("safe_ckpt.write", written.at - written.seconds, written.at, size, parent)
+            facts = {"size_bytes": written.size_bytes}
+            self._span("safe_ckpt.write", written.at - written.seconds, written.at, facts, parent)
             if isinstance(outcome, events.Committed):
                 self._span("safe_ckpt.commit", written.at, outcome.at, {}, parent)
 

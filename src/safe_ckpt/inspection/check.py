@@ -9,15 +9,11 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from safe_ckpt.core.formats.manifest import (
-    MANIFEST_NAME,
-    FileEntry,
-    archive_digest,
-    read_manifest,
-)
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, archive_digest, read_manifest
 from safe_ckpt.core.formats.verify import UNEQUAL, verify_archive, verify_entry
 from safe_ckpt.core.storage.reader import ReadProgress, Span, wrong_spans
 from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
@@ -133,6 +129,10 @@ class Task:
     jobs: Sequence[Job]
     remarks: tuple[str, ...] = ()
 
+    def judged(self, files: Sequence[Judgement]) -> Verdict:
+        """The verdict that these judgements are."""
+        return Verdict(path=self.path, kind=self.kind, files=tuple(files), remarks=self.remarks)
+
 
 def plan(path: Path, *, follow_symlinks: bool = False) -> Task:
     """Look at names, sizes and manifests; no payload is read. What is wrong already becomes a job that says so.
@@ -164,16 +164,8 @@ def judge(tasks: Iterable[Task], *, progress: ReadProgress | None = None) -> lis
 
     with ThreadPoolExecutor(max(2, min(8, os.cpu_count() or 2)), thread_name_prefix="safe_ckpt-verify") as pool:
         try:
-            futures = [[pool.submit(job, report) for job in task.jobs] for task in tasks]
-            return [
-                Verdict(
-                    path=task.path,
-                    kind=task.kind,
-                    files=tuple(future.result() for future in pending),
-                    remarks=task.remarks,
-                )
-                for task, pending in zip(tasks, futures, strict=True)
-            ]
+            pending = [(task, [pool.submit(job, report) for job in task.jobs]) for task in tasks]
+            return [task.judged([future.result() for future in futures]) for task, futures in pending]
         except BaseException:
             stop.set()  # Ctrl-C: whoever reads now ends with the piece in hand
             pool.shutdown(wait=False, cancel_futures=True)
@@ -191,7 +183,7 @@ def _ours(path: Path, *, follow_symlinks: bool) -> Task | None:
         with contextlib.suppress(UnsupportedFormatError):  # a file out of a directory has its manifest there
             read_manifest(path)
         size = path.stat().st_size
-        return Task(path=path, kind="safe_ckpt file", size_bytes=size, jobs=[lambda progress: _archive(path, progress)])
+        return Task(path=path, kind="safe_ckpt file", size_bytes=size, jobs=[partial(_archive, path)])
     if not (path / MANIFEST_NAME).exists():
         return None
     manifest = read_manifest(path)
@@ -199,26 +191,23 @@ def _ours(path: Path, *, follow_symlinks: bool) -> Task | None:
     extra = sorted(present - {entry.path for entry in manifest.files} - {MANIFEST_NAME})
     remarks = (f"not part of it, and not looked at: {', '.join(extra[:10])}",) if extra else ()
     own = valid(MANIFEST_NAME, (path / MANIFEST_NAME).stat().st_size)
-    jobs = [_known(own), *(_entry(path, entry) for entry in manifest.files)]
+    jobs: list[Job] = [_known(own), *(partial(_entry, path, entry) for entry in manifest.files)]
     size = sum(entry.size_bytes for entry in manifest.files)
     return Task(path=path, kind="safe_ckpt directory", size_bytes=size, jobs=jobs, remarks=remarks)
 
 
-def _entry(folder: Path, entry: FileEntry) -> Job:
-    def job(progress: ReadProgress | None) -> Judgement:
-        try:
-            verify_entry(folder, entry, cached=None, links=True, progress=progress)
-        except IncompleteCheckpointError:
-            if not folder.exists():
-                raise FileNotFoundError(errno.ENOENT, "was deleted meanwhile", str(folder)) from None
-            return damaged(entry.path, "is missing", size=entry.size_bytes)
-        except CorruptCheckpointError as error:
-            if error.message == UNEQUAL:
-                return _located(folder, entry.path, entry.size_bytes)
-            return replace(of_error(error, entry.path), size_bytes=entry.size_bytes)
-        return valid(entry.path, entry.size_bytes)
-
-    return job
+def _entry(folder: Path, entry: FileEntry, progress: ReadProgress | None) -> Judgement:
+    try:
+        verify_entry(folder, entry, cached=None, links=True, progress=progress)
+    except IncompleteCheckpointError:
+        if not folder.exists():
+            raise FileNotFoundError(errno.ENOENT, "was deleted meanwhile", str(folder)) from None
+        return damaged(entry.path, "is missing", size=entry.size_bytes)
+    except CorruptCheckpointError as error:
+        if error.message == UNEQUAL:
+            return _located(folder, entry.path, entry.size_bytes)
+        return replace(of_error(error, entry.path), size_bytes=entry.size_bytes)
+    return valid(entry.path, entry.size_bytes)
 
 
 def _archive(path: Path, progress: ReadProgress | None) -> Judgement:
@@ -257,14 +246,10 @@ def _others(path: Path, *, follow_symlinks: bool) -> Task:
     if not files:
         raise UnsupportedFormatError(path=str(path), message="is empty: there is no checkpoint in it")
     known = {file.path.parent: _metadata(file.path.parent) for file in files if file.path.name == dcp_reader.METADATA}
-    jobs = [_other(file, known.get(file.path.parent)) for file in files]
+    jobs: list[Job] = [partial(check_file, file, known.get(file.path.parent)) for file in files]
     jobs += [_known(damaged(name, why)) for name, why in _missing(path, files, known)]
     size = sum(file.size_bytes for file in files)
     return Task(path=path, kind=kind_of(files), size_bytes=size, jobs=jobs)
-
-
-def _other(file: CheckpointFile, metadata: Metadata) -> Job:
-    return lambda progress: check_file(file, metadata, progress)
 
 
 def _missing(path: Path, files: Sequence[CheckpointFile], known: dict[Path, Metadata]) -> list[tuple[str, str]]:

@@ -109,7 +109,7 @@ def _content_of_file(file: CheckpointFile) -> Content | None:
     except CorruptCheckpointError as error:
         error.file = error.file or file.name
         raise
-    return None if root is None else torch_reader.without_places(root, str(file.path))
+    return None if root is None else torch_reader.content_of_old(root, str(file.path))
 
 
 def tensors_in(structure: object) -> Iterator[tuple[str, Entry]]:

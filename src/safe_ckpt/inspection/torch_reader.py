@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,20 +76,18 @@ def content_of(archive: Archive) -> Content:
     return _content(archive.root, str(archive.source.path), Locator(archive))
 
 
-def without_places(root: object, path: str) -> Content:
+def content_of_old(root: object, path: str) -> Content:
     """Tensors and values of a file from before the zip format: the tensors' shapes, not where their bytes are."""
-
-    def describe_tensor(name: str, tensor: Tensor) -> Entry:
-        return Entry(name=name, dtype=tensor.dtype, shape=tensor.shape, note="in torch's format before 1.6")
-
-    return _content(root, path, describe_tensor)
+    return _content(root, path, None)
 
 
-def _content(root: object, path: str, entry_of: Callable[[str, Tensor], Entry]) -> Content:
+def _content(root: object, path: str, locate: Locator | None) -> Content:
     tensors, values = [], []
     for name, leaf in leaves(root, path):
-        if isinstance(leaf, Tensor):
-            tensors.append(entry_of(name, leaf))
+        if isinstance(leaf, Tensor) and locate is not None:
+            tensors.append(locate(name, leaf))
+        elif isinstance(leaf, Tensor):
+            tensors.append(Entry(name=name, dtype=leaf.dtype, shape=leaf.shape, note="in torch's format before 1.6"))
         elif not isinstance(leaf, Storage):
             values.append(value_of(name, leaf))
     return Content(tensors=tuple(tensors), values=tuple(values))
