@@ -62,14 +62,10 @@ def _facts(path: Path, *, follow_symlinks: bool) -> dict[str, Any]:
             if "newer" in error.message:
                 raise
         else:
-            return {
-                "kind": "safe_ckpt directory" if path.is_dir() else "safe_ckpt file",
-                "step": manifest.step,
-                "created_at": manifest.created_at,
-                "world_size": manifest.world_size,
-                "metrics": dict(manifest.metrics),
-                "versions": dict(manifest.versions),
+            facts = {
+                name: getattr(manifest, name) for name in ("step", "created_at", "world_size", "metrics", "versions")
             }
+            return {"kind": "safe_ckpt directory" if path.is_dir() else "safe_ckpt file", **facts}
     return {"kind": kind_of(walk(path, follow_symlinks=follow_symlinks))}
 
 

@@ -27,16 +27,7 @@ from safe_ckpt.doctor import machine, rank_findings
 from safe_ckpt.doctor.checks import ON_MACHINE
 from safe_ckpt.doctor.examination import World
 from safe_ckpt.doctor.finding import Finding, fail, ok
-from safe_ckpt.doctor.runner import (
-    Examined,
-    Options,
-    StuckError,
-    bounded,
-    known_size,
-    nearest_existing,
-    or_else,
-    run_checks,
-)
+from safe_ckpt.doctor.runner import Examined, Options, StuckError, bounded, look_at, or_else, run_checks
 from safe_ckpt.errors import ConfigError, PeerLostError, RendezvousTimeout, SafeCheckpointError
 
 if TYPE_CHECKING:
@@ -77,12 +68,12 @@ def follow(world: World, path: Path, options: Options) -> None:
     """
     timeout_s = options.timeout_s
     with _coordinator(world, timeout_s) as (coordinator, store):
-        asked = Path(os.path.abspath(path))
-        size, known_from = known_size(asked, replace(options, timeout_s=timeout_s / 3))
-        existing = or_else(lambda: nearest_existing(asked), timeout_s / 3, asked)
-        examined = Examined(asked=asked, existing=existing, options=options, state_bytes=size, state_from=known_from)
+        try:
+            examined = look_at(path, replace(options, timeout_s=timeout_s / 3))
+        except StuckError:
+            examined = Examined(asked=Path(os.path.abspath(path)), existing=path, options=options)
         shown = coordinator.agree("doctor", timeout_s=timeout_s, local=lambda: _self(path))
-        answer = _look(asked, shown, coordinator.rank, timeout_s)
+        answer = _look(examined.asked, shown, coordinator.rank, timeout_s)
         answer["findings"] = [finding.to_json() for finding in run_checks(examined, ON_MACHINE)]
         coordinator.agree("doctor: seen", timeout_s=2 * timeout_s, local=lambda: answer)
         end = {"group": _try_group(coordinator, store, timeout_s)}

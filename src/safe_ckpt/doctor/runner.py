@@ -148,6 +148,18 @@ def or_else(action: Callable[[], _T], limit_s: float, default: _Default) -> _T |
         return default
 
 
+def look_at(path: Path, options: Options) -> Examined:
+    """What is known of a directory before anything is written.
+
+    Raises:
+        StuckError: the file system does not answer.
+    """
+    asked = Path(os.path.abspath(path))
+    existing = bounded(lambda: nearest_existing(asked), options.timeout_s)
+    size, known_from = known_size(asked, options)
+    return Examined(asked=asked, existing=existing, options=options, state_bytes=size, state_from=known_from)
+
+
 @contextlib.contextmanager
 def examining(path: Path, options: Options) -> Iterator[Examined]:
     """The directory with its private folder, which is removed at the end, also after an error or Ctrl-C.
@@ -157,11 +169,8 @@ def examining(path: Path, options: Options) -> Iterator[Examined]:
     Raises:
         StuckError: the file system does not answer.
     """
-    asked = Path(os.path.abspath(path))
-    existing = bounded(lambda: nearest_existing(asked), options.timeout_s)
-    size, known_from = known_size(asked, options)
-    scratch = existing / f"{PREFIX}{uuid.uuid4().hex}"
-    examined = Examined(asked=asked, existing=existing, options=options, state_bytes=size, state_from=known_from)
+    examined = look_at(path, options)
+    scratch = examined.existing / f"{PREFIX}{uuid.uuid4().hex}"
     try:
         try:
             bounded(scratch.mkdir, options.timeout_s)

@@ -195,13 +195,9 @@ class HistoryBuilder:
         self._saving = False
 
     def _on_run(self, event: Recorded) -> None:
-        self._runs[-1] = replace(
-            self._runs[-1],
-            host=event.text("host"),
-            pid=event.count("pid"),
-            world_size=event.count("world_size"),
-            versions=event.texts("versions"),
-        )
+        host, pid, world_size = event.text("host"), event.count("pid"), event.count("world_size")
+        versions = event.texts("versions")
+        self._runs[-1] = replace(self._runs[-1], host=host, pid=pid, world_size=world_size, versions=versions)
 
     def _opened(self, event: Recorded) -> Save:
         self._saving = True
@@ -212,19 +208,19 @@ class HistoryBuilder:
         number = len(self._runs)
         return Save(name=name, step=step, run=number, outcome="in flight", begun=event.at, ended=event.at)
 
-    def _keep_open(self, save: Save) -> None:
-        self._open[save.name, save.step] = save
+    def _go_on(self, event: Recorded, **facts: float | None) -> None:
+        """Add ``facts`` to the save of the event, which is still in flight."""
+        save = self._opened(event)
+        self._open[save.name, save.step] = replace(save, **facts)  # type: ignore[arg-type]
 
     def _on_agreed(self, event: Recorded) -> None:
-        save = self._opened(event)
-        self._keep_open(replace(save, begun=event.at - (event.number("seconds") or 0.0)))
+        self._go_on(event, begun=event.at - (event.number("seconds") or 0.0))
 
     def _on_snapshotted(self, event: Recorded) -> None:
-        self._keep_open(replace(self._opened(event), stall_s=event.number("stall_s")))
+        self._go_on(event, stall_s=event.number("stall_s"))
 
     def _on_written(self, event: Recorded) -> None:
-        save = self._opened(event)
-        self._keep_open(replace(save, written_bytes=event.count("size_bytes"), write_s=event.number("seconds")))
+        self._go_on(event, written_bytes=event.count("size_bytes"), write_s=event.number("seconds"))
 
     def _on_committed(self, event: Recorded) -> None:
         path, size_bytes = event.text("path"), event.count("size_bytes")
@@ -314,11 +310,8 @@ class Disk:
                 others are taken to be there.
         """
         folder, newest = posixpath.split(self._newest)
-        if newest not in names:
-            return
-        known = set(names)
-        others = [
-            path for path in self._sizes if posixpath.dirname(path) == folder and posixpath.basename(path) not in known
-        ]
-        for path in others[: max(0, len(others) - (count - len(names)))]:
-            self.take(path)
+        if newest in names:
+            kept = {posixpath.join(folder, name) for name in names}
+            others = [path for path in self._sizes if posixpath.dirname(path) == folder and path not in kept]
+            for path in others[: max(0, len(others) - (count - len(names)))]:
+                self.take(path)

@@ -130,16 +130,10 @@ def _short(value: object) -> str:
 def notices(history: History, subject: Subject) -> Html:
     """Resumes, quarantines, new writer processes, signals."""
     shown = history.notices[: -_MOST_NOTICES - 1 : -1]
-    rows = [
-        (
-            text.clock(notice.at, subject.zone),
-            _KINDS.get(notice.kind, notice.kind),
-            str(notice.step) if notice.step is not None else "",
-            text.duration(notice.seconds),
-            notice.text,
-        )
-        for notice in shown
-    ]
+    rows = []
+    for notice in shown:
+        what, step = _KINDS.get(notice.kind, notice.kind), "" if notice.step is None else str(notice.step)
+        rows.append((text.clock(notice.at, subject.zone), what, step, text.duration(notice.seconds), notice.text))
     intro = f"{_some(shown, history.notices, 'event')}."
     return _listed("Resumes and mishaps", intro, ("when", "what", "step", "took", "more"), rows)
 
@@ -149,18 +143,11 @@ def all_saves(history: History, subject: Subject) -> Html:
     if not history.saves:
         return join()
     shown = history.saves[: -_MOST_SAVES - 1 : -1]
-    rows = [
-        (
-            text.clock(save.ended, subject.zone),
-            _label(save),
-            save.outcome,
-            text.duration(save.stall_s),
-            text.duration(save.total_s),
-            text.rate(save.gbps),
-            bytes_text(save.size_bytes),
-        )
-        for save in shown
-    ]
+    rows = []
+    for save in shown:
+        times = (text.duration(save.stall_s), text.duration(save.total_s))
+        figures = (*times, text.rate(save.gbps), bytes_text(save.size_bytes))
+        rows.append((text.clock(save.ended, subject.zone), _label(save), save.outcome, *figures))
     columns = ("when", "save", "outcome", "stall", "until durable", "throughput", "size")
     summary = tag("summary", _some(shown, history.saves, "save"))
     return _section("Saves in figures", tag("details", summary, table("Saves", columns, rows)))
