@@ -34,11 +34,11 @@ def doctor(
     timeout_s: Annotated[float, typer.Option(min=1, help="For every single check, and for ranks to come.")] = 60.0,
     as_json: AsJson = False,
 ) -> None:
-    """Try out what safe checkpoints need of DIR and of this machine, and say what to do where something is amiss.
+    """Check what safe checkpoints need of DIR and of this machine, and say what to do about each problem.
 
     Everything is tried in a folder of its own below DIR that is removed at the end; a job that uses DIR is not disturbed.
     Under torchrun (torchrun --nproc-per-node 4 -m safe_ckpt.cli doctor DIR) the ranks are compared as well, and rank 0
-    speaks. Exit status: 0 when it works, also with warnings; 1 when something failed; 2 wrong usage.
+    reports. Exit status: 0 when it works, also with warnings; 1 when something failed; 2 wrong usage.
     """
     options = Options(state_bytes=state_bytes, probe_bytes=mebibytes << 20, timeout_s=timeout_s)
     world = _world()
@@ -69,7 +69,7 @@ def _print(report: Report) -> None:
     width = max(len(finding.check) for finding in report.findings)
     for finding in report.findings:
         state = typer.style(f"{finding.state:<7}", fg=_COLOURS[finding.state])
-        typer.echo(state, nl=False)  # its colours are ours; what follows may name anybody's files
+        typer.echo(state, nl=False)  # its colours are ours; what follows may hold hostile names
         tell(f"  {finding.check:<{width}}  {_text(finding)}")
         if finding.advice:
             tell(f"{'':<{9 + width}}  -> {finding.advice}")

@@ -86,7 +86,7 @@ def _collect(directory: Path, listing: Listing, select: Callable[[Listing], _Sel
     root = Workspace(listing.folder, lease_s=60.0, hidden=listing.hidden or listing.folder / HIDDEN)
     root.open()  # takes the lock, and sweeps what a killed job left
     try:
-        selection = select(read_listing(directory, tags_below=False))  # once more: now nobody else changes it
+        selection = select(read_listing(directory, tags_below=False))  # once more: now no other job changes it
         selection.gone = root.discard([*(info.path for info in selection.to_delete), *selection.besides])
         return selection
     finally:

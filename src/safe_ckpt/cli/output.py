@@ -1,4 +1,4 @@
-"""How commands speak: tables for people, JSON for programs, plain text where there is no terminal."""
+"""The output of commands: tables for people, JSON for programs, plain text where there is no terminal."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def say(message: str) -> None:
 
 
 def tell(line: str, *, error: bool = False) -> None:
-    """A line of the result. Names in it may be anybody's: nothing in them acts on a terminal, or fails in an encoding."""
+    """A line of the result. Names in it may be hostile: control characters and what the encoding lacks are escaped."""
     shown = "\n".join(map(_visible, line.split("\n")))
     encoding = (sys.stderr if error else sys.stdout).encoding or "utf-8"
     typer.echo(shown.encode(encoding, "backslashreplace").decode(encoding), err=error)
@@ -128,5 +128,5 @@ def metrics_text(metrics: Mapping[str, Any]) -> str:
 def _number_text(value: Any) -> str:
     try:
         return f"{value:g}"
-    except (TypeError, ValueError, OverflowError):  # somebody else's manifest
+    except (TypeError, ValueError, OverflowError):  # a manifest of another tool
         return str(value)[:80]

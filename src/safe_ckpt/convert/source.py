@@ -21,7 +21,7 @@ def part_of(structure: Any, item: str, path: Path) -> Any:
     """The part of a structure that ``item`` names, keys joined by dots; the whole for "".
 
     Raises:
-        UnsupportedFormatError: there is none; says what there is.
+        UnsupportedFormatError: there is no such part; names those that there are.
     """
     at = structure
     for key in item.split(".") if item else ():
@@ -39,7 +39,7 @@ def weights_of(structure: Any, item: str, path: Path) -> dict[str, Entry]:
     """A model's weights by name: those under ``item``, or, where it is "", under the name that they usually have.
 
     Raises:
-        UnsupportedFormatError: they cannot be told from the rest, or there are none.
+        UnsupportedFormatError: it is unknown which part is the weights, or there are none.
     """
     chosen = part_of(structure, item, path)
     if not item and isinstance(chosen, dict) and not all(isinstance(part, Entry) for part in chosen.values()):
@@ -60,7 +60,7 @@ def weights_of(structure: Any, item: str, path: Path) -> dict[str, Entry]:
 
 
 def filled(structure: Any, make: Make, *, drop_objects: bool) -> Any:
-    """The structure with real tensors, for whoever writes it.
+    """The structure with real tensors, ready to be written.
 
     Args:
         structure: as ``read_structure`` returns it.
@@ -105,7 +105,7 @@ def _mapping(value: Mapping[Any, Any], make: Make, name: str, objects: list[str]
         return kept
     ordered = OrderedDict(kept)
     state = value.state if isinstance(value.state, dict) else {}
-    if isinstance(state.get("_metadata"), dict):  # the versions of a module's parts, which load_state_dict goes by
+    if isinstance(state.get("_metadata"), dict):  # the versions of a module's parts, which load_state_dict reads
         ordered._metadata = _filled(state["_metadata"], make, f"{name}._metadata", [])  # type: ignore[attr-defined]
     return ordered
 

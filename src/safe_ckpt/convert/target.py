@@ -90,7 +90,7 @@ def write_dcp(path: Path, state: Mapping[str, Any]) -> CheckpointInfo:
         manifest = _manifest_of(staging, path.name)
         durable.write_durably(staging / MANIFEST_NAME, manifest.to_bytes())
         durable.publish(staging, path, lambda: staging.with_suffix(".old"))
-    except RuntimeError as error:  # how torch tells of a disk that refuses
+    except RuntimeError as error:  # torch raises it for an error of the disk
         raise DirectoryError(path=str(path), message=f"could not be written: {str(error).splitlines()[0]}") from error
     except OSError as error:
         raise DirectoryError.of(error, path=error.filename or path, rank=0, phase=f"writing {path.name}") from error
@@ -160,7 +160,7 @@ def dtype_named(name: str) -> torch.dtype | None:
     """A floating-point type by its name; None for "".
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: there is no such type.
     """
     if not name:
         return None

@@ -136,7 +136,7 @@ def _taken_over(lock: JobLock) -> Finding:
 
 
 def holder(examined: Examined) -> list[Finding]:
-    """Who holds the directory. Only read; a live job goes on undisturbed."""
+    """Which job holds the directory. Its lock is only read; the job is not disturbed."""
     if examined.existing != examined.asked or not examined.asked.is_dir():
         return []
     lease = holder_of(read_listing(examined.asked).hidden)

@@ -114,7 +114,7 @@ def diagnose(path: Path, options: Options, world: World | None = None) -> Report
 
     Args:
         path: the directory; need not exist.
-        options: what the caller wants to know.
+        options: the options of the command.
         world: the ranks; every one calls this. None for this process alone.
 
     Returns:

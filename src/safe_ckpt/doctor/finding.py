@@ -35,7 +35,7 @@ class Finding:
     Attributes:
         check: the name of the check.
         state: ``"ok"``; ``"warn"``: it works, at a price; ``"fail"``: checkpoints cannot be relied on here; ``"skipped"``: it
-            could not be looked at.
+            could not be checked.
         measured: what was seen, as text.
         advice: what to do about it, or a hint; "" where there is nothing to do.
         where: the host and ranks concerned, where that is not all of them.
@@ -70,7 +70,7 @@ def fail(check: str, measured: str, advice: str, /, **figures: Figure) -> Findin
 
 
 def skipped(check: str, why: str) -> Finding:
-    """It could not be looked at."""
+    """The check could not be made."""
     return Finding(check=check, state="skipped", measured=why)
 
 

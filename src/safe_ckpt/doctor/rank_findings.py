@@ -85,7 +85,7 @@ def groups(ended: Answers) -> Finding:
 
 
 def machines(reported: Answers, seen: Answers) -> list[Finding]:
-    """What is amiss on other hosts: one rank speaks for each, and rank 0 for its own."""
+    """The warnings and failures of other hosts, as one rank of each reports them. Rank 0 reports its own host itself."""
     hosts: dict[str, list[int]] = {}
     for rank in sorted(reported):
         hosts.setdefault(reported[rank]["machine"], []).append(rank)

@@ -1,6 +1,6 @@
 """Checks run so that none can hang the caller: each on a daemon thread, under a deadline, in a private folder.
 
-A file system whose server is gone lets a system call block for ever, and nothing in the process can end that call. So the
+If the server of a file system is lost, a system call may block for ever, and nothing in the process can end it. So the
 call is abandoned and reported, and no further check touches the same disk.
 """
 
@@ -35,7 +35,7 @@ class StuckError(OSError):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the caller wants to know.
+    """The options of the command.
 
     Attributes:
         state_bytes: the size of one checkpoint; None to take that of the newest one in the directory.
@@ -57,7 +57,7 @@ class Examined:
         existing: that, or the nearest of its parents that exists.
         scratch: a private folder below ``existing``; None where it could not be made.
         problem: why not.
-        options: what the caller wants to know.
+        options: the options of the command.
         state_bytes: the size of one checkpoint, if it is known.
         state_from: how it is known, in words.
         stop: set when the checks are to end early; long ones look at it.
@@ -107,7 +107,7 @@ def bounded(action: Callable[[], _T], limit_s: float) -> _T:
     """Run ``action`` on a thread of its own and wait for it, at most ``limit_s``.
 
     Raises:
-        StuckError: it did not end in time; it goes on by itself.
+        StuckError: it did not end in time; its thread continues.
         BaseException: what ``action`` raised.
     """
     outcome: Future[_T] = Future()
@@ -199,7 +199,7 @@ def run_checks(examined: Examined, checks: Sequence[Check]) -> list[Finding]:
     """Run the checks in their order and collect their findings. Called on the main thread.
 
     Args:
-        examined: what is looked at.
+        examined: the directory.
         checks: what to do.
 
     Raises:

@@ -19,7 +19,7 @@ class Emitter:
     """Hands events to hooks, in order, on a thread of its own, and keeps their failures away from the save.
 
     The caller waits until the hooks have returned, so that what they record is there when a save is over; but not for one that
-    does not return: after ``patience_s`` the caller goes on, the log names the hook, and events queue up behind it.
+    does not return: after ``patience_s`` the caller continues, the log names the hook, and events wait in a queue.
 
     Args:
         hooks: they receive every event.

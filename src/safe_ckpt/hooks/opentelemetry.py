@@ -1,4 +1,4 @@
-"""Saves as spans and numbers of OpenTelemetry, through its API alone: which SDK exports them is the program's own affair."""
+"""Saves as spans and numbers of OpenTelemetry, through its API alone: the program chooses the SDK that exports them."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from safe_ckpt import events
 from safe_ckpt.hooks.save_record import Save, SaveHook
 
-_MOST = 64  # saves that nobody asks for, such as exports, must not pile up
+_MOST = 64  # exports, of which no numbers are taken, must not accumulate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Scalars:
 
 
 class ScalarsHook(SaveHook):
-    """Takes events on any thread; returns numbers, save by save, to whoever asks."""
+    """Takes events on any thread; returns numbers, save by save."""
 
     def __init__(self) -> None:
         super().__init__()

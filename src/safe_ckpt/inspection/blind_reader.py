@@ -32,7 +32,7 @@ def read_layout(path: Path) -> Layout:
 
 
 def look_inside(candidate: Candidate, read: Callable[[Path], Layout] = read_layout) -> Candidate:
-    """Lightning's checkpoint with what only its content tells: its step, and whether there is more in it than weights.
+    """Lightning's checkpoint with the step in its content, and a problem if there are only weights in it.
 
     Raises:
         OSError: it could not be read.
@@ -47,7 +47,7 @@ def top_level(path: Path) -> object:
     """The object in a file that ``torch.save`` wrote; what is no plain container or number in it is an empty stand-in.
 
     Returns:
-        None when it is no such file.
+        None for any other file.
 
     Raises:
         OSError: it could not be read.
@@ -64,7 +64,7 @@ def top_level(path: Path) -> object:
             return _Blind(file).load()
     except OSError:
         raise
-    except Exception:  # whatever a pickle machine makes of bytes that are none
+    except Exception:  # the bytes are no pickle: any error may come of them
         return None
 
 

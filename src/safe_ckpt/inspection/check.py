@@ -1,4 +1,4 @@
-"""Are the bytes of a checkpoint those that were written: of ours by its digests, of any other as far as its files can tell."""
+"""Whether the bytes of a checkpoint are those that were written: ours by its digests, any other by what its format has."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Judgement:
 
     Attributes:
         file: relative to the checkpoint.
-        state: ``"valid"``: a checksum covers every byte, and all agree. ``"damaged"``. ``"cannot tell"``: nothing is wrong as
-            far as the format lets one see.
+        state: ``"valid"``: a checksum covers every byte, and all agree. ``"damaged"``. ``"cannot tell"``: no damage was found,
+            but part of the data carries no checksums and could not be verified.
         reason: what is wrong, or why that is not known.
         names: tensors, or records, that are damaged, where that is known.
         size_bytes: its size.
@@ -167,7 +167,7 @@ def judge(tasks: Iterable[Task], *, progress: ReadProgress | None = None) -> lis
             pending = [(task, [pool.submit(job, report) for job in task.jobs]) for task in tasks]
             return [task.judged([future.result() for future in futures]) for task, futures in pending]
         except BaseException:
-            stop.set()  # Ctrl-C: whoever reads now ends with the piece in hand
+            stop.set()  # Ctrl-C: every thread ends after the piece that it reads
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
@@ -189,7 +189,7 @@ def _ours(path: Path, *, follow_symlinks: bool) -> Task | None:
     manifest = read_manifest(path)
     present = {file.name for file in walk(path, follow_symlinks=follow_symlinks)}
     extra = sorted(present - {entry.path for entry in manifest.files} - {MANIFEST_NAME})
-    remarks = (f"not part of it, and not looked at: {', '.join(extra[:10])}",) if extra else ()
+    remarks = (f"not part of it, and not read: {', '.join(extra[:10])}",) if extra else ()
     own = valid(MANIFEST_NAME, (path / MANIFEST_NAME).stat().st_size)
     jobs: list[Job] = [_known(own), *(partial(_entry, path, entry) for entry in manifest.files)]
     size = sum(entry.size_bytes for entry in manifest.files)
@@ -218,7 +218,7 @@ def _archive(path: Path, progress: ReadProgress | None) -> Judgement:
 
 
 def _located(folder: Path, name: str, size: int) -> Judgement:
-    """A file whose digest is wrong: where in it the damage is, as far as its own format tells."""
+    """A file whose digest is wrong, with the names of the damaged tensors where its format has checksums."""
     place = inside(folder, name)
     metadata = _metadata(place.parent) if place.suffix == ".distcp" else None
     judgement = check_file(CheckpointFile(path=place, name=name, size_bytes=size), metadata, None)
@@ -293,7 +293,7 @@ def check_file(file: CheckpointFile, metadata: Metadata, progress: ReadProgress 
         return unverifiable(name, f"{kind} {NO_CHECKSUMS}", size=size) if kind else _check_torch(file, progress)
     except CorruptCheckpointError as error:
         return of_error(error, name)
-    except UnsupportedFormatError as error:  # larger than is looked at
+    except UnsupportedFormatError as error:  # larger than what is read
         return unverifiable(name, error.message, size=size)
 
 
@@ -319,7 +319,7 @@ def _check_torch(file: CheckpointFile, progress: ReadProgress | None) -> Judgeme
             return _check_old(file, window)
         try:
             archive = torch_reader.open_archive(window)
-        except UnsupportedFormatError as error:  # its pickle cannot be looked at; its checksums can be compared
+        except UnsupportedFormatError as error:  # its pickle is too long; its checksums can be compared
             archive, too_long = Archive(source=window, members=read_members(window), root=None), error.message
         bad = wrong_spans(file.path, window.size, archive.spans(), progress)
         if not too_long:

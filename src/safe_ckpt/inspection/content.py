@@ -1,4 +1,4 @@
-"""What is in a checkpoint, whoever wrote it: flat, with every tensor and value under one naming, or as it was nested."""
+"""The content of a checkpoint of any tool: a flat list of named tensors and values, or nested as it was saved."""
 
 from __future__ import annotations
 

@@ -56,14 +56,12 @@ class Directory:
     Attributes:
         folder: where it lies.
         tensors: the tensors by name.
-        objects: the names of the objects.
         items: what each file holds, in order, without overlap.
         paths: where in the nested state each name was, keys and indices from outside in.
     """
 
     folder: Path
     tensors: dict[str, Shape]
-    objects: tuple[str, ...]
     items: dict[str, list[Item]]
     paths: dict[str, tuple[str | int, ...]]
 
@@ -118,7 +116,7 @@ def _directory(folder: Path, metadata: Any) -> Directory:
     for row in items.values():
         _order(row)
     paths = _paths(facts.get("planner_data"), known)
-    return Directory(folder=folder, tensors=tensors, objects=tuple(objects), items=items, paths=paths)
+    return Directory(folder=folder, tensors=tensors, items=items, paths=paths)
 
 
 def _order(row: list[Item]) -> None:

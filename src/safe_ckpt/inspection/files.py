@@ -1,4 +1,4 @@
-"""A file, or a part of one, read at offsets; nothing but regular files, and nothing that a symbolic link leads out to."""
+"""A file, or a part of one, read at offsets: only regular files, and none outside that a symbolic link points to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safe_ckpt.core.formats.manifest import MOST_BYTES, parse_json
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 
 MOST_FILES = 200_000
-"""More files than this no checkpoint has."""
+"""No checkpoint has more files than this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +124,7 @@ def walk(path: Path, *, follow_symlinks: bool = False) -> list[CheckpointFile]:
                 place = Path(entry.path)
                 name = place.relative_to(path).as_posix()
                 if entry.is_symlink() and not follow_symlinks and not _lies_in(place, home):
-                    message = "is a link that leads out of the checkpoint; --follow-symlinks reads it all the same"
+                    message = "is a link that leads out of the checkpoint; --follow-symlinks reads it"
                     raise HostileCheckpointError(path=str(path), file=name, message=message)
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(place)
@@ -147,7 +147,7 @@ def read_json(file: CheckpointFile) -> Any:
         OSError: it could not be read.
     """
     if file.size_bytes > MOST_BYTES:
-        raise UnsupportedFormatError(path=str(file.path), message="is too large to be looked at")
+        raise UnsupportedFormatError(path=str(file.path), message="is too large to be read")
     with Window(file.path) as window:
         text = window.read(0, window.size)
         try:
@@ -164,7 +164,7 @@ def _lies_in(place: Path, home: Path) -> bool:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of ``name`` in a folder, for a name that stands in somebody's file.
+    """The path of ``name`` in a folder, for a name that was read from a file.
 
     Raises:
         HostileCheckpointError: it leads out.
@@ -174,6 +174,6 @@ def inside(folder: Path, name: str) -> Path:
         raise HostileCheckpointError(path=str(folder), message=message)
     raw = name.encode("utf-8", "surrogatepass")
     if any("\ud800" <= mark <= "\udfff" for mark in name) or len(raw) > 4000 or max(map(len, raw.split(b"/"))) > 255:
-        message = f"a file name in it is none that a file can have: {name[:200]!r}"
+        message = f"a file name in it is not possible: {name[:200]!r}"
         raise HostileCheckpointError(path=str(folder), message=message)
     return folder / name

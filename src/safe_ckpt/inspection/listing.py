@@ -1,4 +1,4 @@
-"""A directory in which a job keeps its checkpoints, whichever adapter or tool it uses, as one finds it from outside."""
+"""The checkpoints in a directory of any adapter or tool, without its job: usable, damaged, uncommitted and quarantined."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HIDDEN_TOO = "_safe_ckpt"  # where the Transformers Trainer would push what beg
 _LONGEST_TAG = 4096
 _NAMES = "names"  # in the hidden folder: those of checkpoints that are named one by one
 _NAME = re.compile(r"^(?:step-|epoch_|step_)(\d{1,18})$")  # ours, and those of Accelerate's examples
-_NOT_NAMED = f"the file {layouts.LATEST} does not lead to it: it is loaded only when it is asked for"
+_NOT_NAMED = f"the file {layouts.LATEST} does not name it: it is loaded only by its name"
 _DIRECTORIES: Sequence[tuple[str, Callable[[str], bool]]] = (
     ("DeepSpeed directory", lambda name: name.startswith(("zero_pp_rank_", "mp_rank_"))),
     ("DCP directory", lambda name: name == METADATA),
@@ -36,7 +36,7 @@ _FILES = {".ckpt": "Lightning or torch file", ".safetensors": "safetensors file"
 
 
 def kind_of(files: Sequence[CheckpointFile]) -> str:
-    """What wrote a checkpoint that is not ours, in words. A checkpoint of one file is told by its ending."""
+    """The kind of a checkpoint that is not ours, in words. That of a single file follows from its ending."""
     names = [Path(file.name).name for file in files]
     if len(files) == 1 and files[0].path.suffix in _FILES:
         return _FILES[files[0].path.suffix]
@@ -54,7 +54,7 @@ class Listing:
         usable: those in which nothing is wrong so far, in the order in which a resume tries them.
         unnamed: of these, the ones that no resume takes by itself, and why.
         unusable: those that a resume would not take, and why (``problem``).
-        unreadable: what could not be looked at, and why: nothing is known of it, and a resume stops with that error.
+        unreadable: what could not be read, and why. A resume stops with that error.
         under_way: folders of saves that are not committed: of a job that saves now, or left by one that was killed.
         quarantined: what was found damaged and moved away.
     """
@@ -112,7 +112,7 @@ def read_listing(directory: Path, *, tags_below: bool = True) -> Listing:
     unreadable: dict[Path, str] = {}
 
     def note(path: Path, error: Exception) -> None:
-        if os.path.lexists(path) or isinstance(error, PermissionError):  # else a live job has just let it go
+        if os.path.lexists(path) or isinstance(error, PermissionError):  # else a live job has just deleted it
             unreadable[path] = str(error)
 
     folder, hidden = directory, hidden_of(directory)
@@ -143,7 +143,7 @@ def read_listing(directory: Path, *, tags_below: bool = True) -> Listing:
 def rows(listing: Listing) -> Iterator[Row]:
     """What there is, line by line: usable ones in the order in which a resume tries them, then the others."""
     for candidate in listing.usable:
-        with contextlib.suppress(FileNotFoundError):  # a live job has just let it go
+        with contextlib.suppress(FileNotFoundError):  # a live job has just deleted it
             yield _row(listing, candidate, "unverified" if candidate.foreign else "valid")
     for candidate in listing.unusable:
         yield _row(listing, candidate, "damaged")
@@ -178,7 +178,7 @@ def hidden_of(directory: Path) -> Path | None:
 
 
 def read_layout(path: Path) -> Layout:
-    """What a Lightning checkpoint says about itself; of a pickle that is too long to be looked at, what its name says.
+    """What a Lightning checkpoint says about itself; of a pickle that is too long to be read, what its name says.
 
     Bounded like all that the command reads. A resume looks into any length: ``blind_reader.read_layout``.
 
@@ -193,7 +193,7 @@ def read_layout(path: Path) -> Layout:
         return replace(layout, problem=f"is no checkpoint: {error.message}", resumable=False)
     except CorruptCheckpointError:
         return layout.told_by(None)
-    except UnsupportedFormatError:  # too long to be looked at
+    except UnsupportedFormatError:  # too long to be read
         return layout
 
 
@@ -228,7 +228,7 @@ def in_order(folder: Path, candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _unnamed(folder: Path, usable: Sequence[Candidate]) -> Mapping[Path, str]:
-    """The tags that DeepSpeed loads only when they are asked for.
+    """The tags that DeepSpeed loads only by their names.
 
     It loads what ``latest`` names. If that is damaged, ours before it follow, as far as ``latest`` was to name them.
     """

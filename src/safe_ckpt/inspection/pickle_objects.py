@@ -61,9 +61,9 @@ _MOST_ELEMENTS = 1 << 62
 
 def key_of(key: object) -> Any:
     """A key for a dict."""
-    # Whoever made the pickle chooses the keys: none may take long to hash, as deep tuples do, or collide by design.
+    # A hostile pickle chooses its keys. So none may take long to hash, as deep tuples do, or collide by design.
     if isinstance(key, str | bytes | bool | float | Global | Opaque) or key is None:
-        return key  # an Opaque is told from others by identity
+        return key  # an Opaque is compared by identity
     if isinstance(key, int):
         return key if key.bit_length() <= 53 else f"<{key:#x}>" if key.bit_length() <= 256 else f"<int {id(key):#x}>"
     if isinstance(key, tuple) and len(key) <= 16 and all(map(_is_short, key)):

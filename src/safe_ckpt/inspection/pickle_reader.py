@@ -1,8 +1,8 @@
 """The structure of a pickle, without running it: no class is imported, no function is called.
 
 A pickle is a program for a stack machine. This one knows its opcodes (from ``pickletools``, Python's own description) and
-builds plain containers; where the program asks for a class or a function it builds an inert ``Opaque`` that says which. What
-``torch.save`` writes for tensors is understood.
+builds plain containers. For a class or a function it builds an inert ``Opaque`` with its name. It understands what
+``torch.save`` writes for tensors.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Machine:
         raise self.refused("it does not end")
 
     def spend(self, work: int) -> None:
-        """A few bytes can ask for much: for a copy of a long list, again and again."""
+        """Count work against its bound: a few bytes can demand much of it, such as copies of a long list."""
         self._left -= work
         if self._left >= 0:
             return
@@ -142,7 +142,7 @@ class _Machine:
 
 
 def _acts(made_by: Global) -> bool:
-    # No such list can be complete, and none is needed here, where nothing is run: it is for whoever loads the file next.
+    # No such list is complete. Here nothing is run; the refusal protects the tool that loads the file next.
     module = made_by.module.partition(".")[0]
     if module in ("builtins", "__builtin__"):
         return made_by.name in _ACTING
@@ -230,7 +230,7 @@ def read_pickle(data: bytes, path: str) -> Any:
 
     Raises:
         HostileCheckpointError: it is no pickle, or none that a checkpoint would hold.
-        UnsupportedFormatError: it is too long to be looked at.
+        UnsupportedFormatError: it is too long to be read.
     """
     return read_pickles(data, path, count=1)[0][0]
 
@@ -243,7 +243,7 @@ def read_pickles(data: bytes, path: str, *, count: int) -> tuple[list[Any], int]
 
     Raises:
         HostileCheckpointError: one is no pickle, or none that a checkpoint would hold.
-        UnsupportedFormatError: one is too long to be looked at.
+        UnsupportedFormatError: one is too long to be read.
     """
     if len(data) > MOST_BYTES:
         raise HostileCheckpointError(path=path, message=f"its pickle is refused: larger than {MOST_BYTES >> 20} MiB")

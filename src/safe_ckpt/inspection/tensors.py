@@ -131,7 +131,7 @@ def _parts(value: object) -> Iterator[tuple[str, object]] | None:
     if isinstance(value, dict) and value:
         return ((_text(key), part) for key, part in value.items())
     if isinstance(value, list | tuple) and not all(isinstance(part, bool | int | float | str) for part in value):
-        return ((str(index), part) for index, part in enumerate(value))  # a row of plain values is told as one value
+        return ((str(index), part) for index, part in enumerate(value))  # a row of plain values counts as one value
     if isinstance(value, Opaque):
         held = [("args", value.args), ("state", value.state), ("items", value.items)]
         below = [(key, part) for key, part in held if _holds_tensors(part)]

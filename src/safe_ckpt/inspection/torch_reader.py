@@ -109,7 +109,7 @@ class Locator:
         self._little = order is None or self._source.read(order.data_offset, min(order.size, 16)) == b"little"
 
     def __call__(self, name: str, tensor: Tensor) -> Entry:
-        """A tensor with where its bytes are; without that where they are none, or in another order than this machine's.
+        """A tensor with the place of its bytes; without it if there are none, or their order is not this machine's.
 
         Raises:
             CorruptCheckpointError: it reaches behind its record, or has none.

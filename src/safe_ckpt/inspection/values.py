@@ -108,7 +108,7 @@ def _block(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def same(one: object, other: object) -> bool:
-    """Whether they are equal in type and value, NaN to NaN included. What is too large to tell counts as different.
+    """Whether they are equal in type and value, NaN to NaN included. Values that are too large to compare count as different.
 
     Of a tensor deep within an object of an unknown class only type and shape are compared.
     """

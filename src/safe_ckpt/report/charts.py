@@ -56,7 +56,7 @@ def fit(values: Sequence[float], quantity: str) -> Scale:
     """The scale of a chart of ``values``, which are "seconds", "bytes" or "gbps".
 
     It reaches the largest, unless a few stick out so far that the others would be nothing beside them: then it ends above
-    the others. Whoever draws says which bars are cut off.
+    the others. The chart names the bars that are cut off.
     """
     ordered = sorted(values)
     largest = ordered[-1] if ordered else 0.0
@@ -90,7 +90,7 @@ class Bar:
 def chart(
     title: str, note: str, values: Sequence[Bar], quantity: str, worst: Literal["longest", "slowest", "largest"]
 ) -> Html:
-    """A figure with a caption that says in words what is to be seen.
+    """A figure with a caption that describes it in words.
 
     Args:
         title: what is drawn; the unit is added.

@@ -28,7 +28,7 @@ _ACCELERATE = "checkpoints"  # Accelerate's automatic naming: the hidden folder 
 _BLOCK_BYTES = 1 << 18
 _MOST_LINE_BYTES = 1 << 16
 _TOO_LONG = b"\xff"  # no JSON: a line that ends so is skipped
-_YEARS_S = (1e9, 4.1e9)  # 2001 to 2099: another time stamp is none
+_YEARS_S = (1e9, 4.1e9)  # 2001 to 2099: any other time stamp is invalid
 _MOST_COUNT = 1 << 62
 _MOST_NUMBER = 1e15
 
@@ -84,13 +84,13 @@ class Recording:
 
 
 def find_events(directory: Path) -> tuple[Path, ...]:
-    """The files of events that belong to ``directory``, newest first; empty when there are none. Only names are looked at.
+    """The files of events that belong to ``directory``, newest first; empty when there are none. Only names are read.
 
     They lie in its hidden folder, for Transformers in ``_safe_ckpt``, and for Accelerate's ``checkpoints`` beside it, as for
     a checkpoint itself. Where several of these have events, those that were written last are taken.
 
     Raises:
-        OSError: none were found, and a place could not be looked at.
+        OSError: none were found, and a place could not be read.
     """
     places = [directory / HIDDEN, directory / _ELSEWHERE]
     if directory.name in (HIDDEN, _ELSEWHERE):

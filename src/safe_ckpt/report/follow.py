@@ -1,4 +1,4 @@
-"""The history of a run that goes on: what was appended since the last look is read, and no more."""
+"""The history of a run in progress: each look reads only what was appended since the last one."""
 
 from __future__ import annotations
 

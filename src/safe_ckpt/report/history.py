@@ -1,4 +1,4 @@
-"""The history of a directory: its runs, and what became of every save. Pure: events in, frozen facts out.
+"""The history of a directory: its runs, and the outcome of every save. Pure: events in, frozen facts out.
 
 Rank 0 records a save; of other ranks' events only quarantines and replaced writers count. All times are seconds since the
 epoch, of the clock of the machine that recorded them.
@@ -28,7 +28,7 @@ class Save:
         run: the number of its run, from 1.
         outcome: "interrupted" means that its run ended before it did, "outcome unknown" that it may be committed: the next
             resume sees.
-        begun: when it was asked for, as far as known.
+        begun: when ``save`` was called, as far as known.
         ended: when its outcome was recorded, or what was recorded of it last.
         stall_s: how long the call held training.
         written_bytes: what rank 0 wrote.
@@ -41,7 +41,7 @@ class Save:
         kept_bytes: of a committed one: all checkpoints on the disk in that moment, as far as the events tell.
         path: where it was committed.
         weights_only: it holds a model's weights alone: nothing to resume from.
-        error: why it failed, or why nobody knows.
+        error: why it failed, or why its outcome is unknown.
         phase: in which phase it failed.
     """
 
@@ -155,7 +155,7 @@ class HistoryBuilder:
         self.receive(recording.events, recording.skipped)
 
     def receive(self, events: Iterable[Recorded], skipped: int) -> None:
-        """Take the next events, and count lines that are none. Unknown kinds, and other ranks' events of saves, are ignored."""
+        """Take the next events, and the number of lines that were skipped. Ignores unknown kinds, and saves of other ranks."""
         self._skipped += skipped
         for event in events:
             self._events += 1
@@ -296,13 +296,13 @@ class Disk:
         self.kept_bytes += size_bytes
 
     def take(self, path: str) -> int | None:
-        """It is gone; returns its size if it was known."""
+        """A checkpoint was deleted or moved; returns its size if it was known."""
         size_bytes = self._sizes.pop(path, None)
         self.kept_bytes -= size_bytes or 0
         return size_bytes
 
     def keep_only(self, names: Sequence[str], count: int) -> None:
-        """Only so many are there: a job that was killed may have deleted others and not come to say so.
+        """Forget those that are no longer there: a job that was killed may have deleted some without recording it.
 
         Args:
             names: of the newest of them, or of all, oldest first.

@@ -40,7 +40,7 @@ class Limits:
         at_most: it must not be greater than this.
         multiple_of: it must be a multiple of this.
         pattern: a regular expression that must be found in the text.
-        words: what ``pattern`` means, for people; goes on from "expected".
+        words: the meaning of ``pattern``, written after "expected".
     """
 
     above: float | None = None
@@ -90,7 +90,7 @@ class Key:
         nullable: whether None is allowed.
         choices: the only values that are allowed; empty where the limits alone decide.
         limits: the bounds.
-        default: what it is where nobody sets it.
+        default: the value where it is not set.
     """
 
     path: str
@@ -167,7 +167,7 @@ def value_at(settings: Any, path: str) -> Any:
 
 
 def suggestion(root: type, section: type, name: object) -> str:
-    """What somebody may have meant who wrote ``name`` within ``section`` of ``root``: words for the end of an error."""
+    """The end of the error about an unknown ``name`` within ``section`` of ``root``: which key may have been meant."""
     here, last = list(fields_of(section)), str(name).rpartition(".")[2]
     places = {key.name: key.path.rpartition(".")[0] for key in keys(root)}
     near = [] if last in places else difflib.get_close_matches(str(name), here, n=1)
@@ -285,7 +285,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def _whole(value: object) -> str:
-    """How somebody who wrote 1e9 or 3.0, which YAML takes for text or for a float, writes a whole number."""
+    """How to write 1e9 or 3.0, which YAML reads as text or as a float, as a whole number."""
     try:
         number = float(value) if isinstance(value, str | float) else math.nan
     except ValueError:

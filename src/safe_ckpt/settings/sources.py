@@ -254,7 +254,7 @@ def load_effective(kind: type[_T], environ: Mapping[str, str], *, file: str | No
 def origin_of(kind: type, environ: Mapping[str, str], section: str) -> tuple[str, Origin] | None:
     """Which key of ``section`` the environment sets to something that is not its default, and where; None for none.
 
-    Never raises: it is asked in order to say where something came from that is refused anyway.
+    Never raises: it is called for an error message.
     """
     try:
         loaded: Loaded[Any] = load_effective(kind, environ)
@@ -322,5 +322,5 @@ def _parsed(text: str, key: Key, name: str) -> object:
         value: object = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(key=key.path, source=name, message=f"cannot be read as YAML: {text!r}") from error
-    # A metric may be called 1 or off, and nobody quotes a value for YAML in a shell.
+    # A metric may be called 1 or off, and values in a shell are not quoted for YAML.
     return text if key.kind is str and not isinstance(value, str | None) else value

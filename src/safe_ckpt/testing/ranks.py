@@ -92,7 +92,7 @@ def spawn_ranks(
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
-    """What the ranks returned; raises the error that came first, or says which ranks gave none."""
+    """What the ranks returned; raises the error that came first, or names the ranks that returned nothing."""
     for outcome in sorted(outcomes, key=lambda outcome: outcome.seconds):
         if outcome.error is not None:
             raise outcome.error
@@ -103,7 +103,7 @@ def values(outcomes: list[Outcome]) -> list[Any]:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on just now."""
+    """A TCP port of this machine that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
