@@ -127,9 +127,8 @@ def _compare(package: str, installed: str | None) -> None:
         raise UnsupportedVersionError(package=package, lowest=lowest, remedy=_remedy(package))
     verdict = judge(installed, supported)
     if verdict == "too old":
-        raise UnsupportedVersionError(
-            package=package, found=installed, lowest=lowest, because=supported.because, remedy=_remedy(package)
-        )
+        because, remedy = supported.because, _remedy(package)
+        raise UnsupportedVersionError(package=package, found=installed, lowest=lowest, because=because, remedy=remedy)
     if verdict == "unknown":
         logger.info("the release of %s is not known, %s to %s were tested", package, lowest, newest)
     elif verdict != "allowed" and package not in _reported:

@@ -14,6 +14,8 @@ from safe_ckpt.cli.output import AsJson, FollowSymlinks, ending_on_signals, fail
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection.check import judge, plan
+from safe_ckpt.inspection.files import Window
+from safe_ckpt.inspection.zip_reader import is_archive
 from safe_ckpt.text import bytes_text
 
 if TYPE_CHECKING:
@@ -28,18 +30,13 @@ def convert(
     to: Annotated[str, typer.Option(help=f"One of {', '.join(_FORMS)}; without it DST's ending says.")] = "",
     item: Annotated[str, typer.Option(help="Only this part, keys joined by dots, as in 'state_dict'.")] = "",
     max_shard_size: Annotated[str, typer.Option(help="safetensors: how large a file may become.")] = "5GB",
-    dtype: Annotated[
-        str, typer.Option(help="safetensors: convert floating-point tensors to it, as in 'bfloat16'.")
-    ] = "",
+    dtype: Annotated[str, typer.Option(help="safetensors: the type of floating-point tensors, as in 'bfloat16'.")] = "",
     step: Annotated[int | None, typer.Option(help="safe_ckpt: the training step; without it the source's.")] = None,
     drop_objects: Annotated[
-        bool, typer.Option("--drop-objects", help="Leave out what only running the checkpoint would build.")
+        bool, typer.Option("--drop-objects", help="Omit what only running SRC would build.")
     ] = False,
     allow_pickle: Annotated[
-        bool,
-        typer.Option(
-            "--allow-pickle", help="Run the pickle in SRC, a file of torch.save. Only if you trust who made it."
-        ),
+        bool, typer.Option("--allow-pickle", help="Run the pickle in SRC, a file of torch.save that you trust.")
     ] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not verify SRC first.")] = False,
     follow_symlinks: FollowSymlinks = False,
@@ -101,16 +98,13 @@ def _opened(source: Path, form: str, *, allow_pickle: bool, follow_symlinks: boo
         raise ConfigError(key="--allow-pickle", message=message)
     import torch
 
+    with Window(source) as window:
+        mmap = is_archive(window)
     try:
-        return torch.load(source, map_location="cpu", weights_only=False, mmap=_is_zip(source))
+        return torch.load(source, map_location="cpu", weights_only=False, mmap=mmap)
     except Exception as error:  # whatever the code in it does, or the classes it names that are not here
         message = f"running its pickle failed: {type(error).__name__}: {error}"
         raise UnsupportedFormatError(path=str(source), message=message) from error
-
-
-def _is_zip(source: Path) -> bool:
-    with source.open("rb") as stream:
-        return stream.read(4) == b"PK\3\4"
 
 
 def _step_of(source: Path, given: int | None, structure: Any) -> int:

@@ -28,9 +28,7 @@ def gc(
     mode: Annotated[Literal["min", "max"], typer.Option(help="Whether lower or higher is better.")] = "min",
     keep_every_steps: Annotated[int | None, typer.Option(help="Keep those whose step is a multiple of this.")] = None,
     quarantine: Annotated[bool, typer.Option("--quarantine", help="Empty the quarantine too.")] = False,
-    no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Believe the manifests of what is kept; do not read the payloads.")
-    ] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Trust the manifests of what is kept.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:

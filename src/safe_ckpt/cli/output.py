@@ -26,8 +26,7 @@ CANNOT_TELL = 3
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")]
 FollowSymlinks = Annotated[
-    bool,
-    typer.Option("--follow-symlinks", help="Read what links lead to outside, as the cache of a model hub has them."),
+    bool, typer.Option("--follow-symlinks", help="Read what links point to outside, as in the cache of a model hub.")
 ]
 Directory = Annotated[Path, typer.Argument(exists=True, file_okay=False, metavar="DIR")]
 

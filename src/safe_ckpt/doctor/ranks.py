@@ -112,9 +112,8 @@ def _lead(
 @contextlib.contextmanager
 def _coordinator(world: World, timeout_s: float) -> Iterator[tuple[Coordinator, Store]]:
     store = _meeting_store(world, timeout_s)
-    timeouts = Timeouts(
-        barrier_s=timeout_s, peer_stall_s=min(_PEER_STALL_S, timeout_s), shutdown_s=min(timeout_s, 10.0)
-    )
+    stall_s, shutdown_s = min(timeout_s, _PEER_STALL_S), min(timeout_s, 10.0)
+    timeouts = Timeouts(barrier_s=timeout_s, peer_stall_s=stall_s, shutdown_s=shutdown_s)
     name = f"doctor-{world.attempt}"
     group = process_groups.Group(rank=world.rank, size=world.size, meeting_store=store, name=name)
     met = rendezvous(group, timeouts, Network())
@@ -236,9 +235,8 @@ def _try_group(coordinator: Coordinator, store: Store, timeout_s: float) -> str:
     limit = timedelta(seconds=timeout_s / 2)
 
     def make() -> None:
-        dist.init_process_group(
-            "gloo", store=prefixed, rank=coordinator.rank, world_size=coordinator.size, timeout=limit
-        )
+        rank, size = coordinator.rank, coordinator.size
+        dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=limit)
         dist.destroy_process_group()
 
     try:

@@ -62,10 +62,8 @@ class Emitter:
         if self._stuck or threading.current_thread() is self._thread:
             return
         if not delivered.wait(self._patience_s):
-            self._stuck = True
-            logger.warning(
-                "hook %r has not returned for %.0f s; saves do not wait for it", self._running, self._patience_s
-            )
+            self._stuck, seconds = True, self._patience_s
+            logger.warning("hook %r has not returned for %.0f s; saves do not wait for it", self._running, seconds)
 
     def close(self) -> None:
         """End it when the hooks have received everything or after ``patience_s``. Later events are delivered directly."""

@@ -28,14 +28,12 @@ class Item:
     Attributes:
         name: of the tensor or object.
         starts: where in the tensor the part begins; None for an object.
-        file: relative to the directory.
-        offset: where it begins there.
+        offset: where it begins in its file.
         size: its bytes.
     """
 
     name: str
     starts: tuple[int, ...] | None
-    file: str
     offset: int
     size: int
 
@@ -107,9 +105,8 @@ def _directory(folder: Path, metadata: Any) -> Directory:
         file = str(where["relative_path"])
         inside(folder, file)
         offset, size = _counts((where["offset"], where["length"]))
-        items.setdefault(file, []).append(
-            Item(name=_name(what["fqn"]), starts=starts, file=file, offset=offset, size=size)
-        )
+        item = Item(name=_name(what["fqn"]), starts=starts, offset=offset, size=size)
+        items.setdefault(file, []).append(item)
     known = {*tensors, *objects}
     if {item.name for row in items.values() for item in row} != known:
         raise ValueError("it says where a tensor lies that it does not know, or knows one that lies nowhere")

@@ -120,12 +120,9 @@ class _Reader:
         _, disk, place, disks = struct.unpack("<4sIQI", locator)
         self._check(disk == 0 and disks == 1 and place == at - 76, "its end records contradict each other")
         fields = struct.unpack("<4sQ2H2I4Q", self._source.read(place, 56))
-        mark, length, _, needed, disk, first, count, total, size, start = fields
-        made = fields[2]
-        self._check(
-            mark == b"PK\6\6" and length == 44 and disk == first == 0 and count == total, "its end record is wrong"
-        )
-        self._check(needed == 45 and made in (45, 0x031E, 0x032D), "its end record is wrong")
+        mark, length, made, needed, disk, first, count, total, size, start = fields
+        usual = mark == b"PK\6\6" and length == 44 and needed == 45 and made in (45, 0x031E, 0x032D)
+        self._check(usual and disk == first == 0 and count == total, "its end record is wrong")
         for wide, short, limit in zip((count, size, start), narrow, (_LIMIT16, _LIMIT32, _LIMIT32), strict=True):
             self._check(short in (wide, limit), "its end records contradict each other")
         return place, count, size, start
@@ -151,10 +148,9 @@ class _Reader:
             values.append(value)
         self._check(place == len(wide) and not extra, f"{name!r} has fields that nothing accounts for")
         self._check(values[0] == values[1], f"{name!r} has two sizes")
+        size, _, offset = values
         twice, once = (version, method, time, date), (made, internal, external)
-        return _Entry(
-            name=name, header_offset=values[2], size=values[0], crc=crc, flags=flags, twice=twice, once=once
-        ), end
+        return _Entry(name=name, header_offset=offset, size=size, crc=crc, flags=flags, twice=twice, once=once), end
 
     def _name(self, raw: bytes) -> str:
         try:
