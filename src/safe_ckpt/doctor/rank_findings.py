@@ -6,18 +6,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from safe_ckpt.doctor.finding import Finding, fail, ok, warn
-from safe_ckpt.text import duration
+from safe_ckpt.text import duration, listed
 
 _LAG_S = 5.0
 Answers = Mapping[int, Mapping[str, Any]]
 
 
-def listed(ranks: Iterable[int], most: int = 8) -> str:
-    """``rank 1``, or ``ranks 1, 2, and 3 more``."""
-    numbers = sorted(ranks)
-    shown = ", ".join(map(str, numbers[:most]))
-    more = f", and {len(numbers) - most} more" if len(numbers) > most else ""
-    return f"rank{'s' if len(numbers) > 1 else ''} {shown}{more}"
+def named(ranks: Iterable[int]) -> str:
+    """``rank 1``, or ``ranks 1, 2 and 3 more``."""
+    numbers = [str(rank) for rank in sorted(ranks)]
+    return f"rank{'s' if len(numbers) > 1 else ''} {listed(numbers)}"
 
 
 def sides(values: Mapping[int, object]) -> str:
@@ -25,7 +23,7 @@ def sides(values: Mapping[int, object]) -> str:
     by_value: dict[str, list[int]] = {}
     for rank, value in values.items():
         by_value.setdefault(str(value), []).append(rank)
-    return "; ".join(f"{listed(who)}: {value}" for value, who in by_value.items())
+    return "; ".join(f"{named(who)}: {value}" for value, who in by_value.items())
 
 
 def versions(reported: Answers) -> list[Finding]:
@@ -58,7 +56,7 @@ def directories(reported: Answers, seen: Answers) -> list[Finding]:
     paths = {rank: answer["path"] for rank, answer in reported.items()}
     blind = [rank for rank, answer in seen.items() if not answer["seen"]]
     if blind:
-        text = f"{listed(blind)} {'do' if len(blind) > 1 else 'does'} not see what rank 0 created"
+        text = f"{named(blind)} {'do' if len(blind) > 1 else 'does'} not see what rank 0 created"
         text += f" ({sides({rank: paths[rank] for rank in (0, *blind)})})"
         advice = "give every rank the same directory, on a file system that all hosts mount"
         return [fail("same directory", text, advice)]
@@ -92,7 +90,7 @@ def machines(reported: Answers, seen: Answers) -> list[Finding]:
     findings: list[Finding] = []
     for ranks in hosts.values():
         speaker = ranks[0]
-        where = f"{reported[speaker]['host']} ({listed(ranks)})"
+        where = f"{reported[speaker]['host']} ({named(ranks)})"
         amiss = [finding for finding in seen[speaker].get("findings", ()) if finding["state"] in ("warn", "fail")]
         findings += [Finding(**{**finding, "where": where}) for finding in amiss]
     text = f"{len(hosts)} {'hosts' if len(hosts) > 1 else 'host'}"

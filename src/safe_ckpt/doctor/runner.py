@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -103,8 +104,13 @@ class Check:
     touches_disk: bool = True
 
 
-def bounded(action: Callable[[], _T], limit_s: float) -> _T:
+def bounded(action: Callable[[], _T], limit_s: float, stop: threading.Event | None = None) -> _T:
     """Run ``action`` on a thread of its own and wait for it, at most ``limit_s``.
+
+    Args:
+        action: what to do.
+        limit_s: how long.
+        stop: set on Ctrl-C, so that ``action`` ends: a check that still writes must end before its folder is removed.
 
     Raises:
         StuckError: it did not end in time; its thread continues.
@@ -119,7 +125,14 @@ def bounded(action: Callable[[], _T], limit_s: float) -> _T:
             outcome.set_exception(error)
 
     threading.Thread(target=run, name="safe_ckpt-doctor", daemon=True).start()
-    if not wait([outcome], limit_s).done:
+    try:
+        wait([outcome], limit_s)
+    except BaseException:
+        if stop is not None:
+            stop.set()
+            wait([outcome], _LEAVE_S)
+        raise
+    if not outcome.done():
         raise StuckError(f"no answer within {limit_s:g} s")
     return outcome.result()
 
@@ -216,30 +229,10 @@ def run_checks(examined: Examined, checks: Sequence[Check]) -> list[Finding]:
             findings.append(skipped(check.name, "not tried: nothing can be written there"))
             continue
         try:
-            findings += _run(examined, check)
+            findings += bounded(partial(check.run, examined), examined.options.timeout_s, examined.stop)
         except StuckError as error:
             stuck = stuck or check.touches_disk
             findings.append(fail(check.name, str(error), STUCK if check.touches_disk else "try again later"))
         except OSError as error:
             findings.append(refused(check.name, error))
     return findings
-
-
-def _run(examined: Examined, check: Check) -> list[Finding]:
-    done = threading.Event()
-
-    def run() -> list[Finding]:
-        try:
-            return check.run(examined)
-        finally:
-            done.set()
-
-    try:
-        return bounded(run, examined.options.timeout_s)
-    except OSError:
-        raise
-    except BaseException:
-        # Ctrl-C: a check that still writes must end before its folder is removed.
-        examined.stop.set()
-        done.wait(_LEAVE_S)
-        raise

@@ -6,9 +6,9 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -65,12 +65,12 @@ class Verdict:
     kind: str
     files: tuple[Judgement, ...]
     remarks: tuple[str, ...] = ()
-    state: State = field(init=False)
 
-    def __post_init__(self) -> None:
+    @property
+    def state(self) -> State:
+        """The worst of all files."""
         states = {judgement.state for judgement in self.files}
-        state: State = "damaged" if "damaged" in states else "cannot tell" if states != {"valid"} else "valid"
-        object.__setattr__(self, "state", state)
+        return "damaged" if "damaged" in states else "cannot tell" if states != {"valid"} else "valid"
 
     @property
     def damaged(self) -> tuple[Judgement, ...]:
@@ -247,29 +247,27 @@ def _others(path: Path, *, follow_symlinks: bool) -> Task:
         raise UnsupportedFormatError(path=str(path), message="is empty: there is no checkpoint in it")
     known = {file.path.parent: _metadata(file.path.parent) for file in files if file.path.name == dcp_reader.METADATA}
     jobs: list[Job] = [partial(check_file, file, known.get(file.path.parent)) for file in files]
-    jobs += [_known(damaged(name, why)) for name, why in _missing(path, files, known)]
+    jobs += map(_known, _missing(path, files, known))
     size = sum(file.size_bytes for file in files)
     return Task(path=path, kind=kind_of(files), size_bytes=size, jobs=jobs)
 
 
-def _missing(path: Path, files: Sequence[CheckpointFile], known: dict[Path, Metadata]) -> list[tuple[str, str]]:
+def _missing(path: Path, files: Sequence[CheckpointFile], known: dict[Path, Metadata]) -> Iterator[Judgement]:
     """What an index or ``.metadata`` names and is not there."""
-    missing = []
     for folder, metadata in known.items():
-        if isinstance(metadata, dcp_reader.Directory):
-            absent = [name for name in sorted(metadata.items) if not (folder / name).is_file()]
-            missing += [(name, "is missing: .metadata says that tensors are in it") for name in absent]
+        for name in sorted(metadata.items) if isinstance(metadata, dcp_reader.Directory) else ():
+            if not (folder / name).is_file():
+                yield damaged(name, "is missing: .metadata says that tensors are in it")
     for file in files:
         if file.name.endswith(".safetensors.index.json") and path.is_dir():
             try:
-                where = read_json(file).get("weight_map", {})
-                names = sorted({str(name) for name in where.values()})
-                absent = [name for name in names if not inside(file.path.parent, name).is_file()]
+                names = {str(name) for name in read_json(file).get("weight_map", {}).values()}
+                absent = [name for name in sorted(names) if not inside(file.path.parent, name).is_file()]
             except (ValueError, AttributeError) as error:
-                missing.append((file.name, getattr(error, "message", f"is no index of shards: {error}")))
-                continue
-            missing += [(name, f"is missing: {file.name} says that tensors are in it") for name in absent]
-    return missing
+                absent = []
+                yield damaged(file.name, getattr(error, "message", f"is no index of shards: {error}"))
+            for name in absent:
+                yield damaged(name, f"is missing: {file.name} says that tensors are in it")
 
 
 Metadata = dcp_reader.Directory | CorruptCheckpointError | UnsupportedFormatError | None
@@ -327,17 +325,15 @@ def _check_torch(file: CheckpointFile, progress: ReadProgress | None) -> Judgeme
         names = tuple(torch_reader.names_in(archive, bad)) if bad else ()
     if bad:
         return damaged(file.name, UNEQUAL, size=file.size_bytes, names=names)
-    covered = file.size_bytes - archive.unverifiable_bytes
-    if too_long:
-        return unverifiable(file.name, too_long, size=file.size_bytes, covered=covered)
-    return _as_far_as_covered(file, covered)
+    return _as_far_as_covered(file, file.size_bytes - archive.unverifiable_bytes, too_long)
 
 
-def _as_far_as_covered(file: CheckpointFile, covered: int) -> Judgement:
+def _as_far_as_covered(file: CheckpointFile, covered: int, unread: str = "") -> Judgement:
     size = file.size_bytes
-    if covered == size:
+    if covered == size and not unread:
         return valid(file.name, size)
-    return unverifiable(file.name, f"{size - covered} of its bytes carry no checksums", size=size, covered=covered)
+    reason = unread or f"{size - covered} of its bytes carry no checksums"
+    return unverifiable(file.name, reason, size=size, covered=covered)
 
 
 def _check_old(file: CheckpointFile, window: Window) -> Judgement:

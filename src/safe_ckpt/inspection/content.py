@@ -31,12 +31,15 @@ def read_content(path: Path, *, follow_symlinks: bool = False) -> Content:
     """
     files = walk(path, follow_symlinks=follow_symlinks)
     if not path.is_dir():
-        content = _content_of_file(files[0])
-        if content is None:
+        whole = _content_of_file(files[0])
+        if whole is None:
             raise UnsupportedFormatError(path=str(path), message="is of no format that can be read without running it")
-        return content
+        return whole
     folders, others = _parts_of(files)
-    parts = [_content_of_folder(path, folder) for folder in folders]
+    parts = []
+    for folder in folders:
+        content = dcp_reader.content_of_directory(dcp_reader.read_directory(folder))
+        parts.append(content if folder == path else content.under(folder.relative_to(path).as_posix()))
     parts += [part.under(_stem_of(file.name)) for file in others if (part := _content_of_file(file)) is not None]
     if not parts:
         raise UnsupportedFormatError(path=str(path), message=_NOTHING)
@@ -87,11 +90,6 @@ def _stem_of(name: str) -> str:
     """The name of a file without its ending, the same for all shards of one."""
     stem = name.rpartition(".")[0] or name
     return _SHARD.sub("", stem.removesuffix(".safetensors"))
-
-
-def _content_of_folder(path: Path, folder: Path) -> Content:
-    content = dcp_reader.content_of_directory(dcp_reader.read_directory(folder))
-    return content if folder == path else content.under(folder.relative_to(path).as_posix())
 
 
 def _content_of_file(file: CheckpointFile) -> Content | None:

@@ -56,15 +56,11 @@ def _header(figures: Totals, subject: Subject) -> Html:
     made = text.clock(subject.made_at, subject.zone)
     zone = datetime.fromtimestamp(subject.made_at, tz=subject.zone).astimezone(subject.zone).strftime("UTC%z")
     good = figures.failed + figures.unknown == 0 and figures.committed > 0
-    path = "M8 15.5L13 20.5L22.5 10" if good else "M15 8V16.5M15 22V22.1"
-    sign = tag(
-        "svg",
-        tag("circle", cx=15, cy=15, r=15, class_="good" if good else "bad"),
-        tag("path", d=path, class_="sign"),
-        viewBox="0 0 30 30",
-        role="img",
-        aria_label="all saves were committed" if good else "not all is well",
-    )
+    class_, path, label = ("bad", "M15 8V16.5M15 22V22.1", "not all is well")
+    if good:
+        class_, path, label = ("good", "M8 15.5L13 20.5L22.5 10", "all saves were committed")
+    drawn = (tag("circle", cx=15, cy=15, r=15, class_=class_), tag("path", d=path, class_="sign"))
+    sign = tag("svg", *drawn, viewBox="0 0 30 30", role="img", aria_label=label)
     return tag(
         "header",
         tag("p", "Checkpoints of ", tag("code", subject.directory), f", seen {made} ({zone})", class_="where"),

@@ -101,17 +101,15 @@ def retention(history: History, figures: Totals) -> Html:
 
 def existing(subject: Subject) -> Html:
     """The checkpoints that are there now."""
-    rows = [
-        (
-            text.clean(row.name),
-            str(row.step) if row.step is not None else "",
-            text.clean(f"{row.created_at[:19].replace('T', ' ')} UTC") if row.created_at else "",
-            bytes_text(row.size_bytes),
-            text.clean(", ".join(f"{key} {_short(value)}" for key, value in row.metrics.items())),
-            text.clean(f"{row.state}: {row.reason}" if row.reason else row.state),
+    rows = []
+    for row in subject.existing[:_MOST_EXISTING]:
+        step = "" if row.step is None else str(row.step)
+        created = f"{row.created_at[:19].replace('T', ' ')} UTC" if row.created_at else ""
+        metrics = ", ".join(f"{key} {_short(value)}" for key, value in row.metrics.items())
+        state = f"{row.state}: {row.reason}" if row.reason else row.state
+        rows.append(
+            [text.clean(cell) for cell in (row.name, step, created, bytes_text(row.size_bytes), metrics, state)]
         )
-        for row in subject.existing[:_MOST_EXISTING]
-    ]
     problem = f"Not all could be listed: {text.clean(subject.problem)}"
     parts = [tag("p", problem, class_="bad-text")] if subject.problem else []
     if rows:
