@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, tzinfo
+from typing import Any
 
 _MOST_CHARACTERS = 1000
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -113,3 +114,15 @@ def rate(gbps: float | None) -> str:
 def clock(at: float, zone: tzinfo | None = None) -> str:
     """Seconds since the epoch -> "2025-11-21 14:02:33" in ``zone``, None for that of this machine."""
     return datetime.fromtimestamp(at, tz=zone).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def metrics_text(metrics: Mapping[str, Any]) -> str:
+    """``loss=0.1, accuracy=0.9``."""
+    return ", ".join(f"{key}={_number_text(value)}" for key, value in metrics.items())
+
+
+def _number_text(value: Any) -> str:
+    try:
+        return f"{value:g}"
+    except (TypeError, ValueError, OverflowError):  # a manifest of another tool
+        return str(value)[:80]

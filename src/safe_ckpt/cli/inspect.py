@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from safe_ckpt.cli.output import DAMAGED, AsJson, FollowSymlinks, failing, metrics_text, print_json, print_table, say
+from safe_ckpt.cli.output import DAMAGED, AsJson, FollowSymlinks, failing, print_json, print_table, say
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.errors import UnsupportedFormatError
 from safe_ckpt.inspection.content import read_content
 from safe_ckpt.inspection.files import walk
 from safe_ckpt.inspection.listing import kind_of, read_listing
 from safe_ckpt.inspection.tensors import Content, Entry, Value
-from safe_ckpt.text import bytes_text, listed
+from safe_ckpt.text import bytes_text, listed, metrics_text
 
 if TYPE_CHECKING:
     from safe_ckpt.inspection.values import Mapped

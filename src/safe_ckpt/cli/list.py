@@ -10,23 +10,13 @@ from typing import Annotated
 
 import typer
 
-from safe_ckpt.cli.output import (
-    CANNOT_TELL,
-    DAMAGED,
-    AsJson,
-    Directory,
-    failing,
-    metrics_text,
-    print_json,
-    print_table,
-    say,
-)
+from safe_ckpt.cli.output import CANNOT_TELL, DAMAGED, AsJson, Directory, failing, print_json, print_table, say
 from safe_ckpt.core.directory.catalog import Candidate
 from safe_ckpt.errors import DirectoryError
 from safe_ckpt.inspection.blind_reader import look_inside
 from safe_ckpt.inspection.check import judge, plan
 from safe_ckpt.inspection.listing import Listing, Row, in_order, read_layout, read_listing, rows
-from safe_ckpt.text import bytes_text, duration
+from safe_ckpt.text import bytes_text, duration, metrics_text
 
 _ATTEMPTS = 5
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -117,15 +117,3 @@ def tell(line: str, *, error: bool = False) -> None:
 
 def _visible(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def metrics_text(metrics: Mapping[str, Any]) -> str:
-    """``loss=0.1, accuracy=0.9``."""
-    return ", ".join(f"{key}={_number_text(value)}" for key, value in metrics.items())
-
-
-def _number_text(value: Any) -> str:
-    try:
-        return f"{value:g}"
-    except (TypeError, ValueError, OverflowError):  # a manifest of another tool
-        return str(value)[:80]

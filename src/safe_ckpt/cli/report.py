@@ -41,15 +41,7 @@ _STYLES = {
 
 Once = Annotated[bool, typer.Option("--once", help="Print the present state and end.")]
 Every = Annotated[float, typer.Option("--every", min=0.1, max=3600.0, metavar="SECONDS", help="How often to look.")]
-_COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
-    ("when", "left"),
-    ("", "left"),
-    ("save", "left"),
-    ("stall", "right"),
-    ("durable after", "right"),
-    ("throughput", "right"),
-    ("size", "right"),
-)
+_NAMES, _FIGURES = ("when", "", "save"), ("stall", "durable after", "throughput", "size")
 
 
 def report(directory: AnyDirectory, output: Output = Path("report.html"), as_json: AsJson = False) -> None:
@@ -152,7 +144,8 @@ def view(history: History | None, directory: Path, now: float) -> RenderableType
         Text(_in_short(figures), style="dim"),
     ]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for column, justify in _COLUMNS:
+    for column in (*_NAMES, *_FIGURES):
+        justify: JustifyMethod = "right" if column in _FIGURES else "left"
         table.add_column(column, justify=justify, no_wrap=column != "save")  # on a narrow screen long names break
     for save in history.saves[: -_SHOWN_SAVES - 1 : -1]:
         outcome = Text(save.outcome, style=_STYLES[save.outcome])

@@ -100,10 +100,10 @@ def write_dcp(path: Path, state: Mapping[str, Any]) -> CheckpointInfo:
 
 
 def _manifest_of(folder: Path, name: str) -> Manifest:
-    entries = []
-    for file in walk(folder):
-        digest = digest_of(file.path, file.size_bytes, cached=None)
-        entries.append(FileEntry(path=file.name, size_bytes=file.size_bytes, xxh3_128=digest, rank=0))
+    digests = {file: digest_of(file.path, file.size_bytes, cached=None) for file in walk(folder)}
+    entries = [
+        FileEntry(path=f.name, size_bytes=f.size_bytes, xxh3_128=digest, rank=0) for f, digest in digests.items()
+    ]
     return Manifest(
         name=name,
         sequence=1,

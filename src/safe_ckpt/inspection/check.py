@@ -144,8 +144,8 @@ def plan(path: Path, *, follow_symlinks: bool = False) -> Task:
         return _ours(path, follow_symlinks=follow_symlinks) or _others(path, follow_symlinks=follow_symlinks)
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
         of_manifest = isinstance(error, UnsupportedFormatError) and (path / MANIFEST_NAME).is_file()
-        told_by = MANIFEST_NAME if of_manifest else ""
-        return Task(path=path, kind="unreadable", size_bytes=0, jobs=[_known(of_error(error, told_by))])
+        judgement = of_error(error, MANIFEST_NAME if of_manifest else "")
+        return Task(path=path, kind="unreadable", size_bytes=0, jobs=[_known(judgement)])
 
 
 def judge(tasks: Iterable[Task], *, progress: ReadProgress | None = None) -> list[Verdict]:

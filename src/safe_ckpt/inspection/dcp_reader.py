@@ -158,10 +158,10 @@ def _counts(value: Any) -> tuple[int, ...]:
 
 def _dtype(properties: Any) -> str:
     state: Any = properties.state if isinstance(properties, Opaque) else None
-    first = state[0] if isinstance(state, tuple) and state else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
     if isinstance(state, dict):
-        first = state.get("dtype")
-    return first.name if isinstance(first, Global) else "unknown"
+        dtype = state.get("dtype")
+    return dtype.name if isinstance(dtype, Global) else "unknown"
 
 
 def _shape(
@@ -223,6 +223,5 @@ def _placement(about: Shape) -> str:
     """How a tensor is divided: ``in 4 parts along dimension 0``."""
     if len(about.chunks) < 2:
         return ""
-    axes = [axis for axis in range(len(about.shape)) if len({starts[axis] for starts, _ in about.chunks}) > 1]
-    where = " and ".join(map(str, axes))
-    return f"in {len(about.chunks)} parts along dimension {where}"
+    axes = [str(axis) for axis in range(len(about.shape)) if len({starts[axis] for starts, _ in about.chunks}) > 1]
+    return f"in {len(about.chunks)} parts along dimension {' and '.join(axes)}"

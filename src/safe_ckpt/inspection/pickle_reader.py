@@ -128,17 +128,18 @@ class _Machine:
     def refer(self, key: object) -> None:
         self.stack.append(storage_of(key))
 
-    def tuple_of(self, count: int) -> None:
-        if count > len(self.stack):
+    def take(self, count: int) -> list[Any]:
+        start = len(self.stack) - count
+        if start < 0:
             raise self.refused("it takes what it never put")
-        items = tuple(self.stack[len(self.stack) - count :])
-        del self.stack[len(self.stack) - count :]
-        self.stack.append(items)
+        items = self.stack[start:]
+        del self.stack[start:]
+        return items
 
     def dict_of(self, _: object) -> None:
-        made: dict[Any, Any] = {}
-        self.set_items(made, self.since_mark())
-        self.stack.append(made)
+        items = self.since_mark()
+        self.stack.append({})
+        self.set_items(self.stack[-1], items)
 
 
 def _acts(made_by: Global) -> bool:
@@ -162,22 +163,14 @@ def _push(make: Callable[[_Machine], object]) -> _Step:
     return lambda machine, _: machine.stack.append(make(machine))
 
 
-def _with_rest(act: Callable[[_Machine, object, list[Any]], None]) -> _Step:
+def _fill(act: Callable[[_Machine, object, list[Any]], None], count: int | None = None) -> _Step:
+    """Put the last ``count`` items, or all since the mark, into what lies below them."""
+
     def step(machine: _Machine, _: object) -> None:
-        items = machine.since_mark()
+        items = machine.since_mark() if count is None else machine.take(count)
         act(machine, machine.stack[-1], items)
 
     return step
-
-
-def _append(machine: _Machine, _: object) -> None:
-    item = machine.stack.pop()
-    machine.add_items(machine.stack[-1], [item])
-
-
-def _set_item(machine: _Machine, _: object) -> None:
-    value, key = machine.stack.pop(), machine.stack.pop()
-    machine.set_items(machine.stack[-1], [key, value])
 
 
 _CONSTANTS = frozenset({
@@ -199,16 +192,16 @@ _STEPS: dict[str, _Step] = {
     "TUPLE": _push(lambda machine: tuple(machine.since_mark())),
     "FROZENSET": _push(lambda machine: machine.opaque(_FROZENSET, machine.since_mark())),
     "DUP": _push(lambda machine: machine.stack[-1]),
-    "TUPLE1": lambda machine, _: machine.tuple_of(1),
-    "TUPLE2": lambda machine, _: machine.tuple_of(2),
-    "TUPLE3": lambda machine, _: machine.tuple_of(3),
+    "TUPLE1": _push(lambda machine: tuple(machine.take(1))),
+    "TUPLE2": _push(lambda machine: tuple(machine.take(2))),
+    "TUPLE3": _push(lambda machine: tuple(machine.take(3))),
     "DICT": _Machine.dict_of,
     "POP": lambda machine, _: machine.stack.pop(),
     "POP_MARK": lambda machine, _: machine.since_mark(),
-    "APPEND": _append,
-    **dict.fromkeys(("APPENDS", "ADDITEMS"), _with_rest(_Machine.add_items)),
-    "SETITEM": _set_item,
-    "SETITEMS": _with_rest(_Machine.set_items),
+    "APPEND": _fill(_Machine.add_items, count=1),
+    **dict.fromkeys(("APPENDS", "ADDITEMS"), _fill(_Machine.add_items)),
+    "SETITEM": _fill(_Machine.set_items, count=2),
+    "SETITEMS": _fill(_Machine.set_items),
     "MEMOIZE": lambda machine, _: machine.put(len(machine.memo)),
     **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), _Machine.put),
     **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _Machine.get),

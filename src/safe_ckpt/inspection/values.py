@@ -76,11 +76,10 @@ class Mapped:
         return flat.as_strided(piece.shape, piece.stride)
 
     def _map(self, file: Path) -> mmap.mmap:
-        mapped = self._maps.get(file)
-        if mapped is None:
+        if file not in self._maps:
             with file.open("rb") as stream:
-                mapped = self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        return mapped
+                self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._maps[file]
 
 
 def difference(first: torch.Tensor, second: torch.Tensor) -> float:
