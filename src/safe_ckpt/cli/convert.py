@@ -50,8 +50,11 @@ def convert(
     """
     with failing(), ending_on_signals(), _quietly():
         form = _form(to, destination)
-        if not no_verify:
-            _refuse_damaged(source, follow_symlinks=follow_symlinks)
+        tasks = [] if no_verify else [plan(source, follow_symlinks=follow_symlinks)]
+        for bad in (judgement for verdict in judge(tasks) for judgement in verdict.damaged):
+            raise CorruptCheckpointError(
+                path=str(source), file=bad.file, message=f"{bad.reason}; nothing was converted"
+            )
         structure = _opened(source, form, allow_pickle=allow_pickle, follow_symlinks=follow_symlinks)
         options = {"item": item, "max_shard_size": max_shard_size, "dtype": dtype, "drop_objects": drop_objects}
         options["strict"] = not allow_pickle
@@ -65,7 +68,7 @@ def convert(
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the log of a save, which is about the checkpoints of a run: here the error says everything."""
+    """Without the log of a save, which is written for the checkpoints of a run. The error of the command is enough."""
     logger = logging.getLogger("safe_ckpt")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -82,19 +85,13 @@ def _form(to: str, destination: Path) -> str:
     return form
 
 
-def _refuse_damaged(source: Path, *, follow_symlinks: bool) -> None:
-    verdict = judge([plan(source, follow_symlinks=follow_symlinks)])[0]
-    for bad in verdict.damaged:
-        raise CorruptCheckpointError(path=str(source), file=bad.file, message=f"{bad.reason}; nothing was converted")
-
-
 def _opened(source: Path, form: str, *, allow_pickle: bool, follow_symlinks: bool) -> Any:
     if not allow_pickle:
         from safe_ckpt.inspection.content import read_structure
 
         return read_structure(source, follow_symlinks=follow_symlinks)
     if source.is_dir() or form != "torch":
-        message = "is for one file of torch.save that becomes another (--to torch); go on from that without it"
+        message = "is only for one file of torch.save to another (--to torch); convert that file without it"
         raise ConfigError(key="--allow-pickle", message=message)
     import torch
 
@@ -102,7 +99,7 @@ def _opened(source: Path, form: str, *, allow_pickle: bool, follow_symlinks: boo
         mmap = is_archive(window)
     try:
         return torch.load(source, map_location="cpu", weights_only=False, mmap=mmap)
-    except Exception as error:  # whatever the code in it does, or the classes it names that are not here
+    except Exception as error:  # the code in it may raise anything
         message = f"running its pickle failed: {type(error).__name__}: {error}"
         raise UnsupportedFormatError(path=str(source), message=message) from error
 

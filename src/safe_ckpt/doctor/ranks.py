@@ -155,17 +155,15 @@ def _host(world: World, timeout_s: float) -> Store:
 
 
 def _await_listener(world: World, deadline: float) -> None:
-    # torch's own client goes on beyond its timeout and fills the screen while nobody listens.
+    # While nobody listens, torch's own client continues beyond its timeout and fills the screen.
     while True:
+        left_s = max(0.1, deadline - time.monotonic())
         try:
-            left_s = max(0.1, deadline - time.monotonic())
-            socket.create_connection((world.address, world.port), timeout=left_s).close()
+            return socket.create_connection((world.address, world.port), timeout=left_s).close()
         except OSError:
             if time.monotonic() >= deadline:
                 raise
-            time.sleep(0.1)
-        else:
-            return
+        time.sleep(0.1)
 
 
 def _first(error: Exception) -> str:

@@ -99,13 +99,15 @@ class _Reader:
         """Where the end record begins (of the two, the first), and what it says: records, bytes and offset of the directory."""
         size = self._source.size
         tail = self._source.read(max(0, size - _LIMIT16 - 22), min(size, _LIMIT16 + 22))
-        place = -1
-        for comment in (0, *range(1, len(tail) - 21)):
-            at = len(tail) - 22 - comment
-            if tail[at : at + 4] == b"PK\5\6" and int.from_bytes(tail[at + 20 : at + 22], "little") == comment:
-                place = at
+        for place in range(len(tail) - 22, -1, -1):
+            comment = len(tail) - 22 - place
+            if (
+                tail[place : place + 4] == b"PK\5\6"
+                and int.from_bytes(tail[place + 20 : place + 22], "little") == comment
+            ):
                 break
-        self._check(place >= 0, "it has no directory: cut off, or altered")
+        else:
+            raise self.damaged("it has no directory: cut off, or altered")
         _, disk, first, count, total, length, start, _ = _END.unpack_from(tail, place)
         accounted = place + 22 == len(tail) or _OURS.fullmatch(tail, place + 22)  # torch writes no comment
         self._check(bool(accounted), "it ends in bytes that nothing accounts for")

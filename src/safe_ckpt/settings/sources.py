@@ -149,9 +149,8 @@ def read_yaml(path: str | os.PathLike[str]) -> Layer:
         raise ConfigError(message=f"cannot be read: {error.strerror or error}", source=source) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = mark.line + 1 if mark else None
         message = f"cannot be read as YAML: {error.problem or error.context}"
-        raise ConfigError(message=message, source=source, line=line) from error
+        raise ConfigError(message=message, source=source, line=mark.line + 1 if mark else None) from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(message=f"cannot be read as YAML: {error}", source=source) from error
 
