@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safe_ckpt.core.storage import durable
-from safe_ckpt.doctor.finding import Finding, fail, ok, skipped, warn
+from safe_ckpt.doctor.finding import Finding, fail, ok, skipped, warn, warn_if
 from safe_ckpt.doctor.runner import Examined
 from safe_ckpt.text import bytes_text
 
@@ -205,9 +205,8 @@ def judge_space(*, free_bytes: int, total_bytes: int, size: int | None, why: str
     if fit == 0:
         advice = "delete something, keep fewer checkpoints (Retention), or choose another directory"
         return fail("space", text, advice, **figures)
-    if fit == 1:
-        return warn("space", text, "a new one is complete before an old one is deleted: make room for two", **figures)
-    return ok("space", text, **figures)
+    advice = "a new one is complete before an old one is deleted: make room for two"
+    return warn_if(fit == 1, "space", text, advice, **figures)
 
 
 def inodes(examined: Examined) -> list[Finding]:
@@ -218,8 +217,6 @@ def inodes(examined: Examined) -> list[Finding]:
         return [skipped("files", f"this file system does not report how many can be created ({error.strerror})")]
     if not stat.f_files:
         return [ok("files", "no limit on their number")]
-    text, figures = f"{stat.f_favail} more can be created", {"free_inodes": stat.f_favail}
-    if stat.f_favail < _FEW_INODES:
-        advice = "delete files that nobody needs: without free inodes no file can be created, even with space left"
-        return [warn("files", text, advice, **figures)]
-    return [ok("files", text, **figures)]
+    free, text = stat.f_favail, f"{stat.f_favail} more can be created"
+    advice = "delete files that nobody needs: without free inodes no file can be created, even with space left"
+    return [warn_if(free < _FEW_INODES, "files", text, advice, free_inodes=free)]

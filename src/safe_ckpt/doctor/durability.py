@@ -18,7 +18,7 @@ import safe_ckpt
 from safe_ckpt.core.directory.lock import JobLock, holder_of
 from safe_ckpt.core.storage.durable import sync_directory
 from safe_ckpt.doctor.disk import current
-from safe_ckpt.doctor.finding import Figure, Finding, fail, ok, refused, skipped, warn
+from safe_ckpt.doctor.finding import Figure, Finding, fail, ok, refused, skipped, warn, warn_if
 from safe_ckpt.doctor.runner import PREFIX, Examined
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 from safe_ckpt.inspection.listing import read_listing
@@ -130,9 +130,8 @@ def _taken_over(lock: JobLock) -> Finding:
     lock.release()
     seconds = time.monotonic() - begun
     text = f"a second process is refused, that of a killed one is taken over in {duration(seconds)}"
-    if seconds > _QUICK_S:
-        return warn("lock", text, "small files are slow here: see the times of fsync", takeover_s=seconds)
-    return ok("lock", text, takeover_s=seconds)
+    advice = "small files are slow here: see the times of fsync"
+    return warn_if(seconds > _QUICK_S, "lock", text, advice, takeover_s=seconds)
 
 
 def holder(examined: Examined) -> list[Finding]:

@@ -64,6 +64,11 @@ def warn(check: str, measured: str, advice: str, /, **figures: Figure) -> Findin
     return Finding(check=check, state="warn", measured=measured, advice=advice, figures=figures)
 
 
+def warn_if(bad: bool, check: str, measured: str, advice: str, /, **figures: Figure) -> Finding:
+    """A warning with ``advice`` where it is ``bad``; else nothing to do."""
+    return warn(check, measured, advice, **figures) if bad else ok(check, measured, **figures)
+
+
 def fail(check: str, measured: str, advice: str, /, **figures: Figure) -> Finding:
     """Checkpoints cannot be relied on here."""
     return Finding(check=check, state="fail", measured=measured, advice=advice, figures=figures)

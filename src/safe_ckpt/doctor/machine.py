@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib import metadata
 
 from safe_ckpt.core.staging import host_memory
-from safe_ckpt.doctor.finding import Finding, fail, ok, refused, skipped, warn
+from safe_ckpt.doctor.finding import Finding, fail, ok, refused, skipped, warn, warn_if
 from safe_ckpt.doctor.runner import Examined
 from safe_ckpt.text import bytes_text
 from safe_ckpt.versions import SUPPORTED, judge
@@ -37,9 +37,8 @@ def judge_memory(*, free_bytes: int, limit_bytes: int | None, size: int | None) 
     if size is not None and size > free_bytes:
         remedy = "set max_host_bytes, give the job more memory, or spread the state over more hosts"
         return warn("memory", text, f"a snapshot of {bytes_text(size)} does not fit on this host: {remedy}", **figures)
-    if size is None and free_bytes < _TIGHT_BYTES:
-        return warn("memory", text, "that is little: set max_host_bytes, or give the job more memory", **figures)
-    return ok("memory", text, **figures)
+    advice = "that is little: set max_host_bytes, or give the job more memory"
+    return warn_if(size is None and free_bytes < _TIGHT_BYTES, "memory", text, advice, **figures)
 
 
 def shared_memory(_: Examined) -> list[Finding]:
@@ -82,10 +81,8 @@ def judge_cores(allowed: int, quota: float | None, ranks: int) -> Finding:
     text = f"{usable:g} for {ranks} {'rank' if ranks == 1 else 'ranks'}"
     if quota is not None and quota < allowed:
         text += f" (of {allowed}; a control group gives {quota:g})"
-    figures = {"usable": usable, "ranks_here": max(ranks, 1)}
-    if usable <= ranks:
-        return warn("cores", text, "writing takes a part of a core from training: add a core for each rank", **figures)
-    return ok("cores", text, **figures)
+    advice = "writing takes a part of a core from training: add a core for each rank"
+    return warn_if(usable <= ranks, "cores", text, advice, usable=usable, ranks_here=max(ranks, 1))
 
 
 def versions_here() -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from safe_ckpt.doctor.finding import Finding, fail, ok, warn
+from safe_ckpt.doctor.finding import Finding, fail, ok, warn, warn_if
 from safe_ckpt.text import duration, listed
 
 _LAG_S = 5.0
@@ -69,8 +69,8 @@ def directories(reported: Answers, seen: Answers) -> list[Finding]:
         return [fail("same directory", sides(problems), advice)]
     lag_s = max((answer["after_s"] for rank, answer in seen.items() if rank), default=0.0)
     text = f"every rank sees and writes it; what rank 0 creates is seen within {duration(lag_s)}"
-    advice = "the file system caches what folders hold: every save waits that long" if lag_s > _LAG_S else ""
-    return [(warn if advice else ok)("same directory", text, advice, lag_s=lag_s)]
+    advice = "the file system caches what folders hold: every save waits that long"
+    return [warn_if(lag_s > _LAG_S, "same directory", text, advice, lag_s=lag_s)]
 
 
 def groups(ended: Answers) -> Finding:

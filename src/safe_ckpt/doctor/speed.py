@@ -13,7 +13,7 @@ import xxhash
 
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.direct_io import create_file
-from safe_ckpt.doctor.finding import Finding, fail, ok, skipped, warn
+from safe_ckpt.doctor.finding import Finding, fail, skipped, warn_if
 from safe_ckpt.doctor.runner import Examined
 from safe_ckpt.text import bytes_text, duration
 
@@ -77,10 +77,8 @@ def judge_speed(passes: dict[str, Pass], size: int | None) -> Finding:
     figures = {f"{key}_bytes_per_s": round(done.rate) for key, done in passes.items()}
     if size:
         text += f"; a save of {bytes_text(size)} takes {duration(size / fastest)} in the background"
-    if fastest < _SLOW_BYTES_PER_S:
-        advice = "save less often, or to a faster disk: training continues, but a save waits for the one before it"
-        return warn("speed", text, advice, **figures)
-    return ok("speed", text, **figures)
+    advice = "save less often, or to a faster disk: training continues, but a save waits for the one before it"
+    return warn_if(fastest < _SLOW_BYTES_PER_S, "speed", text, advice, **figures)
 
 
 class _Meter:
