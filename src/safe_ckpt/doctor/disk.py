@@ -139,7 +139,7 @@ def renaming(examined: Examined) -> list[Finding]:
 
 
 def links(examined: Examined) -> list[Finding]:
-    """Hard and symbolic links: a further name of a checkpoint is one."""
+    """Whether hard and symbolic links work: a second name of a checkpoint is one."""
     folder = examined.folder("links")
     (folder / "file").write_text("x")
     works = {
@@ -164,7 +164,7 @@ def _works(action: Callable[[], object]) -> bool:
 
 
 def names(examined: Examined) -> list[Finding]:
-    """Whether names that differ in case alone are two."""
+    """Whether the file system distinguishes names that differ only in case."""
     folder = examined.folder("names")
     (folder / "case").touch()
     if (folder / "CASE").exists():

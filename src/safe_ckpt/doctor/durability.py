@@ -93,7 +93,7 @@ def judge_fsync(file_s: float, folder_s: float, *, in_memory: bool) -> Finding:
 
 
 def locking(examined: Examined) -> list[Finding]:
-    """A second job is refused while the first lives, and gets in at once when that is killed."""
+    """Whether a second job is refused while the first lives, and takes over at once when that is killed."""
     folder = examined.folder("locked")
     if not sys.executable:
         return [skipped("lock", "sys.executable is not set: no second process can be started")]
@@ -152,7 +152,7 @@ def holder(examined: Examined) -> list[Finding]:
 
 
 def leftovers(examined: Examined) -> list[Finding]:
-    """Private folders of doctors that were killed."""
+    """Private folders that killed doctors left."""
     own = examined.scratch.name if examined.scratch else ""
     folders = [path for path in examined.existing.glob(f"{PREFIX}*") if path.name != own]
     old = [path for path in folders if time.time() - path.stat().st_mtime > _OLD_S]

@@ -55,7 +55,7 @@ class Finding:
 
 
 def ok(check: str, measured: str, advice: str = "", /, **figures: Figure) -> Finding:
-    """Nothing to do; ``advice`` is no more than a hint then."""
+    """Nothing to do; ``advice`` is only a hint."""
     return Finding(check=check, state="ok", measured=measured, advice=advice, figures=figures)
 
 

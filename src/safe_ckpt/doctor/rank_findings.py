@@ -1,4 +1,4 @@
-"""What the answers of the ranks mean. Pure: each takes rank to answer and returns findings."""
+"""The findings in the answers of the ranks. Pure: each function takes a mapping of rank to answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def sides(values: Mapping[int, object]) -> str:
-    """Who says what: ``ranks 0, 2: a; rank 1: b``."""
+    """The ranks of each value: ``ranks 0, 2: a; rank 1: b``."""
     by_value: dict[str, list[int]] = {}
     for rank, value in values.items():
         by_value.setdefault(str(value), []).append(rank)
@@ -27,7 +27,7 @@ def sides(values: Mapping[int, object]) -> str:
 
 
 def versions(reported: Answers) -> list[Finding]:
-    """Do all ranks run the same versions."""
+    """Whether all ranks run the same versions."""
     names = dict.fromkeys(name for answer in reported.values() for name in answer["versions"])
     findings = []
     for name in names:
@@ -40,7 +40,7 @@ def versions(reported: Answers) -> list[Finding]:
 
 
 def settings(reported: Answers) -> Finding:
-    """Do all ranks read the same settings from the file that SAFE_CKPT_CONFIG names."""
+    """Whether all ranks read the same settings from the file that SAFE_CKPT_CONFIG names."""
     broken = {rank: answer["settings_problem"] for rank, answer in reported.items() if answer["settings_problem"]}
     if broken:
         return fail("same settings", sides(broken), "correct the file that SAFE_CKPT_CONFIG names, on those nodes")
@@ -52,7 +52,7 @@ def settings(reported: Answers) -> Finding:
 
 
 def directories(reported: Answers, seen: Answers) -> list[Finding]:
-    """Do all ranks see one directory, under one name, and may they write to it."""
+    """Whether all ranks see one directory, under one name, and may write to it."""
     paths = {rank: answer["path"] for rank, answer in reported.items()}
     blind = [rank for rank, answer in seen.items() if not answer["seen"]]
     if blind:
@@ -74,7 +74,7 @@ def directories(reported: Answers, seen: Answers) -> list[Finding]:
 
 
 def groups(ended: Answers) -> Finding:
-    """Could a process group be made."""
+    """Whether a process group could be made."""
     problems = {rank: answer["group"] for rank, answer in ended.items() if answer["group"]}
     if problems:
         advice = "name the network interface that the nodes share: export GLOO_SOCKET_IFNAME=eth0 (see ip addr)"

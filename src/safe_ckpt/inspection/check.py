@@ -30,7 +30,7 @@ NO_CHECKSUMS = "carries no checksums"
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """What was found about one file.
+    """The judgement on one file.
 
     Attributes:
         file: relative to the checkpoint.
@@ -52,13 +52,13 @@ class Judgement:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What was found about a checkpoint.
+    """The judgement on a checkpoint.
 
     Attributes:
         path: where it is.
         kind: what wrote it.
         files: one judgement per file.
-        remarks: what is no damage but should be known.
+        remarks: what is not damage but worth knowing.
     """
 
     path: Path
@@ -94,7 +94,7 @@ def valid(file: str, size: int) -> Judgement:
 
 
 def damaged(file: str, reason: str, *, size: int = 0, names: tuple[str, ...] = ()) -> Judgement:
-    """Something is wrong."""
+    """The file is damaged."""
     return Judgement(file=file, state="damaged", reason=reason, names=names, size_bytes=size)
 
 
@@ -120,7 +120,7 @@ class Task:
         kind: what wrote it.
         size_bytes: how much there is to read.
         jobs: one per file; each reads it and judges.
-        remarks: what is no damage but should be known.
+        remarks: what is not damage but worth knowing.
     """
 
     path: Path
@@ -135,7 +135,7 @@ class Task:
 
 
 def plan(path: Path, *, follow_symlinks: bool = False) -> Task:
-    """Look at names, sizes and manifests; no payload is read. What is wrong already becomes a job that says so.
+    """Read names, sizes and manifests, and no payload. A problem that they show becomes a job that reports it.
 
     Raises:
         OSError: it could not be read; it is not treated as corrupt.
@@ -253,7 +253,7 @@ def _others(path: Path, *, follow_symlinks: bool) -> Task:
 
 
 def _missing(path: Path, files: Sequence[CheckpointFile], known: dict[Path, Metadata]) -> Iterator[Judgement]:
-    """What an index or ``.metadata`` names and is not there."""
+    """The files that an index or ``.metadata`` names and that are missing."""
     for folder, metadata in known.items():
         for name in sorted(metadata.items) if isinstance(metadata, dcp_reader.Directory) else ():
             if not (folder / name).is_file():

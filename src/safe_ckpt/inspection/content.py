@@ -80,7 +80,7 @@ def read_structure(path: Path, *, follow_symlinks: bool = False) -> Any:
 
 
 def _parts_of(files: Sequence[CheckpointFile]) -> tuple[list[Path], list[CheckpointFile]]:
-    """The folders that DCP wrote, and the files that are to be read by themselves."""
+    """The folders that DCP wrote, and the files that are read one by one."""
     folders = [file.path.parent for file in files if file.path.name == dcp_reader.METADATA]
     others = [file for file in files if file.path.name not in _BESIDE]
     return folders, [file for file in others if file.path.suffix != ".distcp" or file.path.parent not in folders]
@@ -165,7 +165,7 @@ class _Builder:
 
 
 def _structure_of_folder(folder: Path) -> dict[str, Any]:
-    """DCP flattens what it saves, and says how it was nested."""
+    """The nested state: DCP flattens what it saves, and ``.metadata`` has the nesting."""
     directory = dcp_reader.read_directory(folder)
     content = dcp_reader.content_of_directory(directory)
     leaves: dict[str, Any] = {entry.name: entry for entry in content.tensors}
@@ -182,7 +182,7 @@ def _structure_of_folder(folder: Path) -> dict[str, Any]:
 
 
 def _with_lists(value: Any) -> Any:
-    """Indices of lists are numbers in the paths; keys of dicts are text, whatever they were."""
+    """Dicts of which all keys are indices become lists. In paths an index is a number, and every other key is text."""
     if not isinstance(value, dict):
         return value
     parts = {key: _with_lists(part) for key, part in value.items()}

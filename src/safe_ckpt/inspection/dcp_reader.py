@@ -40,7 +40,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A tensor as ``.metadata`` has it: the whole, and the parts it was divided into (where each begins, its shape)."""
+    """A tensor according to ``.metadata``: the whole, and its parts (the start and the shape of each)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Directory:
-    """What ``.metadata`` says.
+    """The content of ``.metadata``.
 
     Attributes:
         folder: where it lies.
@@ -178,7 +178,7 @@ def _shape(
 
 
 def archives_in(directory: Directory, file: str, window: Window) -> Iterator[tuple[Item, Archive | None]]:
-    """The items of one file in order; with each its archive, None when it is none.
+    """The items of one file in order; with each its archive, None if it is not one.
 
     Raises:
         CorruptCheckpointError: the file is shorter than it should be, or an archive in it is damaged.
@@ -189,7 +189,7 @@ def archives_in(directory: Directory, file: str, window: Window) -> Iterator[tup
 
 
 def content_of_directory(directory: Directory) -> Content:
-    """Tensors, with where every part of them lies, and objects.
+    """Tensors, with the place of every part, and objects.
 
     Raises:
         CorruptCheckpointError: a file does not hold what ``.metadata`` says.

@@ -46,7 +46,7 @@ def kind_of(files: Sequence[CheckpointFile]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """Where checkpoints are kept.
+    """The checkpoints of a directory.
 
     Attributes:
         folder: which directory they are in.
@@ -99,7 +99,7 @@ class Row:
 
 
 def read_listing(directory: Path, *, tags_below: bool = True) -> Listing:
-    """Look at names and manifests; payloads are not read.
+    """Read names and manifests, and no payload.
 
     Args:
         directory: the one given to safe_ckpt or another tool, or the ``checkpoints`` folder of an Accelerate project.
@@ -141,7 +141,7 @@ def read_listing(directory: Path, *, tags_below: bool = True) -> Listing:
 
 
 def rows(listing: Listing) -> Iterator[Row]:
-    """What there is, line by line: usable ones in the order in which a resume tries them, then the others."""
+    """The lines of a listing: usable checkpoints in the order in which a resume tries them, then the others."""
     for candidate in listing.usable:
         with contextlib.suppress(FileNotFoundError):  # a live job has just deleted it
             yield _row(listing, candidate, "unverified" if candidate.foreign else "valid")
@@ -156,7 +156,7 @@ def rows(listing: Listing) -> Iterator[Row]:
 
 
 def list_existing(directory: Path) -> tuple[tuple[Row, ...], str]:
-    """The checkpoints of a run and its quarantine, and what kept this from listing all; "" for nothing.
+    """The checkpoints of a run and its quarantine, and why some could not be listed; "" if all were.
 
     Args:
         directory: as ``read_listing`` takes it.
@@ -284,7 +284,7 @@ def _name(listing: Listing, path: Path) -> str:
 
 
 def _listed(hidden: Path | None, name: str, unreadable: dict[Path, str]) -> tuple[Path, ...]:
-    """What lies in the folders of this name: the directory's own, and those of what is held by its own name in it."""
+    """The entries of the folders of this name: the directory's own, and that of each checkpoint with a lock of its own."""
     if hidden is None:
         return ()
     places = (hidden, *_entries(hidden / _NAMES, unreadable))

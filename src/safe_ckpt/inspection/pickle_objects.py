@@ -21,7 +21,7 @@ class Global:
 
 @dataclass(eq=False, slots=True)
 class Opaque:
-    """What a class or function would have made: which one, of what, and what was put into it afterwards."""
+    """The result of a class or function that was not called: its name, its arguments, and what was put into it later."""
 
     made_by: Global
     args: object = ()
@@ -30,7 +30,7 @@ class Opaque:
 
 
 class Ordered(dict[Any, Any]):
-    """A dict that was made by a class of its own, with what was put on it: a module's state dict has ``_metadata``."""
+    """A dict of a class of its own, with its attributes: a module's state dict has ``_metadata``."""
 
     state: object = None
 

@@ -138,7 +138,7 @@ class Locator:
 
 
 def names_in(archive: Archive, bad: Iterable[Span]) -> list[str]:
-    """What the given spans hold: tensors by name, other records as they are called."""
+    """The names of the tensors in these spans; of the records, if no tensor is in them."""
     starts = {span.start - archive.source.start for span in bad}
     records = [member for member in archive.members if member.data_offset in starts and member.size]
     keys = {member.name.partition("/")[2].removeprefix("data/"): member.name for member in records}
@@ -170,7 +170,7 @@ def read_old_file(source: Window) -> Any | None:
 
 
 def _check_old_length(source: Window, root: object, keys: object, at: int) -> None:
-    """Behind the pickles lie the numbers of each storage, in the order of ``keys``, each behind its count."""
+    """Compare the length: after the pickles come the storages in the order of ``keys``, each after its count."""
     storages = (leaf.storage for _, leaf in leaves(root, str(source.path)) if isinstance(leaf, Tensor))
     items = {storage.key: ITEM_BYTES.get(storage.dtype) for storage in storages if storage is not None}
     for key in keys if isinstance(keys, list) else []:

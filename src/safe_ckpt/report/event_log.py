@@ -196,7 +196,7 @@ def _lines(files: tuple[Path, ...], ends: Mapping[tuple[int, int], int]) -> Iter
 
 
 def _backward(stream: BinaryIO, end: int | None = None) -> Iterator[bytes]:
-    """The lines of a file up to ``end``, last first. Of one that is too long only a mark is kept."""
+    """The lines of a file up to ``end``, last first. A line that is too long is replaced by a mark."""
     size, rest = stream.seek(0, os.SEEK_END), b""
     end = size if end is None else min(end, size)
     while end > 0:

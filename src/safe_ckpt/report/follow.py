@@ -20,7 +20,7 @@ _State = tuple[tuple[int, int, int, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """How far the newest file was read: up to the ``end`` of a line, in bytes, before which there were the bytes ``last``."""
+    """How far the newest file was read: to the byte ``end``, the end of a line; ``last`` are the bytes before it."""
 
     file: tuple[int, int]
     end: int

@@ -46,12 +46,12 @@ class Subject:
 
 
 def timeline(history: History, subject: Subject) -> Html:
-    """When what happened, run by run."""
+    """The runs, with the times of their saves and events."""
     return _section("Timeline", charts.timeline(history, subject.zone)) if history.runs else join()
 
 
 def stalls(history: History, figures: Totals) -> Html:
-    """What saving cost training, and what not saving more often may cost."""
+    """How long saves held training, and how much work was at risk between them."""
     note = f"How long the call to save held training. {_MARKS}"
     held = charts.chart("Stall per save", note, _series(history, "stall_s"), "seconds", "longest")
     note = "What a kill just before the commit would have cost, counted from the save before it."
@@ -137,7 +137,7 @@ def notices(history: History, subject: Subject) -> Html:
 
 
 def all_saves(history: History, subject: Subject) -> Html:
-    """The charts in figures."""
+    """A table of all saves, with the figures of the charts."""
     if not history.saves:
         return join()
     shown = history.saves[: -_MOST_SAVES - 1 : -1]
