@@ -1,4 +1,4 @@
-"""What happened, as frozen facts. The core emits them; hooks decide what to do with them.
+"""Events as frozen facts. The core emits them, and hooks receive them.
 
 Every hook is called on one background thread, on the rank on which the event happened. A hook that raises is logged and
 dropped, and one that does not return is named in the log and not waited for: observing never fails a save. Hooks that are
@@ -117,7 +117,7 @@ class StopRequested(Event):
     """A signal on rank ``by_rank``: every rank saves and stops after this step.
 
     ``forecast_s`` is when a save begun now should be done, going by how long the last one took and by what is in flight; 0
-    when there was none. Above ``left_s`` it will hardly be done; it is tried all the same, since that endangers nothing.
+    when there was none. Above ``left_s`` it will hardly be done; the save is tried nevertheless, which endangers nothing.
     """
 
     signal: str

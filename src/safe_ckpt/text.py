@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Mapping, Sequence
 from datetime import datetime, tzinfo
+from typing import Any
 
 _MOST_CHARACTERS = 1000
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -43,6 +45,12 @@ def grouped(count: int) -> str:
 def counted(count: int, noun: str) -> str:
     """3, "save" -> "3 saves"; 1, "save" -> "1 save"."""
     return f"{grouped(count)} {noun}{'' if count == 1 else 's'}"
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """The names with commas between them; of more than ``most`` the first ones: ``a, b and 3 more``."""
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
 def duration(seconds: float | None) -> str:
@@ -106,3 +114,15 @@ def rate(gbps: float | None) -> str:
 def clock(at: float, zone: tzinfo | None = None) -> str:
     """Seconds since the epoch -> "2025-11-21 14:02:33" in ``zone``, None for that of this machine."""
     return datetime.fromtimestamp(at, tz=zone).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def metrics_text(metrics: Mapping[str, Any]) -> str:
+    """``loss=0.1, accuracy=0.9``."""
+    return ", ".join(f"{key}={_number_text(value)}" for key, value in metrics.items())
+
+
+def _number_text(value: Any) -> str:
+    try:
+        return f"{value:g}"
+    except (TypeError, ValueError, OverflowError):  # a manifest of another tool
+        return str(value)[:80]

@@ -40,37 +40,28 @@ class Supported:
 
     lowest: str
     newest: str
-    because: str
+    because: str = "older releases were not run"
     extra: str = ""
     reduced_below: str = ""
     reduced: str = ""
 
 
+_LIGHTNING = Supported(
+    lowest="2.5.3", newest="2.6.6", because="ModelCheckpoint has no save_on_exception", extra="lightning"
+)
 SUPPORTED: Mapping[str, Supported] = {
     "python": Supported(lowest="3.10", newest="3.13", because="it is written for that one"),
     "torch": Supported(
         lowest="2.6",
         newest="2.15.0",
-        because="older releases were not run",
         reduced_below="2.9",
         reduced="with gloo a raised timeout has no effect there, so that lengthy_timeouts has none",
     ),
-    "lightning": Supported(
-        lowest="2.5.3", newest="2.6.6", because="ModelCheckpoint has no save_on_exception", extra="lightning"
-    ),
-    "pytorch-lightning": Supported(
-        lowest="2.5.3", newest="2.6.6", because="ModelCheckpoint has no save_on_exception", extra="lightning"
-    ),
-    "accelerate": Supported(lowest="1.8", newest="1.15.0", because="older releases were not run", extra="accelerate"),
-    "transformers": Supported(
-        lowest="4.50", newest="5.23.0", because="older releases were not run", extra="transformers"
-    ),
-    "deepspeed": Supported(
-        lowest="0.17.5",
-        newest="0.19.8",
-        because="older releases were not run",
-        extra="deepspeed",
-    ),
+    "lightning": _LIGHTNING,
+    "pytorch-lightning": _LIGHTNING,
+    "accelerate": Supported(lowest="1.8", newest="1.15.0", extra="accelerate"),
+    "transformers": Supported(lowest="4.50", newest="5.23.0", extra="transformers"),
+    "deepspeed": Supported(lowest="0.17.5", newest="0.19.8", extra="deepspeed"),
 }
 
 
@@ -136,9 +127,8 @@ def _compare(package: str, installed: str | None) -> None:
         raise UnsupportedVersionError(package=package, lowest=lowest, remedy=_remedy(package))
     verdict = judge(installed, supported)
     if verdict == "too old":
-        raise UnsupportedVersionError(
-            package=package, found=installed, lowest=lowest, because=supported.because, remedy=_remedy(package)
-        )
+        because, remedy = supported.because, _remedy(package)
+        raise UnsupportedVersionError(package=package, found=installed, lowest=lowest, because=because, remedy=remedy)
     if verdict == "unknown":
         logger.info("the release of %s is not known, %s to %s were tested", package, lowest, newest)
     elif verdict != "allowed" and package not in _reported:

@@ -21,13 +21,6 @@ from safe_ckpt.cli.verify import verify
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode=None)
 app.command("list")(list_checkpoints)
-app.command("verify")(verify)
-app.command("inspect")(inspect)
-app.command("resume-path")(resume_path)
-app.command("gc")(gc)
-app.command("convert")(convert)
-app.command("unlock")(unlock)
-app.command("doctor")(doctor)
-app.command("report")(report)
-app.command("watch")(watch)
+for command in (verify, inspect, resume_path, gc, convert, unlock, doctor, report, watch):
+    app.command()(command)  # its name is that of the function
 app.add_typer(config.app, name="config")

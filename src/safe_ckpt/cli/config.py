@@ -86,17 +86,15 @@ def schema() -> None:
 
 
 def _rows(loaded: Loaded[CheckpointConfig]) -> list[dict[str, Any]]:
-    return [_row(loaded, key.path, key.default) for key in keys(CheckpointConfig)]
-
-
-def _row(loaded: Loaded[CheckpointConfig], path: str, default: object) -> dict[str, Any]:
-    origin = loaded.origins.get(path)
-    return {
-        "key": path,
-        "value": value_at(loaded.settings, path),
-        "default": default,
-        "from": str(origin) if origin else "default",
-    }
+    return [
+        {
+            "key": key.path,
+            "value": value_at(loaded.settings, key.path),
+            "default": key.default,
+            "from": str(loaded.origins.get(key.path, "default")),
+        }
+        for key in keys(CheckpointConfig)
+    ]
 
 
 def _yaml(value: object) -> str:

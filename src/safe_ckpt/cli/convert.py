@@ -14,6 +14,8 @@ from safe_ckpt.cli.output import AsJson, FollowSymlinks, ending_on_signals, fail
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection.check import judge, plan
+from safe_ckpt.inspection.files import Window
+from safe_ckpt.inspection.zip_reader import is_archive
 from safe_ckpt.text import bytes_text
 
 if TYPE_CHECKING:
@@ -28,18 +30,13 @@ def convert(
     to: Annotated[str, typer.Option(help=f"One of {', '.join(_FORMS)}; without it DST's ending says.")] = "",
     item: Annotated[str, typer.Option(help="Only this part, keys joined by dots, as in 'state_dict'.")] = "",
     max_shard_size: Annotated[str, typer.Option(help="safetensors: how large a file may become.")] = "5GB",
-    dtype: Annotated[
-        str, typer.Option(help="safetensors: convert floating-point tensors to it, as in 'bfloat16'.")
-    ] = "",
+    dtype: Annotated[str, typer.Option(help="safetensors: the type of floating-point tensors, as in 'bfloat16'.")] = "",
     step: Annotated[int | None, typer.Option(help="safe_ckpt: the training step; without it the source's.")] = None,
     drop_objects: Annotated[
-        bool, typer.Option("--drop-objects", help="Leave out what only running the checkpoint would build.")
+        bool, typer.Option("--drop-objects", help="Omit what only running SRC would build.")
     ] = False,
     allow_pickle: Annotated[
-        bool,
-        typer.Option(
-            "--allow-pickle", help="Run the pickle in SRC, a file of torch.save. Only if you trust who made it."
-        ),
+        bool, typer.Option("--allow-pickle", help="Run the pickle in SRC, a file of torch.save that you trust.")
     ] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not verify SRC first.")] = False,
     follow_symlinks: FollowSymlinks = False,
@@ -53,8 +50,11 @@ def convert(
     """
     with failing(), ending_on_signals(), _quietly():
         form = _form(to, destination)
-        if not no_verify:
-            _refuse_damaged(source, follow_symlinks=follow_symlinks)
+        tasks = [] if no_verify else [plan(source, follow_symlinks=follow_symlinks)]
+        for bad in (judgement for verdict in judge(tasks) for judgement in verdict.damaged):
+            raise CorruptCheckpointError(
+                path=str(source), file=bad.file, message=f"{bad.reason}; nothing was converted"
+            )
         structure = _opened(source, form, allow_pickle=allow_pickle, follow_symlinks=follow_symlinks)
         options = {"item": item, "max_shard_size": max_shard_size, "dtype": dtype, "drop_objects": drop_objects}
         options["strict"] = not allow_pickle
@@ -68,7 +68,7 @@ def convert(
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the log of a save, which is about the checkpoints of a run: here the error says everything."""
+    """Without the log of a save, which is written for the checkpoints of a run. The error of the command is enough."""
     logger = logging.getLogger("safe_ckpt")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -85,33 +85,23 @@ def _form(to: str, destination: Path) -> str:
     return form
 
 
-def _refuse_damaged(source: Path, *, follow_symlinks: bool) -> None:
-    verdict = judge([plan(source, follow_symlinks=follow_symlinks)])[0]
-    bad = next((judgement for judgement in verdict.files if judgement.state == "damaged"), None)
-    if bad is not None:
-        raise CorruptCheckpointError(path=str(source), file=bad.file, message=f"{bad.reason}; nothing was converted")
-
-
 def _opened(source: Path, form: str, *, allow_pickle: bool, follow_symlinks: bool) -> Any:
     if not allow_pickle:
         from safe_ckpt.inspection.content import read_structure
 
         return read_structure(source, follow_symlinks=follow_symlinks)
     if source.is_dir() or form != "torch":
-        message = "is for one file of torch.save that becomes another (--to torch); go on from that without it"
+        message = "is only for one file of torch.save to another (--to torch); convert that file without it"
         raise ConfigError(key="--allow-pickle", message=message)
     import torch
 
+    with Window(source) as window:
+        mmap = is_archive(window)
     try:
-        return torch.load(source, map_location="cpu", weights_only=False, mmap=_is_zip(source))
-    except Exception as error:  # whatever the code in it does, or the classes it names that are not here
+        return torch.load(source, map_location="cpu", weights_only=False, mmap=mmap)
+    except Exception as error:  # the code in it may raise anything
         message = f"running its pickle failed: {type(error).__name__}: {error}"
         raise UnsupportedFormatError(path=str(source), message=message) from error
-
-
-def _is_zip(source: Path) -> bool:
-    with source.open("rb") as stream:
-        return stream.read(4) == b"PK\3\4"
 
 
 def _step_of(source: Path, given: int | None, structure: Any) -> int:

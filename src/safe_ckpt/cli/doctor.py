@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from safe_ckpt.cli.output import DAMAGED, AsJson, ending_on_signals, print_json, say, tell
-from safe_ckpt.doctor import Finding, Options, Report, World, diagnose, world_of
+from safe_ckpt.doctor import Options, Report, diagnose, world_of
 from safe_ckpt.errors import ConfigError, SafeCheckpointError
 from safe_ckpt.text import bytes_from
 
@@ -27,21 +27,23 @@ def doctor(
     # Not a Path: click would look at it, and on a file system that does not answer never return.
     directory: Annotated[str, typer.Argument(metavar="DIR", help="Where checkpoints are to go; need not exist.")],
     state_bytes: Annotated[
-        int | None,
-        typer.Option(parser=_size, metavar="SIZE", help="One checkpoint, as 10GiB; else the newest in DIR."),
+        int | None, typer.Option(parser=_size, metavar="SIZE", help="A checkpoint, as 10GiB; else the newest in DIR.")
     ] = None,
     mebibytes: Annotated[int, typer.Option(min=0, help="Write so much to measure the speed; 0 for not at all.")] = 256,
     timeout_s: Annotated[float, typer.Option(min=1, help="For every single check, and for ranks to come.")] = 60.0,
     as_json: AsJson = False,
 ) -> None:
-    """Try out what safe checkpoints need of DIR and of this machine, and say what to do where something is amiss.
+    """Check what safe checkpoints need of DIR and of this machine, and say what to do about each problem.
 
     Everything is tried in a folder of its own below DIR that is removed at the end; a job that uses DIR is not disturbed.
     Under torchrun (torchrun --nproc-per-node 4 -m safe_ckpt.cli doctor DIR) the ranks are compared as well, and rank 0
-    speaks. Exit status: 0 when it works, also with warnings; 1 when something failed; 2 wrong usage.
+    reports. Exit status: 0 when it works, also with warnings; 1 when something failed; 2 wrong usage.
     """
     options = Options(state_bytes=state_bytes, probe_bytes=mebibytes << 20, timeout_s=timeout_s)
-    world = _world()
+    try:
+        world = world_of(os.environ)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
     try:
         with ending_on_signals():
             report = diagnose(Path(directory), options, world)
@@ -58,23 +60,13 @@ def doctor(
         raise typer.Exit(DAMAGED)
 
 
-def _world() -> World | None:
-    try:
-        return world_of(os.environ)
-    except ConfigError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
 def _print(report: Report) -> None:
     width = max(len(finding.check) for finding in report.findings)
     for finding in report.findings:
         state = typer.style(f"{finding.state:<7}", fg=_COLOURS[finding.state])
-        typer.echo(state, nl=False)  # its colours are ours; what follows may name anybody's files
-        tell(f"  {finding.check:<{width}}  {_text(finding)}")
+        typer.echo(state, nl=False)  # its colours are ours; what follows may hold hostile names
+        where = f"{finding.where}: " if finding.where else ""
+        tell(f"  {finding.check:<{width}}  {where}{finding.measured}")
         if finding.advice:
             tell(f"{'':<{9 + width}}  -> {finding.advice}")
     tell(report.summary)
-
-
-def _text(finding: Finding) -> str:
-    return f"{finding.where}: {finding.measured}" if finding.where else finding.measured

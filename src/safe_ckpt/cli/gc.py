@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,9 +28,7 @@ def gc(
     mode: Annotated[Literal["min", "max"], typer.Option(help="Whether lower or higher is better.")] = "min",
     keep_every_steps: Annotated[int | None, typer.Option(help="Keep those whose step is a multiple of this.")] = None,
     quarantine: Annotated[bool, typer.Option("--quarantine", help="Empty the quarantine too.")] = False,
-    no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Believe the manifests of what is kept; do not read the payloads.")
-    ] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Trust the manifests of what is kept.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -44,55 +43,48 @@ def gc(
         policy = Retention(
             keep_last=keep_last, keep_best=keep_best, metric=metric, mode=mode, keep_every_steps=keep_every_steps
         )
-        rule = _Rule(policy=policy, quarantine=quarantine, verify=not no_verify)
-        shelf = read_listing(directory, tags_below=False)
-        # Of another tool altogether nothing is locked, and nothing deleted.
-        ours = shelf.hidden or any(not candidate.foreign for candidate in shelf.usable)
-        selection = _Selection(shelf, rule) if dry_run or not ours else _collect(directory, shelf, rule)
+        select = partial(_Selection, policy=policy, quarantine=quarantine, verify=not no_verify)
+        listing = read_listing(directory, tags_below=False)
+        # Where there are only checkpoints of another tool, nothing is locked, and nothing deleted.
+        ours = listing.hidden or any(not candidate.foreign for candidate in listing.usable)
+        selection = select(listing) if dry_run or not ours else _collect(directory, listing, select)
     _report(selection, dry_run=dry_run, as_json=as_json)
     if not dry_run and len(selection.gone) < len(selection.to_delete) + len(selection.besides):
         raise typer.Exit(DAMAGED)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rule:
-    policy: Retention
-    quarantine: bool
-    verify: bool
-
-
 class _Selection:
     """What is to be deleted, and what became of it."""
 
-    def __init__(self, shelf: Listing, rule: _Rule) -> None:
-        for path, why in shelf.unreadable.items():
-            raise DirectoryError(path=str(path), message=f"cannot be looked at, and so nothing is deleted: {why}")
-        infos = [candidate.info for candidate in shelf.usable if not candidate.foreign]
+    def __init__(self, listing: Listing, *, policy: Retention, quarantine: bool, verify: bool) -> None:
+        for path, why in listing.unreadable.items():
+            raise DirectoryError(path=str(path), message=f"cannot be read, so nothing is deleted: {why}")
+        infos = [candidate.info for candidate in listing.usable if not candidate.foreign]
         self.damaged: list[Path] = []
         sound: set[Path] = set()
         while True:  # again when one that would be kept is damaged: it does not count, and another one is kept
             left = [info for info in infos if info is not None and info.path not in self.damaged]
-            self.to_delete: list[CheckpointInfo] = to_delete(left, rule.policy)
+            self.to_delete: list[CheckpointInfo] = to_delete(left, policy)
             kept = {info.path for info in left} - {info.path for info in self.to_delete} - sound
-            bad = _damaged_of(sorted(kept)) if rule.verify and self.to_delete else []
+            bad = _damaged_among(sorted(kept)) if verify and self.to_delete else []
             sound |= kept - set(bad)
             self.damaged += bad
             if not bad:
                 break
-        self.kept = len(shelf.usable) - len(self.to_delete) - len(self.damaged)
-        self.besides = [*shelf.quarantined] if rule.quarantine else []
+        self.kept = len(listing.usable) - len(self.to_delete) - len(self.damaged)
+        self.besides = [*listing.quarantined] if quarantine else []
         self.gone: list[Path] = []
 
 
-def _damaged_of(paths: list[Path]) -> list[Path]:
+def _damaged_among(paths: list[Path]) -> list[Path]:
     return [verdict.path for verdict in judge(map(plan, paths)) if verdict.state == "damaged"]
 
 
-def _collect(directory: Path, shelf: Listing, rule: _Rule) -> _Selection:
-    root = Workspace(shelf.folder, lease_s=60.0, hidden=shelf.hidden or shelf.folder / HIDDEN)
+def _collect(directory: Path, listing: Listing, select: Callable[[Listing], _Selection]) -> _Selection:
+    root = Workspace(listing.folder, lease_s=60.0, hidden=listing.hidden or listing.folder / HIDDEN)
     root.open()  # takes the lock, and sweeps what a killed job left
     try:
-        selection = _Selection(read_listing(directory, tags_below=False), rule)  # once more: now nobody else changes it
+        selection = select(read_listing(directory, tags_below=False))  # once more: now no other job changes it
         selection.gone = root.discard([*(info.path for info in selection.to_delete), *selection.besides])
         return selection
     finally:

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from safe_ckpt.cli.output import (
-    DAMAGED,
-    AsJson,
-    FollowSymlinks,
-    failing,
-    metrics_text,
-    print_json,
-    print_table,
-    say,
-)
+from safe_ckpt.cli.output import DAMAGED, AsJson, FollowSymlinks, failing, print_json, print_table, say
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.errors import UnsupportedFormatError
 from safe_ckpt.inspection.content import read_content
 from safe_ckpt.inspection.files import walk
 from safe_ckpt.inspection.listing import kind_of, read_listing
 from safe_ckpt.inspection.tensors import Content, Entry, Value
-from safe_ckpt.text import bytes_text
+from safe_ckpt.text import bytes_text, listed, metrics_text
+
+if TYPE_CHECKING:
+    from safe_ckpt.inspection.values import Mapped
 
 _MOST_BITS = 10_000  # of an integer: JSON has no limit, its readers do
 
@@ -50,9 +43,8 @@ def inspect(
             _show(path, content, as_json=as_json, follow_symlinks=follow_symlinks)
             return
         second = _matching(read_content(_one(other), follow_symlinks=follow_symlinks), match)
-        equal = _compare(content, second, as_json=as_json)
-    if not equal:
-        raise typer.Exit(DAMAGED)
+        if not _compare(content, second, as_json=as_json):
+            raise typer.Exit(DAMAGED)
 
 
 def _matching(content: Content, pattern: str) -> Content:
@@ -70,27 +62,22 @@ def _facts(path: Path, *, follow_symlinks: bool) -> dict[str, Any]:
             if "newer" in error.message:
                 raise
         else:
-            return {
-                "kind": "safe_ckpt directory" if path.is_dir() else "safe_ckpt file",
-                "step": manifest.step,
-                "created_at": manifest.created_at,
-                "world_size": manifest.world_size,
-                "metrics": dict(manifest.metrics),
-                "versions": dict(manifest.versions),
+            facts = {
+                name: getattr(manifest, name) for name in ("step", "created_at", "world_size", "metrics", "versions")
             }
+            return {"kind": "safe_ckpt directory" if path.is_dir() else "safe_ckpt file", **facts}
     return {"kind": kind_of(walk(path, follow_symlinks=follow_symlinks))}
 
 
 def _one(path: Path) -> Path:
     """The path, unless it is a directory in which several checkpoints are kept."""
     if path.is_dir() and not (path / MANIFEST_NAME).exists():
-        shelf = read_listing(path)
-        held = [candidate.path.relative_to(path).as_posix() for candidate in [*shelf.usable, *shelf.unusable]]
-        if held or shelf.hidden is not None:
-            names = f"name one of them: {', '.join(held[:8])}" if held else "there is none in it"
-            raise UnsupportedFormatError(
-                path=str(path), message=f"is a directory for checkpoints, and no checkpoint; {names}"
-            )
+        listing = read_listing(path)
+        names = [candidate.path.relative_to(path).as_posix() for candidate in (*listing.usable, *listing.unusable)]
+        if names or listing.hidden is not None:
+            advice = f"name one of them: {listed(names)}" if names else "there is none in it"
+            message = f"is a directory for checkpoints, and no checkpoint; {advice}"
+            raise UnsupportedFormatError(path=str(path), message=message)
     return path
 
 
@@ -125,62 +112,46 @@ def _as_json(value: Value) -> object:
 
 
 def _compare(first: Content, second: Content, *, as_json: bool) -> bool:
-    from safe_ckpt.inspection.values import Mapped  # torch: a second that only this needs
+    from safe_ckpt.inspection.values import Mapped, same  # torch: a second that only this needs
 
     one, other = ({entry.name: entry for entry in content.tensors} for content in (first, second))
+    here, there = ({value.name: value for value in content.values} for content in (first, second))
     maps = (Mapped(), Mapped())
-    rows: list[dict[str, Any]] = []
+    rows: list[tuple[str, float | None, str]] = []
     for name in sorted({*one, *other}):
-        row = _difference(name, one.get(name), other.get(name), maps)
-        if row is not None:
-            rows.append(row)
-    rows += _different_values(first, second)
+        what, largest = _difference(one.get(name), other.get(name), maps)
+        if what:
+            rows.append((name, largest, what))
+    for name in sorted({*here, *there}):
+        pair = (here.get(name), there.get(name))
+        if pair[0] is None or pair[1] is None or not same(pair[0].value, pair[1].value):
+            rows.append((name, None, " / ".join("absent" if value is None else value.text for value in pair)))
+    compared = len({*one} & {*other})
     if as_json:
-        print_json({"tensors_compared": len({*one} & {*other}), "equal": not rows, "differences": rows})
-    else:
-        _print_differences(rows, len({*one} & {*other}))
+        differences = [dict(zip(("name", "max_abs_difference", "what"), row, strict=True)) for row in rows]
+        print_json({"tensors_compared": compared, "equal": not rows, "differences": differences})
+        return not rows
+    if rows:
+        cells = [(name, "" if largest is None else f"{largest:.6g}", what) for name, largest, what in rows]
+        print_table(("name", "max |difference|", "what"), cells)
+    say(f"{compared} tensors in both; {len(rows)} differences")
     return not rows
 
 
-def _different_values(first: Content, second: Content) -> list[dict[str, Any]]:
-    from safe_ckpt.inspection.values import same
-
-    here, there = ({value.name: value for value in content.values} for content in (first, second))
-    rows: list[dict[str, Any]] = []
-    for name in sorted({*here, *there}):
-        one, other = here.get(name), there.get(name)
-        if one is None or other is None or not same(one.value, other.value):
-            what = " / ".join("absent" if value is None else value.text for value in (one, other))
-            rows.append({"name": name, "max_abs_difference": None, "what": what})
-    return rows
-
-
-def _print_differences(rows: Sequence[dict[str, Any]], compared: int) -> None:
-    if rows:
-        cells = [
-            (r["name"], "" if r["max_abs_difference"] is None else f"{r['max_abs_difference']:.6g}", r["what"])
-            for r in rows
-        ]
-        print_table(("name", "max |difference|", "what"), cells)
-    say(f"{compared} tensors in both; {len(rows)} differences")
-
-
-def _difference(name: str, one: Entry | None, other: Entry | None, maps: tuple[Any, Any]) -> dict[str, Any] | None:
+def _difference(one: Entry | None, other: Entry | None, maps: tuple[Mapped, Mapped]) -> tuple[str, float | None]:
+    """What differs, "" for nothing, and the largest absolute difference where there is one."""
     from safe_ckpt.inspection.values import difference
 
-    def row(what: str, largest: float | None = None) -> dict[str, Any]:
-        return {"name": name, "max_abs_difference": largest, "what": what}
-
     if one is None or other is None:
-        return row("only in the second" if one is None else "only in the first")
+        return "only in the second" if one is None else "only in the first", None
     if one.shape != other.shape:
-        return row(f"{list(one.shape)} / {list(other.shape)}")
+        return f"{list(one.shape)} / {list(other.shape)}", None
     try:
         largest = difference(maps[0].tensor(one), maps[1].tensor(other))
     except UnsupportedFormatError as error:
-        return row(f"cannot be compared: {error.message}")
+        return f"cannot be compared: {error.message}", None
     if one.dtype != other.dtype:
-        return row(f"{one.dtype} / {other.dtype}", None if math.isinf(largest) else largest)
+        return f"{one.dtype} / {other.dtype}", None if math.isinf(largest) else largest
     if math.isinf(largest):
-        return row("values: one has NaN or an infinity where the other has not")
-    return row("values", largest) if largest else None
+        return "values: one has NaN or an infinity where the other has not", None
+    return "values" if largest else "", largest

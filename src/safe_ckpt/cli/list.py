@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from datetime import datetime, timezone
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Annotated
 
 import typer
 
-from safe_ckpt.cli.output import CANNOT_TELL, DAMAGED, AsJson, Directory, metrics_text, print_json, print_table, say
+from safe_ckpt.cli.output import CANNOT_TELL, DAMAGED, AsJson, Directory, failing, print_json, print_table, say
 from safe_ckpt.core.directory.catalog import Candidate
-from safe_ckpt.errors import DirectoryError, SafeCheckpointError
-from safe_ckpt.inspection.check import Verdict, judge, plan
-from safe_ckpt.inspection.listing import Listing, Row, in_order, look_inside, read_listing, rows
-from safe_ckpt.text import bytes_text
+from safe_ckpt.errors import DirectoryError
+from safe_ckpt.inspection.blind_reader import look_inside
+from safe_ckpt.inspection.check import judge, plan
+from safe_ckpt.inspection.listing import Listing, Row, in_order, read_layout, read_listing, rows
+from safe_ckpt.text import bytes_text, duration, metrics_text
 
 _ATTEMPTS = 5
 
@@ -27,11 +29,8 @@ def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
     quarantined (found damaged by a resume and moved away), unreadable (no permission, a newer format, a failing disk: a resume
     stops there). Exit status: 0, or 1 where something is unreadable.
     """
-    try:
+    with failing():
         listing = read_listing(directory)
-    except (SafeCheckpointError, OSError) as error:
-        say(str(error))
-        raise typer.Exit(DAMAGED) from error
     listed = list(rows(listing))
     if as_json:
         print_json([vars(row) for row in listed])
@@ -48,18 +47,15 @@ def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
 def _cells(row: Row, now: datetime) -> tuple[object, ...]:
     state = f"{row.state}: {row.reason}" if row.reason else row.state
     metrics = metrics_text(row.metrics)
-    return row.name, row.step, _age(row, now), bytes_text(row.size_bytes), metrics, state, _writer(row)
+    return row.name, row.step, _age_of(row, now), bytes_text(row.size_bytes), metrics, state, _writer(row)
 
 
-def _age(row: Row, now: datetime) -> str:
+def _age_of(row: Row, now: datetime) -> str:
     try:
         seconds = (now - datetime.fromisoformat(row.created_at or "")).total_seconds()
     except (TypeError, ValueError):
         return ""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds // length:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
+    return duration(max(0, round(seconds)))
 
 
 def _writer(row: Row) -> str:
@@ -81,14 +77,11 @@ def resume_path(
     The path alone goes to stdout; why newer ones are passed over to stderr. Exit status: 0; 1 when there is none; 3 when
     the one that it is was written by another tool and cannot be verified.
     """
-    try:
+    with failing():
         listing, chosen, verified, rejected = _chosen_of(directory, quick=quick)
-    except (SafeCheckpointError, OSError) as error:
-        say(str(error))
-        raise typer.Exit(DAMAGED) from error
     if as_json:
-        said = [{"path": str(candidate.path), "reason": reason} for candidate, reason in rejected]
-        print_json({"path": str(chosen.path) if chosen else None, "verified": verified, "rejected": said})
+        reasons = [{"path": str(candidate.path), "reason": reason} for candidate, reason in rejected]
+        print_json({"path": str(chosen.path) if chosen else None, "verified": verified, "rejected": reasons})
     else:
         for candidate, reason in rejected:
             say(f"not {candidate.path}: {reason}")
@@ -97,12 +90,9 @@ def resume_path(
         if chosen is not None:
             typer.echo(os.fsencode(chosen.path))  # as it is, whatever bytes are in it: programs open it
     if chosen is None:
-        there = rejected or listing.quarantined
-        say(
-            f"no usable checkpoint in {directory}"
-            if there
-            else f"no checkpoint in {directory}: a job would start afresh"
-        )
+        unusable = rejected or listing.quarantined
+        nothing = f"no checkpoint in {directory}: a job would start afresh"
+        say(f"no usable checkpoint in {directory}" if unusable else nothing)
         raise typer.Exit(DAMAGED)
     if chosen.foreign and not verified and not quick:
         say("another tool wrote it, in a format without checksums for all of it: it cannot be verified")
@@ -113,22 +103,19 @@ _Rejected = list[tuple[Candidate, str]]
 
 
 def _chosen_of(directory: Path, *, quick: bool) -> tuple[Listing, Candidate | None, bool, _Rejected]:
-    for attempt in range(_ATTEMPTS):
+    for _ in range(_ATTEMPTS):
         listing = read_listing(directory)
         for path, why in listing.unreadable.items():
-            raise DirectoryError(path=str(path), message=f"cannot be looked at, and a resume would stop there: {why}")
-        try:
-            chosen, verified, rejected = _choose(listing, quick=quick)
-        except FileNotFoundError:  # a live job has just let it go: look again
-            if attempt == _ATTEMPTS - 1:
-                raise
-            continue
-        return listing, chosen, verified, rejected
-    raise DirectoryError(path=str(directory), message="changes too fast to be looked at")
+            raise DirectoryError(path=str(path), message=f"cannot be read, and a resume would stop there: {why}")
+        with contextlib.suppress(FileNotFoundError):  # a live job has just deleted one: look again
+            return listing, *_choose(listing, quick=quick)
+    raise DirectoryError(
+        path=str(directory), message="changes while it is read: its job deletes checkpoints. Try again"
+    )
 
 
 def _choose(listing: Listing, *, quick: bool) -> tuple[Candidate | None, bool, _Rejected]:
-    seen = [look_inside(c) if c.path.suffix == ".ckpt" else c for c in listing.usable]
+    seen = [look_inside(c, read_layout) if c.path.suffix == ".ckpt" else c for c in listing.usable]
     rejected = [(candidate, candidate.problem) for candidate in (*listing.unusable, *seen) if candidate.problem]
     rejected += [(candidate, why) for candidate in seen if (why := listing.unnamed.get(candidate.path))]
     for candidate in in_order(listing.folder, (c for c in seen if c.path not in listing.unnamed)):
@@ -137,10 +124,5 @@ def _choose(listing: Listing, *, quick: bool) -> tuple[Candidate | None, bool, _
         verdict = judge([plan(candidate.path)])[0]
         if verdict.state != "damaged":
             return candidate, verdict.state == "valid", rejected
-        rejected.append((candidate, _reason(verdict)))
+        rejected.append((candidate, "; ".join(f"{bad.file} {bad.reason}" for bad in verdict.damaged[:3])))
     return None, False, rejected
-
-
-def _reason(verdict: Verdict) -> str:
-    bad = [judgement for judgement in verdict.files if judgement.state == "damaged"]
-    return "; ".join(f"{judgement.file} {judgement.reason}" for judgement in bad[:3])

@@ -1,4 +1,4 @@
-"""How commands speak: tables for people, JSON for programs, plain text where there is no terminal."""
+"""The output of commands: tables for people, JSON for programs, plain text where there is no terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -26,25 +26,32 @@ CANNOT_TELL = 3
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")]
 FollowSymlinks = Annotated[
-    bool,
-    typer.Option("--follow-symlinks", help="Read what links lead to outside, as the cache of a model hub has them."),
+    bool, typer.Option("--follow-symlinks", help="Read what links point to outside, as in the cache of a model hub.")
 ]
 Directory = Annotated[Path, typer.Argument(exists=True, file_okay=False, metavar="DIR")]
 
 
 @contextlib.contextmanager
-def failing() -> Iterator[None]:
-    """An error becomes its sentence on stderr and the exit status: 2 for wrong usage, 1 for everything else."""
+def failing(before: str = "", after: str = "") -> Iterator[None]:
+    """An error becomes its sentence on stderr and the exit status: 2 for wrong usage, 1 for everything else.
+
+    Args:
+        before: written before an error of the operating system: what it means.
+        after: written behind it: what to do.
+    """
     try:
         yield
-    except (SafeCheckpointError, OSError) as error:
+    except SafeCheckpointError as error:
         say(str(error))
         raise typer.Exit(2 if isinstance(error, ConfigError) else DAMAGED) from error
+    except OSError as error:
+        say(f"{before}{error}{after}")
+        raise typer.Exit(DAMAGED) from error
 
 
 @contextlib.contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """The signals of launchers and terminals end the command as Ctrl-C does, by way of its cleaning up."""
+    """The signals of launchers and terminals end the command as Ctrl-C does: it cleans up first."""
 
     def end(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -52,10 +59,9 @@ def ending_on_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # within another program, which handles signals itself
         return
-    heard = [
-        n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN
-    ]  # nohup has SIGHUP ignored
-    before = {number: signal.signal(number, end) for number in heard}
+    # nohup ignores SIGHUP, and so does this then.
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
     finally:
@@ -82,19 +88,19 @@ def _jsonable(value: object) -> object:
     return [_jsonable(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None) -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table on a terminal; elsewhere one line per row, columns padded with spaces."""
-    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    cells = [["" if cell is None else _visible(str(cell)) for cell in row] for row in rows]
     if sys.stdout.isatty():
-        table = Table(*columns, title=title)
+        table = Table(*columns)
         for row in cells:
-            table.add_row(*map(_visible, row))
+            table.add_row(*row)
         console().print(table, markup=False)
         return
-    cells = [[_visible(cell) for cell in row] for row in cells]
-    widths = [max(len(row[index]) for row in [list(columns), *cells]) for index in range(len(columns))]
-    for row in [list(columns), *cells]:
-        tell("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    lines = [list(columns), *cells]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        tell("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def say(message: str) -> None:
@@ -103,7 +109,7 @@ def say(message: str) -> None:
 
 
 def tell(line: str, *, error: bool = False) -> None:
-    """A line of the result. Names in it may be anybody's: nothing in them acts on a terminal, or fails in an encoding."""
+    """A line of the result. Names in it may be hostile: control characters and what the encoding lacks are escaped."""
     shown = "\n".join(map(_visible, line.split("\n")))
     encoding = (sys.stderr if error else sys.stdout).encoding or "utf-8"
     typer.echo(shown.encode(encoding, "backslashreplace").decode(encoding), err=error)
@@ -111,15 +117,3 @@ def tell(line: str, *, error: bool = False) -> None:
 
 def _visible(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def metrics_text(metrics: Mapping[str, Any]) -> str:
-    """``loss=0.1, accuracy=0.9``."""
-    return ", ".join(f"{key}={_number_text(value)}" for key, value in metrics.items())
-
-
-def _number_text(value: Any) -> str:
-    try:
-        return f"{value:g}"
-    except (TypeError, ValueError, OverflowError):  # somebody else's manifest
-        return str(value)[:80]

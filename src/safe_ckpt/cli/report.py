@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -15,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from safe_ckpt.cli.output import DAMAGED, AsJson, console, print_json, say, tell
+from safe_ckpt.cli.output import DAMAGED, AsJson, console, failing, print_json, say, tell
 from safe_ckpt.inspection.listing import list_existing
 from safe_ckpt.report import event_log, page, summary
 from safe_ckpt.report.follow import Follower
@@ -40,15 +41,7 @@ _STYLES = {
 
 Once = Annotated[bool, typer.Option("--once", help="Print the present state and end.")]
 Every = Annotated[float, typer.Option("--every", min=0.1, max=3600.0, metavar="SECONDS", help="How often to look.")]
-_COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
-    ("when", "left"),
-    ("", "left"),
-    ("save", "left"),
-    ("stall", "right"),
-    ("durable after", "right"),
-    ("throughput", "right"),
-    ("size", "right"),
-)
+_NAMES, _FIGURES = ("when", "", "save"), ("stall", "durable after", "throughput", "size")
 
 
 def report(directory: AnyDirectory, output: Output = Path("report.html"), as_json: AsJson = False) -> None:
@@ -57,12 +50,9 @@ def report(directory: AnyDirectory, output: Output = Path("report.html"), as_jso
     It shows the last 20000 events of events.jsonl; nothing else is needed to read it. --json prints the same
     facts and writes no page.
     """
-    try:
+    with _reading(directory):
         files = event_log.find_events(directory)
         recording = event_log.read_events(files) if files else None
-    except OSError as error:
-        say(unreadable(directory, error))
-        raise typer.Exit(DAMAGED) from None
     if recording is None:
         say(nothing_in(directory))
         raise typer.Exit(DAMAGED)
@@ -77,25 +67,19 @@ def report(directory: AnyDirectory, output: Output = Path("report.html"), as_jso
         sys.stdout.buffer.write(text.encode())  # the page says that it is UTF-8, whatever this terminal is
         sys.stdout.buffer.flush()
         return
-    try:
+    with failing(f"{output} could not be written: ", ". Give another place with --output"):
         _replace(output, text)
-    except OSError as error:
-        say(f"{output} could not be written: {error.strerror or error}. Give another place with --output")
-        raise typer.Exit(DAMAGED) from None
     tell(f"{output}: {summary.verdict(summary.total(history))}")
 
 
-def unreadable(directory: Path, error: OSError) -> str:
-    """What to say, and to do, where the events cannot be read."""
-    return f"the events of {directory} could not be read: {error}. Ask as a user who may read there"
+def _reading(directory: Path) -> contextlib.AbstractContextManager[None]:
+    return failing(f"the events of {directory} could not be read: ", ". Run this as a user who may read there")
 
 
 def nothing_in(directory: Path) -> str:
     """What to say, and to do, where no events were recorded."""
-    return (
-        f"{directory} has no {event_log.EVENTS}: no job has saved there yet, record_events was off, or it is not the directory "
-        f"that the job saves to. What is there: safe-ckpt list {directory}"
-    )
+    why = "no job has saved there yet, record_events was off, or it is not the directory that the job saves to"
+    return f"{directory} has no {event_log.EVENTS}: {why}. What is there: safe-ckpt list {directory}"
 
 
 def as_data(history: History) -> dict[str, Any]:
@@ -120,29 +104,19 @@ def watch(directory: AnyDirectory, once: Once = False, every_s: Every = 1.0, as_
     Where stdout is no terminal, one line is printed per save. --json prints the present state as JSON and ends.
     """
     follower = Follower(directory)
-    try:
+    with contextlib.suppress(KeyboardInterrupt), _reading(directory):
         if as_json:
             print_json(as_data(follower.look() or History()))
         elif once:
             for line in lines(follower.look(), directory, time.time()):
                 tell(line)
         elif sys.stdout.isatty():
-            _live(follower, every_s)
+            with Live(console=console(), auto_refresh=False) as live:
+                while True:
+                    live.update(view(follower.look(), directory, time.time()), refresh=True)
+                    time.sleep(every_s)
         else:
             _stream(follower, every_s)
-    except KeyboardInterrupt:
-        return
-    except OSError as error:
-        say(unreadable(directory, error))
-        raise typer.Exit(DAMAGED) from None
-
-
-def _live(follower: Follower, every_s: float) -> None:
-    screen = console()
-    with Live(console=screen, auto_refresh=False, transient=False) as live:
-        while True:
-            live.update(view(follower.look(), follower.directory, time.time()), refresh=True)
-            time.sleep(every_s)
 
 
 def _stream(follower: Follower, every_s: float) -> None:
@@ -163,20 +137,22 @@ def view(history: History | None, directory: Path, now: float) -> RenderableType
     if history is None:
         return Text(f"{clean(str(directory))}: nothing recorded yet, waiting. Ctrl-C ends this.")
     figures = summary.total(history)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for column, justify in _COLUMNS:
-        table.add_column(column, justify=justify, no_wrap=column != "save")  # on a narrow screen long names break
-    for save in history.saves[: -_SHOWN_SAVES - 1 : -1]:
-        outcome = Text(save.outcome, style=_STYLES[save.outcome])
-        table.add_row(_time(save.ended), outcome, *map(Text, _cells(save)))
-    failed = [Text(f"{_time(save.ended)}  {save.name}: {save.error}", style="red") for save in _failures(history)]
-    notices = [Text(line_of_notice(notice), style="yellow") for notice in history.notices[: -_SHOWN_NOTICES - 1 : -1]]
     parts: list[RenderableType] = [
         Text(clean(str(directory)), style="dim"),
         Text(summary.verdict(figures), style="bold red" if figures.failed + figures.unknown else "bold green"),
         Text(" ".join(summary.sentences(figures, now))),
         Text(_in_short(figures), style="dim"),
     ]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column in (*_NAMES, *_FIGURES):
+        justify: JustifyMethod = "right" if column in _FIGURES else "left"
+        table.add_column(column, justify=justify, no_wrap=column != "save")  # on a narrow screen long names break
+    for save in history.saves[: -_SHOWN_SAVES - 1 : -1]:
+        outcome = Text(save.outcome, style=_STYLES[save.outcome])
+        table.add_row(_time(save.ended), outcome, *map(Text, _cells(save)))
+    bad = [save for save in history.saves[-_SHOWN_SAVES:] if save.outcome in ("failed", "outcome unknown")]
+    failed = [Text(f"{_time(save.ended)}  {save.name}: {save.error}", style="red") for save in bad[-2:]]
+    notices = [Text(line_of_notice(notice), style="yellow") for notice in history.notices[: -_SHOWN_NOTICES - 1 : -1]]
     for block in ([table] if history.saves else [], failed, notices):
         parts += [Text(), *block] if block else []
     return Group(*parts)
@@ -187,8 +163,8 @@ def lines(history: History | None, directory: Path, now: float) -> list[str]:
     if history is None:
         return [nothing_in(directory)]
     figures = summary.total(history)
-    said = [summary.verdict(figures), *summary.sentences(figures, now)]
-    return [" ".join(said), _in_short(figures), *happenings(history)[-_SHOWN_SAVES:]]
+    sentences = [summary.verdict(figures), *summary.sentences(figures, now)]
+    return [" ".join(sentences), _in_short(figures), *happenings(history)[-_SHOWN_SAVES:]]
 
 
 def happenings(history: History) -> list[str]:
@@ -223,10 +199,6 @@ def line_of_notice(notice: Notice) -> str:
 def _cells(save: Save) -> tuple[str, ...]:
     times = (duration(save.stall_s), duration(save.total_s))
     return (save.name, *times, rate(save.gbps), bytes_text(save.size_bytes))
-
-
-def _failures(history: History) -> list[Save]:
-    return [save for save in history.saves[-_SHOWN_SAVES:] if save.outcome in ("failed", "outcome unknown")][-2:]
 
 
 def _time(at: float) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from safe_ckpt.cli.output import DAMAGED, AsJson, print_json, say, tell
+from safe_ckpt.cli.output import DAMAGED, AsJson, failing, print_json, tell
 from safe_ckpt.cli.report import AnyDirectory
 from safe_ckpt.core.directory.lock import Holder, holder_of, remove_lock
 from safe_ckpt.inspection.listing import read_listing
@@ -27,15 +27,12 @@ def unlock(
     Mostly there is no need: the lock of a process of this host that is gone is taken over at once, and that of another host
     after it showed no sign of life for 60 seconds (lease_s). Exit status: 0 when the next job can have DIR, 1 when it is held.
     """
-    try:
+    with failing(f"who holds {directory} is unknown: ", ". Run this as a user who may read and write there"):
         hidden = read_listing(directory).hidden
         holder = holder_of(hidden)
         taken = holder is not None and hidden is not None and break_lock
         if taken and hidden is not None:
             remove_lock(hidden)
-    except OSError as error:
-        say(f"who holds {directory} is unknown: {error}. Ask as a user who may read and write there")
-        raise typer.Exit(DAMAGED) from None
     if as_json:
         facts = dataclasses.asdict(holder) if holder else None
         print_json({"directory": str(directory), "holder": facts, "taken_away": taken})
@@ -61,11 +58,8 @@ def _state(holder: Holder, directory: Path) -> str:
         advice = "Stop it, or choose another directory. If it does not stop"
         return f"is held by {_who(holder)}, which is alive. {advice}: {command}"
     if not holder.host:
-        return (
-            f"is held by {_who(holder)}: one takes it just now, or was killed while it did. Then the next job takes it over "
-            "after some seconds"
-        )
-    return (
-        f"is held by {_who(holder)}. Whether it is alive is unknown here. If it is gone, the next job takes it over "
-        f"after {holder.lease_s:g} s without a sign of life; who knows that and cannot wait: {command}"
-    )
+        state = "it takes the lock just now, or was killed meanwhile"
+        return f"is held by {_who(holder)}: {state}. Then the next job takes it over after some seconds"
+    state = "Whether it is alive is unknown here"
+    advice = f"If it is gone, the next job takes it over after {holder.lease_s:g} s without a sign of life. To take it over now"
+    return f"is held by {_who(holder)}. {state}. {advice}: {command}"

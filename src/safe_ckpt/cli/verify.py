@@ -11,23 +11,13 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from safe_ckpt.cli.output import (
-    CANNOT_TELL,
-    DAMAGED,
-    AsJson,
-    FollowSymlinks,
-    console,
-    print_json,
-    say,
-    tell,
-)
+from safe_ckpt.cli.output import CANNOT_TELL, DAMAGED, AsJson, FollowSymlinks, console, failing, print_json, say, tell
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
-from safe_ckpt.errors import DirectoryError, SafeCheckpointError, UnsupportedFormatError
+from safe_ckpt.errors import DirectoryError, UnsupportedFormatError
 from safe_ckpt.inspection.check import Judgement, Task, Verdict, judge, plan
 from safe_ckpt.inspection.listing import read_listing
-from safe_ckpt.text import bytes_text
+from safe_ckpt.text import bytes_text, listed
 
-_MOST_NAMES = 8
 _MOST_FILES = 20
 _UNREAD = "could not be read, which says nothing about its bytes"
 
@@ -44,12 +34,9 @@ def verify(
     is "cannot tell". Exit status: 0 all valid, 1 something is damaged, 3 nothing is damaged but not all could be verified.
     """
     began = time.monotonic()
-    try:
+    with failing(f"{_UNREAD}: "):
         tasks = [plan(path, follow_symlinks=follow_symlinks) for path in _checkpoints(paths)]
         verdicts = _judged(tasks)
-    except (SafeCheckpointError, OSError) as error:
-        say(str(error) if isinstance(error, SafeCheckpointError) else f"{_UNREAD}: {error}")
-        raise typer.Exit(DAMAGED) from error
     if as_json:
         print_json([_row(verdict) for verdict in verdicts])
     else:
@@ -69,13 +56,13 @@ def _checkpoints(paths: Sequence[Path]) -> list[Path]:
         if not path.is_dir() or (path / MANIFEST_NAME).exists():
             checkpoints.append(path)
             continue
-        shelf = read_listing(path)
-        for unreadable, why in shelf.unreadable.items():
+        listing = read_listing(path)
+        for unreadable, why in listing.unreadable.items():
             raise DirectoryError(path=str(unreadable), message=f"{_UNREAD}: {why}")
-        held = sorted(candidate.path for candidate in [*shelf.usable, *shelf.unusable])
-        if not held and (shelf.hidden is not None or not any(path.iterdir())):
+        kept = sorted(candidate.path for candidate in (*listing.usable, *listing.unusable))
+        if not kept and (listing.hidden is not None or not any(path.iterdir())):
             raise UnsupportedFormatError(path=str(path), message="there is no checkpoint in it")
-        checkpoints += held or [path]
+        checkpoints += kept or [path]
     return checkpoints
 
 
@@ -89,39 +76,31 @@ def _judged(tasks: Sequence[Task]) -> list[Verdict]:
 
 
 def _print(verdict: Verdict) -> None:
-    size = sum(judgement.size_bytes for judgement in verdict.files)
-    covered = sum(judgement.covered_bytes for judgement in verdict.files)
+    size, shown = verdict.size_bytes, verdict.damaged
     line = f"{verdict.state:<11} {verdict.path} ({verdict.kind}, {len(verdict.files)} files, {bytes_text(size)}"
-    tell(f"{line}, {_share(covered, size)} under checksums)" if verdict.state == "cannot tell" else f"{line})")
-    shown = [judgement for judgement in verdict.files if judgement.state == "damaged"]
     if verdict.state == "cannot tell":
-        shown = [judgement for judgement in verdict.files if judgement.state != "valid"]
-    for judgement in shown[:_MOST_FILES]:
-        tell(f"            {judgement.file}: {_what(judgement)}")
+        share = f"{int(1000 * verdict.covered_bytes / size) / 10:g} %" if size else "nothing"
+        line += f", {share} under checksums"
+        shown = tuple(judgement for judgement in verdict.files if judgement.state != "valid")
+    remarks = [f"{judgement.file}: {_what(judgement)}" for judgement in shown[:_MOST_FILES]]
     if len(shown) > _MOST_FILES:
-        tell(f"            and {len(shown) - _MOST_FILES} more files; --json names all")
-    for remark in verdict.remarks:
+        remarks.append(f"and {len(shown) - _MOST_FILES} more files; --json names all")
+    tell(f"{line})")
+    for remark in (*remarks, *verdict.remarks):
         tell(f"            {remark}")
 
 
-def _share(covered: int, size: int) -> str:
-    return f"{int(1000 * covered / size) / 10:g} %" if size else "nothing"
-
-
 def _what(judgement: Judgement) -> str:
-    names = judgement.names[:_MOST_NAMES]
-    more = f" and {len(judgement.names) - len(names)} more" if len(judgement.names) > len(names) else ""
-    return f"{judgement.reason}: {', '.join(names)}{more}" if names else judgement.reason
+    return f"{judgement.reason}: {listed(judgement.names)}" if judgement.names else judgement.reason
 
 
 def _row(verdict: Verdict) -> dict[str, Any]:
-    files = [{**vars(judgement), "names": list(judgement.names)} for judgement in verdict.files]
     return {
         "path": str(verdict.path),
         "kind": verdict.kind,
         "state": verdict.state,
-        "size_bytes": sum(judgement.size_bytes for judgement in verdict.files),
-        "covered_bytes": sum(judgement.covered_bytes for judgement in verdict.files),
-        "files": files,
-        "remarks": list(verdict.remarks),
+        "size_bytes": verdict.size_bytes,
+        "covered_bytes": verdict.covered_bytes,
+        "files": [vars(judgement) for judgement in verdict.files],
+        "remarks": verdict.remarks,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ from safe_ckpt.errors import StateError, UnsupportedFormatError
 from safe_ckpt.inspection.content import tensors_in
 from safe_ckpt.inspection.pickle_objects import Global, Opaque, Ordered
 from safe_ckpt.inspection.tensors import Entry, describe
+from safe_ckpt.text import listed
 
 _USUAL = ("state_dict", "model", "model_state_dict", "module", "pytorch_model", "weights")
-_MOST_SHOWN = 8
 Make = Callable[[Entry], Any]
 
 
@@ -21,14 +21,16 @@ def part_of(structure: Any, item: str, path: Path) -> Any:
     """The part of a structure that ``item`` names, keys joined by dots; the whole for "".
 
     Raises:
-        UnsupportedFormatError: there is none; says what there is.
+        UnsupportedFormatError: there is no such part; names those that there are.
     """
     at = structure
     for key in item.split(".") if item else ():
         parts = dict(enumerate(at)) if isinstance(at, list | tuple) else at
         named = {str(name): part for name, part in parts.items()} if isinstance(parts, dict) else {}
         if key not in named:
-            raise UnsupportedFormatError(path=str(path), message=f"has no {item!r}; there is {_names(named)}")
+            raise UnsupportedFormatError(
+                path=str(path), message=f"has no {item!r}; there is {listed(list(named)) or 'nothing'}"
+            )
         at = named[key]
     return at
 
@@ -37,13 +39,14 @@ def weights_of(structure: Any, item: str, path: Path) -> dict[str, Entry]:
     """A model's weights by name: those under ``item``, or, where it is "", under the name that they usually have.
 
     Raises:
-        UnsupportedFormatError: they cannot be told from the rest, or there are none.
+        UnsupportedFormatError: it is unknown which part is the weights, or there are none.
     """
     chosen = part_of(structure, item, path)
     if not item and isinstance(chosen, dict) and not all(isinstance(part, Entry) for part in chosen.values()):
         key = next((name for name in _USUAL if isinstance(chosen.get(name), dict)), None)
         if key is None:
-            message = f"--item must say where the weights are; there is {_names(chosen)}"
+            there = listed([str(name) for name in chosen]) or "nothing"
+            message = f"--item must name the place of the weights; there is {there}"
             raise UnsupportedFormatError(path=str(path), message=message)
         chosen = chosen[key]
     weights = dict(tensors_in(chosen))
@@ -51,13 +54,13 @@ def weights_of(structure: Any, item: str, path: Path) -> dict[str, Entry]:
         raise UnsupportedFormatError(path=str(path), message=f"{item or 'it'} holds no tensors")
     lost = [name for name, entry in weights.items() if not entry.pieces]
     if lost:
-        message = f"the numbers of {', '.join(lost[:_MOST_SHOWN])} cannot be read without running the checkpoint"
+        message = f"the numbers of {listed(lost)} cannot be read without running the checkpoint"
         raise UnsupportedFormatError(path=str(path), message=message)
     return weights
 
 
 def filled(structure: Any, make: Make, *, drop_objects: bool) -> Any:
-    """The structure with real tensors, for whoever writes it.
+    """The structure with real tensors, ready to be written.
 
     Args:
         structure: as ``read_structure`` returns it.
@@ -70,8 +73,7 @@ def filled(structure: Any, make: Make, *, drop_objects: bool) -> Any:
     objects: list[str] = []
     made = _filled(structure, make, "", objects)
     if objects and not drop_objects:
-        shown = "; ".join(objects[:_MOST_SHOWN]) + ("; ..." if len(objects) > _MOST_SHOWN else "")
-        message = f"{len(objects)} objects can only be built by running the checkpoint ({shown})"
+        message = f"{len(objects)} objects can only be built by running the checkpoint ({listed(objects)})"
         raise StateError(key="convert", message=f"{message}: --drop-objects leaves them out, --allow-pickle runs it")
     return made
 
@@ -83,7 +85,8 @@ def _filled(value: Any, make: Make, name: str, objects: list[str]) -> Any:
     if isinstance(value, Mapping):
         return _mapping(value, make, name, objects)
     if isinstance(value, list | tuple):
-        return type(value)(_kept(value, make, name, objects))
+        parts = [_filled(part, make, f"{name}.{index}".lstrip("."), objects) for index, part in enumerate(value)]
+        return type(value)(None if part is _GONE else part for part in parts)  # the others keep their places
     if isinstance(value, Entry) and value.pieces:
         return make(value)
     if isinstance(value, Global) and value.module == "torch":
@@ -95,11 +98,6 @@ def _filled(value: Any, make: Make, name: str, objects: list[str]) -> Any:
     return value
 
 
-def _kept(value: Sequence[Any], make: Make, name: str, objects: list[str]) -> list[Any]:
-    made = [_filled(part, make, f"{name}.{index}".lstrip("."), objects) for index, part in enumerate(value)]
-    return [None if part is _GONE else part for part in made]  # the others keep their places
-
-
 def _mapping(value: Mapping[Any, Any], make: Make, name: str, objects: list[str]) -> dict[Any, Any]:
     made = {key: _filled(part, make, f"{name}.{key}".lstrip("."), objects) for key, part in value.items()}
     kept = {key: part for key, part in made.items() if part is not _GONE}
@@ -107,7 +105,7 @@ def _mapping(value: Mapping[Any, Any], make: Make, name: str, objects: list[str]
         return kept
     ordered = OrderedDict(kept)
     state = value.state if isinstance(value.state, dict) else {}
-    if isinstance(state.get("_metadata"), dict):  # the versions of a module's parts, which load_state_dict goes by
+    if isinstance(state.get("_metadata"), dict):  # the versions of a module's parts, which load_state_dict reads
         ordered._metadata = _filled(state["_metadata"], make, f"{name}._metadata", [])  # type: ignore[attr-defined]
     return ordered
 
@@ -115,11 +113,5 @@ def _mapping(value: Mapping[Any, Any], make: Make, name: str, objects: list[str]
 def _torch_constant(value: Global) -> Any:
     import torch
 
-    found = getattr(torch, value.name, None)
-    return found if isinstance(found, torch.dtype | torch.layout | torch.memory_format) else str(value)
-
-
-def _names(parts: Mapping[Any, Any]) -> str:
-    names = [str(name) for name in parts]
-    more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
-    return (", ".join(names[:_MOST_SHOWN]) + more) or "nothing"
+    constant = getattr(torch, value.name, None)
+    return constant if isinstance(constant, torch.dtype | torch.layout | torch.memory_format) else str(value)

@@ -90,7 +90,7 @@ def write_dcp(path: Path, state: Mapping[str, Any]) -> CheckpointInfo:
         manifest = _manifest_of(staging, path.name)
         durable.write_durably(staging / MANIFEST_NAME, manifest.to_bytes())
         durable.publish(staging, path, lambda: staging.with_suffix(".old"))
-    except RuntimeError as error:  # how torch tells of a disk that refuses
+    except RuntimeError as error:  # torch raises it for an error of the disk
         raise DirectoryError(path=str(path), message=f"could not be written: {str(error).splitlines()[0]}") from error
     except OSError as error:
         raise DirectoryError.of(error, path=error.filename or path, rank=0, phase=f"writing {path.name}") from error
@@ -100,10 +100,10 @@ def write_dcp(path: Path, state: Mapping[str, Any]) -> CheckpointInfo:
 
 
 def _manifest_of(folder: Path, name: str) -> Manifest:
-    entries = []
-    for file in walk(folder):
-        digest = digest_of(file.path, file.size_bytes, cached=None)
-        entries.append(FileEntry(path=file.name, size_bytes=file.size_bytes, xxh3_128=digest, rank=0))
+    digests = {file: digest_of(file.path, file.size_bytes, cached=None) for file in walk(folder)}
+    entries = [
+        FileEntry(path=f.name, size_bytes=f.size_bytes, xxh3_128=digest, rank=0) for f, digest in digests.items()
+    ]
     return Manifest(
         name=name,
         sequence=1,
@@ -160,12 +160,14 @@ def dtype_named(name: str) -> torch.dtype | None:
     """A floating-point type by its name; None for "".
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: there is no such type.
     """
-    found = getattr(torch, name, None) if name else None
-    if name and not (isinstance(found, torch.dtype) and found.is_floating_point):
+    if not name:
+        return None
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigError(key="--dtype", message=f"expected a floating-point type such as bfloat16, got {name!r}")
-    return found
+    return dtype
 
 
 def as_items(state: Any) -> dict[str, Any]:

@@ -30,8 +30,6 @@ ON_DIRECTORY = (
     Check(name="lock", run=durability.locking, needs_scratch=True),
     Check(name="space", run=disk.space),
     Check(name="files", run=disk.inodes),
-    Check(name="quota", run=disk.quota, needs_scratch=True),
-    Check(name="direct I/O", run=durability.direct_io, needs_scratch=True),
     Check(name="speed", run=speed.speed, needs_scratch=True),
 )
 """Of the directory. On several ranks rank 0 alone does these."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from collections.abc import Callable
@@ -10,29 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safe_ckpt.core.storage import durable
-from safe_ckpt.core.storage.durable import free_bytes as free_bytes_of
-from safe_ckpt.doctor.finding import Finding, fail, ok, refused, skipped, warn
+from safe_ckpt.doctor.finding import Finding, fail, ok, skipped, warn, warn_if
 from safe_ckpt.doctor.runner import Examined
 from safe_ckpt.text import bytes_text
 
 _LITTLE_BYTES = 1 << 30
 _FEW_INODES = 10_000
-_PROBE_BYTES = 4 << 20
 _TABLE = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")
-_LOST_AT_REBOOT = (
-    "it is memory: what is saved there is gone after a reboot or with the job. Choose a directory on a disk"
-)
 _LAG = "other hosts may see new files seconds late; safe_ckpt waits for them"
+_NFS = f"{_LAG}. Mount it hard, not soft: a soft mount turns a busy server into failed saves"
+_CIFS = f"{_LAG}. Mount it with cache=strict, and expect slow renames"
 NETWORK = {
-    "nfs": f"{_LAG}. Mount it hard, not soft: a soft mount turns a busy server into failed saves",
-    "nfs4": f"{_LAG}. Mount it hard, not soft: a soft mount turns a busy server into failed saves",
+    "nfs": _NFS,
+    "nfs4": _NFS,
     "lustre": "stripe the directory for large files before training: lfs setstripe -c 4 DIR",
-    "gpfs": "nothing to do; small files are slow there, large ones are not",
-    "beegfs": "nothing to do; with client caching in buffered mode other hosts may see new files late",
-    "ceph": "nothing to do; an evicted client loses what it has not flushed, which a save reports as an error",
-    "cifs": f"{_LAG}. Mount it with cache=strict, and expect slow renames",
-    "smb3": f"{_LAG}. Mount it with cache=strict, and expect slow renames",
+    "cifs": _CIFS,
+    "smb3": _CIFS,
     "9p": f"{_LAG}. It is a folder of the host of a virtual machine: prefer a disk",
     "virtiofs": "it is a folder of the host of a virtual machine: the host decides when bytes are on the disk",
 }
@@ -102,65 +95,64 @@ def judge(mount: Mount) -> Finding:
     if "ro" in mount.options:
         advice = "mount it for writing, or choose another directory"
         return fail("file system", f"{text}, read-only", advice, **figures)
+    advice = NETWORK.get(mount.kind, "")
     if mount.in_memory:
-        return warn("file system", text, _LOST_AT_REBOOT, **figures)
-    if mount.kind == "overlay":
-        advice = "it is the container's own layer, gone with the container: mount a volume and save there"
-        return warn("file system", text, advice, **figures)
-    if mount.kind.startswith("fuse"):
+        advice = (
+            "it is memory: what is saved there is gone after a reboot or with the job. Choose a directory on a disk"
+        )
+    elif mount.kind == "overlay":
+        advice = "it is the container's own layer, which is deleted with the container: mount a volume and save there"
+    elif mount.kind.startswith("fuse"):
         advice = "its program decides what fsync and rename promise: object stores behind FUSE are not supported"
-        return warn("file system", text, advice, **figures)
-    if "soft" in mount.options and mount.kind in NETWORK:
-        return warn("file system", f"{text}, mounted soft", NETWORK[mount.kind], **figures)
-    return ok("file system", text, NETWORK.get(mount.kind, ""), **figures)
+    elif "soft" in mount.options and advice:
+        text += ", mounted soft"
+    else:
+        return ok("file system", text, advice, **figures)
+    return warn("file system", text, advice, **figures)
 
 
 def file_system(examined: Examined) -> list[Finding]:
     """The kind of the file system."""
     mount = current(examined.existing)
-    return [judge(mount) if mount else skipped("file system", "the table of mounts does not list it")]
+    return [judge(mount) if mount else skipped("file system", f"{_TABLE} does not list it")]
 
 
 def renaming(examined: Examined) -> list[Finding]:
     """A rename replaces a file, moves a directory, and can exchange two."""
     folder = examined.folder("renamed")
-    (folder / "new").write_text("new")
-    (folder / "old").write_text("old")
+    for name in ("new", "old"):
+        (folder / name).write_text(name)
     for name in ("a", "b"):
         (folder / name).mkdir()
-    (folder / "a" / "of-a").touch()
-    try:
-        os.replace(folder / "new", folder / "old")
-        os.rename(folder / "old", folder / "b" / "moved")
-        os.rename(folder / "a", folder / "c")
-        exchanged = durable.exchange(folder / "b", folder / "c")
-    except OSError as error:
-        return [refused("rename", error)]
+    os.replace(folder / "new", folder / "old")
+    os.rename(folder / "old", folder / "b" / "moved")
+    os.rename(folder / "a", folder / "c")
+    exchanged = durable.exchange(folder / "b", folder / "c")
     moved = folder / ("c" if exchanged else "b") / "moved"
     if (folder / "new").exists() or moved.read_text() != "new":
         return [fail("rename", "a renamed file is not what it was", "choose a directory on another file system")]
+    text = "replaces a file in one step and moves directories"
     if exchanged:
-        text = "replaces a file in one step, moves directories, exchanges two names"
-        return [ok("rename", text, exchange=True)]
-    text = "replaces a file in one step and moves directories, but cannot exchange two names"
+        return [ok("rename", f"{text}, exchanges two names", exchange=True)]
     advice = "replacing a directory takes two renames here; the next start repairs what a crash leaves between them"
-    return [ok("rename", text, advice, exchange=False)]
+    return [ok("rename", f"{text}, but cannot exchange two names", advice, exchange=False)]
 
 
 def links(examined: Examined) -> list[Finding]:
-    """Hard and symbolic links: a further name of a checkpoint is one."""
+    """Whether hard and symbolic links work: a second name of a checkpoint is one."""
     folder = examined.folder("links")
     (folder / "file").write_text("x")
-    hard = _works(lambda: os.link(folder / "file", folder / "hard"))
-    soft = _works(lambda: os.symlink("file", folder / "soft"))
-    figures = {"hard": hard, "symbolic": soft}
-    if hard and soft:
-        return [ok("links", "hard and symbolic links work", **figures)]
-    names = " and ".join(name for name, works in (("hard", hard), ("symbolic", soft)) if not works)
-    advice = "a further name of a checkpoint, such as last.ckpt, is a copy here and takes its space again"
-    if not soft:
+    works = {
+        "hard": _works(lambda: os.link(folder / "file", folder / "hard")),
+        "symbolic": _works(lambda: os.symlink("file", folder / "symbolic")),
+    }
+    missing = [name for name, does in works.items() if not does]
+    if not missing:
+        return [ok("links", "hard and symbolic links work", **works)]
+    advice = "a second name of a checkpoint, such as last.ckpt, is a copy here and takes its space again"
+    if "symbolic" in missing:
         advice += '; do not use save_last="link"'
-    return [warn("links", f"no {names} links", advice, **figures)]
+    return [warn("links", f"no {' and '.join(missing)} links", advice, **works)]
 
 
 def _works(action: Callable[[], object]) -> bool:
@@ -172,24 +164,24 @@ def _works(action: Callable[[], object]) -> bool:
 
 
 def names(examined: Examined) -> list[Finding]:
-    """Whether names that differ in case alone are two."""
+    """Whether the file system distinguishes names that differ only in case."""
     folder = examined.folder("names")
     (folder / "case").touch()
     if (folder / "CASE").exists():
-        advice = "checkpoints whose names differ only in case are one: do not rely on case in file names or metrics"
+        advice = "two names that differ only in case are one file here: do not rely on case in file names or metrics"
         return [warn("names", "not case-sensitive", advice, case_sensitive=False)]
     return [ok("names", "case-sensitive", case_sensitive=True)]
 
 
 def space(examined: Examined) -> list[Finding]:
     """Free bytes, against the size of a checkpoint."""
-    free_bytes = free_bytes_of(examined.existing)
+    free_bytes = durable.free_bytes(examined.existing)
     if free_bytes is None:
-        return [skipped("space", "this file system does not say how much is free, so no save checks it beforehand")]
+        return [skipped("space", "this file system does not report its free space, so no save checks it beforehand")]
     stat = os.statvfs(examined.existing)
     total_bytes = stat.f_blocks * stat.f_frsize
-    size, why = examined.state_bytes, examined.state_from
-    return [judge_space(free_bytes=free_bytes, total_bytes=total_bytes, size=size, why=why)]
+    size = examined.state_bytes
+    return [judge_space(free_bytes=free_bytes, total_bytes=total_bytes, size=size, why=examined.state_from)]
 
 
 def judge_space(*, free_bytes: int, total_bytes: int, size: int | None, why: str = "") -> Finding:
@@ -205,18 +197,16 @@ def judge_space(*, free_bytes: int, total_bytes: int, size: int | None, why: str
     figures = {"free_bytes": free_bytes, "total_bytes": total_bytes, "state_bytes": size}
     if size is None:
         if free_bytes < _LITTLE_BYTES:
-            advice = "that is little: free some, or say how large a checkpoint is with --state-bytes"
+            advice = "that is little: free some, or give the size of a checkpoint with --state-bytes"
             return warn("space", text, advice, **figures)
         return ok("space", f"{text}; --state-bytes shows how many checkpoints fit", **figures)
-    fit = free_bytes // size
+    figures["fit"] = fit = free_bytes // size
     text += f": {fit} {'checkpoint fits' if fit == 1 else 'checkpoints fit'} of {bytes_text(size)} each ({why})"
     if fit == 0:
         advice = "delete something, keep fewer checkpoints (Retention), or choose another directory"
-        return fail("space", text, advice, fit=0, **figures)
-    if fit == 1:
-        advice = "a new one is complete before an old one is deleted: make room for two"
-        return warn("space", text, advice, fit=1, **figures)
-    return ok("space", text, fit=fit, **figures)
+        return fail("space", text, advice, **figures)
+    advice = "a new one is complete before an old one is deleted: make room for two"
+    return warn_if(fit == 1, "space", text, advice, **figures)
 
 
 def inodes(examined: Examined) -> list[Finding]:
@@ -224,26 +214,9 @@ def inodes(examined: Examined) -> list[Finding]:
     try:
         stat = os.statvfs(examined.existing)
     except OSError as error:
-        return [skipped("files", f"this file system does not say how many may be created ({error.strerror})")]
+        return [skipped("files", f"this file system does not report how many can be created ({error.strerror})")]
     if not stat.f_files:
         return [ok("files", "no limit on their number")]
-    text = f"{stat.f_favail} more can be created"
-    if stat.f_favail < _FEW_INODES:
-        advice = "delete files that nobody needs: a full table of inodes fails like a full disk, with space left"
-        return [warn("files", text, advice, free_inodes=stat.f_favail)]
-    return [ok("files", text, free_inodes=stat.f_favail)]
-
-
-def quota(examined: Examined) -> list[Finding]:
-    """Whether free space can be reserved: a quota shows only then."""
-    path = examined.folder("taken") / "file"
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        os.posix_fallocate(fd, 0, _PROBE_BYTES)
-    except OSError as error:
-        if error.errno in (errno.EDQUOT, errno.ENOSPC, errno.EFBIG):
-            return [refused("quota", error, f"{bytes_text(_PROBE_BYTES)} could not be reserved")]
-        return [skipped("quota", f"space cannot be reserved on this file system ({error.strerror})")]
-    finally:
-        os.close(fd)
-    return [ok("quota", f"{bytes_text(_PROBE_BYTES)} were reserved; how much more a quota leaves is unknown")]
+    free, text = stat.f_favail, f"{stat.f_favail} more can be created"
+    advice = "delete files that nobody needs: without free inodes no file can be created, even with space left"
+    return [warn_if(free < _FEW_INODES, "files", text, advice, free_inodes=free)]

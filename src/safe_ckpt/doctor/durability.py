@@ -1,15 +1,16 @@
-"""Does a file hold what was written, does fsync take as long as a disk takes, and does a job's lock exclude a second job."""
+"""Whether a file holds what was written, fsync takes as long as a disk takes, and a job's lock excludes a second job."""
 
 from __future__ import annotations
 
-import errno
-import mmap
+import contextlib
 import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import filelock
 
@@ -17,12 +18,13 @@ import safe_ckpt
 from safe_ckpt.core.directory.lock import JobLock, holder_of
 from safe_ckpt.core.storage.durable import sync_directory
 from safe_ckpt.doctor.disk import current
-from safe_ckpt.doctor.finding import Figure, Finding, fail, ok, refused, skipped, warn
+from safe_ckpt.doctor.finding import Figure, Finding, fail, ok, refused, skipped, warn, warn_if
 from safe_ckpt.doctor.runner import PREFIX, Examined
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 from safe_ckpt.inspection.listing import read_listing
 from safe_ckpt.text import duration
 
+_T = TypeVar("_T")
 _ROUNDS = 5
 _SUSPICIOUS_S = 20e-6
 _SLOW_S = 1.0
@@ -31,11 +33,10 @@ _QUICK_S = 10.0
 _OLD_S = 3600.0
 _HOLD = """
 import sys
-sys.path[:0] = {roots!r}
 from pathlib import Path
-from safe_ckpt.core.directory.lock import JobLock, holder_of
-folder = Path({folder!r})
-lock = JobLock(folder, subject=folder, lease_s={lease_s!r})  # by its name it stays
+sys.path[:0] = {roots!r}
+from safe_ckpt.core.directory.lock import JobLock
+lock = JobLock(Path({folder!r}), subject=Path({folder!r}), lease_s={lease_s!r})
 lock.acquire()
 print("held", flush=True)
 sys.stdin.read()
@@ -48,16 +49,13 @@ def creating(examined: Examined) -> list[Finding]:
         return [refused("write", examined.problem, f"cannot create a folder in {examined.existing}")]
     folder = examined.folder("written")
     data = os.urandom(1 << 20)
-    begun = time.monotonic()
-    (folder / "file").write_bytes(data)
-    same = (folder / "file").read_bytes() == data
-    seconds = time.monotonic() - begun
-    if not same:
+    seconds = _seconds((folder / "file").write_bytes, data)
+    if (folder / "file").read_bytes() != data:
         return [fail("write", "a file does not hold what was written", "do not keep checkpoints there: look at dmesg")]
     if os.listdir(folder) != ["file"]:
         advice = "the file system caches what folders hold, even for the host that writes: switch that off in its mount"
         return [fail("write", "a new file is not listed in its folder", advice)]
-    return [ok("write", f"created, written and read back 1 MiB in {duration(seconds)}", seconds_s=seconds)]
+    return [ok("write", f"wrote 1 MiB in {duration(seconds)} and read it back", seconds_s=seconds)]
 
 
 def syncing(examined: Examined) -> list[Finding]:
@@ -65,27 +63,21 @@ def syncing(examined: Examined) -> list[Finding]:
     folder = examined.folder("synced")
     file_s, folder_s = [], []
     for number in range(_ROUNDS):
-        path = folder / str(number)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with (folder / str(number)).open("xb", buffering=0) as file:
+            file.write(os.urandom(65536))
+            file_s.append(_seconds(os.fsync, file.fileno()))
         try:
-            os.write(fd, os.urandom(65536))
-            file_s.append(_timed_fsync(fd))
-        finally:
-            os.close(fd)
-        begun = time.perf_counter()
-        try:
-            sync_directory(str(folder))
+            folder_s.append(_seconds(sync_directory, str(folder)))
         except OSError as error:
             return [refused("fsync", error, "fsync of a directory")]
-        folder_s.append(time.perf_counter() - begun)
     mount = current(examined.existing)
     in_memory = mount is not None and mount.in_memory
     return [judge_fsync(statistics.median(file_s), statistics.median(folder_s), in_memory=in_memory)]
 
 
-def _timed_fsync(fd: int) -> float:
+def _seconds(action: Callable[[_T], object], argument: _T) -> float:
     begun = time.perf_counter()
-    os.fsync(fd)
+    action(argument)
     return time.perf_counter() - begun
 
 
@@ -96,50 +88,12 @@ def judge_fsync(file_s: float, folder_s: float, *, in_memory: bool) -> Finding:
     if max(file_s, folder_s) > _SLOW_S:
         advice = "every save does a handful of these: others keep the disk busy, or its write cache is off"
         return warn("fsync", text, advice, **figures)
-    if file_s < _SUSPICIOUS_S and not in_memory:
-        advice = (
-            "no disk is that fast: it may return before the bytes are on the disk, and a power cut could lose a save"
-        )
-        return ok("fsync", text, advice, **figures)
-    return ok("fsync", text, **figures)
-
-
-def direct_io(examined: Examined) -> list[Finding]:
-    """Writes past the page cache, and how they must be aligned."""
-    folder = examined.folder("unbuffered")
-    for alignment in (512, 4096):
-        if _direct(folder / str(alignment), alignment):
-            text = f"O_DIRECT works, aligned to {alignment} bytes"
-            return [ok("direct I/O", text, works=True, alignment_bytes=alignment)]
-    advice = (
-        "writes go through the page cache and are flushed on the way: as safe, but they compete with training for memory "
-        "and for its cache"
-    )
-    return [ok("direct I/O", "no O_DIRECT on this file system", advice, works=False)]
-
-
-def _direct(path: Path, alignment: int) -> bool:
-    memory = mmap.mmap(-1, 8192)
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT, 0o666)
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.ENOTSUP):
-            return False
-        raise
-    view = memoryview(memory)
-    try:
-        return os.pwrite(fd, view[alignment : 2 * alignment], alignment) == alignment
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            return False
-        raise
-    finally:
-        view.release()
-        os.close(fd)
+    advice = "no disk is that fast: it may return before the bytes are on the disk, and a power cut may lose a save"
+    return ok("fsync", text, advice if file_s < _SUSPICIOUS_S and not in_memory else "", **figures)
 
 
 def locking(examined: Examined) -> list[Finding]:
-    """A second job is refused while the first lives, and gets in at once when that is killed."""
+    """Whether a second job is refused while the first lives, and takes over at once when that is killed."""
     folder = examined.folder("locked")
     if not sys.executable:
         return [skipped("lock", "sys.executable is not set: no second process can be started")]
@@ -149,7 +103,8 @@ def locking(examined: Examined) -> list[Finding]:
             if holder.stdout is None or holder.stdout.readline() != b"held\n":
                 last = (holder.communicate()[1].decode(errors="replace").strip().splitlines() or ["it ended"])[-1]
                 return [fail("lock", f"a process cannot take it: {last}", "choose a directory on another file system")]
-            if _taken(lock):
+            with contextlib.suppress(DirectoryInUseError):
+                lock.acquire()
                 lock.release()
                 advice = "two jobs could write one directory: choose a directory on another file system"
                 return [fail("lock", "two processes hold it at the same time", advice)]
@@ -160,21 +115,8 @@ def locking(examined: Examined) -> list[Finding]:
 
 def _holder(folder: Path) -> subprocess.Popen[bytes]:
     roots = [str(Path(module.__file__).parent.parent) for module in (safe_ckpt, filelock) if module.__file__]
-    code = _HOLD.format(roots=roots, folder=str(folder), lease_s=_LEASE_S)
-    return subprocess.Popen(
-        [sys.executable, "-I", "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def _taken(lock: JobLock) -> bool:
-    try:
-        lock.acquire()
-    except DirectoryInUseError:
-        return False
-    return True
+    command = [sys.executable, "-I", "-c", _HOLD.format(roots=roots, folder=str(folder), lease_s=_LEASE_S)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def _taken_over(lock: JobLock) -> Finding:
@@ -188,13 +130,12 @@ def _taken_over(lock: JobLock) -> Finding:
     lock.release()
     seconds = time.monotonic() - begun
     text = f"a second process is refused, that of a killed one is taken over in {duration(seconds)}"
-    if seconds > _QUICK_S:
-        return warn("lock", text, "small files are slow here: see the times of fsync", takeover_s=seconds)
-    return ok("lock", text, takeover_s=seconds)
+    advice = "small files are slow here: see the times of fsync"
+    return warn_if(seconds > _QUICK_S, "lock", text, advice, takeover_s=seconds)
 
 
 def holder(examined: Examined) -> list[Finding]:
-    """Who holds the directory. Only read; a live job goes on undisturbed."""
+    """Which job holds the directory. Its lock is only read; the job is not disturbed."""
     if examined.existing != examined.asked or not examined.asked.is_dir():
         return []
     lease = holder_of(read_listing(examined.asked).hidden)
@@ -211,7 +152,7 @@ def holder(examined: Examined) -> list[Finding]:
 
 
 def leftovers(examined: Examined) -> list[Finding]:
-    """Private folders of doctors that were killed."""
+    """Private folders that killed doctors left."""
     own = examined.scratch.name if examined.scratch else ""
     folders = [path for path in examined.existing.glob(f"{PREFIX}*") if path.name != own]
     old = [path for path in folders if time.time() - path.stat().st_mtime > _OLD_S]

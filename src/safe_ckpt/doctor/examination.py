@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,22 +43,24 @@ def world_of(environment: Mapping[str, str]) -> World | None:
     """
     if environment.get("WORLD_SIZE", "1") == "1":
         return None
-    numbers = {}
-    for key in ("WORLD_SIZE", "RANK", "MASTER_PORT"):
+
+    def number(key: str) -> int:
         text = environment.get(key, "")
         if not text.isdigit():
             advice = "start the ranks with torchrun, or unset WORLD_SIZE for one process"
             raise ConfigError(key=key, message=f"expected a number, got {text!r}: {advice}")
-        numbers[key] = int(text)
+        return int(text)
+
+    rank, size = number("RANK"), number("WORLD_SIZE")
+    if rank >= size:
+        raise ConfigError(key="RANK", message=f"expected below WORLD_SIZE, got {rank}")
     if not environment.get("MASTER_ADDR"):
         raise ConfigError(key="MASTER_ADDR", message="expected the host of rank 0: start the ranks with torchrun")
-    if not numbers["RANK"] < numbers["WORLD_SIZE"]:
-        raise ConfigError(key="RANK", message=f"expected below WORLD_SIZE, got {numbers['RANK']}")
     return World(
-        rank=numbers["RANK"],
-        size=numbers["WORLD_SIZE"],
+        rank=rank,
+        size=size,
         address=environment["MASTER_ADDR"],
-        port=numbers["MASTER_PORT"],
+        port=number("MASTER_PORT"),
         hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
     )
@@ -85,11 +88,12 @@ class Report:
     @property
     def summary(self) -> str:
         """One sentence."""
-        counts = {state: sum(finding.state == state for finding in self.findings) for state in ("ok", "warn", "fail")}
+        counts = Counter(finding.state for finding in self.findings)
         where = f"{self.directory}{f', {self.ranks} ranks' if self.ranks > 1 else ''}"
         if counts["fail"]:
-            counted = f"{counts['fail']} failed, {counts['warn']} to look at"
-            return f"{where}: checkpoints cannot be relied on here: {counted}"
+            return (
+                f"{where}: checkpoints cannot be relied on here: {counts['fail']} failed, {counts['warn']} to look at"
+            )
         if counts["warn"]:
             return f"{where}: works, with {counts['warn']} to look at; {counts['ok']} are fine"
         return f"{where}: all is well"
@@ -110,7 +114,7 @@ def diagnose(path: Path, options: Options, world: World | None = None) -> Report
 
     Args:
         path: the directory; need not exist.
-        options: what the caller wants to know.
+        options: the options of the command.
         world: the ranks; every one calls this. None for this process alone.
 
     Returns:
@@ -126,15 +130,12 @@ def diagnose(path: Path, options: Options, world: World | None = None) -> Report
         return None
     try:
         with examining(path, options) as examined:
-            findings = _of_ranks(world, examined) if world else []
-            findings += run_checks(examined, ON_DIRECTORY)
-            findings += run_checks(examined, ON_MACHINE)
+            findings: list[Finding] = []
+            if world is not None:
+                from safe_ckpt.doctor.ranks import lead  # imports torch
+
+                findings += lead(world, examined)
+            findings += run_checks(examined, (*ON_DIRECTORY, *ON_MACHINE))
     except StuckError as error:
         findings = [fail("directory", str(error), STUCK), *run_checks(Examined(asked=path, existing=path), ON_MACHINE)]
     return Report(directory=path, ranks=world.size if world else 1, findings=tuple(findings))
-
-
-def _of_ranks(world: World, examined: Examined) -> list[Finding]:
-    from safe_ckpt.doctor.ranks import lead  # imports torch
-
-    return lead(world, examined)

@@ -35,7 +35,7 @@ class Finding:
     Attributes:
         check: the name of the check.
         state: ``"ok"``; ``"warn"``: it works, at a price; ``"fail"``: checkpoints cannot be relied on here; ``"skipped"``: it
-            could not be looked at.
+            could not be checked.
         measured: what was seen, as text.
         advice: what to do about it, or a hint; "" where there is nothing to do.
         where: the host and ranks concerned, where that is not all of them.
@@ -51,16 +51,11 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON-able data."""
-        return {**dataclasses.asdict(self), "figures": dict(self.figures)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Finding:
-        """From what ``to_json`` returned."""
-        return cls(**data)
+        return dataclasses.asdict(self)
 
 
 def ok(check: str, measured: str, advice: str = "", /, **figures: Figure) -> Finding:
-    """Nothing to do; ``advice`` is no more than a hint then."""
+    """Nothing to do; ``advice`` is only a hint."""
     return Finding(check=check, state="ok", measured=measured, advice=advice, figures=figures)
 
 
@@ -69,22 +64,26 @@ def warn(check: str, measured: str, advice: str, /, **figures: Figure) -> Findin
     return Finding(check=check, state="warn", measured=measured, advice=advice, figures=figures)
 
 
+def warn_if(bad: bool, check: str, measured: str, advice: str, /, **figures: Figure) -> Finding:
+    """A warning with ``advice`` where it is ``bad``; else nothing to do."""
+    return warn(check, measured, advice, **figures) if bad else ok(check, measured, **figures)
+
+
 def fail(check: str, measured: str, advice: str, /, **figures: Figure) -> Finding:
     """Checkpoints cannot be relied on here."""
     return Finding(check=check, state="fail", measured=measured, advice=advice, figures=figures)
 
 
 def skipped(check: str, why: str) -> Finding:
-    """It could not be looked at."""
+    """The check could not be made."""
     return Finding(check=check, state="skipped", measured=why)
 
 
 def refused(check: str, error: OSError, doing: str = "") -> Finding:
-    """The operating system said no."""
+    """The operating system refused a call."""
     code = errno.errorcode.get(error.errno or 0, "")
-    what = f"{doing}: " if doing else ""
     where = f" ({os.path.basename(os.fsdecode(error.filename))})" if isinstance(error.filename, str | bytes) else ""
-    text = f"{what}{error.strerror or error}{f' [{code}]' if code else ''}{where}"
+    text = f"{f'{doing}: ' if doing else ''}{error.strerror or error}{f' [{code}]' if code else ''}{where}"
     advice = _ADVICE.get(error.errno or 0, "choose a directory on another file system")
     return fail(check, text, advice, errno=code or None)
 

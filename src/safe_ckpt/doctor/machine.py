@@ -8,17 +8,15 @@ import platform
 import resource
 from collections.abc import Mapping
 from importlib import metadata
-from pathlib import Path
 
 from safe_ckpt.core.staging import host_memory
-from safe_ckpt.doctor.finding import Finding, fail, ok, refused, skipped, warn
+from safe_ckpt.doctor.finding import Finding, fail, ok, refused, skipped, warn, warn_if
 from safe_ckpt.doctor.runner import Examined
 from safe_ckpt.text import bytes_text
 from safe_ckpt.versions import SUPPORTED, judge
 
 PACKAGES = ("safe-ckpt", "torch", "lightning", "pytorch-lightning", "accelerate", "transformers", "deepspeed", "numpy")
 _PROBE_BYTES = 16 << 20
-_SHMEM_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _TIGHT_BYTES = 1 << 30
 
 
@@ -37,34 +35,22 @@ def judge_memory(*, free_bytes: int, limit_bytes: int | None, size: int | None) 
     text = f"{bytes_text(free_bytes)} can still be taken{limit}"
     figures = {"free_bytes": free_bytes, "limit_bytes": limit_bytes}
     if size is not None and size > free_bytes:
-        advice = (
-            f"a snapshot of {bytes_text(size)} on this host alone does not fit: set max_host_bytes, give the job more "
-            "memory, or spread the state over more hosts"
-        )
-        return warn("memory", text, advice, **figures)
-    if size is None and free_bytes < _TIGHT_BYTES:
-        return warn("memory", text, "that is little: set max_host_bytes, or give the job more memory", **figures)
-    return ok("memory", text, **figures)
+        remedy = "set max_host_bytes, give the job more memory, or spread the state over more hosts"
+        return warn("memory", text, f"a snapshot of {bytes_text(size)} does not fit on this host: {remedy}", **figures)
+    advice = "that is little: set max_host_bytes, or give the job more memory"
+    return warn_if(size is None and free_bytes < _TIGHT_BYTES, "memory", text, advice, **figures)
 
 
 def shared_memory(_: Examined) -> list[Finding]:
-    """The anonymous memory that holds snapshots, and its pages."""
+    """The anonymous memory that holds snapshots."""
     doing, advice = "memfd_create", "a sandbox forbids it: allow the system call memfd_create"
     try:
-        fd = os.memfd_create("safe_ckpt-doctor", os.MFD_CLOEXEC)
-        with os.fdopen(fd, "wb"):
+        with os.fdopen(os.memfd_create("safe_ckpt-doctor", os.MFD_CLOEXEC), "wb") as memory:
             doing, advice = f"{bytes_text(_PROBE_BYTES)} were asked for", "give the job more memory: it holds snapshots"
-            os.posix_fallocate(fd, 0, _PROBE_BYTES)
+            os.posix_fallocate(memory.fileno(), 0, _PROBE_BYTES)
     except OSError as error:
         return [warn("shared memory", refused("shared memory", error, doing).measured, advice)]
-    pages = ""
-    with contextlib.suppress(OSError):  # "always [never]"
-        words = _SHMEM_PAGES.read_text(encoding="ascii", errors="replace").split()
-        pages = next((word[1:-1] for word in words if word.startswith("[")), "")
-    if pages in ("always", "advise", "within_size", "force"):
-        return [ok("shared memory", f"works, in huge pages ({pages})", huge_pages=pages)]
-    hint = f"copying into huge pages is faster: echo advise > {_SHMEM_PAGES}" if pages else ""
-    return [ok("shared memory", "works, in small pages", hint, huge_pages=pages or None)]
+    return [ok("shared memory", f"{bytes_text(_PROBE_BYTES)} can be taken")]
 
 
 def file_size(examined: Examined) -> list[Finding]:
@@ -78,11 +64,8 @@ def judge_file_size(limit_bytes: int | None, size: int | None) -> Finding:
     if limit_bytes is None:
         return ok("file size", "unlimited")
     make = fail if size is not None and limit_bytes < size else warn
-    text, advice = (
-        f"at most {bytes_text(limit_bytes)}",
-        "a checkpoint file that grows beyond it fails: ulimit -f unlimited",
-    )
-    return make("file size", text, advice, soft=limit_bytes)
+    advice = "a save fails when one of its files grows beyond it: ulimit -f unlimited"
+    return make("file size", f"at most {bytes_text(limit_bytes)}", advice, soft=limit_bytes)
 
 
 def cores(_: Examined) -> list[Finding]:
@@ -98,11 +81,8 @@ def judge_cores(allowed: int, quota: float | None, ranks: int) -> Finding:
     text = f"{usable:g} for {ranks} {'rank' if ranks == 1 else 'ranks'}"
     if quota is not None and quota < allowed:
         text += f" (of {allowed}; a control group gives {quota:g})"
-    figures = {"usable": usable, "ranks_here": max(ranks, 1)}
-    if usable <= ranks:
-        advice = "writing takes a part of a core from training: ask for one more core per rank"
-        return warn("cores", text, advice, **figures)
-    return ok("cores", text, **figures)
+    advice = "writing takes a part of a core from training: add a core for each rank"
+    return warn_if(usable <= ranks, "cores", text, advice, usable=usable, ranks_here=max(ranks, 1))
 
 
 def versions_here() -> dict[str, str]:
@@ -115,7 +95,7 @@ def versions_here() -> dict[str, str]:
 
 
 def versions(_: Examined) -> list[Finding]:
-    """What is installed."""
+    """The installed releases."""
     return judge_versions(versions_here())
 
 

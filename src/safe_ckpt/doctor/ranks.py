@@ -6,11 +6,11 @@ No process group is needed for that; one is made in the end, only to see whether
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from safe_ckpt.doctor import machine, rank_findings
 from safe_ckpt.doctor.checks import ON_MACHINE
 from safe_ckpt.doctor.examination import World
 from safe_ckpt.doctor.finding import Finding, fail, ok
-from safe_ckpt.doctor.runner import Examined, Options, StuckError, bounded, known_size, nearest_existing, run_checks
+from safe_ckpt.doctor.runner import Examined, Options, StuckError, bounded, look_at, or_else, run_checks
 from safe_ckpt.errors import ConfigError, PeerLostError, RendezvousTimeout, SafeCheckpointError
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 else:
     from torch.distributed import PrefixStore, TCPStore
 
-logger = logging.getLogger(__name__)
 _PEER_STALL_S = 30.0
 _MISSING = (
     "look at what those ranks said last: are they running, may they reach this host, does every node name the same "
@@ -69,12 +68,12 @@ def follow(world: World, path: Path, options: Options) -> None:
     """
     timeout_s = options.timeout_s
     with _coordinator(world, timeout_s) as (coordinator, store):
-        asked = Path(os.path.abspath(path))
-        size, known_from = _or(lambda: known_size(asked, options), timeout_s / 3, (None, ""))
-        existing = _or(lambda: nearest_existing(asked), timeout_s / 3, asked)
-        examined = Examined(asked=asked, existing=existing, options=options, state_bytes=size, state_from=known_from)
+        try:
+            examined = look_at(path, replace(options, timeout_s=timeout_s / 3))
+        except StuckError:
+            examined = Examined(asked=Path(os.path.abspath(path)), existing=path, options=options)
         shown = coordinator.agree("doctor", timeout_s=timeout_s, local=lambda: _self(path))
-        answer = _look(asked, shown, coordinator.rank, timeout_s)
+        answer = _look(examined.asked, shown, coordinator.rank, timeout_s)
         answer["findings"] = [finding.to_json() for finding in run_checks(examined, ON_MACHINE)]
         coordinator.agree("doctor: seen", timeout_s=2 * timeout_s, local=lambda: answer)
         end = {"group": _try_group(coordinator, store, timeout_s)}
@@ -84,38 +83,37 @@ def follow(world: World, path: Path, options: Options) -> None:
 def _lead(
     coordinator: Coordinator, store: Store, examined: Examined, findings: list[Finding], timeout_s: float
 ) -> None:
-    reported: dict[str, Answers] = {}
+    reported: dict[int, Any] = {}
+    seen: dict[int, Any] = {}
+    ended: dict[int, Any] = {}
     token = _leave_token(examined)
+    name = examined.scratch.name if examined.scratch else ""
+    shown = {"levels_up": examined.levels_up, "scratch": name, "token": token}
 
     def show(answers: Answers) -> dict[str, Any]:
-        reported["self"] = answers
-        name = examined.scratch.name if examined.scratch else ""
-        return {"levels_up": examined.levels_up, "scratch": name, "token": token}
+        reported.update(answers)
+        return shown
 
-    def gather(answers: Answers) -> None:
+    def complete(answers: Answers) -> None:
         deadline = time.monotonic() + timeout_s / 2
-        reported["seen"] = {rank: _complete(answer, rank, examined, deadline) for rank, answer in answers.items()}
-
-    def close(answers: Answers) -> None:
-        reported["end"] = answers
+        seen.update((rank, _complete(answer, rank, examined, deadline)) for rank, answer in answers.items())
 
     coordinator.agree("doctor", timeout_s=timeout_s, local=lambda: _self(examined.asked), decide=show)
-    findings += [*rank_findings.versions(reported["self"]), rank_findings.settings(reported["self"])]
-    coordinator.agree("doctor: seen", timeout_s=2 * timeout_s, local=lambda: {"seen": bool(token)}, decide=gather)
+    findings += [*rank_findings.versions(reported), rank_findings.settings(reported)]
+    coordinator.agree("doctor: seen", timeout_s=2 * timeout_s, local=lambda: {"seen": bool(token)}, decide=complete)
     if token:
-        findings += rank_findings.directories(reported["self"], reported["seen"])
-    findings += rank_findings.machines(reported["self"], reported["seen"])
+        findings += rank_findings.directories(reported, seen)
+    findings += rank_findings.machines(reported, seen)
     answer = {"group": _try_group(coordinator, store, timeout_s)}
-    coordinator.agree("doctor: end", timeout_s=2 * timeout_s, local=lambda: answer, decide=close)
-    findings.append(rank_findings.groups(reported["end"]))
+    coordinator.agree("doctor: end", timeout_s=2 * timeout_s, local=lambda: answer, decide=ended.update)
+    findings.append(rank_findings.groups(ended))
 
 
 @contextlib.contextmanager
 def _coordinator(world: World, timeout_s: float) -> Iterator[tuple[Coordinator, Store]]:
     store = _meeting_store(world, timeout_s)
-    timeouts = Timeouts(
-        barrier_s=timeout_s, peer_stall_s=min(_PEER_STALL_S, timeout_s), shutdown_s=min(timeout_s, 10.0)
-    )
+    stall_s, shutdown_s = min(timeout_s, _PEER_STALL_S), min(timeout_s, 10.0)
+    timeouts = Timeouts(barrier_s=timeout_s, peer_stall_s=stall_s, shutdown_s=shutdown_s)
     name = f"doctor-{world.attempt}"
     group = process_groups.Group(rank=world.rank, size=world.size, meeting_store=store, name=name)
     met = rendezvous(group, timeouts, Network())
@@ -133,25 +131,22 @@ def _meeting_store(world: World, timeout_s: float) -> Store:
         PeerLostError: rank 0 cannot host it, or what listens there is no store.
         RendezvousTimeout: nobody listens there.
     """
-    hosts = world.rank == 0 and not world.hosted
     where = f"{world.address}:{world.port}"
-    deadline = time.monotonic() + timeout_s
+    hosts = world.rank == 0 and not world.hosted
+    if not hosts:
+        deadline = time.monotonic() + timeout_s
+        try:
+            bounded(lambda: _await_listener(world, deadline), timeout_s + 1)
+        except OSError as error:
+            phase = f"meeting at {where} ({_first(error)})"
+            raise RendezvousTimeout(phase=phase, seconds=timeout_s, missing=(0,)) from error
     try:
         if hosts:
             return bounded(lambda: _host(world, timeout_s), timeout_s)
-        bounded(lambda: _await_listener(world, deadline), timeout_s + 1)
-    except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
-        if hosts:
-            raise PeerLostError(
-                phase="meeting", ranks=(0,), reason=f"cannot listen on {where}: {_first(error)}"
-            ) from error
-        phase = f"meeting at {where} ({_first(error)})"
-        raise RendezvousTimeout(phase=phase, seconds=timeout_s, missing=(0,)) from error
-    try:
         return bounded(lambda: process_groups.connect_store(world.address, world.port, timeout_s), timeout_s)
     except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
-        reason = f"no store answers at {where}: {_first(error)}"
-        raise PeerLostError(phase="meeting", ranks=(0,), reason=reason) from error
+        doing = f"cannot listen on {where}" if hosts else f"no store answers at {where}"
+        raise PeerLostError(phase="meeting", ranks=(0,), reason=f"{doing}: {_first(error)}") from error
 
 
 def _host(world: World, timeout_s: float) -> Store:
@@ -160,17 +155,15 @@ def _host(world: World, timeout_s: float) -> Store:
 
 
 def _await_listener(world: World, deadline: float) -> None:
-    # torch's own client goes on beyond its timeout and fills the screen while nobody listens.
+    # While nobody listens, torch's own client continues beyond its timeout and fills the screen.
     while True:
+        left_s = max(0.1, deadline - time.monotonic())
         try:
-            left_s = max(0.1, deadline - time.monotonic())
-            socket.create_connection((world.address, world.port), timeout=left_s).close()
+            return socket.create_connection((world.address, world.port), timeout=left_s).close()
         except OSError:
             if time.monotonic() >= deadline:
                 raise
-            time.sleep(0.1)
-        else:
-            return
+        time.sleep(0.1)
 
 
 def _first(error: Exception) -> str:
@@ -178,11 +171,11 @@ def _first(error: Exception) -> str:
 
 
 def _self(path: Path) -> dict[str, Any]:
+    settings, problem = "", ""
     try:
         settings = CheckpointConfig.from_environment().deviations()
-        problem = ""
     except ConfigError as error:
-        settings, problem = "", str(error)
+        problem = str(error)
     return {
         "host": socket.gethostname(),
         "machine": processes.machine_id(),
@@ -194,14 +187,9 @@ def _self(path: Path) -> dict[str, Any]:
 
 
 def _leave_token(examined: Examined) -> str:
-    if examined.scratch is None:
-        return ""
+    """The name of a file that other ranks look for; "" where none can be created, and the checks that follow say why."""
     scratch = examined.scratch
-    try:
-        return bounded(lambda: shared.leave_token(scratch), examined.options.timeout_s)
-    except OSError as error:
-        logger.debug("no token: %s", error)  # the checks that follow say why
-        return ""
+    return or_else(lambda: shared.leave_token(scratch), examined.options.timeout_s, "") if scratch else ""
 
 
 def _look(asked: Path, shown: Mapping[str, Any], rank: int, timeout_s: float) -> dict[str, Any]:
@@ -217,16 +205,13 @@ def _look(asked: Path, shown: Mapping[str, Any], rank: int, timeout_s: float) ->
         return {"seen": False, "problem": "its file system does not answer"}
     answer: dict[str, Any] = {"seen": seen, "after_s": time.monotonic() - begun}
     if seen:
-        answer.update(_or(lambda: _write(scratch / f"rank-{rank}"), timeout_s / 3, {"problem": "a write does not end"}))
+        wrote = scratch / f"rank-{rank}"
+        try:
+            bounded(wrote.touch, timeout_s / 3)
+            answer["wrote"] = wrote.name
+        except OSError as error:
+            answer["problem"] = f"it cannot write there: {error.strerror or error}"
     return answer
-
-
-def _write(path: Path) -> dict[str, Any]:
-    try:
-        path.touch()
-    except OSError as error:
-        return {"problem": f"it cannot write there: {error.strerror}"}
-    return {"wrote": path.name}
 
 
 def _complete(answer: Mapping[str, Any], rank: int, examined: Examined, deadline: float) -> dict[str, Any]:
@@ -235,7 +220,7 @@ def _complete(answer: Mapping[str, Any], rank: int, examined: Examined, deadline
     if rank and full.get("wrote") and examined.scratch is not None:
         path = examined.scratch / str(full["wrote"])
         left_s = max(0.1, deadline - time.monotonic())
-        if not _or(lambda: shared.await_visible(path, left_s), left_s + 1, default=False):
+        if not or_else(lambda: shared.await_visible(path, left_s), left_s + 1, default=False):
             full["problem"] = "rank 0 does not see what it wrote"
     return full
 
@@ -248,9 +233,8 @@ def _try_group(coordinator: Coordinator, store: Store, timeout_s: float) -> str:
     limit = timedelta(seconds=timeout_s / 2)
 
     def make() -> None:
-        dist.init_process_group(
-            "gloo", store=prefixed, rank=coordinator.rank, world_size=coordinator.size, timeout=limit
-        )
+        rank, size = coordinator.rank, coordinator.size
+        dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=limit)
         dist.destroy_process_group()
 
     try:
@@ -258,10 +242,3 @@ def _try_group(coordinator: Coordinator, store: Store, timeout_s: float) -> str:
     except Exception as error:  # whatever gloo says, rank 0 reports it
         return _first(error)
     return ""
-
-
-def _or(action: Callable[[], Any], limit_s: float, default: Any) -> Any:
-    try:
-        return bounded(action, limit_s)
-    except OSError:
-        return default

@@ -1,6 +1,6 @@
 """Checks run so that none can hang the caller: each on a daemon thread, under a deadline, in a private folder.
 
-A file system whose server is gone lets a system call block for ever, and nothing in the process can end that call. So the
+If the server of a file system is lost, a system call may block for ever, and nothing in the process can end it. So the
 call is abandoned and reported, and no further check touches the same disk.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import shutil
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 PREFIX = ".safe_ckpt_doctor-"
 STUCK = "the disk or its server does not answer: look at dmesg and at the mount, before any training"
 _T = TypeVar("_T")
+_Default = TypeVar("_Default")
 _LEAVE_S = 5.0
 
 
@@ -35,7 +36,7 @@ class StuckError(OSError):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the caller wants to know.
+    """The options of the command.
 
     Attributes:
         state_bytes: the size of one checkpoint; None to take that of the newest one in the directory.
@@ -57,7 +58,7 @@ class Examined:
         existing: that, or the nearest of its parents that exists.
         scratch: a private folder below ``existing``; None where it could not be made.
         problem: why not.
-        options: what the caller wants to know.
+        options: the options of the command.
         state_bytes: the size of one checkpoint, if it is known.
         state_from: how it is known, in words.
         stop: set when the checks are to end early; long ones look at it.
@@ -103,29 +104,37 @@ class Check:
     touches_disk: bool = True
 
 
-def bounded(action: Callable[[], _T], limit_s: float) -> _T:
+def bounded(action: Callable[[], _T], limit_s: float, stop: threading.Event | None = None) -> _T:
     """Run ``action`` on a thread of its own and wait for it, at most ``limit_s``.
 
+    Args:
+        action: what to do.
+        limit_s: how long.
+        stop: set on Ctrl-C, so that ``action`` ends: a check that still writes must end before its folder is removed.
+
     Raises:
-        StuckError: it did not end in time; it goes on by itself.
+        StuckError: it did not end in time; its thread continues.
         BaseException: what ``action`` raised.
     """
-    outcome: queue.SimpleQueue[tuple[bool, _T | BaseException]] = queue.SimpleQueue()
+    outcome: Future[_T] = Future()
 
     def run() -> None:
         try:
-            outcome.put((True, action()))
+            outcome.set_result(action())
         except BaseException as error:  # it belongs to the caller that waits
-            outcome.put((False, error))
+            outcome.set_exception(error)
 
     threading.Thread(target=run, name="safe_ckpt-doctor", daemon=True).start()
     try:
-        good, value = outcome.get(timeout=limit_s)
-    except queue.Empty:
-        raise StuckError(f"no answer within {limit_s:g} s") from None
-    if not good and isinstance(value, BaseException):
-        raise value
-    return value  # type: ignore[return-value]
+        wait([outcome], limit_s)
+    except BaseException:
+        if stop is not None:
+            stop.set()
+            wait([outcome], _LEAVE_S)
+        raise
+    if not outcome.done():
+        raise StuckError(f"no answer within {limit_s:g} s")
+    return outcome.result()
 
 
 def nearest_existing(path: Path) -> Path:
@@ -138,12 +147,30 @@ def known_size(directory: Path, options: Options) -> tuple[int | None, str]:
     """The size of one checkpoint, as given or as that of the newest one in ``directory``, and how it is known."""
     if options.state_bytes is not None:
         return options.state_bytes, "as given"
-    try:
-        infos = [candidate.info for candidate in read_listing(directory).usable]
-    except OSError:  # there is none, or a live job is deleting one just now
-        return None, ""
+    # Without an answer: no directory, a live job that deletes one just now, or a disk that the first check reports anyway.
+    infos = or_else(lambda: [candidate.info for candidate in read_listing(directory).usable], options.timeout_s, ())
     newest = next((info for info in infos if info is not None and info.size_bytes), None)
     return (newest.size_bytes, f"as {newest.path.name} is") if newest else (None, "")
+
+
+def or_else(action: Callable[[], _T], limit_s: float, default: _Default) -> _T | _Default:
+    """As ``bounded``; ``default`` where the file system refuses or does not answer."""
+    try:
+        return bounded(action, limit_s)
+    except OSError:
+        return default
+
+
+def look_at(path: Path, options: Options) -> Examined:
+    """What is known of a directory before anything is written.
+
+    Raises:
+        StuckError: the file system does not answer.
+    """
+    asked = Path(os.path.abspath(path))
+    existing = bounded(lambda: nearest_existing(asked), options.timeout_s)
+    size, known_from = known_size(asked, options)
+    return Examined(asked=asked, existing=existing, options=options, state_bytes=size, state_from=known_from)
 
 
 @contextlib.contextmanager
@@ -155,60 +182,37 @@ def examining(path: Path, options: Options) -> Iterator[Examined]:
     Raises:
         StuckError: the file system does not answer.
     """
-    asked = Path(os.path.abspath(path))
-    existing = bounded(lambda: nearest_existing(asked), options.timeout_s)
-    size, known_from = None, ""
-    with contextlib.suppress(StuckError):  # so many checkpoints, or a disk that will show it again at once
-        size, known_from = bounded(lambda: known_size(asked, options), options.timeout_s)
-    scratch = existing / f"{PREFIX}{uuid.uuid4().hex}"
-    stop = threading.Event()
-    problem: OSError | None = None
+    examined = look_at(path, options)
+    scratch = examined.existing / f"{PREFIX}{uuid.uuid4().hex}"
     try:
         try:
             bounded(scratch.mkdir, options.timeout_s)
         except StuckError:
             raise
         except OSError as error:
-            problem = error
-        yield Examined(
-            asked=asked,
-            existing=existing,
-            scratch=None if problem else scratch,
-            problem=problem,
-            options=options,
-            state_bytes=size,
-            state_from=known_from,
-            stop=stop,
-        )
+            yield replace(examined, problem=error)
+        else:
+            yield replace(examined, scratch=scratch)
     finally:
-        stop.set()
-        _remove(scratch, options.timeout_s)
-
-
-def _remove(scratch: Path, timeout_s: float) -> None:
-    try:
-        bounded(lambda: _delete(scratch), timeout_s)
-    except OSError as error:
-        logger.warning("%s could not be removed, delete it by hand: %s", scratch, error)
-
-
-def _delete(scratch: Path) -> None:
-    # An abandoned check may still make a file in there while this goes through.
-    for attempt in range(3):
+        examined.stop.set()
         try:
-            if os.path.lexists(scratch):
-                shutil.rmtree(scratch)
-            return
-        except OSError:
-            if attempt == 2:
-                raise
+            bounded(lambda: _remove(scratch), options.timeout_s)
+        except OSError as error:
+            logger.warning("%s could not be removed, delete it by hand: %s", scratch, error)
+
+
+def _remove(scratch: Path) -> None:
+    for _ in range(3):  # an abandoned check may create a file there meanwhile
+        shutil.rmtree(scratch, ignore_errors=True)
+    if os.path.lexists(scratch):
+        shutil.rmtree(scratch)
 
 
 def run_checks(examined: Examined, checks: Sequence[Check]) -> list[Finding]:
     """Run the checks in their order and collect their findings. Called on the main thread.
 
     Args:
-        examined: what is looked at.
+        examined: the directory.
         checks: what to do.
 
     Raises:
@@ -224,33 +228,11 @@ def run_checks(examined: Examined, checks: Sequence[Check]) -> list[Finding]:
         if check.needs_scratch and examined.scratch is None:
             findings.append(skipped(check.name, "not tried: nothing can be written there"))
             continue
-        begun = time.monotonic()
         try:
-            findings += _run(examined, check)
+            findings += bounded(partial(check.run, examined), examined.options.timeout_s, examined.stop)
         except StuckError as error:
             stuck = stuck or check.touches_disk
             findings.append(fail(check.name, str(error), STUCK if check.touches_disk else "try again later"))
         except OSError as error:
             findings.append(refused(check.name, error))
-        logger.debug("%s took %.3f s", check.name, time.monotonic() - begun)
     return findings
-
-
-def _run(examined: Examined, check: Check) -> list[Finding]:
-    done = threading.Event()
-
-    def run() -> list[Finding]:
-        try:
-            return check.run(examined)
-        finally:
-            done.set()
-
-    try:
-        return bounded(run, examined.options.timeout_s)
-    except OSError:
-        raise
-    except BaseException:
-        # Ctrl-C: a check that still writes must end before its folder is removed.
-        examined.stop.set()
-        done.wait(_LEAVE_S)
-        raise

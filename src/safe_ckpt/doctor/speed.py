@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import time
@@ -15,7 +13,7 @@ import xxhash
 
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.direct_io import create_file
-from safe_ckpt.doctor.finding import Finding, fail, ok, skipped, warn
+from safe_ckpt.doctor.finding import Finding, fail, skipped, warn_if
 from safe_ckpt.doctor.runner import Examined
 from safe_ckpt.text import bytes_text, duration
 
@@ -30,7 +28,7 @@ class Pass:
     """One pass over a file.
 
     Attributes:
-        moved_bytes: how far it came.
+        moved_bytes: how many bytes it moved.
         seconds: how long it took, fsync included.
         digest: of what was moved, xxh3-128; "" where none was made.
     """
@@ -71,7 +69,7 @@ def speed(examined: Examined) -> list[Finding]:
 
 def judge_speed(passes: dict[str, Pass], size: int | None) -> Finding:
     """What these passes mean for a save of ``size`` bytes."""
-    words = {"direct": "written past the page cache", "cached": "through it", "read": "read back"}
+    words = {"direct": "written past the page cache", "cached": "written through it", "read": "read back"}
     parts = [f"{passes[key].rate / 1e9:.2f} GB/s {text}" for key, text in words.items() if key in passes]
     moved = max(done.moved_bytes for done in passes.values())
     text = f"{', '.join(parts)} ({bytes_text(moved)}, fsync included)"
@@ -79,12 +77,8 @@ def judge_speed(passes: dict[str, Pass], size: int | None) -> Finding:
     figures = {f"{key}_bytes_per_s": round(done.rate) for key, done in passes.items()}
     if size:
         text += f"; a save of {bytes_text(size)} takes {duration(size / fastest)} in the background"
-    if fastest < _SLOW_BYTES_PER_S:
-        advice = (
-            "save less often, or to a faster disk: training goes on meanwhile, but the next save waits for the last"
-        )
-        return warn("speed", text, advice, **figures)
-    return ok("speed", text, **figures)
+    advice = "save less often, or to a faster disk: training continues, but a save waits for the one before it"
+    return warn_if(fastest < _SLOW_BYTES_PER_S, "speed", text, advice, **figures)
 
 
 class _Meter:
@@ -135,31 +129,9 @@ def _write(examined: Examined, path: Path, block: mmap.mmap, wanted: int, *, dir
 
 
 def _read(examined: Examined, path: Path, length: int) -> Pass:
-    fd = _open_past_cache(path)
-    buffer = mmap.mmap(-1, _BLOCK_BYTES)
-    meter = _Meter(examined)
-    try:
-        while meter.goes_on(length) and (count := _read_block(fd, buffer)):
+    meter, buffer = _Meter(examined), mmap.mmap(-1, _BLOCK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # it was fsynced: all its pages can be dropped
+        while meter.goes_on(length) and (count := file.readinto(buffer)):
             meter.take(buffer, count)
-    finally:
-        os.close(fd)
     return meter.result()
-
-
-def _read_block(fd: int, buffer: mmap.mmap) -> int:
-    try:
-        return os.readv(fd, [buffer])
-    except OSError as error:
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
-            raise
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # taken at the open, refused here
-        return os.readv(fd, [buffer])
-
-
-def _open_past_cache(path: Path) -> int:
-    with contextlib.suppress(OSError):
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    return fd

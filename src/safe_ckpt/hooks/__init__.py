@@ -1,6 +1,6 @@
-"""What may listen to events: hooks that ``Telemetry`` asks for, or that are given as ``hooks=``.
+"""Listeners to events: hooks that ``Telemetry`` enables, or that are given as ``hooks=``.
 
-Each lives in a module of its own, which is imported when it is asked for.
+Each has a module of its own, which is imported when it is enabled.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Emitter:
     """Hands events to hooks, in order, on a thread of its own, and keeps their failures away from the save.
 
     The caller waits until the hooks have returned, so that what they record is there when a save is over; but not for one that
-    does not return: after ``patience_s`` the caller goes on, the log names the hook, and events queue up behind it.
+    does not return: after ``patience_s`` the caller continues, the log names the hook, and events wait in a queue.
 
     Args:
         hooks: they receive every event.
@@ -62,10 +62,8 @@ class Emitter:
         if self._stuck or threading.current_thread() is self._thread:
             return
         if not delivered.wait(self._patience_s):
-            self._stuck = True
-            logger.warning(
-                "hook %r has not returned for %.0f s; saves do not wait for it", self._running, self._patience_s
-            )
+            self._stuck, seconds = True, self._patience_s
+            logger.warning("hook %r has not returned for %.0f s; saves do not wait for it", self._running, seconds)
 
     def close(self) -> None:
         """End it when the hooks have received everything or after ``patience_s``. Later events are delivered directly."""

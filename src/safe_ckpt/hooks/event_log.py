@@ -62,25 +62,17 @@ class JsonlHook:
                 self._refused = True
 
     def _append(self, line: bytes) -> None:
-        file, size = self._open()
-        try:
+        with contextlib.suppress(OSError):  # if it cannot be renamed, it grows, and no line is lost
+            size = os.stat(self._path).st_size
             if size and size + len(line) > self._record_bytes:
-                with contextlib.suppress(OSError):  # then the file grows on, rather than that a line is lost
-                    self._rotate()
-                os.close(file)
-                file, size = -1, 0
-                file, size = self._open()
+                self._rotate()
+        with self._path.open("ab+", buffering=0) as stream:
+            file = stream.fileno()
+            size = os.fstat(file).st_size
             torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
             rest = b"\n" + line if torn else line
-            while rest:  # a nearly full disk takes a part, and says only at the next one that it is full
+            while rest:  # a nearly full disk takes a part, and reports only with the next one that it is full
                 rest = rest[os.write(file, rest) :]
-        finally:
-            if file >= 0:
-                os.close(file)
-
-    def _open(self) -> tuple[int, int]:
-        file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        return file, os.fstat(file).st_size
 
     def _rotate(self) -> None:
         if self._record_files == 0:

@@ -1,14 +1,13 @@
-"""Saves as spans and numbers of OpenTelemetry, through its API alone: which SDK exports them is the program's own affair."""
+"""Saves as spans and numbers of OpenTelemetry, through its API alone: the program chooses the SDK that exports them."""
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 from safe_ckpt import events
 from safe_ckpt._version import __version__
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.hooks.save_record import Save, Saves
+from safe_ckpt.hooks.save_record import Save, SaveHook
 
 try:
     from opentelemetry import metrics, trace
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 _SCOPE = "safe_ckpt"
 
 
-class OpenTelemetryHook:
+class OpenTelemetryHook(SaveHook):
     """A span ``safe_ckpt.save`` for every save, made when it is over, with ``snapshot``, ``write`` and ``commit`` below it.
 
     Besides a span ``safe_ckpt.resume``, and with the global meter: ``safe_ckpt.saves``, ``safe_ckpt.bytes``,
@@ -44,6 +43,7 @@ class OpenTelemetryHook:
         if _missing is not None:
             message = 'needs opentelemetry-api: pip install "safe-ckpt[opentelemetry]"'
             raise ConfigError(key="opentelemetry", message=message) from _missing
+        super().__init__()
         self._tracer = trace.get_tracer(_SCOPE, __version__, tracer_provider)
         meter = metrics.get_meter(_SCOPE, __version__, meter_provider)
         self._outcomes = meter.create_counter("safe_ckpt.saves", "{save}", "Saves that are over, by outcome")
@@ -52,17 +52,15 @@ class OpenTelemetryHook:
         self._quarantined = meter.create_counter("safe_ckpt.quarantined", "{checkpoint}", "Damaged ones, moved away")
         self._duration = meter.create_histogram("safe_ckpt.save.duration", "s", "From the call of save to its outcome")
         self._stall = meter.create_histogram("safe_ckpt.save.stall", "s", "How long a save held the training")
-        self._lock = threading.Lock()
-        self._saves = Saves()
 
-    def __call__(self, event: events.Event) -> None:
-        """Take one event."""
-        with self._lock:
-            save = self._saves.take(event)
-        if save is not None:
-            self._count(save)
-            self._trace(save)
-        elif isinstance(event, events.Respawned):
+    def on_save(self, save: Save) -> None:
+        """Count it and make its spans."""
+        self._count(save)
+        self._trace(save)
+
+    def on_event(self, event: events.Event) -> None:
+        """Count a replaced writer and a quarantine; make a span of a resume."""
+        if isinstance(event, events.Respawned):
             self._respawns.add(1)
         elif isinstance(event, events.Quarantined):
             self._quarantined.add(1)
@@ -89,14 +87,13 @@ class OpenTelemetryHook:
             facts |= {"phase": outcome.phase, "missing_ranks": outcome.missing}
             problem = outcome.error
         # A root: the background thread is within nothing of the program's.
-        parent = self._span("safe_ckpt.save", save.started_at, outcome.at, facts, problem=problem)
+        parent = self._span("safe_ckpt.save", outcome.at - outcome.seconds, outcome.at, facts, problem=problem)
         if snapshotted is not None:
             facts = {"mode": snapshotted.mode, "size_bytes": snapshotted.size_bytes}
-            begun_at = snapshotted.at - snapshotted.stall_s
-            self._span("safe_ckpt.snapshot", begun_at, snapshotted.at, facts, parent)
+            self._span("safe_ckpt.snapshot", snapshotted.at - snapshotted.stall_s, snapshotted.at, facts, parent)
         if written is not None:
-            size: dict[str, AttributeValue] = {"size_bytes": written.size_bytes}
-            self._span("safe_ckpt.write", written.at - written.seconds, written.at, size, parent)
+            facts = {"size_bytes": written.size_bytes}
+            self._span("safe_ckpt.write", written.at - written.seconds, written.at, facts, parent)
             if isinstance(outcome, events.Committed):
                 self._span("safe_ckpt.commit", written.at, outcome.at, {}, parent)
 

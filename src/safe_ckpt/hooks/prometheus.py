@@ -7,16 +7,13 @@ import logging
 import math
 import os
 import re
-import threading
 from pathlib import Path
 
 from safe_ckpt import events
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.hooks.save_record import Save, Saves
+from safe_ckpt.hooks.save_record import Save, SaveHook
 
 logger = logging.getLogger(__name__)
-
-
 _HELP = {  # what ends in _total is a counter, the others are gauges
     "last_committed_step": "Training step of the newest committed checkpoint.",
     "last_committed_timestamp_seconds": "When it was committed, since the epoch.",
@@ -33,7 +30,7 @@ _KEPT = ("last_committed_step", "last_committed_timestamp_seconds")
 _LARGEST_BYTES = 1 << 20
 
 
-class PrometheusHook:
+class PrometheusHook(SaveHook):
     """Keeps a file up to date. It is replaced in one step, so that a scrape never sees half of it.
 
     Counters begin at 0 with every run. The step and the time of the last commit are taken over from the file that is there, so
@@ -57,37 +54,35 @@ class PrometheusHook:
             message = f"{folder}: is no directory that this process may write to; make it, or name another one"
             raise ConfigError(key="prometheus_textfile", message=message)
         self._label = self._path.stem.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-        self._lock = threading.Lock()
-        self._saves = Saves()
+        super().__init__()
         self._values: dict[str, float] = dict.fromkeys((name for name in _HELP if name.endswith("_total")), 0)
         self._values.update(_last_commit(self._path, self._label))
         self._refused = False
 
-    def __call__(self, event: events.Event) -> None:
-        """Count the event; write when one of the numbers changed."""
-        with self._lock:
-            before = dict(self._values)
-            save = self._saves.take(event)
-            if save is not None:
-                self._count(save)
-            elif isinstance(event, events.Respawned):
-                self._values["respawns_total"] += 1
-            elif isinstance(event, events.Quarantined):
-                self._values["quarantined_total"] += 1
-            if self._values != before:
-                self._write()
+    def on_event(self, event: events.Event) -> None:
+        """Count; write when one of the numbers changed."""
+        if isinstance(event, events.Respawned):
+            self._values["respawns_total"] += 1
+            self._write()
+        elif isinstance(event, events.Quarantined):
+            self._values["quarantined_total"] += 1
+            self._write()
+
+    def on_save(self, save: Save) -> None:
+        """Count and write."""
+        if not save.only_renamed:
+            self._count(save)
+            self._write()
 
     def _count(self, save: Save) -> None:
         values, outcome = self._values, save.outcome
         if isinstance(outcome, events.Failed):
             values["saves_failed_total"] += 1
             return
-        if not outcome.size_bytes:
-            return  # nothing but another name for what was there
         values["saves_committed_total"] += 1
         values["bytes_written_total"] += outcome.size_bytes
         if outcome.weights_only:
-            return  # who asks how much work is at stake asks for what a training can go on from
+            return  # no training can resume from it
         values["last_committed_step"] = outcome.step
         values["last_committed_timestamp_seconds"] = outcome.at
         values["last_save_seconds"] = outcome.seconds

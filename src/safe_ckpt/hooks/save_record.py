@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 from safe_ckpt import events
@@ -22,27 +23,43 @@ class Save:
     outcome: events.Committed | events.Failed
 
     @property
-    def started_at(self) -> float:
-        """When ``save`` was called, in seconds since the epoch."""
-        return self.outcome.at - self.outcome.seconds
-
-    @property
     def bytes_per_s(self) -> float | None:
         """How fast this rank wrote; None where it wrote nothing."""
         if self.written is None or self.written.seconds <= 0:
             return None
         return self.written.size_bytes / self.written.seconds
 
+    @property
+    def only_renamed(self) -> bool:
+        """Whether it was committed and wrote nothing: a checkpoint that is there already got a second name."""
+        return isinstance(self.outcome, events.Committed) and not self.outcome.size_bytes
 
-class Saves:
-    """Takes events one by one. Several saves may be under way at a time; each is known by its name."""
+
+class SaveHook:
+    """Takes events on any thread. Several saves may be under way at a time; each is known by its name."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._snapshotted: dict[str, events.Snapshotted] = {}
         self._written: dict[str, events.Written] = {}
 
-    def take(self, event: events.Event) -> Save | None:
-        """Returns the save that this event ends, if it ends one."""
+    def __call__(self, event: events.Event) -> None:
+        """Take one event."""
+        with self._lock:
+            save = self._ended_by(event)
+            if save is None:
+                self.on_event(event)
+            else:
+                self.on_save(save)
+
+    def on_save(self, save: Save) -> None:
+        """A save is over. Called under the lock."""
+        raise NotImplementedError
+
+    def on_event(self, event: events.Event) -> None:
+        """Any event that ends no save. Called under the lock."""
+
+    def _ended_by(self, event: events.Event) -> Save | None:
         if isinstance(event, events.Snapshotted):
             self._snapshotted[event.name] = event
         elif isinstance(event, events.Written):

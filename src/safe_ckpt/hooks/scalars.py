@@ -1,20 +1,19 @@
-"""Numbers for experiment trackers. They belong to the thread that trains, so the background only puts numbers by for it."""
+"""Numbers for experiment trackers. Only the thread that trains may call those, so the background keeps numbers for it."""
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from dataclasses import dataclass
 
 from safe_ckpt import events
-from safe_ckpt.hooks.save_record import Saves
+from safe_ckpt.hooks.save_record import Save, SaveHook
 
-_MOST = 64  # saves that nobody asks for, such as exports, must not pile up
+_MOST = 64  # exports, of which no numbers are taken, must not accumulate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scalars:
-    """What there is to say of one save.
+    """The numbers of one save.
 
     Attributes:
         name: of the checkpoint.
@@ -29,31 +28,26 @@ class Scalars:
     values: dict[str, float]
 
 
-class ScalarsHook:
-    """Takes events on any thread; gives numbers, save by save, to whoever asks."""
+class ScalarsHook(SaveHook):
+    """Takes events on any thread; returns numbers, save by save."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._saves = Saves()
+        super().__init__()
         self._done: deque[Scalars] = deque(maxlen=_MOST)
         self._failures = 0
         self._respawns = 0
 
-    def __call__(self, event: events.Event) -> None:
-        """Take one event."""
-        with self._lock:
-            self._take_in(event)
-
-    def _take_in(self, event: events.Event) -> None:
+    def on_event(self, event: events.Event) -> None:
+        """Count."""
         if isinstance(event, events.Respawned):
             self._respawns += 1
-        save = self._saves.take(event)
-        if save is None:
+
+    def on_save(self, save: Save) -> None:
+        """Keep its numbers."""
+        if save.only_renamed:
             return
         values: dict[str, float] = {}
         if isinstance(save.outcome, events.Committed):
-            if not save.outcome.size_bytes:
-                return  # nothing but another name for what was there
             values = {"ckpt/seconds": save.outcome.seconds, "ckpt/bytes": float(save.outcome.size_bytes)}
             if save.snapshotted is not None:
                 values["ckpt/stall_s"] = save.snapshotted.stall_s
@@ -65,7 +59,7 @@ class ScalarsHook:
         self._done.append(Scalars(name=save.outcome.name, step=save.outcome.step, values=values))
 
     def take(self, name: str) -> Scalars | None:
-        """What there is to say of the last save of this name, once; None when there is nothing (any more)."""
+        """The numbers of the last save of this name, once; None where there are none, or no longer."""
         with self._lock:
             named = [scalars for scalars in self._done if scalars.name == name]
             others = [scalars for scalars in self._done if scalars.name != name]

@@ -1,5 +1,5 @@
-"""Reading checkpoints of any tool without running anything in them: what is in there, and are its bytes in order.
+"""Reading checkpoints of any tool without running anything in them: their content, and whether their bytes are intact.
 
-Everything here takes files that somebody else may have made to do harm: sizes are bounded before memory is taken, no pickle is
-run, nothing outside the given path is opened. Needs no torch, except ``values``.
+The files may be hostile. So sizes are bounded before memory is allocated, no pickle is run, and nothing outside the given
+path is opened. Needs no torch, except ``values``.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -21,18 +22,6 @@ from safe_ckpt.core.directory.catalog import Candidate
 from safe_ckpt.core.storage.presence import ends_as_archive
 
 
-def look_inside(candidate: Candidate) -> Candidate:
-    """Lightning's checkpoint with what only its content tells: its step, and whether there is more in it than weights.
-
-    Raises:
-        OSError: it could not be read.
-    """
-    if not candidate.foreign or candidate.problem:
-        return candidate
-    layout = read_layout(candidate.path)
-    return replace(candidate, step=layout.step, problem=layout.problem)
-
-
 def read_layout(path: Path) -> Layout:
     """What a Lightning checkpoint says about itself, read without loading a tensor and without running its pickle.
 
@@ -42,39 +31,45 @@ def read_layout(path: Path) -> Layout:
     return layouts.lightning_layout_of(path).with_content(top_level(layouts.facts_file(path)))
 
 
+def look_inside(candidate: Candidate, read: Callable[[Path], Layout] = read_layout) -> Candidate:
+    """Lightning's checkpoint with the step in its content, and a problem if there are only weights in it.
+
+    Raises:
+        OSError: it could not be read.
+    """
+    if not candidate.foreign or candidate.problem:
+        return candidate
+    layout = read(candidate.path)
+    return replace(candidate, step=layout.step, problem=layout.problem)
+
+
 def top_level(path: Path) -> object:
     """The object in a file that ``torch.save`` wrote; what is no plain container or number in it is an empty stand-in.
 
     Returns:
-        None when it is no such file.
+        None for any other file.
 
     Raises:
         OSError: it could not be read.
     """
     try:
-        return _top_level(path)
+        if ends_as_archive(path):
+            with zipfile.ZipFile(path) as archive:
+                name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+                with archive.open(name) as stream:
+                    return _Blind(stream).load()
+        with path.open("rb") as file:
+            for _ in range(3):  # torch's format before 1.6: a magic number, a version, facts of the system, the object
+                _Blind(file).load()
+            return _Blind(file).load()
     except OSError:
         raise
-    except Exception:  # whatever a pickle machine makes of bytes that are none
+    except Exception:  # the bytes are no pickle: any error may come of them
         return None
 
 
-def _top_level(path: Path) -> object:
-    if ends_as_archive(path):
-        with zipfile.ZipFile(path) as archive:
-            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-            with archive.open(name) as stream:
-                return _Blind(stream).load()
-    with path.open(
-        "rb"
-    ) as stream:  # torch's format before 1.6: a magic number, a version, facts of the system, the object
-        for _ in range(3):
-            _Blind(stream).load()
-        return _Blind(stream).load()
-
-
 class _Anything(dict):  # type: ignore[type-arg]
-    """Stands in for an object of any class: takes whatever a pickle does to it, and does nothing."""
+    """Stands in for an object of any class: accepts whatever a pickle does to it, and ignores it."""
 
     def __new__(cls, *_: object, **__: object) -> Self:
         return super().__new__(cls)
@@ -85,23 +80,13 @@ class _Anything(dict):  # type: ignore[type-arg]
     def __call__(self, *_: object, **__: object) -> _Anything:
         return self
 
-    def __setstate__(self, _: object) -> None:
-        pass
-
-    def __setitem__(self, _: object, __: object) -> None:
-        pass
-
-    def append(self, _: object) -> None:
-        """Nothing."""
-
-    def extend(self, _: object) -> None:
-        """Nothing."""
-
-    def add(self, _: object) -> None:
-        """Nothing."""
-
     def __hash__(self) -> int:  # type: ignore[override]
         return id(self)
+
+    def _ignore(self, *_: object) -> None:
+        pass
+
+    __setstate__ = __setitem__ = append = extend = add = _ignore
 
 
 class _Blind(pickle.Unpickler):

@@ -1,4 +1,4 @@
-"""Are the bytes of a checkpoint those that were written: of ours by its digests, of any other as far as its files can tell."""
+"""Whether the bytes of a checkpoint are those that were written: ours by its digests, any other by what its format has."""
 
 from __future__ import annotations
 
@@ -6,25 +6,22 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from safe_ckpt.core.formats.manifest import (
-    MANIFEST_NAME,
-    FileEntry,
-    archive_digest,
-    read_manifest,
-)
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, archive_digest, read_manifest
 from safe_ckpt.core.formats.verify import UNEQUAL, verify_archive, verify_entry
 from safe_ckpt.core.storage.reader import ReadProgress, Span, wrong_spans
 from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection import dcp_reader, torch_reader
-from safe_ckpt.inspection.files import Found, Window, inside, read_json, walk
+from safe_ckpt.inspection.files import CheckpointFile, Window, inside, read_json, walk
 from safe_ckpt.inspection.listing import kind_of
 from safe_ckpt.inspection.safetensors_reader import SUFFIX, read_safetensors
+from safe_ckpt.inspection.torch_reader import Archive
 from safe_ckpt.inspection.zip_reader import read_members
 
 State = Literal["valid", "damaged", "cannot tell"]
@@ -33,12 +30,12 @@ NO_CHECKSUMS = "carries no checksums"
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """What was found about one file.
+    """The judgement on one file.
 
     Attributes:
         file: relative to the checkpoint.
-        state: ``"valid"``: a checksum covers every byte, and all agree. ``"damaged"``. ``"cannot tell"``: nothing is wrong as
-            far as the format lets one see.
+        state: ``"valid"``: a checksum covers every byte, and all agree. ``"damaged"``. ``"cannot tell"``: no damage was found,
+            but part of the data carries no checksums and could not be verified.
         reason: what is wrong, or why that is not known.
         names: tensors, or records, that are damaged, where that is known.
         size_bytes: its size.
@@ -55,25 +52,40 @@ class Judgement:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What was found about a checkpoint.
+    """The judgement on a checkpoint.
 
     Attributes:
         path: where it is.
         kind: what wrote it.
         files: one judgement per file.
-        remarks: what is no damage but should be known.
+        remarks: what is not damage but worth knowing.
     """
 
     path: Path
     kind: str
     files: tuple[Judgement, ...]
     remarks: tuple[str, ...] = ()
-    state: State = field(init=False)
 
-    def __post_init__(self) -> None:
+    @property
+    def state(self) -> State:
+        """The worst of all files."""
         states = {judgement.state for judgement in self.files}
-        state: State = "damaged" if "damaged" in states else "cannot tell" if states != {"valid"} else "valid"
-        object.__setattr__(self, "state", state)
+        return "damaged" if "damaged" in states else "cannot tell" if states != {"valid"} else "valid"
+
+    @property
+    def damaged(self) -> tuple[Judgement, ...]:
+        """The judgements of the damaged files."""
+        return tuple(judgement for judgement in self.files if judgement.state == "damaged")
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(judgement.size_bytes for judgement in self.files)
+
+    @property
+    def covered_bytes(self) -> int:
+        """How many of them a checksum covers."""
+        return sum(judgement.covered_bytes for judgement in self.files)
 
 
 def valid(file: str, size: int) -> Judgement:
@@ -82,7 +94,7 @@ def valid(file: str, size: int) -> Judgement:
 
 
 def damaged(file: str, reason: str, *, size: int = 0, names: tuple[str, ...] = ()) -> Judgement:
-    """Something is wrong."""
+    """The file is damaged."""
     return Judgement(file=file, state="damaged", reason=reason, names=names, size_bytes=size)
 
 
@@ -108,7 +120,7 @@ class Task:
         kind: what wrote it.
         size_bytes: how much there is to read.
         jobs: one per file; each reads it and judges.
-        remarks: what is no damage but should be known.
+        remarks: what is not damage but worth knowing.
     """
 
     path: Path
@@ -117,9 +129,13 @@ class Task:
     jobs: Sequence[Job]
     remarks: tuple[str, ...] = ()
 
+    def judged(self, files: Sequence[Judgement]) -> Verdict:
+        """The verdict that these judgements are."""
+        return Verdict(path=self.path, kind=self.kind, files=tuple(files), remarks=self.remarks)
+
 
 def plan(path: Path, *, follow_symlinks: bool = False) -> Task:
-    """Look at names, sizes and manifests; no payload is read. What is wrong already becomes a job that says so.
+    """Read names, sizes and manifests, and no payload. A problem that they show becomes a job that reports it.
 
     Raises:
         OSError: it could not be read; it is not treated as corrupt.
@@ -128,8 +144,8 @@ def plan(path: Path, *, follow_symlinks: bool = False) -> Task:
         return _ours(path, follow_symlinks=follow_symlinks) or _others(path, follow_symlinks=follow_symlinks)
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
         of_manifest = isinstance(error, UnsupportedFormatError) and (path / MANIFEST_NAME).is_file()
-        told_by = MANIFEST_NAME if of_manifest else ""
-        return Task(path=path, kind="unreadable", size_bytes=0, jobs=[_known(of_error(error, told_by))])
+        judgement = of_error(error, MANIFEST_NAME if of_manifest else "")
+        return Task(path=path, kind="unreadable", size_bytes=0, jobs=[_known(judgement)])
 
 
 def judge(tasks: Iterable[Task], *, progress: ReadProgress | None = None) -> list[Verdict]:
@@ -148,18 +164,10 @@ def judge(tasks: Iterable[Task], *, progress: ReadProgress | None = None) -> lis
 
     with ThreadPoolExecutor(max(2, min(8, os.cpu_count() or 2)), thread_name_prefix="safe_ckpt-verify") as pool:
         try:
-            futures = [[pool.submit(job, report) for job in task.jobs] for task in tasks]
-            return [
-                Verdict(
-                    path=task.path,
-                    kind=task.kind,
-                    files=tuple(future.result() for future in pending),
-                    remarks=task.remarks,
-                )
-                for task, pending in zip(tasks, futures, strict=True)
-            ]
+            pending = [(task, [pool.submit(job, report) for job in task.jobs]) for task in tasks]
+            return [task.judged([future.result() for future in futures]) for task, futures in pending]
         except BaseException:
-            stop.set()  # Ctrl-C: whoever reads now ends with the piece in hand
+            stop.set()  # Ctrl-C: every thread ends after the piece that it reads
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
@@ -175,34 +183,31 @@ def _ours(path: Path, *, follow_symlinks: bool) -> Task | None:
         with contextlib.suppress(UnsupportedFormatError):  # a file out of a directory has its manifest there
             read_manifest(path)
         size = path.stat().st_size
-        return Task(path=path, kind="safe_ckpt file", size_bytes=size, jobs=[lambda progress: _archive(path, progress)])
+        return Task(path=path, kind="safe_ckpt file", size_bytes=size, jobs=[partial(_archive, path)])
     if not (path / MANIFEST_NAME).exists():
         return None
     manifest = read_manifest(path)
     present = {file.name for file in walk(path, follow_symlinks=follow_symlinks)}
     extra = sorted(present - {entry.path for entry in manifest.files} - {MANIFEST_NAME})
-    remarks = (f"not part of it, and not looked at: {', '.join(extra[:10])}",) if extra else ()
+    remarks = (f"not part of it, and not read: {', '.join(extra[:10])}",) if extra else ()
     own = valid(MANIFEST_NAME, (path / MANIFEST_NAME).stat().st_size)
-    jobs = [_known(own), *(_entry(path, entry) for entry in manifest.files)]
+    jobs: list[Job] = [_known(own), *(partial(_entry, path, entry) for entry in manifest.files)]
     size = sum(entry.size_bytes for entry in manifest.files)
     return Task(path=path, kind="safe_ckpt directory", size_bytes=size, jobs=jobs, remarks=remarks)
 
 
-def _entry(folder: Path, entry: FileEntry) -> Job:
-    def job(progress: ReadProgress | None) -> Judgement:
-        try:
-            verify_entry(folder, entry, cached=None, links=True, progress=progress)
-        except IncompleteCheckpointError:
-            if not folder.exists():
-                raise FileNotFoundError(errno.ENOENT, "was deleted meanwhile", str(folder)) from None
-            return damaged(entry.path, "is missing", size=entry.size_bytes)
-        except CorruptCheckpointError as error:
-            if error.message == UNEQUAL:
-                return _located(folder, entry.path, entry.size_bytes)
-            return replace(of_error(error, entry.path), size_bytes=entry.size_bytes)
-        return valid(entry.path, entry.size_bytes)
-
-    return job
+def _entry(folder: Path, entry: FileEntry, progress: ReadProgress | None) -> Judgement:
+    try:
+        verify_entry(folder, entry, cached=None, links=True, progress=progress)
+    except IncompleteCheckpointError:
+        if not folder.exists():
+            raise FileNotFoundError(errno.ENOENT, "was deleted meanwhile", str(folder)) from None
+        return damaged(entry.path, "is missing", size=entry.size_bytes)
+    except CorruptCheckpointError as error:
+        if error.message == UNEQUAL:
+            return _located(folder, entry.path, entry.size_bytes)
+        return replace(of_error(error, entry.path), size_bytes=entry.size_bytes)
+    return valid(entry.path, entry.size_bytes)
 
 
 def _archive(path: Path, progress: ReadProgress | None) -> Judgement:
@@ -213,10 +218,10 @@ def _archive(path: Path, progress: ReadProgress | None) -> Judgement:
 
 
 def _located(folder: Path, name: str, size: int) -> Judgement:
-    """A file whose digest is wrong: where in it the damage is, as far as its own format tells."""
+    """A file whose digest is wrong, with the names of the damaged tensors where its format has checksums."""
     place = inside(folder, name)
     metadata = _metadata(place.parent) if place.suffix == ".distcp" else None
-    judgement = check_file(Found(path=place, name=name, size_bytes=size), metadata, None)
+    judgement = check_file(CheckpointFile(path=place, name=name, size_bytes=size), metadata, None)
     reason = UNEQUAL
     if judgement.state == "damaged" and judgement.reason != UNEQUAL:
         reason = f"{UNEQUAL} ({judgement.reason})"
@@ -241,131 +246,105 @@ def _others(path: Path, *, follow_symlinks: bool) -> Task:
     if not files:
         raise UnsupportedFormatError(path=str(path), message="is empty: there is no checkpoint in it")
     known = {file.path.parent: _metadata(file.path.parent) for file in files if file.path.name == dcp_reader.METADATA}
-    jobs = [_other(file, known.get(file.path.parent)) for file in files]
-    jobs += [_known(damaged(name, why)) for name, why in _missing(path, files, known)]
+    jobs: list[Job] = [partial(check_file, file, known.get(file.path.parent)) for file in files]
+    jobs += map(_known, _missing(path, files, known))
     size = sum(file.size_bytes for file in files)
     return Task(path=path, kind=kind_of(files), size_bytes=size, jobs=jobs)
 
 
-def _other(file: Found, metadata: Metadata) -> Job:
-    return lambda progress: check_file(file, metadata, progress)
-
-
-def _missing(path: Path, files: Sequence[Found], known: dict[Path, Metadata]) -> list[tuple[str, str]]:
-    """What an index or ``.metadata`` names and is not there."""
-    missing = []
+def _missing(path: Path, files: Sequence[CheckpointFile], known: dict[Path, Metadata]) -> Iterator[Judgement]:
+    """The files that an index or ``.metadata`` names and that are missing."""
     for folder, metadata in known.items():
-        if isinstance(metadata, dcp_reader.Directory):
-            absent = [name for name in sorted(metadata.items) if not (folder / name).is_file()]
-            missing += [(name, "is missing: .metadata says that tensors are in it") for name in absent]
+        for name in sorted(metadata.items) if isinstance(metadata, dcp_reader.Directory) else ():
+            if not (folder / name).is_file():
+                yield damaged(name, "is missing: .metadata says that tensors are in it")
     for file in files:
         if file.name.endswith(".safetensors.index.json") and path.is_dir():
             try:
-                where = read_json(file).get("weight_map", {})
-                names = sorted({str(name) for name in where.values()})
-                absent = [name for name in names if not inside(file.path.parent, name).is_file()]
+                names = {str(name) for name in read_json(file).get("weight_map", {}).values()}
+                absent = [name for name in sorted(names) if not inside(file.path.parent, name).is_file()]
             except (ValueError, AttributeError) as error:
-                missing.append((file.name, getattr(error, "message", f"is no index of shards: {error}")))
-                continue
-            missing += [(name, f"is missing: {file.name} says that tensors are in it") for name in absent]
-    return missing
+                absent = []
+                yield damaged(file.name, getattr(error, "message", f"is no index of shards: {error}"))
+            for name in absent:
+                yield damaged(name, f"is missing: {file.name} says that tensors are in it")
 
 
 Metadata = dcp_reader.Directory | CorruptCheckpointError | UnsupportedFormatError | None
 """What ``.metadata`` beside a file says; the error if it is damaged or too long; None where there is none."""
 
 
-def check_file(file: Found, metadata: Metadata, progress: ReadProgress | None) -> Judgement:
+def check_file(file: CheckpointFile, metadata: Metadata, progress: ReadProgress | None) -> Judgement:
     """Read a file and judge it.
 
     Raises:
         OSError: it could not be read; it is not treated as corrupt.
     """
-    name, size = file.name, file.size_bytes
+    name, size, suffix = file.name, file.size_bytes, file.path.suffix
     if not size:
-        tensors = file.path.suffix in (*torch_reader.SUFFIXES, SUFFIX)
+        tensors = suffix in (*torch_reader.SUFFIXES, SUFFIX)
         return damaged(name, "is empty") if tensors else unverifiable(name, "is empty", size=0)
     try:
-        if file.path.name == dcp_reader.METADATA:
-            if isinstance(metadata, CorruptCheckpointError):
-                return of_error(metadata, name)
-            if isinstance(metadata, UnsupportedFormatError):
-                return unverifiable(name, metadata.message, size=size)
-            return unverifiable(name, f"its structure is in order, and it {NO_CHECKSUMS}", size=size)
-        return _by_suffix(file, metadata, progress)
+        if suffix == ".distcp":
+            return _check_distcp(file, metadata, progress)
+        kind = _structure_alone(file, metadata)
+        return unverifiable(name, f"{kind} {NO_CHECKSUMS}", size=size) if kind else _check_torch(file, progress)
     except CorruptCheckpointError as error:
         return of_error(error, name)
+    except UnsupportedFormatError as error:  # larger than what is read
+        return unverifiable(name, error.message, size=size)
 
 
-def _by_suffix(file: Found, metadata: Metadata, progress: ReadProgress | None) -> Judgement:
-    suffix = file.path.suffix
-    if suffix == ".distcp":
-        return _check_distcp(file, metadata, progress)
-    if suffix == SUFFIX:
+def _structure_alone(file: CheckpointFile, metadata: Metadata) -> str:
+    """Check a file of a format without checksums; returns what it is, and "" for a file of another format."""
+    if file.path.name == dcp_reader.METADATA:
+        if isinstance(metadata, Exception):
+            raise metadata
+        return "its structure is in order, and it"
+    if file.path.suffix == SUFFIX:
         read_safetensors(file.path)
-        return unverifiable(
-            file.name, f"its header fits the file, and safetensors {NO_CHECKSUMS}", size=file.size_bytes
-        )
-    return _check_json(file) if suffix == ".json" else _check_torch(file, progress)
-
-
-def _check_json(file: Found) -> Judgement:
-    try:
+        return "its header fits the file, and safetensors"
+    if file.path.suffix == ".json":
         read_json(file)
-    except UnsupportedFormatError as error:
-        return unverifiable(file.name, error.message, size=file.size_bytes)
-    return unverifiable(file.name, f"is JSON, which {NO_CHECKSUMS}", size=file.size_bytes)
+        return "is JSON, which"
+    return ""
 
 
-def _check_torch(file: Found, progress: ReadProgress | None) -> Judgement:
+def _check_torch(file: CheckpointFile, progress: ReadProgress | None) -> Judgement:
+    too_long = ""
     with Window(file.path) as window:
         if not torch_reader.looks_like_archive(window):
             return _check_old(file, window)
         try:
             archive = torch_reader.open_archive(window)
-        except UnsupportedFormatError as error:
-            return _check_records(file, window, error, progress)
+        except UnsupportedFormatError as error:  # its pickle is too long; its checksums can be compared
+            archive, too_long = Archive(source=window, members=read_members(window), root=None), error.message
         bad = wrong_spans(file.path, window.size, archive.spans(), progress)
-        torch_reader.content_of(archive)
+        if not too_long:
+            torch_reader.content_of(archive)
         names = tuple(torch_reader.names_in(archive, bad)) if bad else ()
     if bad:
         return damaged(file.name, UNEQUAL, size=file.size_bytes, names=names)
-    return _as_far_as_covered(file, file.size_bytes - archive.unverifiable_bytes)
+    return _as_far_as_covered(file, file.size_bytes - archive.unverifiable_bytes, too_long)
 
 
-def _check_records(
-    file: Found, window: Window, error: UnsupportedFormatError, progress: ReadProgress | None
-) -> Judgement:
-    """An archive of which only the structure cannot be looked at: its checksums can."""
-    records = torch_reader.Archive(source=window, members=read_members(window), root=None)
-    bad = wrong_spans(file.path, window.size, records.spans(), progress)
-    if bad:
-        return damaged(file.name, UNEQUAL, size=file.size_bytes, names=tuple(torch_reader.names_in(records, bad)))
-    return unverifiable(
-        file.name, error.message, size=file.size_bytes, covered=file.size_bytes - records.unverifiable_bytes
-    )
-
-
-def _as_far_as_covered(file: Found, covered: int) -> Judgement:
+def _as_far_as_covered(file: CheckpointFile, covered: int, unread: str = "") -> Judgement:
     size = file.size_bytes
-    if covered == size:
+    if covered == size and not unread:
         return valid(file.name, size)
-    return unverifiable(file.name, f"{size - covered} of its bytes carry no checksums", size=size, covered=covered)
+    reason = unread or f"{size - covered} of its bytes carry no checksums"
+    return unverifiable(file.name, reason, size=size, covered=covered)
 
 
-def _check_old(file: Found, window: Window) -> Judgement:
+def _check_old(file: CheckpointFile, window: Window) -> Judgement:
     if file.path.suffix not in torch_reader.SUFFIXES:
         return unverifiable(file.name, f"is of no known format, and {NO_CHECKSUMS}", size=file.size_bytes)
-    try:
-        root = torch_reader.read_old_file(window)
-    except UnsupportedFormatError as error:
-        return unverifiable(file.name, error.message, size=file.size_bytes)
-    if root is None:
+    if torch_reader.read_old_file(window) is None:
         return damaged(file.name, "is neither an archive nor a pickle", size=file.size_bytes)
     return unverifiable(file.name, f"is a plain pickle, which {NO_CHECKSUMS}", size=file.size_bytes)
 
 
-def _check_distcp(file: Found, metadata: Metadata, progress: ReadProgress | None) -> Judgement:
+def _check_distcp(file: CheckpointFile, metadata: Metadata, progress: ReadProgress | None) -> Judgement:
     size = file.size_bytes
     if not isinstance(metadata, dcp_reader.Directory):
         reason = "its .metadata is missing, damaged or too long, so that nothing says what is in it"

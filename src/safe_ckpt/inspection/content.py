@@ -1,16 +1,16 @@
-"""What is in a checkpoint, whoever wrote it: flat, with every tensor and value under one naming, or as it was nested."""
+"""The content of a checkpoint of any tool: a flat list of named tensors and values, or nested as it was saved."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, MOST_BYTES
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection import dcp_reader, safetensors_reader, torch_reader
-from safe_ckpt.inspection.files import Found, Window, inside, read_json, walk
+from safe_ckpt.inspection.files import CheckpointFile, Window, inside, read_json, walk
 from safe_ckpt.inspection.pickle_objects import Ordered, Tensor
 from safe_ckpt.inspection.tensors import Content, Entry, leaves
 
@@ -31,16 +31,22 @@ def read_content(path: Path, *, follow_symlinks: bool = False) -> Content:
     """
     files = walk(path, follow_symlinks=follow_symlinks)
     if not path.is_dir():
-        content = _content_of_file(files[0])
-        if content is None:
+        whole = _content_of_file(files[0])
+        if whole is None:
             raise UnsupportedFormatError(path=str(path), message="is of no format that can be read without running it")
-        return content
+        return whole
     folders, others = _parts_of(files)
-    parts = [_content_of_folder(path, folder) for folder in folders]
-    parts += [part.under(stem_of(file.name)) for file in others if (part := _content_of_file(file)) is not None]
+    parts = []
+    for folder in folders:
+        content = dcp_reader.content_of_directory(dcp_reader.read_directory(folder))
+        parts.append(content if folder == path else content.under(folder.relative_to(path).as_posix()))
+    parts += [part.under(_stem_of(file.name)) for file in others if (part := _content_of_file(file)) is not None]
     if not parts:
         raise UnsupportedFormatError(path=str(path), message=_NOTHING)
-    return _joined(parts)
+    return Content(
+        tensors=tuple(entry for part in parts for entry in part.tensors),
+        values=tuple(value for part in parts for value in part.values),
+    )
 
 
 def read_structure(path: Path, *, follow_symlinks: bool = False) -> Any:
@@ -63,7 +69,7 @@ def read_structure(path: Path, *, follow_symlinks: bool = False) -> Any:
         whole.update(inner if folder == path else {folder.relative_to(path).as_posix(): inner})
     for file in others:
         if file.path.parent not in folders and _is_readable(file):
-            stem, inner = stem_of(file.name), _structure_of_file(file)
+            stem, inner = _stem_of(file.name), _structure_of_file(file)
             if isinstance(whole.get(stem), dict) and isinstance(inner, dict):
                 whole[stem].update(inner)  # the next shard
             else:
@@ -73,33 +79,20 @@ def read_structure(path: Path, *, follow_symlinks: bool = False) -> Any:
     return whole
 
 
-def _parts_of(files: Sequence[Found]) -> tuple[list[Path], list[Found]]:
-    """The folders that DCP wrote, and the files that are to be read by themselves."""
+def _parts_of(files: Sequence[CheckpointFile]) -> tuple[list[Path], list[CheckpointFile]]:
+    """The folders that DCP wrote, and the files that are read one by one."""
     folders = [file.path.parent for file in files if file.path.name == dcp_reader.METADATA]
     others = [file for file in files if file.path.name not in _BESIDE]
     return folders, [file for file in others if file.path.suffix != ".distcp" or file.path.parent not in folders]
 
 
-def _joined(parts: Iterable[Content]) -> Content:
-    parts = list(parts)
-    return Content(
-        tensors=tuple(entry for part in parts for entry in part.tensors),
-        values=tuple(value for part in parts for value in part.values),
-    )
-
-
-def stem_of(name: str) -> str:
+def _stem_of(name: str) -> str:
     """The name of a file without its ending, the same for all shards of one."""
     stem = name.rpartition(".")[0] or name
     return _SHARD.sub("", stem.removesuffix(".safetensors"))
 
 
-def _content_of_folder(path: Path, folder: Path) -> Content:
-    content = dcp_reader.content_of_directory(dcp_reader.read_directory(folder))
-    return content if folder == path else content.under(folder.relative_to(path).as_posix())
-
-
-def _content_of_file(file: Found) -> Content | None:
+def _content_of_file(file: CheckpointFile) -> Content | None:
     suffix = file.path.suffix
     try:
         if suffix == safetensors_reader.SUFFIX:
@@ -114,7 +107,7 @@ def _content_of_file(file: Found) -> Content | None:
     except CorruptCheckpointError as error:
         error.file = error.file or file.name
         raise
-    return None if root is None else torch_reader.without_places(root, str(file.path))
+    return None if root is None else torch_reader.content_of_old(root, str(file.path))
 
 
 def tensors_in(structure: object) -> Iterator[tuple[str, Entry]]:
@@ -124,18 +117,17 @@ def tensors_in(structure: object) -> Iterator[tuple[str, Entry]]:
         name, value = stack.pop()
         if isinstance(value, Entry):
             yield name, value
-        parts = (
-            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
-        )
-        stack += reversed([(f"{name}.{key}" if name else str(key), part) for key, part in parts])
+        if isinstance(value, dict | list | tuple):
+            parts = value.items() if isinstance(value, dict) else enumerate(value)
+            stack += reversed([(f"{name}.{key}" if name else str(key), part) for key, part in parts])
 
 
-def _is_readable(file: Found) -> bool:
+def _is_readable(file: CheckpointFile) -> bool:
     index = file.name.endswith(".safetensors.index.json")
     return not index and file.path.suffix in (safetensors_reader.SUFFIX, ".json", *torch_reader.SUFFIXES)
 
 
-def _structure_of_file(file: Found) -> Any:
+def _structure_of_file(file: CheckpointFile) -> Any:
     if file.path.suffix == safetensors_reader.SUFFIX:
         return {entry.name: entry for entry in safetensors_reader.read_safetensors(file.path).tensors}
     if file.path.suffix == ".json":
@@ -173,7 +165,7 @@ class _Builder:
 
 
 def _structure_of_folder(folder: Path) -> dict[str, Any]:
-    """DCP flattens what it saves, and says how it was nested."""
+    """The nested state: DCP flattens what it saves, and ``.metadata`` has the nesting."""
     directory = dcp_reader.read_directory(folder)
     content = dcp_reader.content_of_directory(directory)
     leaves: dict[str, Any] = {entry.name: entry for entry in content.tensors}
@@ -190,7 +182,7 @@ def _structure_of_folder(folder: Path) -> dict[str, Any]:
 
 
 def _with_lists(value: Any) -> Any:
-    """Indices of lists are numbers in the paths; keys of dicts are text, whatever they were."""
+    """Dicts of which all keys are indices become lists. In paths an index is a number, and every other key is text."""
     if not isinstance(value, dict):
         return value
     parts = {key: _with_lists(part) for key, part in value.items()}

@@ -11,7 +11,7 @@ from typing import Any
 
 from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.inspection.files import Window, inside
-from safe_ckpt.inspection.pickle_objects import Global, Opaque
+from safe_ckpt.inspection.pickle_objects import Global, Opaque, counts_of
 from safe_ckpt.inspection.pickle_reader import MOST_BYTES, read_pickle
 from safe_ckpt.inspection.tensors import Content, Entry, Piece
 from safe_ckpt.inspection.torch_reader import Archive, content_of, looks_like_archive, open_archive
@@ -28,21 +28,19 @@ class Item:
     Attributes:
         name: of the tensor or object.
         starts: where in the tensor the part begins; None for an object.
-        file: relative to the directory.
-        offset: where it begins there.
+        offset: where it begins in its file.
         size: its bytes.
     """
 
     name: str
     starts: tuple[int, ...] | None
-    file: str
     offset: int
     size: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A tensor as ``.metadata`` has it: the whole, and the parts it was divided into (where each begins, its shape)."""
+    """A tensor according to ``.metadata``: the whole, and its parts (the start and the shape of each)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,19 +49,17 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Directory:
-    """What ``.metadata`` says.
+    """The content of ``.metadata``.
 
     Attributes:
         folder: where it lies.
         tensors: the tensors by name.
-        objects: the names of the objects.
         items: what each file holds, in order, without overlap.
         paths: where in the nested state each name was, keys and indices from outside in.
     """
 
     folder: Path
     tensors: dict[str, Shape]
-    objects: tuple[str, ...]
     items: dict[str, list[Item]]
     paths: dict[str, tuple[str | int, ...]]
 
@@ -109,16 +105,15 @@ def _directory(folder: Path, metadata: Any) -> Directory:
         file = str(where["relative_path"])
         inside(folder, file)
         offset, size = _counts((where["offset"], where["length"]))
-        items.setdefault(file, []).append(
-            Item(name=_name(what["fqn"]), starts=starts, file=file, offset=offset, size=size)
-        )
+        item = Item(name=_name(what["fqn"]), starts=starts, offset=offset, size=size)
+        items.setdefault(file, []).append(item)
     known = {*tensors, *objects}
     if {item.name for row in items.values() for item in row} != known:
         raise ValueError("it says where a tensor lies that it does not know, or knows one that lies nowhere")
     for row in items.values():
         _order(row)
     paths = _paths(facts.get("planner_data"), known)
-    return Directory(folder=folder, tensors=tensors, objects=tuple(objects), items=items, paths=paths)
+    return Directory(folder=folder, tensors=tensors, items=items, paths=paths)
 
 
 def _order(row: list[Item]) -> None:
@@ -155,19 +150,18 @@ def _name(value: object) -> str:
 
 
 def _counts(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, tuple | list) or len(value) > 64:
+    counts = counts_of(value)
+    if counts is None:
         raise ValueError("a shape is no row of numbers")
-    if not all(type(n) is int and 0 <= n < 1 << 62 for n in value):
-        raise ValueError("a shape is no row of numbers")
-    return tuple(value)
+    return counts
 
 
 def _dtype(properties: Any) -> str:
     state: Any = properties.state if isinstance(properties, Opaque) else None
-    first = state[0] if isinstance(state, tuple) and state else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
     if isinstance(state, dict):
-        first = state.get("dtype")
-    return first.name if isinstance(first, Global) else "unknown"
+        dtype = state.get("dtype")
+    return dtype.name if isinstance(dtype, Global) else "unknown"
 
 
 def _shape(
@@ -184,7 +178,7 @@ def _shape(
 
 
 def archives_in(directory: Directory, file: str, window: Window) -> Iterator[tuple[Item, Archive | None]]:
-    """The items of one file in order; with each its archive, None when it is none.
+    """The items of one file in order; with each its archive, None if it is not one.
 
     Raises:
         CorruptCheckpointError: the file is shorter than it should be, or an archive in it is damaged.
@@ -195,7 +189,7 @@ def archives_in(directory: Directory, file: str, window: Window) -> Iterator[tup
 
 
 def content_of_directory(directory: Directory) -> Content:
-    """Tensors, with where every part of them lies, and objects.
+    """Tensors, with the place of every part, and objects.
 
     Raises:
         CorruptCheckpointError: a file does not hold what ``.metadata`` says.
@@ -203,38 +197,31 @@ def content_of_directory(directory: Directory) -> Content:
     """
     pieces: dict[str, list[Piece]] = {name: [] for name in directory.tensors}
     chunks = {name: set(about.chunks) for name, about in directory.tensors.items()}
-    dtypes = {name: about.dtype for name, about in directory.tensors.items()}
     values = []
     for file in sorted(directory.items):
-        path = inside(directory.folder, file)
-        with Window(path) as window:
+        with Window(inside(directory.folder, file)) as window:
             for item, archive in archives_in(directory, file, window):
                 content = content_of(archive) if archive is not None else Content()
                 if item.name not in directory.tensors:
-                    values += [
-                        replace(v, name=f"{item.name}.{v.name}" if v.name else item.name) for v in content.values
-                    ]
+                    values += [replace(v, name=".".join(filter(None, (item.name, v.name)))) for v in content.values]
                 elif len(content.tensors) == 1 and content.tensors[0].pieces:
-                    only = content.tensors[0]
-                    starts = item.starts or tuple(0 for _ in only.shape)
-                    whole = only.pieces[0]
-                    if (starts, whole.shape) not in chunks[item.name] or only.dtype != dtypes[item.name]:
+                    only, about = content.tensors[0], directory.tensors[item.name]
+                    piece = only.pieces[0]
+                    piece = replace(piece, starts=item.starts or piece.starts)
+                    if (piece.starts, piece.shape) not in chunks[item.name] or only.dtype != about.dtype:
                         message = f"does not hold that part of {item.name} which .metadata says"
                         raise CorruptCheckpointError(path=str(directory.folder), file=file, message=message)
-                    pieces[item.name].append(
-                        Piece(file=path, offset=whole.offset, stride=whole.stride, starts=starts, shape=whole.shape)
-                    )
+                    pieces[item.name].append(piece)
     entries = [
-        Entry(name=name, dtype=about.dtype, shape=about.shape, pieces=tuple(pieces[name]), note=placement(about))
+        Entry(name=name, dtype=about.dtype, shape=about.shape, pieces=tuple(pieces[name]), note=_placement(about))
         for name, about in directory.tensors.items()
     ]
     return Content(tensors=tuple(entries), values=tuple(values))
 
 
-def placement(about: Shape) -> str:
+def _placement(about: Shape) -> str:
     """How a tensor is divided: ``in 4 parts along dimension 0``."""
     if len(about.chunks) < 2:
         return ""
-    axes = [axis for axis in range(len(about.shape)) if len({starts[axis] for starts, _ in about.chunks}) > 1]
-    where = " and ".join(map(str, axes))
-    return f"in {len(about.chunks)} parts along dimension {where}"
+    axes = [str(axis) for axis in range(len(about.shape)) if len({starts[axis] for starts, _ in about.chunks}) > 1]
+    return f"in {len(about.chunks)} parts along dimension {' and '.join(axes)}"

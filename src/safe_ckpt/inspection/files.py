@@ -1,4 +1,4 @@
-"""A file, or a part of one, read at offsets; nothing but regular files, and nothing that a symbolic link leads out to."""
+"""A file, or a part of one, read at offsets: only regular files, and none outside that a symbolic link points to."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from safe_ckpt.core.formats.manifest import MOST_BYTES, parse_json
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 
 MOST_FILES = 200_000
-"""More files than this no checkpoint has."""
+"""No checkpoint has more files than this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class CheckpointFile:
     """A file of a checkpoint.
 
     Attributes:
@@ -33,17 +33,25 @@ class Found:
 
 
 class Window:
-    """A file that is read at offsets. It has no position: threads may share it."""
+    """A file, or a part of one, that is read at offsets. It has no position: threads may share it.
 
-    def __init__(self, path: Path) -> None:
-        self.path: Path = path
+    Attributes:
+        path: the file.
+        start: where the window begins in the file.
+        size: its bytes.
+    """
+
+    def __init__(self, path: Path, whole: Window | None = None, start: int = 0, size: int = 0) -> None:
+        self.path, self.start, self.size = path, start, size
+        if whole is not None:  # which closes it
+            self._fd: int = whole._fd
+            return
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         status = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode):
             os.close(self._fd)
             raise HostileCheckpointError(path=str(path), message="is not a regular file")
-        self.start = 0
-        self.size: int = status.st_size
+        self.size = status.st_size
 
     def __enter__(self) -> Self:
         return self
@@ -51,13 +59,22 @@ class Window:
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
-    def part(self, start: int, size: int) -> Part:
-        """A window into this one. Valid as long as this one is open.
+    def damaged(self, why: str) -> CorruptCheckpointError:
+        """The error for a file that contradicts itself."""
+        return CorruptCheckpointError(path=str(self.path), message=why)
+
+    def refused(self, why: str) -> HostileCheckpointError:
+        """The error for a file that no tool writes."""
+        return HostileCheckpointError(path=str(self.path), message=why)
+
+    def part(self, start: int, size: int) -> Window:
+        """A window into this one, with offsets of its own. Valid as long as this one is open.
 
         Raises:
             CorruptCheckpointError: it reaches behind the end.
         """
-        return Part(self, start, size)
+        self._admit(start, size)
+        return Window(self.path, self, self.start + start, size)
 
     def read(self, offset: int, size: int) -> bytes:
         """``size`` bytes at ``offset``.
@@ -66,41 +83,23 @@ class Window:
             CorruptCheckpointError: the window, or the file, ends before.
             OSError: they could not be read.
         """
-        if offset < 0 or size < 0 or offset + size > self.size:
-            raise CorruptCheckpointError(path=str(self.path), message="is cut off, or an offset in it is wrong")
-        pieces, at = [], offset
+        self._admit(offset, size)
+        pieces, at = [], self.start + offset
         while size:
             piece = os.pread(self._fd, size, at)
             if not piece:
-                raise CorruptCheckpointError(path=str(self.path), message="is cut off")
+                raise self.damaged("is cut off")
             pieces.append(piece)
             at += len(piece)
             size -= len(piece)
         return b"".join(pieces)
 
-
-class Part:
-    """A part of a window, with offsets of its own."""
-
-    def __init__(self, whole: Window, start: int, size: int) -> None:
-        if start < 0 or size < 0 or start + size > whole.size:
-            raise CorruptCheckpointError(path=str(whole.path), message="is cut off, or an offset in it is wrong")
-        self._whole = whole
-        self.path = whole.path
-        self.start = start
-        self.size = size
-
-    def read(self, offset: int, size: int) -> bytes:
-        """See ``Window.read``."""
+    def _admit(self, offset: int, size: int) -> None:
         if offset < 0 or size < 0 or offset + size > self.size:
-            raise CorruptCheckpointError(path=str(self.path), message="is cut off, or an offset in it is wrong")
-        return self._whole.read(self.start + offset, size)
+            raise self.damaged("is cut off, or an offset in it is wrong")
 
 
-Readable = Window | Part
-
-
-def walk(path: Path, *, follow_symlinks: bool = False) -> list[Found]:
+def walk(path: Path, *, follow_symlinks: bool = False) -> list[CheckpointFile]:
     """The files of a checkpoint, by name. Hidden folders of ours are not part of it.
 
     Args:
@@ -115,9 +114,9 @@ def walk(path: Path, *, follow_symlinks: bool = False) -> list[Found]:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise HostileCheckpointError(path=str(path), message="is not a regular file")
-        return [Found(path=path, name=path.name, size_bytes=status.st_size)]
+        return [CheckpointFile(path=path, name=path.name, size_bytes=status.st_size)]
     home = path.resolve()
-    files: list[Found] = []
+    files: list[CheckpointFile] = []
     folders = [path]
     while folders:
         with os.scandir(folders.pop()) as entries:
@@ -125,12 +124,12 @@ def walk(path: Path, *, follow_symlinks: bool = False) -> list[Found]:
                 place = Path(entry.path)
                 name = place.relative_to(path).as_posix()
                 if entry.is_symlink() and not follow_symlinks and not _lies_in(place, home):
-                    message = "is a link that leads out of the checkpoint; --follow-symlinks reads it all the same"
+                    message = "is a link that leads out of the checkpoint; --follow-symlinks reads it"
                     raise HostileCheckpointError(path=str(path), file=name, message=message)
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(place)
                 elif entry.is_file():
-                    files.append(Found(path=place, name=name, size_bytes=entry.stat().st_size))
+                    files.append(CheckpointFile(path=place, name=name, size_bytes=entry.stat().st_size))
                 elif not entry.is_dir():  # a link to a folder inside is met there
                     raise HostileCheckpointError(path=str(path), file=name, message="is not a regular file")
                 if len(files) + len(folders) > MOST_FILES:
@@ -139,7 +138,7 @@ def walk(path: Path, *, follow_symlinks: bool = False) -> list[Found]:
     return sorted(files, key=lambda file: file.name)
 
 
-def read_json(file: Found) -> Any:
+def read_json(file: CheckpointFile) -> Any:
     """A JSON file.
 
     Raises:
@@ -148,13 +147,13 @@ def read_json(file: Found) -> Any:
         OSError: it could not be read.
     """
     if file.size_bytes > MOST_BYTES:
-        raise UnsupportedFormatError(path=str(file.path), message="is too large to be looked at")
+        raise UnsupportedFormatError(path=str(file.path), message="is too large to be read")
     with Window(file.path) as window:
         text = window.read(0, window.size)
-    try:
-        return parse_json(text)
-    except ValueError as error:
-        raise CorruptCheckpointError(path=str(file.path), message=f"is no JSON: {error}") from error
+        try:
+            return parse_json(text)
+        except ValueError as error:
+            raise window.damaged(f"is no JSON: {error}") from error
 
 
 def _lies_in(place: Path, home: Path) -> bool:
@@ -165,7 +164,7 @@ def _lies_in(place: Path, home: Path) -> bool:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of ``name`` in a folder, for a name that stands in somebody's file.
+    """The path of ``name`` in a folder, for a name that was read from a file.
 
     Raises:
         HostileCheckpointError: it leads out.
@@ -175,6 +174,6 @@ def inside(folder: Path, name: str) -> Path:
         raise HostileCheckpointError(path=str(folder), message=message)
     raw = name.encode("utf-8", "surrogatepass")
     if any("\ud800" <= mark <= "\udfff" for mark in name) or len(raw) > 4000 or max(map(len, raw.split(b"/"))) > 255:
-        message = f"a file name in it is none that a file can have: {name[:200]!r}"
+        message = f"a file name in it is not possible: {name[:200]!r}"
         raise HostileCheckpointError(path=str(folder), message=message)
     return folder / name

@@ -1,4 +1,4 @@
-"""A directory in which a job keeps its checkpoints, whichever adapter or tool it uses, as one finds it from outside."""
+"""The checkpoints in a directory of any adapter or tool, without its job: usable, damaged, uncommitted and quarantined."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from safe_ckpt.core.directory.catalog import Candidate
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection.dcp_reader import METADATA
-from safe_ckpt.inspection.files import Found, Window, inside
+from safe_ckpt.inspection.files import CheckpointFile, Window, inside
 from safe_ckpt.inspection.torch_reader import looks_like_archive, open_archive, read_old_file
 
 _HIDDEN_TOO = "_safe_ckpt"  # where the Transformers Trainer would push what begins with a dot
 _LONGEST_TAG = 4096
 _NAMES = "names"  # in the hidden folder: those of checkpoints that are named one by one
 _NAME = re.compile(r"^(?:step-|epoch_|step_)(\d{1,18})$")  # ours, and those of Accelerate's examples
-_NOT_NAMED = f"the file {layouts.LATEST} does not lead to it: it is loaded only when it is asked for"
+_NOT_NAMED = f"the file {layouts.LATEST} does not name it: it is loaded only by its name"
 _DIRECTORIES: Sequence[tuple[str, Callable[[str], bool]]] = (
     ("DeepSpeed directory", lambda name: name.startswith(("zero_pp_rank_", "mp_rank_"))),
     ("DCP directory", lambda name: name == METADATA),
@@ -35,8 +35,8 @@ _DIRECTORIES: Sequence[tuple[str, Callable[[str], bool]]] = (
 _FILES = {".ckpt": "Lightning or torch file", ".safetensors": "safetensors file"}
 
 
-def kind_of(files: Sequence[Found]) -> str:
-    """What wrote a checkpoint that is not ours, in words. A checkpoint of one file is told by its ending."""
+def kind_of(files: Sequence[CheckpointFile]) -> str:
+    """The kind of a checkpoint that is not ours, in words. That of a single file follows from its ending."""
     names = [Path(file.name).name for file in files]
     if len(files) == 1 and files[0].path.suffix in _FILES:
         return _FILES[files[0].path.suffix]
@@ -46,7 +46,7 @@ def kind_of(files: Sequence[Found]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """Where checkpoints are kept.
+    """The checkpoints of a directory.
 
     Attributes:
         folder: which directory they are in.
@@ -54,7 +54,7 @@ class Listing:
         usable: those in which nothing is wrong so far, in the order in which a resume tries them.
         unnamed: of these, the ones that no resume takes by itself, and why.
         unusable: those that a resume would not take, and why (``problem``).
-        unreadable: what could not be looked at, and why: nothing is known of it, and a resume stops with that error.
+        unreadable: what could not be read, and why. A resume stops with that error.
         under_way: folders of saves that are not committed: of a job that saves now, or left by one that was killed.
         quarantined: what was found damaged and moved away.
     """
@@ -99,7 +99,7 @@ class Row:
 
 
 def read_listing(directory: Path, *, tags_below: bool = True) -> Listing:
-    """Look at names and manifests; payloads are not read.
+    """Read names and manifests, and no payload.
 
     Args:
         directory: the one given to safe_ckpt or another tool, or the ``checkpoints`` folder of an Accelerate project.
@@ -112,7 +112,7 @@ def read_listing(directory: Path, *, tags_below: bool = True) -> Listing:
     unreadable: dict[Path, str] = {}
 
     def note(path: Path, error: Exception) -> None:
-        if os.path.lexists(path) or isinstance(error, PermissionError):  # else a live job has just let it go
+        if os.path.lexists(path) or isinstance(error, PermissionError):  # else a live job has just deleted it
             unreadable[path] = str(error)
 
     folder, hidden = directory, hidden_of(directory)
@@ -141,9 +141,9 @@ def read_listing(directory: Path, *, tags_below: bool = True) -> Listing:
 
 
 def rows(listing: Listing) -> Iterator[Row]:
-    """What there is, line by line: usable ones in the order in which a resume tries them, then the others."""
+    """The lines of a listing: usable checkpoints in the order in which a resume tries them, then the others."""
     for candidate in listing.usable:
-        with contextlib.suppress(FileNotFoundError):  # a live job has just let it go
+        with contextlib.suppress(FileNotFoundError):  # a live job has just deleted it
             yield _row(listing, candidate, "unverified" if candidate.foreign else "valid")
     for candidate in listing.unusable:
         yield _row(listing, candidate, "damaged")
@@ -156,7 +156,7 @@ def rows(listing: Listing) -> Iterator[Row]:
 
 
 def list_existing(directory: Path) -> tuple[tuple[Row, ...], str]:
-    """The checkpoints of a run and its quarantine, and what kept this from listing all; "" for nothing.
+    """The checkpoints of a run and its quarantine, and why some could not be listed; "" if all were.
 
     Args:
         directory: as ``read_listing`` takes it.
@@ -177,22 +177,14 @@ def hidden_of(directory: Path) -> Path | None:
     return own
 
 
-def look_inside(candidate: Candidate) -> Candidate:
-    """Lightning's checkpoint with what only its content tells: its step, and whether there is more in it than weights.
+def read_layout(path: Path) -> Layout:
+    """What a Lightning checkpoint says about itself; of a pickle that is too long to be read, what its name says.
 
-    Bounded like all that the command reads: of a pickle that is too long to be looked at only the name tells. A resume looks
-    into any length, see ``blind_reader``.
+    Bounded like all that the command reads. A resume looks into any length: ``blind_reader.read_layout``.
 
     Raises:
         OSError: it could not be read.
     """
-    if not candidate.foreign or candidate.problem:
-        return candidate
-    layout = _read_layout(candidate.path)
-    return replace(candidate, step=layout.step, problem=layout.problem)
-
-
-def _read_layout(path: Path) -> Layout:
     layout = layouts.lightning_layout_of(path)
     try:
         with Window(layouts.facts_file(path)) as window:
@@ -203,7 +195,7 @@ def _read_layout(path: Path) -> Layout:
         return replace(layout, problem=f"is no checkpoint: {error.message}")
     except CorruptCheckpointError:
         return layout.with_content(None)
-    except UnsupportedFormatError:  # too long to be looked at
+    except UnsupportedFormatError:  # too long to be read
         return layout
 
 
@@ -233,13 +225,12 @@ def _judged_by_name(candidate: Candidate) -> Candidate:
 def in_order(folder: Path, candidates: Iterable[Candidate]) -> list[Candidate]:
     """The order in which a resume tries them: as ``catalog.newest_first``, but what DeepSpeed's file ``latest`` names first."""
     named = folder / _named_in(folder)
-    return sorted(
-        catalog.newest_first(candidates), key=lambda candidate: not (candidate.path == named and _is_tag(candidate))
-    )
+    newest_first = catalog.newest_first(candidates)
+    return sorted(newest_first, key=lambda candidate: not (candidate.path == named and _is_tag(candidate)))
 
 
 def _unnamed(folder: Path, usable: Sequence[Candidate]) -> Mapping[Path, str]:
-    """The tags that DeepSpeed loads only when they are asked for.
+    """The tags that DeepSpeed loads only by their names.
 
     It loads what ``latest`` names. If that is damaged, ours before it follow, as far as ``latest`` was to name them.
     """
@@ -260,25 +251,23 @@ def _is_tag(candidate: Candidate) -> bool:
 
 def _named_in(folder: Path) -> str:
     """The tag that DeepSpeed's file ``latest`` names; "none" where there is no such file, or it leads out."""
-    path, name = folder / layouts.LATEST, ""
-    with contextlib.suppress(
-        OSError
-    ):  # anybody's file may have this name: a pipe, a link to itself, one of somebody else's
+    path = folder / layouts.LATEST
+    # Any file may have this name: a pipe, a link to itself, that of another user, a long one.
+    with contextlib.suppress(OSError, CorruptCheckpointError):
         if path.is_file() and path.stat().st_size <= _LONGEST_TAG:
             name = path.read_text(encoding="utf-8", errors="replace").strip()
-    with contextlib.suppress(CorruptCheckpointError):
-        inside(folder, name)
-        return name
+            inside(folder, name)
+            return name
     return "none"
 
 
 def _row(listing: Listing, candidate: Candidate, state: str) -> Row:
-    name, manifest, info = _name(listing, candidate.path), candidate.manifest, candidate.info
+    manifest, info = candidate.manifest, candidate.info
+    row = Row(name=_name(listing, candidate.path), state=state, reason=candidate.problem)
     if manifest is None or info is None:
-        step = candidate.step if candidate.step >= 0 else None
-        return Row(name=name, step=step, state=state, reason=candidate.problem)
-    return Row(
-        name=name,
+        return replace(row, step=candidate.step if candidate.step >= 0 else None)
+    return replace(
+        row,
         step=manifest.step,
         sequence=manifest.sequence,
         created_at=manifest.created_at,
@@ -286,8 +275,6 @@ def _row(listing: Listing, candidate: Candidate, state: str) -> Row:
         world_size=manifest.world_size,
         metrics=dict(manifest.metrics),
         written_by={**manifest.versions, **manifest.written_by},
-        state=state,
-        reason=candidate.problem,
     )
 
 
@@ -299,7 +286,7 @@ def _name(listing: Listing, path: Path) -> str:
 
 
 def _listed(hidden: Path | None, name: str, unreadable: dict[Path, str]) -> tuple[Path, ...]:
-    """What lies in the folders of this name: the directory's own, and those of what is held by its own name in it."""
+    """The entries of the folders of this name: the directory's own, and that of each checkpoint with a lock of its own."""
     if hidden is None:
         return ()
     places = (hidden, *_entries(hidden / _NAMES, unreadable))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -21,7 +21,7 @@ class Global:
 
 @dataclass(eq=False, slots=True)
 class Opaque:
-    """What a class or function would have made: which one, of what, and what was put into it afterwards."""
+    """The result of a class or function that was not called: its name, its arguments, and what was put into it later."""
 
     made_by: Global
     args: object = ()
@@ -30,7 +30,7 @@ class Opaque:
 
 
 class Ordered(dict[Any, Any]):
-    """A dict that was made by a class of its own, with what was put on it: a module's state dict has ``_metadata``."""
+    """A dict of a class of its own, with its attributes: a module's state dict has ``_metadata``."""
 
     state: object = None
 
@@ -61,9 +61,9 @@ _MOST_ELEMENTS = 1 << 62
 
 def key_of(key: object) -> Any:
     """A key for a dict."""
-    # Whoever made the pickle chooses the keys: none may take long to hash, as deep tuples do, or collide by design.
+    # A hostile pickle chooses its keys. So none may take long to hash, as deep tuples do, or collide by design.
     if isinstance(key, str | bytes | bool | float | Global | Opaque) or key is None:
-        return key  # an Opaque is told from others by identity
+        return key  # an Opaque is compared by identity
     if isinstance(key, int):
         return key if key.bit_length() <= 53 else f"<{key:#x}>" if key.bit_length() <= 256 else f"<int {id(key):#x}>"
     if isinstance(key, tuple) and len(key) <= 16 and all(map(_is_short, key)):
@@ -92,7 +92,7 @@ def made_of(made_by: object, args: object) -> object:
         return Opaque(Global("builtins", "object"), args=args)
     name = str(made_by)
     if name == "torch.Size" and isinstance(args, tuple) and len(args) == 1:
-        shape = _numbers(args[0])
+        shape = counts_of(args[0])
         return Opaque(made_by, args=args) if shape is None else shape
     rebuild = _TENSORS.get(name)
     if rebuild is not None and isinstance(args, tuple):
@@ -108,21 +108,22 @@ def pairs_of(args: object) -> list[Any] | tuple[Any, ...]:
     return pairs if all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs) else []
 
 
-def _numbers(value: object) -> tuple[int, ...] | None:
+def counts_of(value: object) -> tuple[int, ...] | None:
+    """A shape, a stride or offsets: at most 64 whole numbers that are not negative; None for anything else."""
     if not isinstance(value, tuple | list) or len(value) > 64:
         return None
-    return tuple(value) if all(isinstance(n, int) and 0 <= n < 1 << 62 for n in value) else None
+    return tuple(value) if all(type(n) is int and 0 <= n < 1 << 62 for n in value) else None
 
 
 def _shape(value: object) -> tuple[int, ...] | None:
-    shape = _numbers(value)
+    shape = counts_of(value)
     return shape if shape is not None and math.prod(shape) < _MOST_ELEMENTS else None
 
 
 def _tensor(args: tuple[Any, ...], dtype: str | None = None) -> Tensor | None:
     if len(args) < 4 or not isinstance(args[0], Storage) or not isinstance(args[1], int) or args[1] < 0:
         return None
-    shape, stride = _shape(args[2]), _numbers(args[3])
+    shape, stride = _shape(args[2]), counts_of(args[3])
     if shape is None or stride is None or len(shape) != len(stride):
         return None
     return Tensor(args[0], dtype or args[0].dtype, shape, args[1], stride)
@@ -151,14 +152,8 @@ def _subclass(args: tuple[Any, ...]) -> Tensor | None:
     inner = rebuild(args[2])
     if inner is None:
         return None
-    return Tensor(
-        inner.storage,
-        inner.dtype,
-        inner.shape,
-        inner.offset,
-        inner.stride,
-        f"subclass {args[1] if isinstance(args[1], Global) else ''}".strip(),
-    )
+    kind = args[1] if isinstance(args[1], Global) else ""
+    return replace(inner, note=f"subclass {kind}".strip())
 
 
 DICTS = {"collections.OrderedDict", "collections.defaultdict", "builtins.dict"}

@@ -1,8 +1,8 @@
 """The structure of a pickle, without running it: no class is imported, no function is called.
 
 A pickle is a program for a stack machine. This one knows its opcodes (from ``pickletools``, Python's own description) and
-builds plain containers; where the program asks for a class or a function it builds an inert ``Opaque`` that says which. What
-``torch.save`` writes for tensors is understood.
+builds plain containers. For a class or a function it builds an inert ``Opaque`` with its name. It understands what
+``torch.save`` writes for tensors.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Machine:
         raise self.refused("it does not end")
 
     def spend(self, work: int) -> None:
-        """A few bytes can ask for much: for a copy of a long list, again and again."""
+        """Count work against its bound: a few bytes can demand much of it, such as copies of a long list."""
         self._left -= work
         if self._left >= 0:
             return
@@ -68,6 +68,9 @@ class _Machine:
 
     def put(self, key: int) -> None:
         self.memo[key] = self.stack[-1]
+
+    def get(self, key: int) -> None:
+        self.stack.append(self.memo[key])
 
     def add_items(self, target: object, items: list[Any]) -> None:
         if isinstance(target, list):
@@ -125,21 +128,22 @@ class _Machine:
     def refer(self, key: object) -> None:
         self.stack.append(storage_of(key))
 
-    def tuple_of(self, count: int) -> None:
-        if count > len(self.stack):
+    def take(self, count: int) -> list[Any]:
+        start = len(self.stack) - count
+        if start < 0:
             raise self.refused("it takes what it never put")
-        items = tuple(self.stack[len(self.stack) - count :])
-        del self.stack[len(self.stack) - count :]
-        self.stack.append(items)
+        items = self.stack[start:]
+        del self.stack[start:]
+        return items
 
     def dict_of(self, _: object) -> None:
-        made: dict[Any, Any] = {}
-        self.set_items(made, self.since_mark())
-        self.stack.append(made)
+        items = self.since_mark()
+        self.stack.append({})
+        self.set_items(self.stack[-1], items)
 
 
 def _acts(made_by: Global) -> bool:
-    # No such list can be complete, and none is needed here, where nothing is run: it is for whoever loads the file next.
+    # No such list is complete. Here nothing is run; the refusal protects the tool that loads the file next.
     module = made_by.module.partition(".")[0]
     if module in ("builtins", "__builtin__"):
         return made_by.name in _ACTING
@@ -159,22 +163,14 @@ def _push(make: Callable[[_Machine], object]) -> _Step:
     return lambda machine, _: machine.stack.append(make(machine))
 
 
-def _with_rest(act: Callable[[_Machine, object, list[Any]], None]) -> _Step:
+def _fill(act: Callable[[_Machine, object, list[Any]], None], count: int | None = None) -> _Step:
+    """Put the last ``count`` items, or all since the mark, into what lies below them."""
+
     def step(machine: _Machine, _: object) -> None:
-        items = machine.since_mark()
+        items = machine.since_mark() if count is None else machine.take(count)
         act(machine, machine.stack[-1], items)
 
     return step
-
-
-def _append(machine: _Machine, _: object) -> None:
-    item = machine.stack.pop()
-    machine.add_items(machine.stack[-1], [item])
-
-
-def _set_item(machine: _Machine, _: object) -> None:
-    value, key = machine.stack.pop(), machine.stack.pop()
-    machine.set_items(machine.stack[-1], [key, value])
 
 
 _CONSTANTS = frozenset({
@@ -183,8 +179,7 @@ _CONSTANTS = frozenset({
     "BINFLOAT",
 })  # fmt: skip
 _STEPS: dict[str, _Step] = {
-    "PROTO": lambda *_: None,
-    "FRAME": lambda *_: None,
+    **dict.fromkeys(("PROTO", "FRAME"), lambda *_: None),
     "MARK": _push(lambda _: _MARK),
     "NONE": _push(lambda _: None),
     "NEWTRUE": _push(lambda _: True),
@@ -197,37 +192,29 @@ _STEPS: dict[str, _Step] = {
     "TUPLE": _push(lambda machine: tuple(machine.since_mark())),
     "FROZENSET": _push(lambda machine: machine.opaque(_FROZENSET, machine.since_mark())),
     "DUP": _push(lambda machine: machine.stack[-1]),
-    "TUPLE1": lambda machine, _: machine.tuple_of(1),
-    "TUPLE2": lambda machine, _: machine.tuple_of(2),
-    "TUPLE3": lambda machine, _: machine.tuple_of(3),
+    "TUPLE1": _push(lambda machine: tuple(machine.take(1))),
+    "TUPLE2": _push(lambda machine: tuple(machine.take(2))),
+    "TUPLE3": _push(lambda machine: tuple(machine.take(3))),
     "DICT": _Machine.dict_of,
     "POP": lambda machine, _: machine.stack.pop(),
     "POP_MARK": lambda machine, _: machine.since_mark(),
-    "APPEND": _append,
-    "APPENDS": _with_rest(_Machine.add_items),
-    "ADDITEMS": _with_rest(_Machine.add_items),
-    "SETITEM": _set_item,
-    "SETITEMS": _with_rest(_Machine.set_items),
+    "APPEND": _fill(_Machine.add_items, count=1),
+    **dict.fromkeys(("APPENDS", "ADDITEMS"), _fill(_Machine.add_items)),
+    "SETITEM": _fill(_Machine.set_items, count=2),
+    "SETITEMS": _fill(_Machine.set_items),
     "MEMOIZE": lambda machine, _: machine.put(len(machine.memo)),
-    "PUT": _Machine.put,
-    "BINPUT": _Machine.put,
-    "LONG_BINPUT": _Machine.put,
-    "GET": lambda machine, key: machine.stack.append(machine.memo[key]),
-    "BINGET": lambda machine, key: machine.stack.append(machine.memo[key]),
-    "LONG_BINGET": lambda machine, key: machine.stack.append(machine.memo[key]),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), _Machine.put),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _Machine.get),
     "GLOBAL": lambda machine, name: machine.stack.append(_global(name)),
     "STACK_GLOBAL": _Machine.name,
     "INST": _Machine.make_named,
     "OBJ": _Machine.make,
-    "REDUCE": _Machine.reduce,
-    "NEWOBJ": _Machine.reduce,
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), _Machine.reduce),
     "NEWOBJ_EX": _Machine.new_with_keywords,
     "BUILD": _Machine.build,
     "PERSID": _Machine.refer,
     "BINPERSID": lambda machine, _: machine.refer(machine.stack.pop()),
-    "EXT1": _push(lambda _: _EXTENSION),
-    "EXT2": _push(lambda _: _EXTENSION),
-    "EXT4": _push(lambda _: _EXTENSION),
+    **dict.fromkeys(("EXT1", "EXT2", "EXT4"), _push(lambda _: _EXTENSION)),
 }
 
 
@@ -236,7 +223,7 @@ def read_pickle(data: bytes, path: str) -> Any:
 
     Raises:
         HostileCheckpointError: it is no pickle, or none that a checkpoint would hold.
-        UnsupportedFormatError: it is too long to be looked at.
+        UnsupportedFormatError: it is too long to be read.
     """
     return read_pickles(data, path, count=1)[0][0]
 
@@ -249,7 +236,7 @@ def read_pickles(data: bytes, path: str, *, count: int) -> tuple[list[Any], int]
 
     Raises:
         HostileCheckpointError: one is no pickle, or none that a checkpoint would hold.
-        UnsupportedFormatError: one is too long to be looked at.
+        UnsupportedFormatError: one is too long to be read.
     """
     if len(data) > MOST_BYTES:
         raise HostileCheckpointError(path=path, message=f"its pickle is refused: larger than {MOST_BYTES >> 20} MiB")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from safe_ckpt.core.formats.manifest import parse_json
 from safe_ckpt.core.formats.safetensors_names import ALIASES_KEY, DTYPES, STRIDES_KEY, VERSIONS_KEY
-from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError
+from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.inspection.files import Window
+from safe_ckpt.inspection.pickle_objects import counts_of
 from safe_ckpt.inspection.tensors import ITEM_BYTES, Content, Entry, Piece, Value
 
 SUFFIX = ".safetensors"
@@ -46,10 +48,8 @@ def read_safetensors(path: Path) -> Content:
         raise _damaged(path, f"it has {length} bytes of tensors instead of {at}")
     named = {entry.name: entry for entry in entries}
     aliases = [
-        Entry(
-            name=alias, dtype=named[name].dtype, shape=named[name].shape, pieces=named[name].pieces, note=f"is {name}"
-        )
-        for alias, name in _extra(metadata, ALIASES_KEY, path).items()
+        replace(named[name], name=alias, note=f"is {name}")
+        for alias, name in _parsed(metadata.get(ALIASES_KEY, "{}").encode(), f"its entry {ALIASES_KEY}", path).items()
         if isinstance(name, str) and name in named and alias not in named
     ]
     ours = (ALIASES_KEY, STRIDES_KEY, VERSIONS_KEY)
@@ -67,44 +67,33 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _header(window: Window) -> tuple[int, dict[str, Any]]:
     if window.size < 8:
-        raise _damaged(window.path, "is cut off")
+        raise window.damaged("is cut off")
     length = int.from_bytes(window.read(0, 8), "little")
     if length > window.size - 8:
-        raise _damaged(window.path, "its header is longer than the file")
+        raise window.damaged("its header is longer than the file")
     if length > _MOST_HEADER_BYTES:
-        message = f"its header of {length} bytes is refused: at most {_MOST_HEADER_BYTES} are read"
-        raise HostileCheckpointError(path=str(window.path), message=message)
-    try:
-        header = parse_json(window.read(8, length))
-    except ValueError as error:
-        raise _damaged(window.path, f"its header is no JSON: {error}") from error
-    if not isinstance(header, dict):
-        raise _damaged(window.path, "its header is not what it should be")
-    return 8 + length, header
+        raise window.refused(f"its header of {length} bytes is refused: at most {_MOST_HEADER_BYTES} are read")
+    return 8 + length, _parsed(window.read(8, length), "its header", window.path)
 
 
 def _row(name: str, row: Any, path: Path) -> tuple[str, tuple[int, ...], int, int]:
     if isinstance(row, dict) and set(row) == {"dtype", "shape", "data_offsets"}:
-        dtype, shape, offsets = DTYPES.get(str(row["dtype"])), row["shape"], row["data_offsets"]
-        if dtype and _is_counts(shape) and len(shape) <= 64 and _is_counts(offsets) and len(offsets) == 2:
+        dtype, shape, offsets = DTYPES.get(str(row["dtype"])), counts_of(row["shape"]), counts_of(row["data_offsets"])
+        if dtype and shape is not None and offsets is not None and len(offsets) == 2:
             begin, end = offsets
             if end - begin == math.prod(shape) * ITEM_BYTES[dtype]:  # so its size is bounded, too
-                return dtype, tuple(shape), begin, end
+                return dtype, shape, begin, end
     raise _damaged(path, f"what its header says of {name[:200]!r} cannot be")
 
 
-def _is_counts(value: object) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
-
-
-def _extra(metadata: dict[str, str], key: str, path: Path) -> dict[str, Any]:
+def _parsed(text: bytes, what: str, path: Path) -> dict[str, Any]:
     try:
-        entry = parse_json(metadata.get(key, "{}").encode())
+        parsed = parse_json(text)
     except ValueError as error:
-        raise _damaged(path, f"its entry {key} is no JSON: {error}") from error
-    if not isinstance(entry, dict):
-        raise _damaged(path, f"its entry {key} is not what it should be")
-    return entry
+        raise _damaged(path, f"{what} is no JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise _damaged(path, f"{what} is not what it should be")
+    return parsed
 
 
 def _damaged(path: Path, why: str) -> CorruptCheckpointError:

@@ -1,4 +1,4 @@
-"""What is in a checkpoint: tensors, where their bytes lie, and the plain values beside them."""
+"""The content of a checkpoint: tensors, the places of their bytes, and the plain values."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Value:
-    """Something that is no tensor: a number, a text, or an object of some class, of which only the structure is known."""
+    """A number, a text, or an object of some class. Of an object only the structure is known."""
 
     name: str
     text: str
@@ -127,11 +127,11 @@ def _work(value: object) -> int:
 
 
 def _parts(value: object) -> Iterator[tuple[str, object]] | None:
-    """What is in it; None for a leaf."""
+    """The parts of a value; None for a leaf."""
     if isinstance(value, dict) and value:
         return ((_text(key), part) for key, part in value.items())
     if isinstance(value, list | tuple) and not all(isinstance(part, bool | int | float | str) for part in value):
-        return ((str(index), part) for index, part in enumerate(value))  # a row of plain values is told as one value
+        return ((str(index), part) for index, part in enumerate(value))  # a row of plain values counts as one value
     if isinstance(value, Opaque):
         held = [("args", value.args), ("state", value.state), ("items", value.items)]
         below = [(key, part) for key, part in held if _holds_tensors(part)]
@@ -158,7 +158,7 @@ def _text(key: object) -> str:
 
 
 def describe(value: object) -> str:
-    """A value in at most a line."""
+    """A value as text of one line at most."""
     if isinstance(value, Opaque):
         return f"<{value.made_by}>"
     if isinstance(value, Global):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from safe_ckpt.core.storage.reader import Span
 from safe_ckpt.errors import CorruptCheckpointError
-from safe_ckpt.inspection.files import Readable
+from safe_ckpt.inspection.files import Window
 from safe_ckpt.inspection.pickle_objects import Storage, Tensor
 from safe_ckpt.inspection.pickle_reader import MOST_BYTES, read_pickle, read_pickles
 from safe_ckpt.inspection.tensors import ITEM_BYTES, Content, Entry, Piece, Value, describe, leaves
@@ -23,7 +23,7 @@ _OLD_MAGIC = 0x1950A86A20F9469CFC6C
 class Archive:
     """A torch archive: its records, and what its pickle would build."""
 
-    source: Readable
+    source: Window
     members: Sequence[Member]
     root: Any
 
@@ -37,23 +37,19 @@ class Archive:
         """How many of its bytes have no checksum."""
         return sum(member.size for member in self.members if _lacks_checksum(member))
 
-    def member(self, name: str) -> Member | None:
-        """A record by its name behind the archive's own."""
-        return next((member for member in self.members if member.name.partition("/")[2] == name), None)
-
 
 def _lacks_checksum(member: Member) -> bool:
     # torch under ``skip_data``, and this package in the files of DCP, where their digest is in the manifest, leave it 0.
     return member.crc == 0 and member.size > 0
 
 
-def looks_like_archive(source: Readable) -> bool:
+def looks_like_archive(source: Window) -> bool:
     """Whether it is one, or was before its beginning or its end was damaged."""
     tail = min(source.size, 256)
     return is_archive(source) or b"PK\5\6" in source.read(source.size - tail, tail)
 
 
-def open_archive(source: Readable) -> Archive:
+def open_archive(source: Window) -> Archive:
     """Read the structure of an archive.
 
     Raises:
@@ -64,9 +60,9 @@ def open_archive(source: Readable) -> Archive:
     members = read_members(source)
     pickles = [member for member in members if member.name.partition("/")[2] == "data.pkl"]
     if len(pickles) != 1:
-        raise CorruptCheckpointError(path=str(source.path), message="the archive has no data.pkl, or several")
+        raise source.damaged("the archive has no data.pkl, or several")
     if pickles[0].size > MOST_BYTES:
-        raise CorruptCheckpointError(path=str(source.path), message="its pickle is refused: it is too large")
+        raise source.damaged("its pickle is refused: it is too large")
     root = read_pickle(source.read(pickles[0].data_offset, pickles[0].size), str(source.path))
     return Archive(source=source, members=members, root=root)
 
@@ -80,20 +76,18 @@ def content_of(archive: Archive) -> Content:
     return _content(archive.root, str(archive.source.path), Locator(archive))
 
 
-def without_places(root: object, path: str) -> Content:
+def content_of_old(root: object, path: str) -> Content:
     """Tensors and values of a file from before the zip format: the tensors' shapes, not where their bytes are."""
-
-    def describe_tensor(name: str, tensor: Tensor) -> Entry:
-        return Entry(name=name, dtype=tensor.dtype, shape=tensor.shape, note="in torch's format before 1.6")
-
-    return _content(root, path, describe_tensor)
+    return _content(root, path, None)
 
 
-def _content(root: object, path: str, entry_of: Callable[[str, Tensor], Entry]) -> Content:
+def _content(root: object, path: str, locate: Locator | None) -> Content:
     tensors, values = [], []
     for name, leaf in leaves(root, path):
-        if isinstance(leaf, Tensor):
-            tensors.append(entry_of(name, leaf))
+        if isinstance(leaf, Tensor) and locate is not None:
+            tensors.append(locate(name, leaf))
+        elif isinstance(leaf, Tensor):
+            tensors.append(Entry(name=name, dtype=leaf.dtype, shape=leaf.shape, note="in torch's format before 1.6"))
         elif not isinstance(leaf, Storage):
             values.append(value_of(name, leaf))
     return Content(tensors=tuple(tensors), values=tuple(values))
@@ -115,7 +109,7 @@ class Locator:
         self._little = order is None or self._source.read(order.data_offset, min(order.size, 16)) == b"little"
 
     def __call__(self, name: str, tensor: Tensor) -> Entry:
-        """A tensor with where its bytes are; without that where they are none, or in another order than this machine's.
+        """A tensor with the place of its bytes; without it if there are none, or their order is not this machine's.
 
         Raises:
             CorruptCheckpointError: it reaches behind its record, or has none.
@@ -125,14 +119,14 @@ class Locator:
             return entry
         record, item = self._records.get(f"data/{tensor.storage.key}"), ITEM_BYTES.get(tensor.dtype)
         if record is None:
-            raise CorruptCheckpointError(path=str(self._source.path), message=f"the bytes of {name} are missing")
+            raise self._source.damaged(f"the bytes of {name} are missing")
         if not self._little:
             return replace(entry, note=f"{tensor.note} big-endian".strip())
         if item is None:
             return entry
         last = tensor.offset + sum(step * (size - 1) for step, size in zip(tensor.stride, tensor.shape, strict=True))
         if 0 not in tensor.shape and (last + 1) * item > record.size:
-            raise CorruptCheckpointError(path=str(self._source.path), message=f"{name} reaches behind its record")
+            raise self._source.damaged(f"{name} reaches behind its record")
         piece = Piece(
             file=self._source.path,
             offset=self._source.start + record.data_offset + tensor.offset * item,
@@ -140,11 +134,11 @@ class Locator:
             starts=tuple(0 for _ in tensor.shape),
             shape=tensor.shape,
         )
-        return Entry(name=name, dtype=tensor.dtype, shape=tensor.shape, pieces=(piece,), note=tensor.note)
+        return replace(entry, pieces=(piece,))
 
 
 def names_in(archive: Archive, bad: Iterable[Span]) -> list[str]:
-    """What the given spans hold: tensors by name, other records as they are called."""
+    """The names of the tensors in these spans; of the records, if no tensor is in them."""
     starts = {span.start - archive.source.start for span in bad}
     records = [member for member in archive.members if member.data_offset in starts and member.size]
     keys = {member.name.partition("/")[2].removeprefix("data/"): member.name for member in records}
@@ -156,7 +150,7 @@ def names_in(archive: Archive, bad: Iterable[Span]) -> list[str]:
     return names or [member.name for member in records]
 
 
-def read_old_file(source: Readable) -> Any | None:
+def read_old_file(source: Window) -> Any | None:
     """What a file from before the zip format would build; None when it is none. Plain pickles are read too.
 
     Raises:
@@ -175,8 +169,8 @@ def read_old_file(source: Readable) -> Any | None:
     return root
 
 
-def _check_old_length(source: Readable, root: object, keys: object, at: int) -> None:
-    """Behind the pickles lie the numbers of each storage, in the order of ``keys``, each behind its count."""
+def _check_old_length(source: Window, root: object, keys: object, at: int) -> None:
+    """Compare the length: after the pickles come the storages in the order of ``keys``, each after its count."""
     storages = (leaf.storage for _, leaf in leaves(root, str(source.path)) if isinstance(leaf, Tensor))
     items = {storage.key: ITEM_BYTES.get(storage.dtype) for storage in storages if storage is not None}
     for key in keys if isinstance(keys, list) else []:
@@ -185,4 +179,4 @@ def _check_old_length(source: Readable, root: object, keys: object, at: int) -> 
             return  # of a tensor in some object, whose type is not known here
         at += 8 + int.from_bytes(source.read(at, 8), "little") * item
     if at != source.size:
-        raise CorruptCheckpointError(path=str(source.path), message=f"has {source.size} bytes instead of {at}")
+        raise source.damaged(f"has {source.size} bytes instead of {at}")

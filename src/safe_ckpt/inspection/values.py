@@ -16,6 +16,9 @@ from safe_ckpt.inspection.pickle_objects import Opaque, Storage, Tensor
 from safe_ckpt.inspection.tensors import ITEM_BYTES, Entry, Piece, describe
 
 _BLOCK = 4 << 20  # elements that are compared at a time
+_MOST_PAIRS = 4_000_000
+_UNORDERED = ("builtins.set", "builtins.frozenset")
+_NESTED = (dict, list, tuple, Opaque)
 _MOST_REPEATED_BYTES = 1 << 30  # of a tensor that is larger than its file, since strides of 0 repeat what is there
 
 
@@ -73,11 +76,10 @@ class Mapped:
         return flat.as_strided(piece.shape, piece.stride)
 
     def _map(self, file: Path) -> mmap.mmap:
-        mapped = self._maps.get(file)
-        if mapped is None:
+        if file not in self._maps:
             with file.open("rb") as stream:
-                mapped = self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        return mapped
+                self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._maps[file]
 
 
 def difference(first: torch.Tensor, second: torch.Tensor) -> float:
@@ -93,10 +95,9 @@ def difference(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def _block(one: torch.Tensor, other: torch.Tensor) -> float:
-    if one.dtype == other.dtype and ITEM_BYTES.get(str(one.dtype).removeprefix("torch."), 0):
-        same = torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-        if same:
-            return 0.0
+    plain = one.dtype == other.dtype and str(one.dtype).removeprefix("torch.") in ITEM_BYTES
+    if plain and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)):
+        return 0.0
     wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
     one, other = one.to(wide), other.to(wide)
     equal = (one == other) | (one.isnan() & other.isnan())
@@ -105,15 +106,8 @@ def _block(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(apart.max())
 
 
-__all__ = ["Mapped", "difference"]
-
-
-_MOST_PAIRS = 4_000_000
-_UNORDERED = ("builtins.set", "builtins.frozenset")
-
-
 def same(one: object, other: object) -> bool:
-    """Whether they are equal in type and value, NaN to NaN included. What is too large to tell counts as different.
+    """Whether they are equal in type and value, NaN to NaN included. Values that are too large to compare count as different.
 
     Of a tensor deep within an object of an unknown class only type and shape are compared.
     """
@@ -132,9 +126,6 @@ def same(one: object, other: object) -> bool:
             return False
         stack += below
     return False
-
-
-_NESTED = (dict, list, tuple, Opaque)
 
 
 def _below(one: Any, other: Any) -> Iterable[tuple[Any, Any]] | None:

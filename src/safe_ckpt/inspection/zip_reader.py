@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from safe_ckpt.core.formats.zip_archive import COMMENT_PREFIX
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError
-from safe_ckpt.inspection.files import Readable
+from safe_ckpt.inspection.files import Window
 
 MOST_MEMBERS = 250_000
 _MOST_DIRECTORY_BYTES = 64 << 20
@@ -30,7 +30,6 @@ class Member:
     """A record: where its bytes lie in the archive, and their CRC-32."""
 
     name: str
-    header_offset: int
     data_offset: int
     size: int
     crc: int
@@ -47,12 +46,12 @@ class _Entry:
     once: tuple[int, ...]  # what only the directory says, and says of all records alike
 
 
-def is_archive(source: Readable) -> bool:
+def is_archive(source: Window) -> bool:
     """Whether it begins as one."""
     return source.size >= 22 and source.read(0, 4) == b"PK\3\4"
 
 
-def read_members(source: Readable) -> list[Member]:
+def read_members(source: Window) -> list[Member]:
     """Every record, in the order of the file, with the structure checked.
 
     Raises:
@@ -66,14 +65,14 @@ def read_members(source: Readable) -> list[Member]:
 
 
 class _Reader:
-    def __init__(self, source: Readable) -> None:
+    def __init__(self, source: Window) -> None:
         self._source = source
 
     def damaged(self, why: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(path=str(self._source.path), message=f"the archive is damaged: {why}")
+        return self._source.damaged(f"the archive is damaged: {why}")
 
     def refused(self, why: str) -> HostileCheckpointError:
-        return HostileCheckpointError(path=str(self._source.path), message=f"the archive is refused: {why}")
+        return self._source.refused(f"the archive is refused: {why}")
 
     def _check(self, condition: bool, why: str) -> None:
         if not condition:
@@ -100,13 +99,15 @@ class _Reader:
         """Where the end record begins (of the two, the first), and what it says: records, bytes and offset of the directory."""
         size = self._source.size
         tail = self._source.read(max(0, size - _LIMIT16 - 22), min(size, _LIMIT16 + 22))
-        place = -1
-        for comment in (0, *range(1, len(tail) - 21)):
-            at = len(tail) - 22 - comment
-            if tail[at : at + 4] == b"PK\5\6" and int.from_bytes(tail[at + 20 : at + 22], "little") == comment:
-                place = at
+        for place in range(len(tail) - 22, -1, -1):
+            comment = len(tail) - 22 - place
+            if (
+                tail[place : place + 4] == b"PK\5\6"
+                and int.from_bytes(tail[place + 20 : place + 22], "little") == comment
+            ):
                 break
-        self._check(place >= 0, "it has no directory: cut off, or altered")
+        else:
+            raise self.damaged("it has no directory: cut off, or altered")
         _, disk, first, count, total, length, start, _ = _END.unpack_from(tail, place)
         accounted = place + 22 == len(tail) or _OURS.fullmatch(tail, place + 22)  # torch writes no comment
         self._check(bool(accounted), "it ends in bytes that nothing accounts for")
@@ -121,12 +122,9 @@ class _Reader:
         _, disk, place, disks = struct.unpack("<4sIQI", locator)
         self._check(disk == 0 and disks == 1 and place == at - 76, "its end records contradict each other")
         fields = struct.unpack("<4sQ2H2I4Q", self._source.read(place, 56))
-        mark, length, _, needed, disk, first, count, total, size, start = fields
-        made = fields[2]
-        self._check(
-            mark == b"PK\6\6" and length == 44 and disk == first == 0 and count == total, "its end record is wrong"
-        )
-        self._check(needed == 45 and made in (45, 0x031E, 0x032D), "its end record is wrong")
+        mark, length, made, needed, disk, first, count, total, size, start = fields
+        usual = mark == b"PK\6\6" and length == 44 and needed == 45 and made in (45, 0x031E, 0x032D)
+        self._check(usual and disk == first == 0 and count == total, "its end record is wrong")
         for wide, short, limit in zip((count, size, start), narrow, (_LIMIT16, _LIMIT32, _LIMIT32), strict=True):
             self._check(short in (wide, limit), "its end records contradict each other")
         return place, count, size, start
@@ -152,10 +150,9 @@ class _Reader:
             values.append(value)
         self._check(place == len(wide) and not extra, f"{name!r} has fields that nothing accounts for")
         self._check(values[0] == values[1], f"{name!r} has two sizes")
+        size, _, offset = values
         twice, once = (version, method, time, date), (made, internal, external)
-        return _Entry(
-            name=name, header_offset=values[2], size=values[0], crc=crc, flags=flags, twice=twice, once=once
-        ), end
+        return _Entry(name=name, header_offset=offset, size=size, crc=crc, flags=flags, twice=twice, once=once), end
 
     def _name(self, raw: bytes) -> str:
         try:
@@ -209,8 +206,7 @@ class _Reader:
         after = data + entry.size
         if streamed:
             after += self._descriptor(entry, after, wide=bool(wide))
-        member = Member(name=name, header_offset=entry.header_offset, data_offset=data, size=entry.size, crc=entry.crc)
-        return member, after
+        return Member(name=name, data_offset=data, size=entry.size, crc=entry.crc), after
 
     def _descriptor(self, entry: _Entry, at: int, *, wide: bool) -> int:
         """The length of what follows a record's bytes: its CRC-32 and its sizes once more."""

@@ -7,24 +7,21 @@ on one scale of elapsed time, with a mark for every event.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import tzinfo
 from typing import Literal
 
 from safe_ckpt.report.history import UNCOMMITTED, History, Notice, Run, Save
 from safe_ckpt.report.html import Html, join, tag
-from safe_ckpt.text import bytes_text, clock, counted, duration, rate, unbroken
+from safe_ckpt.text import bytes_text, clock, counted, duration, listed, rate, unbroken
 
 _MOST_BARS = 90
 _FEWEST_SLOTS = 30
 _HEIGHT = 150
 _ABOVE, _BELOW = 12, 6  # pixels above the plot and below it
-_SHOWN: dict[str, Callable[[float | None], str]] = {
-    "seconds": duration,
-    "bytes": bytes_text,
-    "gbps": rate,
-}
+_SHOWN: dict[str, Callable[[float | None], str]] = {"seconds": duration, "bytes": bytes_text, "gbps": rate}
 _SECONDS = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _BYTES = tuple((1024.0**power, unit) for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB"), (0, "B")))
 _RATES = ((1.0, "GB/s"), (1e-3, "MB/s"), (1e-6, "kB/s"))
@@ -49,16 +46,17 @@ class Scale:
     unit: str
     ticks: tuple[tuple[float, str], ...]
 
-    def share(self, value: float) -> float:
-        """0 at the bottom, 1 at the top and above."""
-        return min(1.0, max(0.0, value / self.top))
+    def y(self, value: float) -> float:
+        """The height of a value in pixels, counted from above; that of the top for all above it."""
+        share = min(1.0, max(0.0, value / self.top))
+        return _HEIGHT - _BELOW - share * (_HEIGHT - _BELOW - _ABOVE)
 
 
 def fit(values: Sequence[float], quantity: str) -> Scale:
     """The scale of a chart of ``values``, which are "seconds", "bytes" or "gbps".
 
     It reaches the largest, unless a few stick out so far that the others would be nothing beside them: then it ends above
-    the others. Whoever draws says which bars are cut off.
+    the others. The chart names the bars that are cut off.
     """
     ordered = sorted(values)
     largest = ordered[-1] if ordered else 0.0
@@ -92,7 +90,7 @@ class Bar:
 def chart(
     title: str, note: str, values: Sequence[Bar], quantity: str, worst: Literal["longest", "slowest", "largest"]
 ) -> Html:
-    """A figure with a caption that says in words what is to be seen.
+    """A figure with a caption that describes it in words.
 
     Args:
         title: what is drawn; the unit is added.
@@ -105,63 +103,43 @@ def chart(
     known = [bar.value for bar in bars if bar.value is not None]
     if not known:
         return join()
-    axis = fit(known, quantity)
-    say = _SHOWN[quantity]
-    cut = [bar for bar in bars if bar.value is not None and bar.value > axis.top]
+    axis, say = fit(known, quantity), _SHOWN[quantity]
+    cut = [f"{bar.label} with {say(bar.value)}" for bar in bars if bar.value is not None and bar.value > axis.top]
     remarks = [note]
     if each > 1:
         remarks.append(f"A bar stands for {each} saves and shows the {worst} of them.")
     if cut:
-        remarks.append(f"Cut off at the top, marked with a triangle: {_listed(cut, say)}.")
-    alternative = (
-        f"{title}, {axis.unit}. {len(bars)} bars from {say(min(known))} to {say(max(known))}. {' '.join(remarks)}"
-    )
-    plot = tag(
-        "div",
-        _labels(axis),
-        tag("svg", *_grid(axis), *_marks(bars, axis, say), class_="plot", height=_HEIGHT, width="100%"),
-        class_="chart",
-        role="img",
-        aria_label=alternative,
-    )
-    caption = tag(
-        "figcaption", tag("h3", title, " ", tag("span", axis.unit, class_="unit")), tag("p", " ".join(remarks))
-    )
-    return tag("figure", caption, plot, _ends(values))
+        remarks.append(f"Cut off at the top, marked with a triangle: {listed(cut, most=3)}.")
+    said = " ".join(remarks)
+    in_words = f"{title}, {axis.unit}. {len(bars)} bars from {say(min(known))} to {say(max(known))}. {said}"
+    plot = tag("svg", *_grid(axis), *_marks(bars, axis, say), class_="plot", height=_HEIGHT, width="100%")
+    drawn = tag("div", _labels(axis), plot, class_="chart", role="img", aria_label=in_words)
+    heading = tag("h3", title, " ", tag("span", axis.unit, class_="unit"))
+    return tag("figure", tag("figcaption", heading, tag("p", said)), drawn, _ends(values))
 
 
 def _binned(values: Sequence[Bar], worst: str) -> tuple[list[Bar], int]:
-    each = max(1, -(-len(values) // _MOST_BARS))
+    """At most ``_MOST_BARS`` bars, and how many saves each of them stands for."""
+    each = max(1, math.ceil(len(values) / _MOST_BARS))
     choose = min if worst == "slowest" else max
     bars = []
     for start in range(0, len(values), each):
         group = values[start : start + each]
         known = [bar for bar in group if bar.value is not None]
-        standing = choose(known, key=lambda bar: bar.value or 0.0) if known else group[0]
+        chosen = choose(known, key=lambda bar: bar.value or 0.0) if known else group[0]
         failed, resumed = sum(bar.failed for bar in group), any(bar.resumed for bar in group)
-        bars.append(Bar(label=standing.label, value=standing.value, failed=failed, resumed=resumed))
+        bars.append(replace(chosen, failed=failed, resumed=resumed))
     return bars, each
 
 
-def _listed(cut: Sequence[Bar], say: Callable[[float | None], str]) -> str:
-    shown = ", ".join(f"{bar.label} with {say(bar.value)}" for bar in cut[:3])
-    return shown if len(cut) <= 3 else f"{shown} and {len(cut) - 3} more"
-
-
-def _y(axis: Scale, value: float) -> float:
-    return _HEIGHT - _BELOW - axis.share(value) * (_HEIGHT - _BELOW - _ABOVE)
-
-
 def _labels(axis: Scale) -> Html:
-    texts = [tag("text", label, x=54, y=_y(axis, value) + 4, text_anchor="end") for value, label in axis.ticks]
+    texts = [tag("text", label, x=54, y=axis.y(value) + 4, text_anchor="end") for value, label in axis.ticks]
     return tag("svg", *texts, class_="axis", width=62, height=_HEIGHT)
 
 
 def _grid(axis: Scale) -> list[Html]:
-    return [
-        tag("line", x1="0", x2="100%", y1=_y(axis, value), y2=_y(axis, value), class_="zero" if value == 0 else "grid")
-        for value, _ in axis.ticks
-    ]
+    heights = [(axis.y(value), "grid" if value else "zero") for value, _ in axis.ticks]
+    return [tag("line", x1="0", x2="100%", y1=y, y2=y, class_=class_) for y, class_ in heights]
 
 
 def _marks(bars: Sequence[Bar], axis: Scale, say: Callable[[float | None], str]) -> list[Html]:
@@ -172,7 +150,7 @@ def _marks(bars: Sequence[Bar], axis: Scale, say: Callable[[float | None], str])
         if bar.resumed:
             columns.append(tag("line", x1=left, x2=left, y1=0, y2=_HEIGHT - _BELOW, class_="resumed"))
         if bar.value is not None:
-            height = max(1.0, _HEIGHT - _BELOW - _y(axis, bar.value))
+            height = max(1.0, _HEIGHT - _BELOW - axis.y(bar.value))
             x, width = f"{100 * (number + 0.09) / slots:.4g}%", f"{82 / slots:.4g}%"
             title = tag("title", f"{bar.label}: {say(bar.value)}")
             columns.append(tag("rect", title, x=x, y=_HEIGHT - _BELOW - height, width=width, height=height))
@@ -198,46 +176,43 @@ def _shape(x: str, y: float, path: str, class_: str, title: str = "") -> Html:
 
 def _ends(values: Sequence[Bar]) -> Html:
     first, last = values[0].label, values[-1].label
-    full = len(values) >= _FEWEST_SLOTS
-    return tag(
-        "div", tag("span", first), tag("span", last if full else f"to {last}"), class_="ends" if full else "ends few"
-    )
+    if len(values) >= _FEWEST_SLOTS:
+        return tag("div", tag("span", first), tag("span", last), class_="ends")
+    return tag("div", tag("span", first), tag("span", f"to {last}"), class_="ends few")
 
 
 def timeline(history: History, zone: tzinfo | None) -> Html:
     """The last runs, newest last."""
     runs = history.runs[-_MOST_RUNS:]
     longest_s = max((run.seconds for run in runs), default=0.0) or 1.0
-    saves = {run.number: [save for save in history.saves if save.run == run.number] for run in runs}
-    notices = {run.number: [notice for notice in history.notices if notice.run == run.number] for run in runs}
-    rows = [_row(run, saves[run.number], notices[run.number], longest_s, zone) for run in runs]
+    rows = [_row(run, history, longest_s, zone) for run in runs]
     hidden = len(history.runs) - len(runs)
     before = [tag("p", f"{counted(hidden, 'earlier run')} not drawn; the figures above count them.")] if hidden else []
     axis = tag("div", tag("span", "start of the run"), tag("span", f"{duration(longest_s)} later"), class_="ends")
     return join(*before, tag("ol", *rows, class_="runs"), axis, _legend())
 
 
-def _row(run: Run, saves: Sequence[Save], notices: Sequence[Notice], longest_s: float, zone: tzinfo | None) -> Html:
+def _row(run: Run, history: History, longest_s: float, zone: tzinfo | None) -> Html:
+    saves = [save for save in history.saves if save.run == run.number]
+    notices = [notice for notice in history.notices if notice.run == run.number]
     committed = [save for save in saves if save.outcome == "committed"]
     bad = [save for save in saves if save.outcome in UNCOMMITTED]
     unknown = sum(save.outcome == "outcome unknown" for save in bad)
     outcomes = [counted(len(committed), "save")]
     outcomes += [f"{len(bad) - unknown} not committed"] if len(bad) > unknown else []
     outcomes += [f"{unknown} with an unknown outcome"] if unknown else []
-    outcome = ", ".join(outcomes)
-    facts = [clock(run.begun, zone)[:16], duration(run.seconds), outcome]
+    facts = [clock(run.begun, zone)[:16], duration(run.seconds), ", ".join(outcomes)]
     if run.world_size:
         facts.append(counted(run.world_size, "rank"))
     if run.host:
         facts.append(f"host {run.host}")
     heading = tag("p", tag("strong", f"Run {run.number}"), " ", tag("span", " · ".join(map(unbroken, facts))))
+    failures = [(_x(run, save.ended), f"{save.name}: {save.outcome}") for save in bad[-_MOST_MARKS:]]
     strip = tag(
         "svg",
         tag("rect", width="100%", height=12, y=_STRIP_MIDDLE - 6, rx=3, class_="track"),
         _ticks(run, committed),
-        *_failures(
-            [(_x(run, save.ended), f"{save.name}: {save.outcome}") for save in bad[-_MOST_MARKS:]], _STRIP_MIDDLE
-        ),
+        *_failures(failures, _STRIP_MIDDLE),
         *(_mark(run, notice) for notice in notices[-_MOST_MARKS:]),
         width=f"{max(2.0, 100 * run.seconds / longest_s):.4g}%",
         height=_STRIP_HEIGHT,
@@ -256,9 +231,8 @@ def _ticks(run: Run, committed: Sequence[Save]) -> Html:
     path = "".join(f"M{place} 0V20" for place in places)
     # Stretched to the strip; the lines keep their width.
     drawn = tag("path", d=path, class_="ticks", vector_effect="non-scaling-stroke")
-    return tag(
-        "svg", drawn, y=_STRIP_MIDDLE - 10, width="100%", height=20, viewBox="0 0 1000 20", preserveAspectRatio="none"
-    )
+    box = {"viewBox": f"0 0 {_PLACES} 20", "preserveAspectRatio": "none"}
+    return tag("svg", drawn, y=_STRIP_MIDDLE - 10, width="100%", height=20, **box)
 
 
 def _x(run: Run, at: float) -> str:
@@ -273,9 +247,7 @@ def _mark(run: Run, notice: Notice) -> Html:
 
 
 def _marks_in_words(notices: Sequence[Notice]) -> str:
-    kinds: dict[str, int] = {}
-    for notice in notices:
-        kinds[notice.kind] = kinds.get(notice.kind, 0) + 1
+    kinds = Counter(notice.kind for notice in notices)
     return ", ".join(f"{kind} {counted(count, 'time')}" for kind, count in kinds.items())
 
 
@@ -289,7 +261,6 @@ def _legend() -> Html:
     )
     items = []
     for path, class_, text in entries:
-        inside = tag("path", d=path, class_="ticks") if class_ == "ticks" else tag("path", d=path)
-        mark = tag("svg", inside, x="8", y=8, class_=f"mark {class_}", overflow="visible")
+        mark = _shape("8", 8, path, class_)
         items.append(tag("li", tag("svg", mark, width=16, height=16, aria_hidden="true"), text))
     return tag("ul", *items, class_="legend")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,12 +22,13 @@ from safe_ckpt.text import clean
 MOST_EVENTS = 20_000
 """So many events are read at most, the last ones."""
 EVENTS = "events.jsonl"
+_ROTATED = re.compile(re.escape(EVENTS) + r"\.([1-9][0-9]{0,8})")
 _ELSEWHERE = "_safe_ckpt"  # the name of the hidden folder in Transformers' output directory
 _ACCELERATE = "checkpoints"  # Accelerate's automatic naming: the hidden folder lies beside it
 _BLOCK_BYTES = 1 << 18
 _MOST_LINE_BYTES = 1 << 16
 _TOO_LONG = b"\xff"  # no JSON: a line that ends so is skipped
-_YEARS_S = (1e9, 4.1e9)  # 2001 to 2099: another time stamp is none
+_YEARS_S = (1e9, 4.1e9)  # 2001 to 2099: any other time stamp is invalid
 _MOST_COUNT = 1 << 62
 _MOST_NUMBER = 1e15
 
@@ -74,23 +76,21 @@ class Recording:
         events: oldest first.
         skipped: lines that are no events: torn, damaged or foreign.
         earlier: there are older events that were not read.
-        files: where it was read, newest first.
     """
 
     events: tuple[Recorded, ...] = field(repr=False)
     skipped: int = 0
     earlier: bool = False
-    files: tuple[Path, ...] = ()
 
 
 def find_events(directory: Path) -> tuple[Path, ...]:
-    """The files of events that belong to ``directory``, newest first; empty when there are none. Only names are looked at.
+    """The files of events that belong to ``directory``, newest first; empty when there are none. Only names are read.
 
     They lie in its hidden folder, for Transformers in ``_safe_ckpt``, and for Accelerate's ``checkpoints`` beside it, as for
     a checkpoint itself. Where several of these have events, those that were written last are taken.
 
     Raises:
-        OSError: none were found, and a place could not be looked at.
+        OSError: none were found, and a place could not be read.
     """
     places = [directory / HIDDEN, directory / _ELSEWHERE]
     if directory.name in (HIDDEN, _ELSEWHERE):
@@ -100,10 +100,11 @@ def find_events(directory: Path) -> tuple[Path, ...]:
     series, refused = [], []
     for place in places:
         try:
-            series.append(_series(place))
+            files = _series(place)
         except OSError as error:
             refused.append(error)
-    series = [files for files in series if files]
+        else:
+            series += [files] if files else []
     if refused and not series:
         raise refused[0]
     return max(series, key=lambda files: _changed(files[0]), default=())
@@ -114,10 +115,8 @@ def _series(place: Path) -> tuple[Path, ...]:
         names = os.listdir(place)
     except (FileNotFoundError, NotADirectoryError):
         return ()
-    prefix = f"{EVENTS}."
-    numbers = [name[len(prefix) :] for name in names if name.startswith(prefix)]
-    rotated = [f"{prefix}{number}" for number in sorted(filter(_is_number, numbers), key=int)]
-    series = [place / name for name in (EVENTS, *rotated)]
+    numbers = sorted(int(match[1]) for name in names if (match := _ROTATED.fullmatch(name)))
+    series = [place / name for name in (EVENTS, *(f"{EVENTS}.{number}" for number in numbers))]
     return tuple(path for path in series if _is_file(path))
 
 
@@ -126,10 +125,6 @@ def _is_file(path: Path) -> bool:
         return stat.S_ISREG(path.stat().st_mode)  # is_file hides from Python 3.14 on that it may not look
     except (FileNotFoundError, NotADirectoryError):
         return False
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < 10 and not text.startswith("0")
 
 
 def _changed(path: Path) -> float:
@@ -158,12 +153,12 @@ def read_events(
     skipped = 0
     for line in _lines(files, ends or {}):
         if len(events) == most:
-            return Recording(events=tuple(reversed(events)), skipped=skipped, earlier=True, files=files)
+            return Recording(events=tuple(reversed(events)), skipped=skipped, earlier=True)
         if (event := parse(line)) is not None:
             events.append(event)
         else:
             skipped += 1
-    return Recording(events=tuple(reversed(events)), skipped=skipped, files=files)
+    return Recording(events=tuple(reversed(events)), skipped=skipped)
 
 
 def parse(line: bytes) -> Recorded | None:
@@ -201,7 +196,7 @@ def _lines(files: tuple[Path, ...], ends: Mapping[tuple[int, int], int]) -> Iter
 
 
 def _backward(stream: BinaryIO, end: int | None = None) -> Iterator[bytes]:
-    """The lines of a file up to ``end``, last first. Of one that is too long only a mark is kept."""
+    """The lines of a file up to ``end``, last first. A line that is too long is replaced by a mark."""
     size, rest = stream.seek(0, os.SEEK_END), b""
     end = size if end is None else min(end, size)
     while end > 0:

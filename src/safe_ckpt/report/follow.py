@@ -1,7 +1,8 @@
-"""The history of a run that goes on: what was appended since the last look is read, and no more."""
+"""The history of a run in progress: each look reads only what was appended since the last one."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ _State = tuple[tuple[int, int, int, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """How far the newest file was read: up to the ``end`` of a line, in bytes, before which there were the bytes ``last``."""
+    """How far the newest file was read: to the byte ``end``, the end of a line; ``last`` are the bytes before it."""
 
     file: tuple[int, int]
     end: int
@@ -53,50 +54,43 @@ class Follower:
         state = _state_of(files)
         if state == self._state:
             return self._history
-        if not (self._goes_on(state) and self._read_more(files[0], state[0][2])):
-            self._start_over(files, state)
+        if not state:
+            self._place, self._history = None, None
+        else:
+            if not self._read_more(files, state):
+                self._start_over(files, state)
+            self._history = self._builder.history()
         self._state = state
         return self._history
 
-    def _goes_on(self, state: _State) -> bool:
-        """Whether the newest file is the one that was read, and no other file came or went."""
-        if self._state is None or self._place is None or not state or state[1:] != self._state[1:]:
-            return False
-        return state[0][:2] == self._place.file and state[0][2] >= self._place.end
-
-    def _read_more(self, path: Path, size: int) -> bool:
+    def _read_more(self, files: tuple[Path, ...], state: _State) -> bool:
+        """Whether the newest file was only appended to; then the history has what was appended."""
         place = self._place
-        if place is None or self._history is None or size - place.end > _MOST_APPENDED_BYTES:
+        if place is None or self._state is None or not state or state[1:] != self._state[1:]:
+            return False
+        file, size = state[0][:2], state[0][2]
+        if file != place.file or not place.end <= size <= place.end + _MOST_APPENDED_BYTES:
             return False
         try:
-            with path.open("rb") as stream:
+            with files[0].open("rb") as stream:
                 if not _fits(stream, place):
                     return False
-                stream.seek(place.end)
-                appended = stream.read(size - place.end)
+                appended = os.pread(stream.fileno(), size - place.end, place.end)
         except FileNotFoundError:  # rotated away in this moment
             return False
         whole = appended[: appended.rfind(b"\n") + 1]
         lines = [line for line in whole.split(b"\n") if line.strip()]
         events = [event for line in lines if (event := event_log.parse(line)) is not None]
-        if self._history.events + len(events) > 2 * event_log.MOST_EVENTS:
+        if self._history is None or self._history.events + len(events) > 2 * event_log.MOST_EVENTS:
             return False
         self._builder.receive(events, skipped=len(lines) - len(events))
-        self._history = self._builder.history()
-        last = (place.last + whole)[-_FINGERPRINT_BYTES:]
-        self._place = replace(place, end=place.end + len(whole), last=last)
+        self._place = replace(place, end=place.end + len(whole), last=(place.last + whole)[-_FINGERPRINT_BYTES:])
         return True
 
     def _start_over(self, files: tuple[Path, ...], state: _State) -> None:
-        self._place, self._history = None, None
-        if not files or not state:
-            return
-        place = _end_of(files[0], state[0][:2], state[0][2])
-        ends = {place.file: place.end} if place is not None else {}
-        recording = event_log.read_events(files, ends=ends)
-        self._builder = HistoryBuilder(recording)
-        self._history = self._builder.history()
-        self._place = place
+        self._place = _end_of(files[0], state[0][:2], state[0][2])
+        ends = {self._place.file: self._place.end} if self._place is not None else {}
+        self._builder = HistoryBuilder(event_log.read_events(files, ends=ends))
 
 
 def _fits(stream: BinaryIO, place: _Place) -> bool:
@@ -125,9 +119,7 @@ def _end_of(path: Path, file: tuple[int, int], size: int) -> _Place | None:
 def _state_of(files: tuple[Path, ...]) -> _State:
     state = []
     for path in files:
-        try:
+        with contextlib.suppress(FileNotFoundError):  # rotated away in this moment
             status = path.stat()
-        except FileNotFoundError:  # rotated away in this moment
-            continue
-        state.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+            state.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
     return tuple(state)

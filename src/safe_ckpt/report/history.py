@@ -1,4 +1,4 @@
-"""The history of a directory: its runs, and what became of every save. Pure: events in, frozen facts out.
+"""The history of a directory: its runs, and the outcome of every save. Pure: events in, frozen facts out.
 
 Rank 0 records a save; of other ranks' events only quarantines and replaced writers count. All times are seconds since the
 epoch, of the clock of the machine that recorded them.
@@ -28,7 +28,7 @@ class Save:
         run: the number of its run, from 1.
         outcome: "interrupted" means that its run ended before it did, "outcome unknown" that it may be committed: the next
             resume sees.
-        begun: when it was asked for, as far as known.
+        begun: when ``save`` was called, as far as known.
         ended: when its outcome was recorded, or what was recorded of it last.
         stall_s: how long the call held training.
         written_bytes: what rank 0 wrote.
@@ -41,7 +41,7 @@ class Save:
         kept_bytes: of a committed one: all checkpoints on the disk in that moment, as far as the events tell.
         path: where it was committed.
         weights_only: it holds a model's weights alone: nothing to resume from.
-        error: why it failed, or why nobody knows.
+        error: why it failed, or why its outcome is unknown.
         phase: in which phase it failed.
     """
 
@@ -155,7 +155,7 @@ class HistoryBuilder:
         self.receive(recording.events, recording.skipped)
 
     def receive(self, events: Iterable[Recorded], skipped: int) -> None:
-        """Take the next events, and count lines that are none. Unknown kinds, and other ranks' events of saves, are ignored."""
+        """Take the next events, and the number of lines that were skipped. Ignores unknown kinds, and saves of other ranks."""
         self._skipped += skipped
         for event in events:
             self._events += 1
@@ -195,13 +195,9 @@ class HistoryBuilder:
         self._saving = False
 
     def _on_run(self, event: Recorded) -> None:
-        self._runs[-1] = replace(
-            self._runs[-1],
-            host=event.text("host"),
-            pid=event.count("pid"),
-            world_size=event.count("world_size"),
-            versions=event.texts("versions"),
-        )
+        host, pid, world_size = event.text("host"), event.count("pid"), event.count("world_size")
+        versions = event.texts("versions")
+        self._runs[-1] = replace(self._runs[-1], host=host, pid=pid, world_size=world_size, versions=versions)
 
     def _opened(self, event: Recorded) -> Save:
         self._saving = True
@@ -212,19 +208,19 @@ class HistoryBuilder:
         number = len(self._runs)
         return Save(name=name, step=step, run=number, outcome="in flight", begun=event.at, ended=event.at)
 
-    def _keep_open(self, save: Save) -> None:
-        self._open[save.name, save.step] = save
+    def _go_on(self, event: Recorded, **facts: float | None) -> None:
+        """Add ``facts`` to the save of the event, which is still in flight."""
+        save = self._opened(event)
+        self._open[save.name, save.step] = replace(save, **facts)  # type: ignore[arg-type]
 
     def _on_agreed(self, event: Recorded) -> None:
-        save = self._opened(event)
-        self._keep_open(replace(save, begun=event.at - (event.number("seconds") or 0.0)))
+        self._go_on(event, begun=event.at - (event.number("seconds") or 0.0))
 
     def _on_snapshotted(self, event: Recorded) -> None:
-        self._keep_open(replace(self._opened(event), stall_s=event.number("stall_s")))
+        self._go_on(event, stall_s=event.number("stall_s"))
 
     def _on_written(self, event: Recorded) -> None:
-        save = self._opened(event)
-        self._keep_open(replace(save, written_bytes=event.count("size_bytes"), write_s=event.number("seconds")))
+        self._go_on(event, written_bytes=event.count("size_bytes"), write_s=event.number("seconds"))
 
     def _on_committed(self, event: Recorded) -> None:
         path, size_bytes = event.text("path"), event.count("size_bytes")
@@ -300,13 +296,13 @@ class Disk:
         self.kept_bytes += size_bytes
 
     def take(self, path: str) -> int | None:
-        """It is gone; returns its size if it was known."""
+        """A checkpoint was deleted or moved; returns its size if it was known."""
         size_bytes = self._sizes.pop(path, None)
         self.kept_bytes -= size_bytes or 0
         return size_bytes
 
     def keep_only(self, names: Sequence[str], count: int) -> None:
-        """Only so many are there: a job that was killed may have deleted others and not come to say so.
+        """Forget those that are no longer there: a job that was killed may have deleted some without recording it.
 
         Args:
             names: of the newest of them, or of all, oldest first.
@@ -314,11 +310,8 @@ class Disk:
                 others are taken to be there.
         """
         folder, newest = posixpath.split(self._newest)
-        if newest not in names:
-            return
-        known = set(names)
-        others = [
-            path for path in self._sizes if posixpath.dirname(path) == folder and posixpath.basename(path) not in known
-        ]
-        for path in others[: max(0, len(others) - (count - len(names)))]:
-            self.take(path)
+        if newest in names:
+            kept = {posixpath.join(folder, name) for name in names}
+            others = [path for path in self._sizes if posixpath.dirname(path) == folder and path not in kept]
+            for path in others[: max(0, len(others) - (count - len(names)))]:
+                self.take(path)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from safe_ckpt.text import clean
 
-_EMPTY = frozenset({"meta"})
+_EMPTY = ("meta",)
 _SHORT = 24
 
 

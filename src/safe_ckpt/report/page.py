@@ -56,15 +56,11 @@ def _header(figures: Totals, subject: Subject) -> Html:
     made = text.clock(subject.made_at, subject.zone)
     zone = datetime.fromtimestamp(subject.made_at, tz=subject.zone).astimezone(subject.zone).strftime("UTC%z")
     good = figures.failed + figures.unknown == 0 and figures.committed > 0
-    path = "M8 15.5L13 20.5L22.5 10" if good else "M15 8V16.5M15 22V22.1"
-    sign = tag(
-        "svg",
-        tag("circle", cx=15, cy=15, r=15, class_="good" if good else "bad"),
-        tag("path", d=path, class_="sign"),
-        viewBox="0 0 30 30",
-        role="img",
-        aria_label="all saves were committed" if good else "not all is well",
-    )
+    class_, path, label = ("bad", "M15 8V16.5M15 22V22.1", "not all is well")
+    if good:
+        class_, path, label = ("good", "M8 15.5L13 20.5L22.5 10", "all saves were committed")
+    drawn = (tag("circle", cx=15, cy=15, r=15, class_=class_), tag("path", d=path, class_="sign"))
+    sign = tag("svg", *drawn, viewBox="0 0 30 30", role="img", aria_label=label)
     return tag(
         "header",
         tag("p", "Checkpoints of ", tag("code", subject.directory), f", seen {made} ({zone})", class_="where"),
@@ -74,62 +70,38 @@ def _header(figures: Totals, subject: Subject) -> Html:
 
 
 def _tiles(figures: Totals) -> Html:
-    unfinished = [f"{figures.failed} failed"]
-    if figures.unknown:
-        unfinished.append(f"{figures.unknown} unknown")
-    if figures.interrupted:
-        unfinished.append(f"{figures.interrupted} cut short")
-    if figures.in_flight:
-        unfinished.append(f"{figures.in_flight} in flight")
+    others = ((figures.unknown, "unknown"), (figures.interrupted, "cut short"), (figures.in_flight, "in flight"))
+    unfinished = [f"{figures.failed} failed", *(f"{count} {what}" for count, what in others if count)]
     share = f"{text.percent(figures.stall_share)} of the time" if figures.stall_share is not None else ""
     tiles = (
         ("Saves committed", text.grouped(figures.committed), ", ".join(unfinished)),
         ("Median stall", text.duration(figures.median_stall_s), _worst("longest", figures.longest_stall_s, share)),
-        (
-            "Durable after",
-            text.duration(figures.median_total_s),
-            _worst("median; longest", figures.longest_total_s),
-        ),
-        (
-            "Median throughput",
-            text.rate(figures.median_gbps),
-            f"of rank 0; slowest {text.rate(figures.slowest_gbps)}",
-        ),
+        ("Durable after", text.duration(figures.median_total_s), _worst("median; longest", figures.longest_total_s)),
+        ("Median throughput", text.rate(figures.median_gbps), f"of rank 0; slowest {text.rate(figures.slowest_gbps)}"),
         ("Most work at risk", text.duration(figures.at_risk_s), f"usually {text.duration(figures.median_at_risk_s)}"),
         ("Removed", text.grouped(figures.removed), f"by retention; {bytes_text(figures.freed_bytes)} freed"),
     )
-    shown = [
-        tag(
-            "div",
-            tag("dt", name),
-            tag("dd", figure or "not recorded", class_="figure"),
-            tag("dd", text.unbroken(more) if figure else "", class_="more"),
-            class_="tile",
-        )
-        for name, figure, more in tiles
-    ]
-    return tag("dl", *shown, class_="tiles")
+    return tag("dl", *(_tile(*facts) for facts in tiles), class_="tiles")
+
+
+def _tile(name: str, figure: str, more: str) -> Html:
+    big = tag("dd", figure or "not recorded", class_="figure")
+    small = tag("dd", text.unbroken(more) if figure else "", class_="more")
+    return tag("div", tag("dt", name), big, small, class_="tile")
 
 
 def _worst(word: str, seconds: float | None, beside: str = "") -> str:
-    return ", ".join(
-        part for part in (f"{word} {text.duration(seconds)}" if seconds is not None else "", beside) if part
-    )
+    longest = f"{word} {text.duration(seconds)}" if seconds is not None else ""
+    return ", ".join(filter(None, (longest, beside)))
 
 
 def _footer(history: History) -> Html:
     read = [f"Read from events.jsonl: {text.counted(history.events, 'event')}."]
     if history.earlier:
-        read.append("There are older ones, which were not read and are not counted here.")
+        read.append("Older ones were not read and are not counted here.")
     if history.skipped:
-        read.append(
-            f"{text.counted(history.skipped, 'line')} could not be read as an event and {_was(history.skipped)} skipped."
-        )
+        read.append(f"Skipped, since they are no events: {text.counted(history.skipped, 'line')}.")
     read.append("Only rank 0 records: stalls and throughput are its own. Times are those of its clock.")
     versions = next((run.versions for run in reversed(history.runs) if run.versions), {})
     made = ", ".join(f"{name} {number}" for name, number in versions.items())
     return tag("footer", tag("p", " ".join(read)), *([tag("p", f"Last run with {made}.")] if made else []))
-
-
-def _was(count: int) -> str:
-    return "was" if count == 1 else "were"

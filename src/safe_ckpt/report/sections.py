@@ -21,12 +21,7 @@ _MOST_FAILURES = 30
 _MOST_NOTICES = 60
 _MOST_SAVES = 200
 _MOST_EXISTING = 100
-_KINDS = {
-    "resumed": "resumed",
-    "quarantined": "quarantined",
-    "respawned": "new writer",
-    "stoprequested": "asked to stop",
-}
+_KINDS = {"respawned": "new writer", "stoprequested": "asked to stop"}
 _NUMBER = re.compile(r"\d+")
 _MARKS = "A cross is a save that failed, a dotted line the beginning of a new run."
 
@@ -51,26 +46,16 @@ class Subject:
 
 
 def timeline(history: History, subject: Subject) -> Html:
-    """When what happened, run by run."""
+    """The runs, with the times of their saves and events."""
     return _section("Timeline", charts.timeline(history, subject.zone)) if history.runs else join()
 
 
 def stalls(history: History, figures: Totals) -> Html:
-    """What saving cost training, and what not saving more often may cost."""
-    held = charts.chart(
-        "Stall per save",
-        f"How long the call to save held training. {_MARKS}",
-        _series(history, "stall_s"),
-        "seconds",
-        "longest",
-    )
-    risk = charts.chart(
-        "Work at risk",
-        "What a kill just before the commit would have cost, counted from the save before it.",
-        _series(history, "at_risk_s"),
-        "seconds",
-        "longest",
-    )
+    """How long saves held training, and how much work was at risk between them."""
+    note = f"How long the call to save held training. {_MARKS}"
+    held = charts.chart("Stall per save", note, _series(history, "stall_s"), "seconds", "longest")
+    note = "What a kill just before the commit would have cost, counted from the save before it."
+    risk = charts.chart("Work at risk", note, _series(history, "at_risk_s"), "seconds", "longest")
     if not held and not risk:
         return join()
     spanned = f"{text.duration(figures.stall_s)} of {text.duration(figures.spanned_s)}"
@@ -80,20 +65,10 @@ def stalls(history: History, figures: Totals) -> Html:
 
 def throughput(history: History) -> Html:
     """How fast bytes came to the disk."""
-    speed = charts.chart(
-        "Throughput of rank 0",
-        "Bytes written by the time until they are durable; 1 GB is 10⁹ bytes.",
-        _series(history, "gbps"),
-        "gbps",
-        "slowest",
-    )
-    until = charts.chart(
-        "Until durable",
-        "From the call to save to the commit.",
-        _series(history, "total_s", failed_too=False),
-        "seconds",
-        "longest",
-    )
+    note = "Bytes written by the time until they are durable; 1 GB is 10⁹ bytes."
+    speed = charts.chart("Throughput of rank 0", note, _series(history, "gbps"), "gbps", "slowest")
+    note = "From the call to save to the commit."
+    until = charts.chart("Until durable", note, _series(history, "total_s", committed=True), "seconds", "longest")
     return _section("Throughput", speed, until) if speed or until else join()
 
 
@@ -102,16 +77,13 @@ def failures(history: History, subject: Subject) -> Html:
     failed = [save for save in history.saves if save.outcome in UNCOMMITTED]
     alike = [list(group) for cause, group in itertools.groupby(history.saves, key=_cause) if cause]
     shown = alike[: -_MOST_FAILURES - 1 : -1]
-    rows = [
-        (
-            text.clock(group[-1].ended, subject.zone),
-            _label(group[0]) if len(group) == 1 else f"{_label(group[0])} to {_label(group[-1])}",
-            str(len(group)) if len(group) > 1 else "",
-            group[-1].phase,
-            _why(group[-1]),
-        )
-        for group in shown
-    ]
+    rows = []
+    for group in shown:
+        last = group[-1]
+        several = len(group) > 1
+        saves = f"{_label(group[0])} to {_label(last)}" if several else _label(last)
+        count = str(len(group)) if several else ""
+        rows.append((text.clock(last.ended, subject.zone), saves, count, last.phase, _why(last)))
     some = _some([save for group in shown for save in group], failed, "failure")
     joined = " Failures in a row that differ in numbers only are one entry." if len(alike) < len(failed) else ""
     intro = f"{some}. A failed save leaves earlier checkpoints as they are.{joined}"
@@ -120,39 +92,33 @@ def failures(history: History, subject: Subject) -> Html:
 
 def retention(history: History, figures: Totals) -> Html:
     """The checkpoints that retention deleted, and how much the disk held."""
-    held = charts.chart(
-        "On the disk at each commit",
-        "The new checkpoint and those kept until then, as far as the events tell.",
-        _series(history, "kept_bytes", failed_too=False),
-        "bytes",
-        "largest",
-    )
+    note = "The new checkpoint and those kept until then, as far as the events tell."
+    values = _series(history, "kept_bytes", committed=True)
+    held = charts.chart("On the disk at each commit", note, values, "bytes", "largest")
     removed = f"{text.counted(figures.removed, 'checkpoint')} removed, {bytes_text(figures.freed_bytes)} freed."
     return _section("Retention", tag("p", removed), held)
 
 
 def existing(subject: Subject) -> Html:
     """The checkpoints that are there now."""
-    rows = [
-        (
-            text.clean(row.name),
-            str(row.step) if row.step is not None else "",
-            text.clean(f"{row.created_at[:19].replace('T', ' ')} UTC") if row.created_at else "",
-            bytes_text(row.size_bytes),
-            text.clean(", ".join(f"{key} {_short(value)}" for key, value in row.metrics.items())),
-            text.clean(f"{row.state}: {row.reason}" if row.reason else row.state),
+    rows = []
+    for row in subject.existing[:_MOST_EXISTING]:
+        step = "" if row.step is None else str(row.step)
+        created = f"{row.created_at[:19].replace('T', ' ')} UTC" if row.created_at else ""
+        metrics = ", ".join(f"{key} {_short(value)}" for key, value in row.metrics.items())
+        state = f"{row.state}: {row.reason}" if row.reason else row.state
+        rows.append(
+            [text.clean(cell) for cell in (row.name, step, created, bytes_text(row.size_bytes), metrics, state)]
         )
-        for row in subject.existing[:_MOST_EXISTING]
-    ]
     problem = f"Not all could be listed: {text.clean(subject.problem)}"
-    problem_lines = [tag("p", problem, class_="bad-text")] if subject.problem else []
-    if not rows:
-        return _section("There now", *problem_lines, tag("p", "No checkpoint."))
-    intro = "From their manifests; their bytes were not read. To have them checked: safe-ckpt verify."
-    columns = ("name", "step", "created", "size", "metrics", "state")
-    return _section(
-        "There now", *problem_lines, tag("p", intro), table("Checkpoints that are there now", columns, rows)
-    )
+    parts = [tag("p", problem, class_="bad-text")] if subject.problem else []
+    if rows:
+        parts.append(tag("p", "From their manifests; their bytes were not read. To check them: safe-ckpt verify."))
+        columns = ("name", "step", "created", "size", "metrics", "state")
+        parts.append(table("Checkpoints that are there now", columns, rows))
+    else:
+        parts.append(tag("p", "No checkpoint."))
+    return _section("There now", *parts)
 
 
 def _short(value: object) -> str:
@@ -162,44 +128,31 @@ def _short(value: object) -> str:
 def notices(history: History, subject: Subject) -> Html:
     """Resumes, quarantines, new writer processes, signals."""
     shown = history.notices[: -_MOST_NOTICES - 1 : -1]
-    rows = [
-        (
-            text.clock(notice.at, subject.zone),
-            _KINDS.get(notice.kind, notice.kind),
-            str(notice.step) if notice.step is not None else "",
-            text.duration(notice.seconds),
-            notice.text,
-        )
-        for notice in shown
-    ]
+    rows = []
+    for notice in shown:
+        what, step = _KINDS.get(notice.kind, notice.kind), "" if notice.step is None else str(notice.step)
+        rows.append((text.clock(notice.at, subject.zone), what, step, text.duration(notice.seconds), notice.text))
     intro = f"{_some(shown, history.notices, 'event')}."
     return _listed("Resumes and mishaps", intro, ("when", "what", "step", "took", "more"), rows)
 
 
 def all_saves(history: History, subject: Subject) -> Html:
-    """The charts in figures."""
+    """A table of all saves, with the figures of the charts."""
     if not history.saves:
         return join()
     shown = history.saves[: -_MOST_SAVES - 1 : -1]
-    rows = [
-        (
-            text.clock(save.ended, subject.zone),
-            _label(save),
-            save.outcome,
-            text.duration(save.stall_s),
-            text.duration(save.total_s),
-            text.rate(save.gbps),
-            bytes_text(save.size_bytes),
-        )
-        for save in shown
-    ]
+    rows = []
+    for save in shown:
+        times = (text.duration(save.stall_s), text.duration(save.total_s))
+        figures = (*times, text.rate(save.gbps), bytes_text(save.size_bytes))
+        rows.append((text.clock(save.ended, subject.zone), _label(save), save.outcome, *figures))
     columns = ("when", "save", "outcome", "stall", "until durable", "throughput", "size")
     summary = tag("summary", _some(shown, history.saves, "save"))
     return _section("Saves in figures", tag("details", summary, table("Saves", columns, rows)))
 
 
 def _listed(title: str, intro: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Html:
-    return _section(title, tag("p", intro), table(title, columns, rows)) if rows else _section(title, tag("p", "None."))
+    return _section(title, *([tag("p", intro), table(title, columns, rows)] if rows else [tag("p", "None.")]))
 
 
 def _section(title: str, *children: str) -> Html:
@@ -220,13 +173,13 @@ def _cause(save: Save) -> tuple[object, ...]:
     return (save.run, save.outcome, save.phase, _NUMBER.sub("#", save.error)) if failed else ()
 
 
-def _series(history: History, value: str, *, failed_too: bool = True) -> list[Bar]:
+def _series(history: History, value: str, *, committed: bool = False) -> list[Bar]:
+    """A bar for each save; with ``committed`` those that failed have no value."""
     bars, run = [], history.saves[0].run if history.saves else 0
     for save in history.saves:
-        failed = save.outcome in UNCOMMITTED
-        known = getattr(save, value) if failed_too or not failed else None
-        marked = int(failed and save.outcome != "outcome unknown")
-        bars.append(Bar(label=_label(save), value=known, failed=marked, resumed=save.run != run))
+        known = None if committed and save.outcome in UNCOMMITTED else getattr(save, value)
+        failed = int(save.outcome in ("failed", "interrupted"))
+        bars.append(Bar(label=_label(save), value=known, failed=failed, resumed=save.run != run))
         run = save.run
     return bars
 

@@ -14,12 +14,12 @@ class Totals:
     """The figures of all saves of a history. An unknown figure is None.
 
     Attributes:
-        unknown: how many may or may not be committed.
+        unknown: how many have an unknown outcome.
         last: the last committed save that one can resume from.
         spanned_s: from the first save of each run to its last one, all runs together: a time that is known, unlike that
             before the first save and after the last one.
         stall_s: how long saves held training within that time.
-        stall_share: the one of the other.
+        stall_share: ``stall_s`` divided by ``spanned_s``.
         at_risk_s: the most work that a kill at the worst moment would have cost.
         removed: how many checkpoints retention deleted.
         freed_bytes: what that freed, as far as their sizes were read.
@@ -47,7 +47,7 @@ class Totals:
 
 
 def total(history: History) -> Totals:
-    """Add up."""
+    """The figures of a history."""
     committed = history.of("committed")
     stalls = [save.stall_s for save in history.saves if save.stall_s is not None]
     rates = [save.gbps for save in history.saves if save.gbps is not None]
@@ -89,7 +89,7 @@ def verdict(totals: Totals) -> str:
 
 
 def sentences(totals: Totals, now: float) -> list[str]:
-    """What follows it: the last commit, as seen at ``now`` (seconds since the epoch), and what saving cost."""
+    """The sentences after it: the age of the last commit at ``now`` (seconds since the epoch), and the cost of saving."""
     lines = []
     if (last := totals.last) is not None:
         which = f"step {last.step}" if last.step is not None else last.name

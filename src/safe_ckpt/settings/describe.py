@@ -7,72 +7,16 @@ import inspect
 import json
 import re
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
-from safe_ckpt.settings.fields import CLOCK, Key, hints, is_section, keys
+from safe_ckpt.settings.fields import CLOCK, Key, fields_of, is_section, keys
 from safe_ckpt.settings.sources import OWN_KEY, variable
 
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", tuple: "array"}
 _NUMBER = r"^\d+(?:\.\d+)?$"
 _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
-_COLUMNS = ("Key", "Type", "Unit", "Default", "Allowed", "Meaning")
-_INTRODUCTION = """\
-# Configuration
-
-<!-- Made by `make docs-reference` from the docstrings in `safe_ckpt.config`; do not edit. -->
-
-Every setting has a default, and there are three ways to change one.
-
-**In Python**, `config=CheckpointConfig(...)`, or `CheckpointConfig.from_yaml(path)`. What is given this way is taken as it is:
-nothing in the environment changes it.
-
-**In a YAML file**, which the environment variable `SAFE_CKPT_CONFIG` names. It holds where the program gives no `config`. The
-keys are at its top level, or under `safe_ckpt:`, beside which there may be anything:
-
-```yaml
-# yaml-language-server: $schema=safe_ckpt.schema.json
-retention:
-  keep_last: 3
-timeouts:
-  lengthy_s: "02:00:00"
-```
-
-**In the environment**, one variable per key, such as `SAFE_CKPT__RETENTION__KEEP_LAST=3`, over the file, and likewise only
-where the program gives no `config`. Two underscores stand between the parts of a key. Values are written as in YAML, lists as
-`[SIGTERM, SIGUSR1]`. Give all ranks the same: a mistake in the environment of one of them is an error on all, which names
-the rank.
-
-With **LightningCLI** the settings are arguments of the callback, there with seconds as numbers only:
-
-<!-- not run: train.py is the reader's own -->
-```sh
-python train.py fit --trainer.callbacks+=safe_ckpt.lightning.SafeCheckpointCallback \\
-  --trainer.callbacks.dirpath=runs/exp --trainer.callbacks.save_top_k=2 --trainer.callbacks.config.timeouts.barrier_s=600
-```
-
-```yaml
-trainer:
-  callbacks:
-    - class_path: safe_ckpt.lightning.SafeCheckpointCallback
-      init_args:
-        dirpath: runs/exp
-        save_top_k: 2
-        config:
-          timeouts:
-            barrier_s: 600
-```
-
-In Lightning and Transformers the framework's own arguments say what to keep: rules in `retention` are refused there, and the
-error names the file or the variable.
-
-`safe-ckpt config check FILE` checks a file. `safe-ckpt config show` prints what holds and where it comes from.
-`safe-ckpt config reference` prints this page, and `safe-ckpt config schema` the [JSON schema](safe_ckpt.schema.json) with which
-editors complete keys and mark mistakes.
-
-Seconds are numbers, or text: `"90"`, `"1:30"`, `"01:00:00"`. An unknown key, a key that is given twice, a wrong type, and a
-value that is not allowed are refused, with file, line, key, and the nearest key that there is:
-`runs/ckpt.yaml:7: retention.keep_lst: unknown key; did you mean "keep_last"?`
-"""
+_INTRODUCTION = resources.files("safe_ckpt.settings").joinpath("reference.md")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,17 +59,17 @@ def rows(kind: type) -> list[Row]:
 
 def markdown(kind: type) -> str:
     """The reference as one page: an introduction, then a table for each section, those of the top level first."""
-    described = dict(zip(keys(kind), rows(kind), strict=True))
-    sections = sorted(dict.fromkeys(key.section for key in described), key=lambda section: section is not kind)
-    parts = [_INTRODUCTION]
-    for section in sections:
-        own = [key for key in described if key.section is section]
-        prefix = own[0].path.rpartition(".")[0]
-        example = variable(own[0].path)
+    sections: dict[type, list[Row]] = {kind: []}  # those of the top level come first
+    for key, row in zip(keys(kind), rows(kind), strict=True):
+        sections.setdefault(key.section, []).append(row)
+    parts = [_INTRODUCTION.read_text(encoding="utf-8")]
+    for section, own in sections.items():
+        prefix, example = own[0].key.rpartition(".")[0], variable(own[0].key)
         title = f"`{prefix}`: {section.__name__}" if prefix else section.__name__
         lines = [f"## {title}", "", summary(section), "", f"The variable of the first one is `{example}`.", ""]
-        lines += [_line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
-        lines += [_line(_cells(described[key])) for key in own]
+        columns = [field.name.capitalize() for field in dataclasses.fields(Row)]
+        lines += [_line(columns), _line(["---"] * len(columns))]
+        lines += [_line(_cells(row)) for row in own]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
@@ -134,7 +78,7 @@ def _cells(row: Row) -> list[str]:
     return [f"`{row.key}`", row.type, row.unit, f"`{row.default}`", row.allowed, row.meaning]
 
 
-def _line(cells: list[str] | tuple[str, ...]) -> str:
+def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
@@ -163,30 +107,32 @@ def schema(kind: type) -> dict[str, Any]:
 
     The settings of ``kind`` are at its top level, or under ``safe_ckpt:`` beside anything else.
     """
-    reference = {"$ref": f"#/$defs/{kind.__name__}"}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Settings of safe_ckpt",
         "type": ["object", "null"],
         "if": {"required": [OWN_KEY]},
-        "then": {"properties": {OWN_KEY: {"anyOf": [reference, {"type": "null"}]}}},
-        "else": {"anyOf": [reference, {"type": "null"}]},
+        "then": {"properties": {OWN_KEY: _reference_or_null(kind)}},
+        "else": _reference_or_null(kind),
         "$defs": _sections(kind),
     }
 
 
+def _reference_or_null(section: type) -> dict[str, Any]:
+    return {"anyOf": [{"$ref": f"#/$defs/{section.__name__}"}, {"type": "null"}]}
+
+
 def _sections(kind: type) -> dict[str, Any]:
-    own = {key.name: key for key in keys(kind) if key.section is kind}
-    says = meanings(kind)
+    described = meanings(kind)
     properties: dict[str, Any] = {}
     inner: dict[str, Any] = {}
-    for item in dataclasses.fields(kind):
-        described = {"description": says.get(item.name, "")}
-        if item.name in own:
-            properties[item.name] = described | _property(own[item.name])
-        elif is_section(section := hints(kind)[item.name]):
-            properties[item.name] = described | {"anyOf": [{"$ref": f"#/$defs/{section.__name__}"}, {"type": "null"}]}
-            inner |= _sections(section)
+    for name, key in fields_of(kind).items():
+        properties[name] = {"description": described.get(name, "")}
+        if is_section(key.kind):
+            properties[name] |= _reference_or_null(key.kind)
+            inner |= _sections(key.kind)
+        else:
+            properties[name] |= _property(key)
     this = {
         "description": summary(kind),
         "type": "object",

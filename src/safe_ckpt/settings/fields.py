@@ -14,7 +14,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeGuard, TypeVar, Union
 
 from safe_ckpt.errors import ConfigError
@@ -40,7 +40,7 @@ class Limits:
         at_most: it must not be greater than this.
         multiple_of: it must be a multiple of this.
         pattern: a regular expression that must be found in the text.
-        words: what ``pattern`` means, for people; goes on from "expected".
+        words: the meaning of ``pattern``, written after "expected".
     """
 
     above: float | None = None
@@ -79,12 +79,6 @@ def limits(**bounds: Any) -> Mapping[str, Limits]:
     return {_LIMITS: Limits(**bounds)}
 
 
-def limits_of(item: dataclasses.Field[Any]) -> Limits:
-    """The bounds that were given to a field; without any, bounds that allow everything."""
-    bounds: Limits = item.metadata.get(_LIMITS, Limits())
-    return bounds
-
-
 @dataclass(frozen=True, kw_only=True)
 class Key:
     """One setting.
@@ -96,7 +90,7 @@ class Key:
         nullable: whether None is allowed.
         choices: the only values that are allowed; empty where the limits alone decide.
         limits: the bounds.
-        default: what it is where nobody sets it.
+        default: the value where it is not set.
     """
 
     path: str
@@ -118,46 +112,48 @@ class Key:
         return next((unit for suffix, unit in _UNITS.items() if self.name.endswith(suffix)), "")
 
 
-hints: Callable[[type], Mapping[str, Any]] = functools.cache(typing.get_type_hints)
-"""The types of a dataclass's fields, resolved once: that takes longer than saving a small model."""
-
-
-def is_section(hint: Any) -> bool:
+def is_section(kind: type) -> bool:
     """Whether a field of this type has keys of its own."""
-    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+    return dataclasses.is_dataclass(kind)
 
 
-def without_none(hint: Any) -> tuple[Any, bool]:
-    """``int | None`` -> ``(int, True)``; ``int`` -> ``(int, False)``."""
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        return next(arg for arg in typing.get_args(hint) if arg is not types.NoneType), True
-    return hint, False
+def _fields(section: type) -> Mapping[str, Key]:
+    hints = typing.get_type_hints(section)
+    return {item.name: _key(section, item, hints[item.name]) for item in dataclasses.fields(section)}
 
 
-def _tree(kind: type, prefix: str = "") -> tuple[Key, ...]:
+fields_of: Callable[[type], Mapping[str, Key]] = functools.cache(_fields)
+"""The fields of one dataclass by name, sections included. Resolving annotations takes longer than saving a small model."""
+
+
+def _key(section: type, item: dataclasses.Field[Any], hint: Any) -> Key:
+    nullable = typing.get_origin(hint) in (Union, types.UnionType)
+    if nullable:
+        hint = next(arg for arg in typing.get_args(hint) if arg is not types.NoneType)
+    literal = typing.get_origin(hint) is Literal
+    return Key(
+        path=item.name,
+        section=section,
+        kind=str if literal else typing.get_origin(hint) or hint,
+        nullable=nullable,
+        choices=typing.get_args(hint) if literal else (),
+        limits=item.metadata.get(_LIMITS, Limits()),
+        default=item.default,
+    )
+
+
+def _tree(kind: type) -> tuple[Key, ...]:
     tree: list[Key] = []
-    for item in dataclasses.fields(kind):
-        path, hint = joined(prefix, item.name), hints(kind)[item.name]
-        tree += _tree(hint, path) if is_section(hint) else [_key(kind, item, hint, path)]
+    for name, key in fields_of(kind).items():
+        if is_section(key.kind):
+            tree += [replace(inner, path=joined(name, inner.path)) for inner in keys(key.kind)]
+        else:
+            tree.append(key)
     return tuple(tree)
 
 
 keys: Callable[[type], tuple[Key, ...]] = functools.cache(_tree)
 """All settings of a dataclass and of those within it, in the order of their fields."""
-
-
-def _key(section: type, item: dataclasses.Field[Any], hint: Any, path: str) -> Key:
-    plain, nullable = without_none(hint)
-    literal = typing.get_origin(plain) is Literal
-    return Key(
-        path=path,
-        section=section,
-        kind=str if literal else typing.get_origin(plain) or plain,
-        nullable=nullable,
-        choices=typing.get_args(plain) if literal else (),
-        limits=limits_of(item),
-        default=item.default,
-    )
 
 
 def joined(prefix: str, name: object) -> str:
@@ -171,8 +167,8 @@ def value_at(settings: Any, path: str) -> Any:
 
 
 def suggestion(root: type, section: type, name: object) -> str:
-    """What somebody may have meant who wrote ``name`` within ``section`` of ``root``: words for the end of an error."""
-    here, last = list(hints(section)), str(name).rpartition(".")[2]
+    """The end of the error about an unknown ``name`` within ``section`` of ``root``: which key may have been meant."""
+    here, last = list(fields_of(section)), str(name).rpartition(".")[2]
     places = {key.name: key.path.rpartition(".")[0] for key in keys(root)}
     near = [] if last in places else difflib.get_close_matches(str(name), here, n=1)
     if near:
@@ -221,29 +217,27 @@ def _section(root: type, kind: type[_T], data: object, path: str) -> _T:
         return kind()  # a section whose keys are all commented out
     if not isinstance(data, Mapping):
         raise ConfigError(key=path, message=f"expected keys with values, got {_shown(data)}")
-    known = hints(kind)
+    known = fields_of(kind)
     values: dict[str, Any] = {}
-    for key, value in data.items():
-        if key not in known:
-            raise ConfigError(key=joined(path, key), message=f"unknown key; {suggestion(root, kind, key)}")
-        here = joined(path, key)
-        values[key] = (
-            _section(root, known[key], value, here) if is_section(known[key]) else _value(known[key], value, here)
-        )
+    for name, value in data.items():
+        here = joined(path, name)
+        if name not in known:
+            raise ConfigError(key=here, message=f"unknown key; {suggestion(root, kind, name)}")
+        key = known[name]
+        values[name] = _section(root, key.kind, value, here) if is_section(key.kind) else _value(key, value, here)
     try:
         return kind(**values)
     except ConfigError as error:
         raise ConfigError(key=joined(path, error.key), message=error.message) from None
 
 
-def _value(hint: Any, value: object, key: str) -> Any:
+def _value(key: Key, value: object, path: str) -> Any:
     """Bring plain data closer to the type; whether it is allowed is for the dataclass to say."""
-    plain, _ = without_none(hint)
-    if plain is float and value is not None:
-        return parse_duration(value, key)
+    if key.kind is float and value is not None:
+        return parse_duration(value, path)
     if isinstance(value, list):
         return tuple(value)
-    if typing.get_origin(plain) is Literal and value is False and "off" in typing.get_args(plain):
+    if value is False and "off" in key.choices:
         return "off"  # what YAML 1.1 makes of an unquoted off
     return value
 
@@ -254,42 +248,36 @@ def check(settings: Any) -> None:
     Raises:
         ConfigError: naming the field.
     """
-    for item in dataclasses.fields(settings):
-        hint, value = hints(type(settings))[item.name], getattr(settings, item.name)
-        plain, nullable = without_none(hint)
-        if nullable and value is None:
+    for name, key in fields_of(type(settings)).items():
+        value = getattr(settings, name)
+        if key.nullable and value is None:
             continue
-        _check_type(plain, value, item.name)
-        limits = limits_of(item)
-        wrong = [
-            entry for entry in (value if isinstance(value, tuple | list) else (value,)) if not limits.allows(entry)
-        ]
-        if wrong:
-            null = ", or null for none" if nullable else ""
-            raise ConfigError(key=item.name, message=f"expected {limits}{null}, got {_shown(wrong[0])}")
+        _check_type(key, value)
+        for entry in value if isinstance(value, tuple | list) else (value,):
+            if not key.limits.allows(entry):
+                null = ", or null for none" if key.nullable else ""
+                raise ConfigError(key=name, message=f"expected {key.limits}{null}, got {_shown(entry)}")
 
 
-def _check_type(plain: Any, value: object, key: str) -> None:
-    words, right = "", False
-    if typing.get_origin(plain) is Literal:
-        choices = typing.get_args(plain)
-        words, right = f"one of {', '.join(map(repr, choices))}", isinstance(value, str) and value in choices
-    elif typing.get_origin(plain) is tuple:
+def _check_type(key: Key, value: object) -> None:
+    kind = key.kind
+    if key.choices:
+        words, right = f"one of {', '.join(map(repr, key.choices))}", isinstance(value, str) and value in key.choices
+    elif kind is tuple:
         words = f"a list of names{f' such as [{value}]' if isinstance(value, str) and value else ''}"
         right = isinstance(value, tuple | list) and all(isinstance(entry, str) for entry in value)
-    elif plain is float:
+    elif kind is float:
         words = "a finite number"
         right = _is_number(value) and (isinstance(value, int) or math.isfinite(value))
-    elif plain is bool:
+    elif kind is bool:
         words, right = "true or false", isinstance(value, bool)
-    elif plain is int:
-        words = f"a whole number{_whole(value)}"
-        right = isinstance(value, int) and not isinstance(value, bool)
+    elif kind is int:
+        words, right = f"a whole number{_whole(value)}", isinstance(value, int) and not isinstance(value, bool)
     else:
-        words = f"{'a ' if is_section(plain) else ''}{'text' if plain is str else plain.__name__}"
-        right = isinstance(value, plain)
+        words = "text" if kind is str else f"a {kind.__name__}"
+        right = isinstance(value, kind)
     if not right:
-        raise ConfigError(key=key, message=f"expected {words}, got {_shown(value)}")
+        raise ConfigError(key=key.name, message=f"expected {words}, got {_shown(value)}")
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
@@ -297,7 +285,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def _whole(value: object) -> str:
-    """How somebody who wrote 1e9 or 3.0, which YAML takes for text or for a float, writes a whole number."""
+    """How to write 1e9 or 3.0, which YAML reads as text or as a float, as a whole number."""
     try:
         number = float(value) if isinstance(value, str | float) else math.nan
     except ValueError:

@@ -84,18 +84,18 @@ def load(kind: type[_T], layers: Sequence[Layer]) -> Loaded[_T]:
         ConfigError: a key is unknown, or a value of the wrong type or out of range; names key and origin.
     """
     try:
-        settings = build(kind, _merged(layers))
+        settings = _built(kind, layers)
     except ConfigError as error:
         origin = _blamed(kind, error.key, layers)
         raise ConfigError(key=error.key, message=error.message, source=origin.source, line=origin.line) from None
     return Loaded(settings=settings, origins={path: at for layer in layers for path, at in layer.origins.items()})
 
 
-def _merged(layers: Sequence[Layer]) -> object:
+def _built(kind: type[_T], layers: Sequence[Layer]) -> _T:
     merged: object = {}
     for layer in layers:
         merged = _over(layer.data, merged)
-    return merged
+    return build(kind, merged)
 
 
 def _over(upper: object, lower: object) -> object:
@@ -126,7 +126,7 @@ def _blamed(kind: type, path: str, layers: Sequence[Layer]) -> Origin:
 
 def _fails(kind: type, path: str, layers: Sequence[Layer]) -> bool:
     try:
-        build(kind, _merged(layers))
+        _built(kind, layers)
     except ConfigError as error:
         return error.key == path
     return False
@@ -140,32 +140,18 @@ def read_yaml(path: str | os.PathLike[str]) -> Layer:
     """
     source = os.fspath(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(message=f"cannot be read: {error.strerror or error}", source=source) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(message=f"cannot be read as YAML: {error}", source=source) from error
-    return parse_yaml(text, source)
-
-
-def parse_yaml(text: str, source: str) -> Layer:
-    """The same for text that was read already; ``source`` is its name in errors.
-
-    Raises:
-        ConfigError: see ``read_yaml``.
-    """
-    try:
-        loader = yaml.SafeLoader(text)
+        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
         try:
             return _Reader(loader, source).read()
         finally:
             loader.dispose()
+    except OSError as error:
+        raise ConfigError(message=f"cannot be read: {error.strerror or error}", source=source) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = mark.line + 1 if mark else None
         message = f"cannot be read as YAML: {error.problem or error.context}"
-        raise ConfigError(message=message, source=source, line=line) from error
-    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(message=message, source=source, line=mark.line + 1 if mark else None) from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(message=f"cannot be read as YAML: {error}", source=source) from error
 
 
@@ -213,18 +199,18 @@ class _Reader:
         own: dict[str, _Entry] = {}
         merged: dict[str, _Entry] = {}
         for key, value in node.value:
+            name = str(key.value)
             if key.tag == _MERGE:
                 for source in value.value if isinstance(value, yaml.SequenceNode) else [value]:
                     if not isinstance(source, yaml.MappingNode):
                         raise self._error(key, path, "<< needs an alias of keys with values")
                     merged = {**self._entries(source, path), **merged}
-                continue
-            name = str(key.value)
-            if not isinstance(key, yaml.ScalarNode):
+            elif not isinstance(key, yaml.ScalarNode):
                 raise self._error(key, path, "expected the name of a key")
-            if name in own:
+            elif name in own:
                 raise self._twice(key, joined(path, name), own[name][0])
-            own[name] = (key, value)
+            else:
+                own[name] = (key, value)
         self._known[node] = {**merged, **own}
         return self._known[node]
 
@@ -267,7 +253,7 @@ def load_effective(kind: type[_T], environ: Mapping[str, str], *, file: str | No
 def origin_of(kind: type, environ: Mapping[str, str], section: str) -> tuple[str, Origin] | None:
     """Which key of ``section`` the environment sets to something that is not its default, and where; None for none.
 
-    Never raises: it is asked in order to say where something came from that is refused anyway.
+    Never raises: it is called for an error message.
     """
     try:
         loaded: Loaded[Any] = load_effective(kind, environ)
@@ -327,9 +313,7 @@ def _suggestion(name: str, known: list[str]) -> str:
     if within:
         return f"there is one for each key, such as {within}"
     near = difflib.get_close_matches(name.upper(), known, n=1)
-    if near:
-        return f"did you mean {near[0]}?"
-    return _HELP
+    return f"did you mean {near[0]}?" if near else _HELP
 
 
 def _parsed(text: str, key: Key, name: str) -> object:
@@ -337,5 +321,5 @@ def _parsed(text: str, key: Key, name: str) -> object:
         value: object = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(key=key.path, source=name, message=f"cannot be read as YAML: {text!r}") from error
-    # A metric may be called 1 or off, and nobody quotes a value for YAML in a shell.
+    # A metric may be called 1 or off, and values in a shell are not quoted for YAML.
     return text if key.kind is str and not isinstance(value, str | None) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -19,7 +20,7 @@ _PRELOAD = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "safe_ckpt
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one rank.
+    """The end of one rank.
 
     Attributes:
         rank: which one.
@@ -72,14 +73,13 @@ def spawn_ranks(
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)
         settings = (rank, world_size, port, group_timeout_s, init)
-        arguments = (theirs, dict(os.environ), settings, function, args)
-        process = context.Process(target=_run_rank, args=arguments, daemon=False)
+        process = context.Process(target=_run_rank, args=(theirs, dict(os.environ), settings, function, args))
         process.start()
         theirs.close()
         processes.append(process)
         pipes.append(ours)
     deadline = time.monotonic() + timeout_s * patience
-    found = _collect(pipes, deadline, expendable)
+    results = _collect(pipes, deadline, expendable)
     outcomes = []
     for rank, process in enumerate(processes):
         process.join(timeout=0.0 if rank in expendable else max(0.0, deadline - time.monotonic()))
@@ -87,12 +87,12 @@ def spawn_ranks(
         if code is None:
             process.kill()
             process.join(timeout=10)
-        outcomes.append(Outcome(rank=rank, exit_code=code, **found.get(rank, {})))
+        outcomes.append(Outcome(rank=rank, exit_code=code, **results.get(rank, {})))
     return outcomes
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
-    """What the ranks returned; raises the error that came first, or says which ranks gave none."""
+    """What the ranks returned; raises the error that came first, or names the ranks that returned nothing."""
     for outcome in sorted(outcomes, key=lambda outcome: outcome.seconds):
         if outcome.error is not None:
             raise outcome.error
@@ -103,26 +103,22 @@ def values(outcomes: list[Outcome]) -> list[Any]:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on just now."""
+    """A TCP port of this machine that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _collect(pipes: list[Connection], deadline: float, expendable: Collection[int] = ()) -> dict[int, dict[str, Any]]:
-    found: dict[int, dict[str, Any]] = {}
-    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
-    while set(open_pipes.values()) - set(expendable) and time.monotonic() < deadline:
-        for ready in wait(list(open_pipes), timeout=max(0.0, deadline - time.monotonic())):
-            pipe = ready if isinstance(ready, Connection) else None
-            if pipe is None:
-                continue
-            rank = open_pipes.pop(pipe)
-            try:
-                found[rank] = pickle.loads(pipe.recv_bytes())
-            except (EOFError, OSError):
-                continue
-    return found
+    results: dict[int, dict[str, Any]] = {}
+    left = set(range(len(pipes)))
+    while left - set(expendable) and time.monotonic() < deadline:
+        ready = wait([pipes[rank] for rank in left], timeout=max(0.0, deadline - time.monotonic()))
+        for rank in [rank for rank in left if pipes[rank] in ready]:
+            left.remove(rank)
+            with contextlib.suppress(EOFError, OSError):  # it was killed
+                results[rank] = pickle.loads(pipes[rank].recv_bytes())
+    return results
 
 
 def _run_rank(

@@ -14,10 +14,11 @@ from safe_ckpt.core.storage import reader
 from safe_ckpt.core.storage.checksum import crc32
 from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection.check import judge, plan
+from safe_ckpt.inspection.files import Window
 from safe_ckpt.inspection.torch_reader import open_archive
 
 
-class Memory:
+class Memory(Window):
     """Bytes in memory, read as a file is."""
 
     path = Path("in memory")
