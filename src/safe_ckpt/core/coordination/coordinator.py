@@ -22,8 +22,8 @@ from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.coordination.heartbeat import Heartbeat
 from safe_ckpt.core.coordination.log_entry import Decide, LogEntry, Scatter, decided
 from safe_ckpt.core.coordination.mailbox import Receipts
-from safe_ckpt.core.coordination.rendezvous import Rendezvous, rendezvous
-from safe_ckpt.core.coordination.store import KeyTimeout, KeyValues, LocalStoreClient, StoreClient
+from safe_ckpt.core.coordination.rendezvous import Rendezvous, no_store, rendezvous
+from safe_ckpt.core.coordination.store import KeyTimeout, KeyValues, StoreClient
 from safe_ckpt.errors import (
     ClosedError,
     ConfigError,
@@ -33,6 +33,7 @@ from safe_ckpt.errors import (
     RendezvousTimeout,
     SafeCheckpointError,
     from_wire,
+    named,
     to_wire,
 )
 
@@ -121,6 +122,7 @@ class Coordinator:
         id: the same on all ranks, and of no other session.
         rank: this process's rank.
         size: number of ranks.
+        call: the number of the newest call, the same on all ranks that made the same calls.
         receipts: on rank 0, of which verdicts it is still to learn that the others have read them.
         unsure: whether this rank failed in its newest agreement after it had answered: the others may have gone on.
         stale: on rank 0, keys of what is over that some rank may still be reading; dropped when all have come to the next.
@@ -142,29 +144,25 @@ class Coordinator:
         # Only weakly: the default store holds the port that a later process group may want to bind.
         self._meeting = weakref.ref(group.meeting_store) if group.meeting_store is not None else None
         self._pid = os.getpid()
-        self._call, self._part = -1, 0
+        self.call, self._part = -1, 0
         self._depth, self._goes_on = 0, False
         self._ended: list[str] = []
         self.unsure = False
         self._closed = False
         self._heartbeat: Heartbeat | None = None
-        if met is None:
-            self._calls: StoreClient = LocalStoreClient(process_groups.local_store())
-            return
         # On rank 0 this is the store itself; it goes with this reference.
-        self._store: KeyValues | None = met.store
-        answer_s = timeouts.peer_stall_s
-        self._connect = met.connect
-        self._answer_s = answer_s
-        self._calls = StoreClient(
-            met.connect, name="calls", answer_s=answer_s, store=met.store, alive=self._hears_of_rank_0
-        )
-        beats = StoreClient(met.connect, name="heartbeat", answer_s=answer_s)
+        self._store: KeyValues | None = met.store if met is not None else None
+        self._connect = met.connect if met is not None else no_store
+        self._answer_s = timeouts.peer_stall_s
+        self._calls = self.store_client("calls", self._store)
+        if met is None:
+            return
+        beats = StoreClient(met.connect, name="heartbeat", answer_s=self._answer_s)
         self._heartbeat = Heartbeat(
             beats,
             rank=group.rank,
             peers=met.peers,
-            stall_s=answer_s,
+            stall_s=self._answer_s,
             interval_s=_beat_interval_s(timeouts),
             progress=self._own_progress,
         )
@@ -204,6 +202,8 @@ class Coordinator:
         self.refuse_fork(kind)
         if self._closed:
             raise ClosedError(message=f"{kind}: this session was closed")
+        if self.size == 1:
+            return _agree_alone(kind, local, decide)
         failure: Exception | None = None
         try:
             own: dict[str, object] = {"answer": local() if local is not None else None}
@@ -211,7 +211,7 @@ class Coordinator:
             failure = error
             own = {"error": to_wire(error, rank=self.rank, phase=phase or kind)}
         entry = {"kind": kind, **{key: str(value) for key, value in (must_match or {}).items()}}
-        step = self._next_step(kind, timeout_s)
+        step = self._next_entry(kind, timeout_s)
         try:
             return self._lead(step, entry, own, decide) if self.rank == 0 else self._follow(step, entry, own)
         except SafeCheckpointError as reported:
@@ -219,37 +219,28 @@ class Coordinator:
                 raise
             raise failure from failure.__cause__
 
-    def _next_step(self, kind: str, timeout_s: float) -> LogEntry:
-        needed = [0] if self.rank else range(1, self.size)
-        number, part = self._next_number()
+    def _next_entry(self, kind: str, timeout_s: float) -> LogEntry:
+        """The next entry of the log. Its number is used up on every rank, whatever comes of it."""
+        if self._goes_on:
+            self._part += 1
+        else:
+            self.call, self._part = self.call + 1, 0
+        self._goes_on = self._depth > 0
+        self.unsure = False
+        if self._heartbeat is not None:
+            self._heartbeat.at = self.call
+        number, needed = self.call, [0] if self.rank else range(1, self.size)
 
         def check() -> None:
             if gone := self._are_past(number):
                 raise RendezvousTimeout(phase=kind, seconds=timeout_s, missing=gone)
             self.check(needed)
 
-        return LogEntry(self._calls, self.rank, self.size, f"log/{number}.{part}", kind, timeout_s, check)
-
-    def _next_number(self) -> tuple[int, int]:
-        """Of which call this agreement is which part. The number is used up on every rank, whatever comes of it."""
-        if self._goes_on:
-            self._part += 1
-        else:
-            self._call, self._part = self._call + 1, 0
-        self._goes_on = self._depth > 0
-        self.unsure = False
-        if self._heartbeat is not None:
-            self._heartbeat.at = self._call
-        return self._call, self._part
-
-    @property
-    def call(self) -> int:
-        """The number of the newest call, the same on all ranks that made the same calls."""
-        return self._call
+        return LogEntry(self._calls, self.rank, self.size, f"log/{number}.{self._part}", kind, timeout_s, check)
 
     def start_at(self, call: int) -> None:
-        """From now on calls are counted from here. All ranks do this at the same place."""
-        self._call, self._goes_on = call, False
+        """Count calls from here on. All ranks do this at the same place."""
+        self.call, self._goes_on = call, False
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -279,11 +270,9 @@ class Coordinator:
         if self._pid != os.getpid():
             raise ForkedError(what=what, pid=self._pid)
 
-    def store_client(self, name: str) -> StoreClient:
-        """One more connection, for a thread of its own; whoever asks for it closes it."""
-        if self.size == 1:
-            return self._calls
-        return StoreClient(self._connect, name=name, answer_s=self._answer_s, alive=self._hears_of_rank_0)
+    def store_client(self, name: str, store: KeyValues | None = None) -> StoreClient:
+        """One more connection, for a thread of its own; whoever asks for it closes it. ``store`` is one that is open."""
+        return StoreClient(self._connect, name=name, answer_s=self._answer_s, store=store, alive=self._hears_of_rank_0)
 
     def check(self, needed: Sequence[int]) -> None:
         """Raise ``PeerLostError`` if one of the ``needed`` ranks is known to be dead or stopped."""
@@ -392,7 +381,7 @@ class Coordinator:
         except BaseException as error:
             # Rank 0 may come to it later, wait for this rank in it, or go on without knowing that this one does not.
             self.unsure = answered
-            self.leave(self._call)
+            self.leave(self.call)
             if isinstance(error, KeyTimeout):
                 raise RendezvousTimeout(phase=step.kind, seconds=step.timeout_s, missing=(0,)) from None
             raise
@@ -409,7 +398,19 @@ class Coordinator:
             raise RendezvousTimeout(phase=f"{step.kind}: verdict", seconds=2 * step.timeout_s, missing=(0,)) from None
 
     def _expect_reads(self, step: LogEntry, count: int) -> None:
-        self.receipts.expect(step.read, count, self._call, instead_of="log/")
+        self.receipts.expect(step.read, count, self.call, instead_of="log/")
+
+
+def _agree_alone(kind: str, local: Callable[[], object] | None, decide: Decide | None) -> Any:
+    """What ``agree`` is with one rank: nobody to wait for, to compare with or to tell."""
+    answer = local() if local is not None else None
+    try:
+        result = decide({0: answer}) if decide is not None else None
+    except SafeCheckpointError:
+        raise
+    except Exception as error:
+        raise named(error, rank=0, phase=kind) from error
+    return result.by_rank.get(0) if isinstance(result, Scatter) else result
 
 
 def _beat_interval_s(timeouts: Timeouts) -> float:

@@ -13,16 +13,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from safe_ckpt.core.coordination.processes import machine_id, process_state
-from safe_ckpt.core.coordination.store import KeyTimeout, KeyValues, StoreClient
+from safe_ckpt.core.coordination.store import KeyTimeout, KeyValues, StoreClient, read_present
 from safe_ckpt.errors import PeerLostError
 
 if TYPE_CHECKING:
     from safe_ckpt.core.coordination.rendezvous import Peer
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 _QUICKEST_S = 0.5
 _SLOWEST_S = 5.0
 _MARGIN_S = 2.0
@@ -181,7 +182,7 @@ class Heartbeat:
         beat = _Beat(count=count, progress=progress, at=self.at, left=tuple(self._left))
         self._call(lambda store: store.set(f"beat/{self._rank}", str(beat)))
 
-    def _call(self, operation: Callable[[KeyValues], object]) -> object:
+    def _call(self, operation: Callable[[KeyValues], _T]) -> _T:
         answer = self._store_client.call(operation, phase=_PHASE, check=self._judge_silence)
         self._heard = time.monotonic()
         return answer
@@ -208,11 +209,11 @@ class Heartbeat:
             logger.info("rank %d is back", rank)
 
     def _look(self) -> None:
-        watched = [rank for rank in self._peers if rank not in self._ended]
-        values: dict[int, bytes] = {}
-        self._call(lambda store: values.update(_read(store, watched)))
+        watched = {rank: f"beat/{rank}" for rank in self._peers if rank not in self._ended}
+        values = self._call(lambda store: read_present(store, list(watched.values())))
         now = time.monotonic()
-        for rank, value in values.items():
+        for rank, key in watched.items():
+            value = values.get(key, b"")
             before, since = self._seen.get(rank, (b"", now))
             state = self._state(rank)
             if state in ("", "Z", "X"):
@@ -228,12 +229,3 @@ class Heartbeat:
         # A late count proves nothing about a process that the kernel calls runnable or in I/O.
         machine = self._peers[rank]
         return process_state(machine.pid) if machine.host == self._here else "?"
-
-
-def _read(store: KeyValues, watched: list[int]) -> dict[int, bytes]:
-    keys = {rank: f"beat/{rank}" for rank in watched}
-    if not keys:
-        return {}
-    if store.check(list(keys.values())):
-        return dict(zip(keys, store.multi_get(list(keys.values())), strict=True))
-    return {rank: bytes(store.get(key)) if store.check([key]) else b"" for rank, key in keys.items()}

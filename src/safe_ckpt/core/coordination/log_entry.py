@@ -70,7 +70,7 @@ def refuse_differences(views: Mapping[int, Mapping[str, object]]) -> None:
 
 
 class LogEntry:
-    """The keys of one entry of the log. With nobody else there, nothing is written."""
+    """The keys of one entry of the log."""
 
     def __init__(
         self, store_client: StoreClient, rank: int, size: int, name: str, kind: str, timeout_s: float, check: Check
@@ -86,9 +86,7 @@ class LogEntry:
 
     def put(self, suffix: str, value: object) -> None:
         """Rank 0: write one key of the entry."""
-        if not self._others:
-            return
-        self._store_client.call(lambda store: store.set(self.name + suffix, json.dumps(value)), phase=self.kind)
+        self._store_client.put(self.name + suffix, value, phase=self.kind)
 
     def get(self, suffix: str, *, patience: int = 1) -> Any:
         """Wait for one key of the entry.
@@ -97,7 +95,7 @@ class LogEntry:
             KeyTimeout: it did not appear in ``patience`` times the step's time.
         """
         key, wait_s = self.name + suffix, patience * self.timeout_s
-        return json.loads(self._store_client.get(key, phase=self.kind, wait_s=wait_s, check=self._check))
+        return self._store_client.get(key, phase=self.kind, wait_s=wait_s, check=self._check)
 
     def answer(self, value: object) -> None:
         """Another rank: say what this rank has to say."""
@@ -109,8 +107,6 @@ class LogEntry:
         Raises:
             RendezvousTimeout: some did not answer in time; names them.
         """
-        if not self._others:
-            return {}
         self.put("", mine)
         try:
             self._answers.wait(phase=self.kind, wait_s=self.timeout_s, check=self._check)
@@ -123,9 +119,8 @@ class LogEntry:
     def hand_out(self, shares: Mapping[int, Any]) -> None:
         """Rank 0: leave a verdict of its own for every rank; each takes its share and drops it."""
         keys = [self._share(rank) for rank in self._others]
-        if keys:
-            values = [json.dumps(shares.get(rank)) for rank in self._others]
-            self._store_client.call(lambda store: store.multi_set(keys, values), phase=self.kind)
+        values = [json.dumps(shares.get(rank)) for rank in self._others]
+        self._store_client.call(lambda store: store.multi_set(keys, values), phase=self.kind)
 
     def take_share(self) -> Any:
         """Another rank: its share; there is one when the verdict says so."""
@@ -143,18 +138,15 @@ class LogEntry:
 
     def present(self) -> int:
         """How many ranks have answered."""
-        return len(self._answers.messages(phase=self.kind)) if self._others else 0
+        return len(self._answers.messages(phase=self.kind))
 
     def release(self) -> None:
         """Rank 0: it has failed. What still waits for answers, on a connection that was left, ends."""
-        if self._others:
-            self._answers.wake({}, phase=self.kind)
+        self._answers.wake({}, phase=self.kind)
 
     def forget(self, before: Sequence[str]) -> None:
         """Drop what nobody needs any more: the answers to this entry, and keys of entries ``before`` it."""
-        if self._others:
-            keys = [*self._answers.keys(), *before]
-            self._store_client.call(lambda store: [store.delete_key(key) for key in keys], phase=self.kind)
+        self._store_client.delete([*self._answers.keys(), *before], phase=self.kind)
 
     def keys(self, *, answers: bool = False) -> list[str]:
         """What is to be dropped when all have passed this entry, with the ``answers`` to it where ``forget`` did not."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from safe_ckpt.core.coordination.store import Check, KeyValues, StoreClient
+from safe_ckpt.core.coordination.store import Check, KeyValues, StoreClient, read_present
 
 logger = logging.getLogger(__name__)
 _GRACE_S = 3.0
@@ -72,8 +72,7 @@ class Mailbox:
             KeyTimeout: neither came in time.
             PeerLostError: the store's host is lost, or ``check`` raised.
         """
-        value = self._store_client.get(self._all(turn), phase=phase, wait_s=wait_s, check=check)
-        return dict(json.loads(value))
+        return dict(self._store_client.get(self._all(turn), phase=phase, wait_s=wait_s, check=check))
 
     def peek(self, *, phase: str, turn: int = 0) -> dict[str, Any] | None:
         """What ``wait`` would return at once; None while it would wait."""
@@ -84,14 +83,9 @@ class Mailbox:
 
     def messages(self, *, phase: str) -> dict[int, Any]:
         """What has been posted so far, by rank."""
-        keys = self._by_rank
-
-        def read(store: KeyValues) -> dict[int, bytes]:
-            if store.check(list(keys.values())):
-                return dict(zip(keys, store.multi_get(list(keys.values())), strict=True))
-            return {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
-
-        return {rank: json.loads(value) for rank, value in self._store_client.call(read, phase=phase).items()}
+        keys = list(self._by_rank.values())
+        values = self._store_client.call(lambda store: read_present(store, keys), phase=phase)
+        return {rank: json.loads(values[key]) for rank, key in self._by_rank.items() if key in values}
 
     def keys(self, turns: Sequence[int] = (0,)) -> list[str]:
         """All that this writes, for whoever drops it when it is over."""

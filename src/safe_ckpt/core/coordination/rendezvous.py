@@ -63,6 +63,11 @@ class Rendezvous:
     peers: Mapping[int, Peer]
 
 
+def no_store() -> KeyValues:
+    """In place of a connection where there is one rank alone: it has nobody to meet."""
+    raise ValueError("one rank has nobody to meet")
+
+
 def rendezvous(
     group: process_groups.Group, timeouts: Timeouts, where: Network, have: str = "", call: int = -1
 ) -> Rendezvous | int:
@@ -234,15 +239,15 @@ def _ask(group: process_groups.Group, timeouts: Timeouts, store_client: StoreCli
     root, nonce = f"safe_ckpt/{group.name}", uuid.uuid4().hex
     hello, said = f"{root}/hello/{group.rank}", {"nonce": nonce, "have": have, "gone": False}
     try:
-        store_client.call(lambda store: store.set(hello, json.dumps(said)), phase=_PHASE)
+        store_client.put(hello, said, phase=_PHASE)
         # Rank 0 has the same deadline and then says who is missing.
         patience_s = timeouts.barrier_s + min(_READ_S, timeouts.barrier_s)
         key = f"{root}/welcome/{nonce}"
-        welcome: Mapping[str, Any] = json.loads(store_client.get(key, phase=_PHASE, wait_s=patience_s))
-        store_client.call(lambda store: store.delete_key(key), phase=_PHASE)
+        welcome: Mapping[str, Any] = store_client.get(key, phase=_PHASE, wait_s=patience_s)
+        store_client.delete([key], phase=_PHASE)
     except KeyTimeout:
-        gone = json.dumps({**said, "gone": True})  # a rank 0 that comes later must not count on this attempt
-        store_client.call(lambda store: store.set(hello, gone), phase=_PHASE)
+        # A rank 0 that comes later must not count on this attempt.
+        store_client.put(hello, {**said, "gone": True}, phase=_PHASE)
         raise RendezvousTimeout(phase=_PHASE, seconds=timeouts.barrier_s, missing=(0,)) from None
     if "error" in welcome:
         raise from_wire(welcome["error"])
@@ -265,7 +270,7 @@ def _join(group: process_groups.Group, timeouts: Timeouts, welcome: Mapping[str,
     store_client = StoreClient(connect, name="meeting", answer_s=timeouts.peer_stall_s)
     try:
         store = store_client.call(join, phase=_PHASE, wait_s=timeouts.barrier_s)
-        missing = tuple(json.loads(store_client.get("met", phase=_PHASE, wait_s=2 * timeouts.barrier_s)))
+        missing = tuple(store_client.get("met", phase=_PHASE, wait_s=2 * timeouts.barrier_s))
         store_client.call(lambda store: store.add("met/read", 1), phase=_PHASE)
     except KeyTimeout:
         raise RendezvousTimeout(phase=_PHASE, seconds=2 * timeouts.barrier_s, missing=(0,)) from None

@@ -6,7 +6,6 @@ background thread alone; no collectives.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -97,7 +96,7 @@ class TwoPhaseCommit:
         self._coordinator.receipts.expect(self._read, self._coordinator.size - 1, self._call)
         self._set("verdict", verdict)
         self._set("prepared", {})
-        if "error" in verdict:
+        if "error" in verdict and self._writers:
             self._reports.wake({}, phase="write")  # what still waits for reports, on a connection that was left, ends
 
     def verdict(self, timeout_s: float) -> Any:
@@ -135,6 +134,8 @@ class TwoPhaseCommit:
 
     def failed_elsewhere(self) -> SafeCheckpointError | None:
         """What another rank failed with, so that this one can stop working for a save that will not be."""
+        if self._coordinator.rank == 0 and not self._writers:
+            return None
         if self._coordinator.rank == 0:
             reports = self._reported().values() if self._reports.peek(phase="write") is not None else ()
             return next((from_wire(report["error"]) for report in reports if "error" in report), None)
@@ -145,11 +146,13 @@ class TwoPhaseCommit:
 
     def forget(self) -> bool:
         """Rank 0: drop the keys if every rank has read the verdict. Returns whether they are gone."""
+        if self._coordinator.size == 1:
+            return True
         read = self._store_client.call(lambda store: store.add(self._read, 0), phase="commit")
         if read + len(self._coordinator.have_left(self._call)) < self._coordinator.size - 1:
             return False
         keys = [f"{self._prefix}/prepared", f"{self._prefix}/verdict", self._read, *self._reports.keys()]
-        self._store_client.call(lambda store: [store.delete_key(key) for key in keys], phase="commit")
+        self._store_client.delete(keys, phase="commit")
         self._coordinator.receipts.drop(self._read)
         return True
 
@@ -161,11 +164,12 @@ class TwoPhaseCommit:
         return self._reports.messages(phase="write")
 
     def _set(self, name: str, value: Mapping[str, Any]) -> None:
-        self._store_client.call(lambda store: store.set(f"{self._prefix}/{name}", json.dumps(value)), phase=name)
+        if self._coordinator.size > 1:
+            self._store_client.put(f"{self._prefix}/{name}", value, phase=name)
 
     def _get(self, name: str, phase: str, timeout_s: float) -> Any:
         check = self._checked([0])
-        return json.loads(self._store_client.get(f"{self._prefix}/{name}", phase=phase, wait_s=timeout_s, check=check))
+        return self._store_client.get(f"{self._prefix}/{name}", phase=phase, wait_s=timeout_s, check=check)
 
     def _checked(self, needed: Sequence[int]) -> Check:
         def check() -> None:

@@ -1,4 +1,4 @@
-"""The zip archive that ``torch.load`` reads, as bytes. Standard library only: the writer process uses it too.
+"""The zip archive that ``torch.load`` reads, as bytes. The writer process uses it too: no torch.
 
 Layout of a file: payload records first, large ones at offsets that are multiples of 4096 (so that host memory can be the
 file image and be written past the page cache), then the small records, then our manifest, then the central directory.
@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
+
+import xxhash
 
 from safe_ckpt.core.storage.direct_io import PAGE
+from safe_ckpt.core.storage.reader import crc32
 
 _SMALL_ALIGNMENT = 64
 _PAGE_ALIGNED_FROM = 64 << 10
@@ -26,8 +29,7 @@ COMMENT_PREFIX = b"safe_ckpt/1 xxh3-128 "
 COMMENT_BYTES = len(COMMENT_PREFIX) + 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class Record:
+class Record(NamedTuple):
     """Where one member of the archive lies in the file."""
 
     name: str
@@ -39,6 +41,23 @@ class Record:
     def end(self) -> int:
         """Offset behind the data descriptor."""
         return self.data_offset + self.size + descriptor_bytes(self.size)
+
+
+class RecordDigest:
+    """CRC-32 and xxh3-128 of one record."""
+
+    def __init__(self) -> None:
+        self.crc = 0
+        self._hash = xxhash.xxh3_128()
+
+    def update(self, piece: memoryview) -> None:
+        """Take more bytes."""
+        self.crc = crc32(piece, self.crc)
+        self._hash.update(piece)
+
+    def hexdigest(self) -> str:
+        """The xxh3-128."""
+        return self._hash.hexdigest()
 
 
 def place(name: str, size: int, offset: int) -> Record:

@@ -12,9 +12,8 @@ from typing import Any, Literal
 from safe_ckpt.core.directory.catalog import Catalog
 from safe_ckpt.core.directory.retention import RetentionPolicy
 from safe_ckpt.core.directory.workspace import Workspace
-from safe_ckpt.core.formats.file_plan import FilePlan
+from safe_ckpt.core.formats.file_plan import FilePlan, WriteTask
 from safe_ckpt.core.formats.manifest import Manifest
-from safe_ckpt.core.formats.write_task import WriteTask
 from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.core.saving.streamed_files import FileStream
 from safe_ckpt.core.staging.buffer import SharedBuffer

@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from safe_ckpt.core.formats.file_plan import FilePlan
-from safe_ckpt.core.formats.write_task import WriteTask
+from safe_ckpt.core.formats.file_plan import FilePlan, WriteTask
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.errors import SafeCheckpointError

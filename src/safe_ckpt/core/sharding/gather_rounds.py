@@ -44,7 +44,7 @@ class RoundBarrier:
         self._looked = time.monotonic()
         if coordinator.rank == 0 and coordinator.stale:
             stale, coordinator.stale = coordinator.stale, []
-            self._store_client.call(lambda store: [store.delete_key(key) for key in stale], phase="gather")
+            self._store_client.delete(stale, phase="gather")
             coordinator.receipts.drop(*stale)
         self._needed = [0] if coordinator.rank else list(range(1, coordinator.size))
 
@@ -61,6 +61,8 @@ class RoundBarrier:
             RendezvousTimeout: some ranks did not come; names them.
             PeerLostError: a rank died or stopped.
         """
+        if self.alone:
+            return
         number, rank = self._next, self._coordinator.rank
         over = [number - 2] if rank == 0 and number > 1 else []  # all have passed that one
         self._mailbox.post(rank, number + 1, phase=phase, turn=number, drop=over)
@@ -77,7 +79,7 @@ class RoundBarrier:
 
     def look(self) -> None:
         """Called again and again within a round. Raises as ``enter`` does when it will not end."""
-        if time.monotonic() < self._looked + _LOOK_S:
+        if self.alone or time.monotonic() < self._looked + _LOOK_S:
             return
         self._looked = time.monotonic()
         self._check_peers()

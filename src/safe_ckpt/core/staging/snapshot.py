@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from safe_ckpt.core.formats.file_plan import FilePlan
+from safe_ckpt.core.formats.file_plan import FilePlan, WriteTask
 from safe_ckpt.core.formats.manifest import RECORD_NAME
-from safe_ckpt.core.formats.write_task import WriteTask
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.copy import StagingCopy
 from safe_ckpt.core.staging.device_copies import TensorCopy

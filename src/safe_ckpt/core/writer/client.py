@@ -20,7 +20,7 @@ import xxhash
 
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.coordination.processes import process_state
-from safe_ckpt.core.formats.write_task import WriteTask
+from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.progress import Progress, ProgressPage, new_page
 from safe_ckpt.core.storage.copier import FileCopy

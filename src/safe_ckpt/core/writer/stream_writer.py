@@ -6,9 +6,7 @@ The caller waits meanwhile, so nothing changes under it, and no writer process i
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -16,20 +14,18 @@ import torch
 import xxhash
 
 from safe_ckpt.core.formats import zip_archive
-from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
-from safe_ckpt.core.formats.write_task import WriteTask, closing_of
-from safe_ckpt.core.storage.checksum import RecordDigest
+from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, WriteTask, closing_of
+from safe_ckpt.core.formats.zip_archive import RecordDigest
 from safe_ckpt.core.storage.direct_io import (
     PAGE,
     ProgressReporter,
     WriteOptions,
-    create_file,
+    fill_new_file,
     once_more_after_eio,
     write_all,
     write_rest,
 )
 from safe_ckpt.core.storage.durable import WrittenFile
-from safe_ckpt.errors import SafeCheckpointError
 
 _PIECE = 1 << 20  # hashed at a time
 
@@ -57,21 +53,11 @@ def _stream_file(
 ) -> WrittenFile:
     progress.entered("write")
     content = _Content(image, task)
-    try:
-        fd, direct = create_file(task.path, options.direct)
-        try:
-            size = _pour(fd, content, buffer_bytes, progress, direct=direct)
-            progress.entered("fsync")
-            os.fsync(fd)
-            on_disk = os.fstat(fd).st_size
-        finally:
-            os.close(fd)
-    except SafeCheckpointError:
-        raise  # of what is streamed, not of the disk, although some of them are OSErrors
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, task.path) from error
-    if on_disk != size:
-        raise OSError(errno.EIO, f"{size} bytes were written but the file has {on_disk}", task.path)
+
+    def fill(fd: int, direct: bool) -> int:
+        return _pour(fd, content, buffer_bytes, progress, direct=direct)
+
+    size = fill_new_file(task.path, options, progress, fill)
     return WrittenFile(path=task.path, size_bytes=size, xxh3_128=content.whole.hexdigest())
 
 
@@ -170,6 +156,6 @@ def _slices(source: bytes | torch.Tensor | LazyTensor) -> Iterator[memoryview]:
 def _fetched(lazy: LazyTensor) -> torch.Tensor:
     tensor = lazy.fetch()
     if tensor.is_meta or tuple(tensor.shape) != lazy.shape or tensor.dtype != lazy.dtype:
-        found = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-        raise ValueError(f"a tensor was announced as {lazy.shape} {lazy.dtype} and is {found}")
+        fetched = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        raise ValueError(f"a tensor was announced as {lazy.shape} {lazy.dtype} and is {fetched}")
     return tensor

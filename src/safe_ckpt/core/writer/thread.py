@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import functools
 import os
 import threading
 import time
 from collections.abc import Callable
 
 from safe_ckpt.config import Timeouts
-from safe_ckpt.core.staging.progress import read_mark
 from safe_ckpt.core.staging.worker_thread import Background
-from safe_ckpt.core.storage.direct_io import WriteOptions
-from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
+from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
+from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.writer.client import WriteJob, WriterEnded
-from safe_ckpt.core.writer.file_writer import write_file
+from safe_ckpt.core.writer.file_writer import write_files
 
 _POLL_S = 0.1
 _ABSENT_S = 1.0
@@ -106,8 +104,8 @@ class _Abandoned(Exception):
     """Nobody waits for this any more, and its memory may be another save's."""
 
 
-class _Task:
-    """One job on its way; implements ``direct_io.ProgressReporter``."""
+class _Task(Unwatched):
+    """One job on its way, and how far it is."""
 
     def __init__(self, job: WriteJob, options: WriteOptions) -> None:
         self._job = job
@@ -121,37 +119,27 @@ class _Task:
 
     def work(self) -> None:
         """On the thread."""
+        job = self._job
         try:
-            if self._job.buffer is not None:
-                self._write(memoryview(self._job.buffer.memory))
+            memory = memoryview(job.buffer.memory if job.buffer is not None else b"")
+            self.results = write_files((), job.files, job.directories, memory, self._options, self)
         except BaseException as error:  # it belongs to whoever waits
             self.failure = error
         finally:
             self.over.set()
 
-    def _write(self, memory: memoryview) -> None:
-        ready = functools.partial(read_mark, memory)
-        for file in self._job.files:
-            self.results.append(write_file(file, memory, self._options, self, ready))
-        for directory in self._job.directories:
-            self.entered("fsync")
-            sync_directory(directory)
-
     def moved(self, count: int) -> None:
         """So many bytes were hashed or written."""
         del count
-        self._beat()
+        self.beats += 1
+        self.waiting()
 
     def entered(self, phase: str) -> None:
         """A phase began."""
         self.phase = phase
-        self._beat()
+        self.moved(0)
 
     def waiting(self) -> None:
         """There is nothing to write yet."""
         if self.abandoned:
             raise _Abandoned
-
-    def _beat(self) -> None:
-        self.beats += 1
-        self.waiting()
