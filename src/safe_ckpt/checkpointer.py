@@ -22,8 +22,8 @@ from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.saving import resume
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.export import Exporter
-from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.core.saving.held_directories import HeldDirectories
+from safe_ckpt.core.saving.job import SaveHandle
 from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit, SaveRequest, Snapshot, Unplanned
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state import plan, restore

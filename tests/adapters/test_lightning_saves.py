@@ -22,7 +22,7 @@ from kit import warm
 from safe_ckpt import CheckpointConfig, Retention, Timeouts, WriterConfig
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.saving.handle import SaveHandle
+from safe_ckpt.core.saving.job import SaveHandle
 from safe_ckpt.errors import (
     ConfigError,
     CorruptCheckpointError,

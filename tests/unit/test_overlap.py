@@ -12,8 +12,8 @@ from torch import nn
 
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.staging import optimizer_gate
-from safe_ckpt.core.staging.copy import StagingCopy
 from safe_ckpt.core.staging.overlap import OverlapPlan, expected_state_bytes
+from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.errors import SaveError
 
 OVERLAPPED = CheckpointConfig(snapshot="overlapped", record_events=False)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
     from safe_ckpt.core.formats.manifest import CheckpointInfo
     from safe_ckpt.core.saving.engine import Engine
-    from safe_ckpt.core.saving.handle import SaveHandle
+    from safe_ckpt.core.saving.job import SaveHandle
     from safe_ckpt.core.sharding.dcp_plan import ShardPlanner
     from safe_ckpt.core.staging.buffer import SharedBuffer
     from safe_ckpt.core.staging.overlap import OverlapPlan
@@ -61,7 +61,7 @@ _HOMES = {
     "FilePlan": "formats.file_plan",
     "LazyTensor": "formats.file_plan",
     "OverlapPlan": "staging.overlap",
-    "SaveHandle": "saving.handle",
+    "SaveHandle": "saving.job",
     "ShardPlanner": "sharding.dcp_plan",
     "SharedBuffer": "staging.buffer",
     "config_of_all": "coordination.agreed_config",

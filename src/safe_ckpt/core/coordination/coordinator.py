@@ -33,7 +33,7 @@ from safe_ckpt.errors import (
     RendezvousTimeout,
     SafeCheckpointError,
     from_wire,
-    named,
+    naming,
     to_wire,
 )
 
@@ -404,12 +404,8 @@ class Coordinator:
 def _agree_alone(kind: str, local: Callable[[], object] | None, decide: Decide | None) -> Any:
     """What ``agree`` is with one rank: nobody to wait for, to compare with or to tell."""
     answer = local() if local is not None else None
-    try:
+    with naming(rank=0, phase=kind):
         result = decide({0: answer}) if decide is not None else None
-    except SafeCheckpointError:
-        raise
-    except Exception as error:
-        raise named(error, rank=0, phase=kind) from error
     return result.by_rank.get(0) if isinstance(result, Scatter) else result
 
 

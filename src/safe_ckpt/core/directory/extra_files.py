@@ -18,7 +18,7 @@ from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, read_manifest
 from safe_ckpt.core.storage.durable import sync_directory
 from safe_ckpt.core.storage.reader import digest_of
-from safe_ckpt.errors import DirectoryError, SafeCheckpointError
+from safe_ckpt.errors import SafeCheckpointError, naming
 
 
 def open_folder(coordinator: Coordinator, workspace: Workspace, key: str, timeout_s: float) -> Path:
@@ -37,13 +37,10 @@ def open_folder(coordinator: Coordinator, workspace: Workspace, key: str, timeou
     folder = workspace.pending / key / "files"
 
     def make(_: object) -> str:
-        try:
+        with naming(rank=0, phase="making a folder for hooks", path=folder):
             workspace.make_pending(key)
             folder.mkdir()
             return leave_token(folder)
-        except OSError as error:
-            where = error.filename or folder
-            raise DirectoryError.of(error, path=where, rank=0, phase="making a folder for hooks") from error
 
     token = coordinator.agree("folder for hooks", must_match={"key": key}, timeout_s=timeout_s, decide=make)
     await_shared(coordinator, folder, token, timeout_s)

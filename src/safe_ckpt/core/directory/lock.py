@@ -39,7 +39,7 @@ from safe_ckpt.core.directory.lease import (
     take_away,
     token_of,
 )
-from safe_ckpt.errors import DirectoryError, DirectoryInUseError
+from safe_ckpt.errors import DirectoryInUseError, naming
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,6 @@ _PAUSE_S = 0.05
 _SLOW_S = 1.0
 _LEASE_S = 60.0  # of a lock file that does not say
 _MOMENT_S = 1.5
-_PHASE = "taking the job lock"
 _TAKEN_AWAY = "another job took the directory over, because this one showed no sign of life for {:g} s (lease_s)"
 _held: dict[str, JobLock] = {}
 
@@ -92,13 +91,9 @@ class JobLock:
             DirectoryInUseError: another job holds it; names host, pid and start.
             DirectoryError: the file system refuses.
         """
-        try:
+        with naming(rank=0, phase="taking the job lock", path=self._directory):
             self._refuse_within_process()
             self._take(None if patience_s is None else time.monotonic() + patience_s)
-        except DirectoryError:
-            raise
-        except OSError as error:
-            raise DirectoryError.of(error, path=self._directory, rank=0, phase=_PHASE) from error
         _held[self._key] = self
         self._sweep()
         self._stop = threading.Event()
@@ -132,7 +127,7 @@ class JobLock:
             DirectoryInUseError: another job has taken it over; names it.
             DirectoryError: that cannot be looked at now.
         """
-        try:
+        with naming(rank=0, phase="confirming the job lock", path=self._path):
             lease = self._read()
             deadline = time.monotonic() + _MOMENT_S
             while (lease is None or not lease.token) and time.monotonic() < deadline and self._lease is not None:
@@ -140,8 +135,6 @@ class JobLock:
                 time.sleep(_PAUSE_S)
                 look_again(self._directory)
                 lease = self._read()
-        except OSError as error:
-            raise DirectoryError.of(error, path=self._path, rank=0, phase="confirming the job lock") from error
         if lease is None or self._lease is None or lease.token != self._lease.token:
             gone = "its lock is gone: it was taken away (safe-ckpt unlock --break-lock), or the directory was"
             raise self.in_use(_TAKEN_AWAY.format(self._lease_s) if lease is not None else gone, lease)

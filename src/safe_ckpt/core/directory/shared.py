@@ -28,7 +28,7 @@ from safe_ckpt.errors import (
     DirectoryError,
     DirectoryNotSharedError,
     NoValidCheckpointError,
-    SafeCheckpointError,
+    naming,
 )
 
 if TYPE_CHECKING:
@@ -80,11 +80,13 @@ def set_up_directory(
     coordinator = open_coordinator(group, timeouts)
     try:
         acts = {"resume": _check_resumable, "fresh": _create_fresh, "overwrite": _overwrite}
-        act = acts[mode]
-        view = {"path": os.fspath(path), "mode": mode}
-        token = coordinator.agree(
-            "set_up_directory", must_match=view, timeout_s=timeout_s, decide=lambda _: _guarded(act, target, timeout_s)
-        )
+
+        def act(_: object) -> str:
+            with naming(rank=0, phase="setting up the directory", path=target):
+                return acts[mode](target, timeout_s)
+
+        must_match = {"path": os.fspath(path), "mode": mode}
+        token = coordinator.agree("set_up_directory", must_match=must_match, timeout_s=timeout_s, decide=act)
         await_shared(coordinator, target, token, timeout_s)
     finally:
         coordinator.release(keep=True)
@@ -114,24 +116,14 @@ def await_shared(coordinator: Coordinator, path: Path, token: str, timeout_s: fl
         blind = tuple(rank for rank, sees in dict(answers).items() if not sees)  # type: ignore[call-overload]
         if token.startswith(HIDDEN):
             (path / token).unlink(missing_ok=True)
-            _remove_if_empty(path / HIDDEN)
+            with contextlib.suppress(OSError):  # not empty: a job's
+                (path / HIDDEN).rmdir()
         if blind:
-            message = "the ranks must share the directory: use a file system that all hosts mount"
-            raise DirectoryNotSharedError(path=str(path), message=message, ranks=blind)
+            raise DirectoryNotSharedError(path=str(path), ranks=blind)
 
     coordinator.agree(
         "directory seen", must_match={"path": os.fspath(path)}, timeout_s=timeout_s, local=sees, decide=judge
     )
-
-
-def _guarded(act: Callable[[Path, float], str], path: Path, patience_s: float) -> str:
-    try:
-        return act(path, patience_s)
-    except SafeCheckpointError:
-        raise
-    except OSError as error:
-        where = error.filename or path
-        raise DirectoryError.of(error, path=where, rank=0, phase="setting up the directory") from error
 
 
 def _check_resumable(path: Path, _: float) -> str:
@@ -227,34 +219,29 @@ class Patience:
         Raises:
             OSError: it is not known.
         """
-        pause_s = _FIRST_PAUSE_S
-        while (size := _size_of(file)) != size_bytes and self.left_s:
-            look()
-            time.sleep(min(pause_s, self.left_s))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            for folder in (file.parent.parent, file.parent):
-                with contextlib.suppress(
-                    OSError
-                ):  # listing makes a network file system look again; the size is asked for
-                    os.listdir(folder)
+        _await(lambda: _size_of(file) == size_bytes, file, self.left_s, look)
+        size = _size_of(file)
         return size if size >= 0 or presence.is_gone(file) else _size_of(file)
 
 
 def await_visible(path: Path, timeout_s: float) -> bool:
     """Wait until this rank sees ``path``. Returns False when it does not within ``timeout_s``."""
-    deadline = time.monotonic() + timeout_s
-    pause_s = 0.001
-    while not _is_visible(path):
+    return _await(lambda: _is_visible(path), path, timeout_s)
+
+
+def _await(done: Callable[[], bool], path: Path, timeout_s: float, look: Callable[[], None] = lambda: None) -> bool:
+    """Wait until ``done`` says so of ``path``. Returns False when it does not within ``timeout_s``."""
+    deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
+    while not done():
         if time.monotonic() >= deadline:
             return False
+        look()
         time.sleep(pause_s)
-        pause_s = min(pause_s * 2, 0.5)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         # Network file systems cache what a directory holds; listing the parent makes them look again.
         for folder in (path.parent.parent, path.parent):
-            try:
+            with contextlib.suppress(OSError):
                 os.listdir(folder)
-            except OSError:
-                break
     return True
 
 
@@ -263,11 +250,6 @@ def _is_visible(path: Path) -> bool:
         return path.exists()
     except OSError:  # a file system that is away for a moment; whoever waited in vain looks at why
         return False
-
-
-def _remove_if_empty(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.rmdir()
 
 
 def _size_of(file: Path) -> int:

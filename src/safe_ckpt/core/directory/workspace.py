@@ -20,7 +20,7 @@ from safe_ckpt.core.directory.lock import JobLock
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.storage import durable
-from safe_ckpt.errors import CorruptCheckpointError, DirectoryError, UnsupportedFormatError
+from safe_ckpt.errors import CorruptCheckpointError, DirectoryError, UnsupportedFormatError, naming
 
 logger = logging.getLogger(__name__)
 
@@ -66,31 +66,30 @@ class Workspace:
             DirectoryError: it cannot be created or written to, or a folder in it is a link that leads elsewhere.
             DirectoryInUseError: a live job holds it.
         """
-        try:
+        creating = "creating the checkpoint directory"
+        with naming(rank=0, phase=creating, path=self.path):
             self._refuse_links()
             self._missing = self._missing or _missing((self.path, self.hidden))
-        except DirectoryError:
-            raise
-        except OSError as error:
-            raise self._named(error, "creating the checkpoint directory") from error
         for attempts in range(_ATTEMPTS, 0, -1):
             try:
-                self._make_and_lock(patience_s)
+                with naming(rank=0, phase=creating, path=self.path):
+                    for folder in (self.path, self.hidden):
+                        durable.make_directory(folder)
+                    self._lock.acquire(patience_s)
                 break
             except DirectoryError as error:
                 # A job that ended in this moment took its empty folders away; ``mkdir`` says EEXIST of one that is just gone.
                 if error.errno not in (errno.ENOENT, errno.EEXIST) or attempts == 1:
                     raise
         try:
-            self.pending.mkdir(exist_ok=True)  # here, because no job that ends now takes it away any more
-            self._take_former()
-            self._repair()
-            self._sweep()
-        except BaseException as error:
+            with naming(rank=0, phase="cleaning up after an earlier job", path=self.path):
+                self.pending.mkdir(exist_ok=True)  # here, because no job that ends now takes it away any more
+                self._take_former()
+                self._repair()
+                self._sweep()
+        except BaseException:
             self._lock.release()
-            if not isinstance(error, OSError) or isinstance(error, DirectoryError):
-                raise
-            raise self._named(error, "cleaning up after an earlier job") from error
+            raise
 
     def close(self) -> None:
         """Give the directory back, and take away what was made here and is empty."""
@@ -233,17 +232,6 @@ class Workspace:
     def quarantined(self) -> list[Path]:
         """What lies in quarantine."""
         return sorted(path for path in _listed(self._quarantine) if not path.name.startswith(_MOVING))
-
-    def _make_and_lock(self, patience_s: float | None) -> None:
-        try:
-            for folder in (self.path, self.hidden):
-                durable.make_directory(folder)
-        except OSError as error:
-            raise self._named(error, "creating the checkpoint directory") from error
-        self._lock.acquire(patience_s)
-
-    def _named(self, error: OSError, phase: str) -> DirectoryError:
-        return DirectoryError.of(error, path=error.filename or self.path, rank=0, phase=phase)
 
     def _refuse_links(self) -> None:
         above = [folder for folder in self.hidden.parents if self.path in folder.parents]

@@ -22,15 +22,9 @@ from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
-from safe_ckpt.core.saving.request import Copies, Destination, Facts, OnCommit, SaveRequest
+from safe_ckpt.core.saving.request import Destination, Facts, OnCommit, SaveRequest, Snapshot
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
-from safe_ckpt.errors import (
-    ConfigError,
-    SafeCheckpointError,
-    SourceChangedError,
-    StateError,
-    named,
-)
+from safe_ckpt.errors import ConfigError, SourceChangedError, StateError, naming
 
 if TYPE_CHECKING:
     from safe_ckpt.core.coordination.process_groups import ProcessGroup
@@ -84,7 +78,7 @@ def consolidate_offloaded(
         plan = agree_parts(engine, sources, ignore, destination=path)
         request = SaveRequest(
             destination=Destination(workspace=workspace, path=path, kind="directory"),
-            content=Copies(copies=plan.copies, folders=plan.folders),
+            content=Snapshot(copies=plan.copies, folders=plan.folders),
             facts=Facts(step=0, notes={"adapter": ADAPTER, "parts": plan.notes}),
             on_commit=OnCommit(carry=lambda _: True),
         )
@@ -134,16 +128,14 @@ def agree_parts(
     scans: dict[str, _Scan] = {}
 
     def look() -> dict[str, Any]:
-        try:
-            _check_patterns(ignore)
+        if isinstance(ignore, str):
+            message = f"expected several patterns, got the text {ignore!r}: put it in a list"
+            raise ConfigError(key="ignore", message=message)
+        with naming(rank=engine.rank, phase="looking at the folders"):
             for name, folder in sources.items():
                 _refuse_nested(folder, destination)
                 rest_s = min(_REST_S, engine.config.timeouts.barrier_s / 3)
                 scans[_checked_name(name)] = _scan(Path(os.path.abspath(folder)), ignore, rest_s)
-        except SafeCheckpointError:
-            raise
-        except Exception as error:
-            raise named(error, rank=engine.rank, phase="looking at the folders") from error
         return {name: {"folder": scan.identity, "folders": scan.folders} for name, scan in scans.items()}
 
     agreed = engine.agree("offloaded parts", must_match={"ignore": list(ignore)}, local=look, decide=_assign)
@@ -171,11 +163,6 @@ class _Scan:
 def _held(engine: Engine, path: Path) -> Workspace:
     engine.agree("consolidate", must_match={"destination": path}, decide=lambda _: refuse(path, ADAPTER, empty=True))
     return HeldDirectories(engine).hold(path)
-
-
-def _check_patterns(ignore: Sequence[str]) -> None:
-    if isinstance(ignore, str):
-        raise ConfigError(key="ignore", message=f"expected several patterns, got the text {ignore!r}: put it in a list")
 
 
 def _checked_name(name: str) -> str:

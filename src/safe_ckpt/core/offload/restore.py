@@ -27,8 +27,7 @@ from safe_ckpt.errors import (
     DirectoryError,
     NotEnoughSpaceError,
     RestoreError,
-    SafeCheckpointError,
-    named,
+    naming,
 )
 
 if TYPE_CHECKING:
@@ -185,12 +184,8 @@ def _refuse_in_the_way(part: Part) -> None:
 
 def _all_or_none(coordinator: Coordinator, phase: str, action: Callable[[], None], timeout_s: float) -> None:
     def local() -> None:
-        try:
+        with naming(rank=coordinator.rank, phase=phase):
             action()
-        except SafeCheckpointError:
-            raise
-        except Exception as error:
-            raise named(error, rank=coordinator.rank, phase=phase) from error
 
     coordinator.agree(phase, timeout_s=timeout_s, local=local)
 

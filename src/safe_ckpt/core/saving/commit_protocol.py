@@ -20,7 +20,7 @@ from safe_ckpt.core.coordination.two_phase import TwoPhaseCommit
 from safe_ckpt.core.directory import extra_files
 from safe_ckpt.core.directory.shared import Patience, await_visible
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
-from safe_ckpt.core.saving.request import SaveJob
+from safe_ckpt.core.saving.job import SaveJob
 from safe_ckpt.core.saving.streamed_files import FileStream
 from safe_ckpt.core.storage import durable as commit
 from safe_ckpt.core.storage.copier import FileCopy, first_changed
@@ -180,10 +180,8 @@ class CommitProtocol:
 
     def _await_folder(self) -> None:
         if not all(await_visible(folder, min(_VISIBLE_S, self._left_s())) for folder in self._job.folders):
-            message = "the ranks must share the directory: use a file system that all hosts mount"
-            raise DirectoryNotSharedError(
-                path=str(self._job.workspace.path), message=message, rank=self._rank, ranks=(self._rank,)
-            )
+            path = str(self._job.workspace.path)
+            raise DirectoryNotSharedError(path=path, rank=self._rank, ranks=(self._rank,))
 
     def _write(self) -> dict[str, Any]:
         job = self._job

@@ -23,11 +23,10 @@ from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinato
 from safe_ckpt.core.coordination.preemption import Preemption
 from safe_ckpt.core.coordination.process_groups import group_timeout_s
 from safe_ckpt.core.formats.manifest import Manifest, versions
-from safe_ckpt.core.saving import admission, save_events
-from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.core.saving.held_directories import Workspaces
-from safe_ckpt.core.saving.request import SaveJob, SaveRequest
-from safe_ckpt.core.saving.save_queue import SaveQueue
+from safe_ckpt.core.saving.job import SaveHandle, SaveJob
+from safe_ckpt.core.saving.request import SaveRequest, answer, decide
+from safe_ckpt.core.saving.save_queue import SaveQueue, failed
 from safe_ckpt.core.saving.stager import Stager
 from safe_ckpt.errors import (
     ClosedError,
@@ -151,14 +150,14 @@ class Engine:
             SafeCheckpointError: the error of an earlier save that was not reported yet; this one was not started.
         """
         started = time.monotonic()
-        granted = self._agree_save(request)
+        decision = self._agree_save(request)
         agreed_s = time.monotonic() - started
-        if granted.manifest is None:
+        if not decision:
             prefilled = request.on_commit.prefilled
             if prefilled is not None and self.rank == 0:
                 request.destination.workspace.drop_pending(prefilled.parent.name)
             return _skipped(request.name)
-        manifest = Manifest.from_json(dict(granted.manifest), str(request.destination.path))
+        manifest = Manifest.from_json(decision["manifest"], str(request.destination.path))
         # Its own deadline once its turn comes, plus what follows the verdict: deleting what retention lets go.
         turns = 1 + self.in_flight
         limit_s = turns * (self.config.timeouts.lengthy_s + self.config.timeouts.barrier_s)
@@ -166,8 +165,8 @@ class Engine:
         job = SaveJob(
             request=request,
             manifest=manifest,
-            writers=tuple(granted.writers),
-            needed_bytes=granted.needed_bytes,
+            writers=tuple(decision["writers"]),
+            needed_bytes=decision["needed_bytes"],
             handle=handle,
             started=started,
             agreed_s=agreed_s,
@@ -309,24 +308,22 @@ class Engine:
         if not getattr(self, "_closed", True):
             self.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
 
-    def _agree_save(self, request: SaveRequest) -> admission.Admission:
+    def _agree_save(self, request: SaveRequest) -> dict[str, Any]:
+        """What ``decide`` returned, but for an earlier failure: that is raised."""
         self.coordinator.refuse_fork("save")
         if self._closed:
             raise ClosedError(message="save: this was closed; open a new one")
         if isinstance(request.error, StateError):
             request.error.rank = self.rank
         unreported, begun = self._unreported(), time.monotonic()
+        earlier = (unreported.op_id, unreported.unreported) if unreported and unreported.unreported else None
         busy = self.config.on_busy == "skip" and not request.patient and self.in_flight >= self.config.max_in_flight
         try:
-            decision = self.agree(
+            decision: dict[str, Any] = self.agree(
                 "save",
-                must_match={
-                    "step": request.facts.step,
-                    "path": request.destination.path,
-                    **request.must_match,
-                },
-                local=lambda: admission.answer(request, unreported, self.rank),
-                decide=lambda answers: admission.decide(request, answers, busy=busy),
+                must_match={"step": request.facts.step, "path": request.destination.path, **request.must_match},
+                local=lambda: answer(request, earlier, self.rank),
+                decide=lambda answers: decide(request, answers, busy=busy),
                 phase="planning the save",
             )
         except Exception as problem:
@@ -334,17 +331,16 @@ class Engine:
             if self.coordinator.unsure:  # rank 0 has this rank's answer, and may have gone on to commit
                 cause, name = str(error), request.name
                 error = CommitOutcomeUnknown(name=name, cause=cause, rank=self.rank, phase="commit")
-            self.emit(save_events.refused(request, error, self.rank, time.monotonic() - begun))
+            self.emit(failed(request, error, self.rank, time.monotonic() - begun))
             if isinstance(error, CommitOutcomeUnknown):
                 raise error from (None if error is problem else problem)
             raise
-        granted = admission.Admission(**decision)
-        if granted.earlier is not None:
+        if "earlier" in decision:
             for handle in self._handles:
-                if handle.op_id == granted.earlier["op_id"]:
+                if handle.op_id == decision["earlier"]["op_id"]:
                     handle.mark_reported()
-            raise from_wire(granted.earlier["error"])
-        return granted
+            raise from_wire(decision["earlier"]["error"])
+        return decision
 
     def _unreported(self) -> SaveHandle | None:
         return next((handle for handle in self._handles if handle.unreported is not None), None)
@@ -365,7 +361,7 @@ class Engine:
                 reported = True
                 self.raise_unreported()
             if self.rank == 0 and self._save_queue.writer.needs_process(
-                sum(i.total_bytes for i in job.request.content.files)
+                sum(file.total_bytes for file in job.request.content.files)
             ):
                 self._save_queue.writer.start()  # while the copy is taken
             self._stager.lay_out(job)

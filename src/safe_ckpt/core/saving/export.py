@@ -15,14 +15,13 @@ from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
+from safe_ckpt.core.saving.job import SaveHandle, SaveJob
 from safe_ckpt.core.saving.request import (
     Content,
     Destination,
     Facts,
     OnCommit,
-    SaveJob,
     SaveRequest,
     Snapshot,
     Streamed,

@@ -30,7 +30,7 @@ from safe_ckpt.errors import (
     IncompleteCheckpointError,
     NoValidCheckpointError,
     SafeCheckpointError,
-    named,
+    naming,
 )
 
 logger = logging.getLogger(__name__)
@@ -234,17 +234,14 @@ def _try(engine: Engine, path: Path, load: Load, *, ours: bool) -> tuple[Any, di
     def read() -> dict[str, str]:
         nonlocal loaded
         try:
-            if engine.rank != 0:
-                _await_files(engine, path, seen)
-            loaded = _read(path, load, Patience(engine.config.timeouts))
+            with naming(rank=engine.rank, phase=f"reading {path}"):
+                if engine.rank != 0:
+                    _await_files(engine, path, seen)
+                loaded = _read(path, load, Patience(engine.config.timeouts))
         except IncompleteCheckpointError as error:
             return {"missing": str(error)}
         except CorruptCheckpointError as error:
             return {"bad": str(error)}
-        except SafeCheckpointError:
-            raise
-        except Exception as error:
-            raise named(error, rank=engine.rank, phase=f"reading {path}") from error
         return {}
 
     verdict = engine.coordinator.agree(
@@ -291,10 +288,10 @@ def _await_files(engine: Engine, path: Path, seen: Mapping[str, Any]) -> None:
     deadline = time.monotonic() + min(_VISIBLE_S, engine.config.timeouts.barrier_s / 2)
     for file in [path, *(path / name for name in seen["files"])]:
         if not await_visible(file, max(0.0, deadline - time.monotonic())):
-            raise _not_shared(rank, file)
+            raise DirectoryNotSharedError(path=str(file), rank=rank, ranks=(rank,))
     while seen["op_id"] and _op_id(path) != seen["op_id"]:
         if time.monotonic() >= deadline:
-            raise _not_shared(rank, path)
+            raise DirectoryNotSharedError(path=str(path), rank=rank, ranks=(rank,))
         time.sleep(0.05)
 
 
@@ -303,11 +300,6 @@ def _op_id(path: Path) -> str:
         return read_manifest(path).op_id
     except (SafeCheckpointError, FileNotFoundError):
         return ""
-
-
-def _not_shared(rank: int, path: Path) -> DirectoryNotSharedError:
-    message = "the ranks must share the directory: use a file system that all hosts mount"
-    return DirectoryNotSharedError(path=str(path), message=message, rank=rank, ranks=(rank,))
 
 
 def _judge(answers: Mapping[int, Any]) -> dict[str, Any] | None:

@@ -8,25 +8,36 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
 
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.coordination.two_phase import TwoPhaseCommit
 from safe_ckpt.core.directory import retention
+from safe_ckpt.core.directory.catalog import WEIGHTS
 from safe_ckpt.core.directory.retention import Decision
 from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import CheckpointInfo
-from safe_ckpt.core.saving import save_events
 from safe_ckpt.core.saving.commit_protocol import CommitProtocol
-from safe_ckpt.core.saving.request import SaveJob
+from safe_ckpt.core.saving.job import SaveJob
+from safe_ckpt.core.saving.request import SaveRequest
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.worker_thread import Background, Refused
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
-from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, SafeCheckpointError, SaveError
+from safe_ckpt.errors import (
+    CommitOutcomeUnknown,
+    CoordinationError,
+    PeerLostError,
+    RendezvousTimeout,
+    SafeCheckpointError,
+    SaveError,
+)
 from safe_ckpt.hooks.emitter import Emitter
 
 logger = logging.getLogger(__name__)
@@ -144,7 +155,7 @@ class SaveQueue:
         for number, job in enumerate(list(self._open)):
             kind = SaveError if number else CommitOutcomeUnknown  # the first one may be anywhere
             error = kind(name=job.name, cause=cause, rank=self._coordinator.rank, phase="shutdown")
-            self._emit(save_events.refused(job.request, error, self._coordinator.rank, time.monotonic() - job.started))
+            self._emit(failed(job.request, error, self._coordinator.rank, time.monotonic() - job.started))
             job.handle.finish(None, error)
 
     def _work(self, job: SaveJob) -> None:
@@ -167,7 +178,7 @@ class SaveQueue:
         reporting = [rank for rank in job.writers if rank != 0]
         two_phase = TwoPhaseCommit(self._coordinator, self._store_client, job.op_id, reporting, give_up, job.call)
         phases = CommitProtocol(job, two_phase, self._writer, self._config, self._coordinator.rank, give_up)
-        self._emit(save_events.agreed(job, self._coordinator.rank))
+        self._emit(_agreed(job, self._coordinator.rank))
         info, failure = None, None
         try:
             info = phases.run()
@@ -180,7 +191,7 @@ class SaveQueue:
         if info is not None:
             self.last_save_s = time.monotonic() - job.started
         # Here and not on the caller's thread: hooks write to files.
-        self._emit.emit(save_events.over(job, phases, info, failure, self._coordinator.rank))
+        self._emit.emit(_outcome(job, phases, info, failure, self._coordinator.rank))
         if info is not None and self._coordinator.rank == 0:
             self._retain(job, info)
         self._conclude(job, info, failure)
@@ -212,7 +223,7 @@ class SaveQueue:
         rank = self._coordinator.rank
         if decision.to_delete:
             workspace.confirm()
-        sizes = {path: save_events.occupied_bytes(path) for path in decision.to_delete}
+        sizes = {path: _occupied_bytes(path) for path in decision.to_delete}
         gone = workspace.discard(decision.to_delete)
         for path in gone:
             self._emit(events.Removed(rank=rank, path=str(path)))
@@ -253,3 +264,96 @@ class SaveQueue:
         if self.stop_by is not None and time.monotonic() > self.stop_by:
             cause = f"the {self._config.signal_grace_s:.0f} s after the signal (signal_grace_s) are over"
             raise SaveError(name=name, cause=cause, rank=self._coordinator.rank, phase="shutdown")
+
+
+def _agreed(job: SaveJob, rank: int) -> events.Agreed:
+    at = _since_epoch(job.started + job.agreed_s)
+    return events.Agreed(rank=rank, at=at, name=job.name, step=job.request.facts.step, seconds=job.agreed_s)
+
+
+def _outcome(
+    job: SaveJob, phases: CommitProtocol, info: CheckpointInfo | None, failure: SafeCheckpointError | None, rank: int
+) -> Iterator[events.Event]:
+    """The events of ``job`` once its outcome is known."""
+    now, step = time.monotonic(), job.request.facts.step
+    size = sum(task.length for task in job.tasks)
+    copied = job.copy is not None and job.copy.error is None
+    if copied or (job.streamed and phases.write_s):
+        stall_s = job.stall_s or now - job.started
+        at = _since_epoch(job.started + stall_s)
+        mode: Literal["eager", "overlapped"] = "eager" if job.overlap is None else "overlapped"
+        yield events.Snapshotted(
+            rank=rank,
+            at=at,
+            name=job.name,
+            step=step,
+            size_bytes=size,
+            stall_s=stall_s,
+            mode="streamed" if job.streamed else mode,
+        )
+    if phases.written_bytes:
+        yield events.Written(
+            rank=rank,
+            at=_since_epoch(phases.written_at),
+            name=job.name,
+            step=step,
+            size_bytes=phases.written_bytes,
+            seconds=phases.write_s,
+        )
+    if failure is not None:
+        yield failed(job.request, failure, rank, now - job.started)
+    elif info is not None:
+        notes = job.request.facts.notes
+        yield events.Committed(
+            rank=rank,
+            name=job.name,
+            step=step,
+            path=str(info.path),
+            sequence=info.sequence,
+            size_bytes=info.size_bytes,
+            seconds=now - job.started,
+            weights_only=notes.get("adapter") == WEIGHTS or bool(notes.get("weights_only")),
+        )
+
+
+def _occupied_bytes(path: Path) -> int:
+    """How much deleting ``path`` gives back: not what has another name besides. 0 where that is not known; never raises."""
+    try:
+        if path.is_symlink() or not path.is_dir():
+            return _own_bytes(os.lstat(path))
+        return sum(_own_bytes(entry.lstat()) for entry in path.rglob("*"))
+    except OSError:
+        return 0
+
+
+def _own_bytes(stat: os.stat_result) -> int:
+    return stat.st_size if stat.st_nlink == 1 else 0  # a directory has several
+
+
+def failed(request: SaveRequest, error: SafeCheckpointError, rank: int, seconds: float) -> events.Failed:
+    """The event of a save that failed ``seconds`` after the call."""
+    return events.Failed(
+        rank=rank,
+        name=request.name,
+        step=request.facts.step,
+        error=str(error),
+        phase=str(getattr(error, "phase", "")),
+        seconds=seconds,
+        missing=_missing(error),
+        outcome_unknown=isinstance(error, CommitOutcomeUnknown),
+    )
+
+
+def _missing(error: BaseException) -> tuple[int, ...]:
+    """The ranks that did not come or were lost, also where that is only what the error comes from."""
+    for cause in (error, error.__cause__):
+        if isinstance(cause, RendezvousTimeout):
+            return tuple(cause.missing)
+        if isinstance(cause, PeerLostError):
+            return tuple(cause.ranks)
+    return ()
+
+
+def _since_epoch(moment: float) -> float:
+    """A moment of the monotonic clock in seconds since the epoch."""
+    return time.time() - (time.monotonic() - moment)

@@ -10,10 +10,11 @@ from collections.abc import Callable
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.cuda import Cuda
-from safe_ckpt.core.saving.request import SaveJob, Streamed
+from safe_ckpt.core.saving.job import SaveJob
+from safe_ckpt.core.saving.request import Streamed
 from safe_ckpt.core.staging import optimizer_gate, snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
-from safe_ckpt.core.staging.copy import StagingCopy
+from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.staging.worker_thread import Background, Refused
 from safe_ckpt.errors import NotEnoughSpaceError, RendezvousTimeout, SaveError
 
@@ -92,7 +93,7 @@ class Stager:
             return
         job.buffer = self._take_buffer()
         try:
-            planned = snapshot.lay_out(
+            job.tasks, job.copy = snapshot.lay_out(
                 content.files,
                 job.buffer,
                 str(job.folder),
@@ -100,7 +101,7 @@ class Stager:
                 name=job.name,
                 overlap_plan=job.overlap,
             )
-            job.tasks, job.copy, job.error = planned.tasks, planned.copy, None
+            job.error = None
         except Exception as error:  # as the docstring says
             job.error = error
 
