@@ -32,7 +32,7 @@ _HOMES = {
     "Retention": "safe_ckpt.config",
     "RngState": "safe_ckpt.core.state.rng",
     "SafeCheckpointError": "safe_ckpt.errors",
-    "SaveHandle": "safe_ckpt.core.saving.request",
+    "SaveHandle": "safe_ckpt.core.saving.job",
     "Network": "safe_ckpt.config",
     "Telemetry": "safe_ckpt.config",
     "Timeouts": "safe_ckpt.config",

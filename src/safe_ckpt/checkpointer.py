@@ -307,17 +307,10 @@ class Checkpointer:
             loaded[name] = plan.load_file(path, entries[needed[name]], manifest.items[name], name)
         if rank == 0:
             # What no other rank reads either is verified here: a checkpoint is good as a whole or not at all.
-            elsewhere = {
-                entry.path
-                for entry in manifest.files
-                if 0 < entry.rank < size and self._is_read(entry.path, manifest.items, state)
-            }
+            read = {file for name in state for file in manifest.items[name]["files"].values()}
+            elsewhere = {entry.path for entry in manifest.files if 0 < entry.rank < size and entry.path in read}
             verify(path, manifest, only=set(entries) - set(needed.values()) - elsewhere - set(sharded))
         return loaded
-
-    @staticmethod
-    def _is_read(file: str, described: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
-        return any(file in described[name]["files"].values() for name in state)
 
     def _listed(self) -> list[catalog.Candidate]:
         return catalog.list_directories(self.directory)

@@ -7,13 +7,13 @@ network comes back, and only what was under way meanwhile has failed.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from safe_ckpt.core.coordination.processes import machine_id, process_state
 from safe_ckpt.core.coordination.store import KeyTimeout, KeyValues, StoreClient, read_present
@@ -31,29 +31,20 @@ _PHASE = "heartbeat"
 _MOST_LEFT = 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Beat:
+class _Beat(NamedTuple):
     """What a rank says of itself.
 
     Attributes:
-        count: goes up.
+        number: goes up.
         progress: changes as long as bytes move.
         at: the number of its newest call.
         left: the calls that it has given up lately.
     """
 
-    count: int
+    number: int
     progress: int
     at: int
-    left: tuple[int, ...]
-
-    @classmethod
-    def of(cls, value: bytes) -> _Beat:
-        count, progress, at, *left = (int(word) for word in value.split())
-        return cls(count=count, progress=progress, at=at, left=tuple(left))
-
-    def __str__(self) -> str:
-        return " ".join(str(number) for number in (self.count, self.progress, self.at, *self.left))
+    left: Sequence[int]
 
 
 class Heartbeat:
@@ -137,7 +128,7 @@ class Heartbeat:
         return sum(beat.progress for beat in self._beats().values())
 
     def _beats(self) -> dict[int, _Beat]:
-        return {rank: _Beat.of(value) for rank, (value, _) in dict(self._seen).items() if value}
+        return {rank: _Beat(*json.loads(value)) for rank, (value, _) in dict(self._seen).items() if value}
 
     def lost(self) -> int:
         """How many ranks are lost."""
@@ -179,8 +170,8 @@ class Heartbeat:
     def _beat(self, count: int) -> None:
         # Rank 0 passes on what it hears: the others watch it alone.
         progress = self._progress() + (self.progress() if self._rank == 0 else 0)
-        beat = _Beat(count=count, progress=progress, at=self.at, left=tuple(self._left))
-        self._call(lambda store: store.set(f"beat/{self._rank}", str(beat)))
+        beat = json.dumps(_Beat(number=count, progress=progress, at=self.at, left=list(self._left)))
+        self._call(lambda store: store.set(f"beat/{self._rank}", beat))
 
     def _call(self, operation: Callable[[KeyValues], _T]) -> _T:
         answer = self._store_client.call(operation, phase=_PHASE, check=self._judge_silence)

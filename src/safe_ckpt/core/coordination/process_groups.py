@@ -49,13 +49,8 @@ def group_of(group: ProcessGroup | None) -> Group:
         return Group(rank=0, size=1, meeting_store=None, name="single")
     pg = group if group is not None else dist.group.WORLD
     store = dist.distributed_c10d._get_default_store()
-    name = getattr(pg, "group_name", "world")
-    return Group(
-        rank=dist.get_rank(pg),
-        size=dist.get_world_size(pg),
-        meeting_store=store,
-        name=str(name),
-    )
+    name = str(getattr(pg, "group_name", "world"))
+    return Group(rank=dist.get_rank(pg), size=dist.get_world_size(pg), meeting_store=store, name=name)
 
 
 Backend = Any

@@ -235,15 +235,8 @@ class Workspace:
 
     def _refuse_links(self) -> None:
         above = [folder for folder in self.hidden.parents if self.path in folder.parents]
-        for folder in (
-            *above,
-            self.hidden,
-            self.pending,
-            self._formerly,
-            self._kept_formerly,
-            self.trash,
-            self._quarantine,
-        ):
+        swept = (self.pending, self._formerly, self._kept_formerly, self.trash, self._quarantine)
+        for folder in (*above, self.hidden, *swept):
             if folder.is_symlink():
                 message = "is a link, and what is behind it would be deleted: put the folder itself there"
                 raise DirectoryError(path=str(folder), message=message)

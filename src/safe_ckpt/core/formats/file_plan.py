@@ -75,8 +75,7 @@ class FilePlan:
 
 def json_image(path: str, data: object) -> FilePlan:
     """A JSON file."""
-    body = json.dumps(data, allow_nan=False).encode()
-    return FilePlan(path=path, length=len(body), pieces=[(0, body)])
+    return bytes_image(path, json.dumps(data, allow_nan=False).encode())
 
 
 def bytes_image(path: str, data: bytes) -> FilePlan:

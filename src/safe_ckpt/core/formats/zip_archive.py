@@ -96,28 +96,13 @@ def closing(
 ) -> bytes:
     """Central directory and end records, up to and excluding the comment. ``start`` is their offset in the archive."""
     directory = b"".join(_central(record, crcs[record.name]) for record in records)
-    end = start + len(directory)
-    count = len(records)
-    tail = b""
-    if count >= _LIMIT16 or start >= _LIMIT32 or len(directory) >= _LIMIT32:
-        tail += struct.pack(
-            "<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(directory), start
-        ) + struct.pack("<4sIQI", b"PK\6\7", 0, end, 1)
-    return (
-        directory
-        + tail
-        + struct.pack(
-            "<4s4H2IH",
-            b"PK\5\6",
-            0,
-            0,
-            min(count, _LIMIT16),
-            min(count, _LIMIT16),
-            min(len(directory), _LIMIT32),
-            min(start, _LIMIT32),
-            comment_bytes,
-        )
-    )
+    count, size = len(records), len(directory)
+    wide = b""
+    if count >= _LIMIT16 or start >= _LIMIT32 or size >= _LIMIT32:
+        wide = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, start)
+        wide += struct.pack("<4sIQI", b"PK\6\7", 0, start + size, 1)
+    count, size, start = min(count, _LIMIT16), min(size, _LIMIT32), min(start, _LIMIT32)
+    return directory + wide + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, size, start, comment_bytes)
 
 
 def _central(record: Record, crc: int) -> bytes:
@@ -126,24 +111,6 @@ def _central(record: Record, crc: int) -> bytes:
     extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
     size = min(record.size, _LIMIT32)
     version = 45 if wide else 20
-    head = struct.pack(
-        "<4s6H3I5H2I",
-        b"PK\1\2",
-        version,
-        version,
-        _FLAGS,
-        0,
-        0,
-        _DATE,
-        crc,
-        size,
-        size,
-        len(name),
-        len(extra),
-        0,
-        0,
-        0,
-        0,
-        min(record.header_offset, _LIMIT32),
-    )
-    return head + name + extra
+    offset = min(record.header_offset, _LIMIT32)
+    head = struct.pack("<4s6H3I", b"PK\1\2", version, version, _FLAGS, 0, 0, _DATE, crc, size, size)
+    return head + struct.pack("<5H2I", len(name), len(extra), 0, 0, 0, 0, offset) + name + extra

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.config import CheckpointConfig, Timeouts
 from safe_ckpt.core.coordination.processes import machine_id
-from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
+from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
@@ -74,7 +74,9 @@ def consolidate_offloaded(
     config = CheckpointConfig(timeouts=Timeouts(lengthy_s=timeout_s, barrier_s=barrier_s), record_events=False)
     engine = Engine(config, group=group)
     try:
-        workspace = _held(engine, path)
+        must_match = {"destination": path}
+        engine.agree("consolidate", must_match=must_match, decide=lambda _: refuse(path, ADAPTER, empty=True))
+        workspace = HeldDirectories(engine).hold(path)
         plan = agree_parts(engine, sources, ignore, destination=path)
         request = SaveRequest(
             destination=Destination(workspace=workspace, path=path, kind="directory"),
@@ -158,11 +160,6 @@ class _Scan:
     identity: str
     folders: list[str]
     copies: list[FileCopy]
-
-
-def _held(engine: Engine, path: Path) -> Workspace:
-    engine.agree("consolidate", must_match={"destination": path}, decide=lambda _: refuse(path, ADAPTER, empty=True))
-    return HeldDirectories(engine).hold(path)
 
 
 def _checked_name(name: str) -> str:

@@ -192,12 +192,8 @@ def _all_or_none(coordinator: Coordinator, phase: str, action: Callable[[], None
 
 def _copy(part: Part, folder: Path) -> None:
     needed = sum(entry.size_bytes for entry in part.entries)
-    free = durable.free_bytes(folder)
-    if free is not None and needed > free:
-        message = "The files are verified before they replace what is there, so both must fit."
-        raise NotEnoughSpaceError(
-            path=str(folder.parent), message=message, needed_bytes=needed, free_bytes=free, phase="prepare"
-        )
+    why = "The files are verified before they replace what is there, so both must fit."
+    durable.require_space(folder.parent, needed, why)
     copies = []
     for entry in part.entries:
         file = part.checkpoint / entry.path

@@ -158,16 +158,8 @@ class CommitProtocol:
 
     def _prepare(self) -> None:
         job = self._job
-        workspace = job.workspace.path
-        free = commit.free_bytes(workspace)
-        if free is not None and job.needed_bytes > free:
-            raise NotEnoughSpaceError(
-                path=str(workspace),
-                message="Earlier checkpoints are deleted only after the new one is committed, so both must fit.",
-                needed_bytes=job.needed_bytes,
-                free_bytes=free,
-                phase="prepare",
-            )
+        why = "Earlier checkpoints are deleted only after the new one is committed, so both must fit."
+        commit.require_space(job.workspace.path, job.needed_bytes, why)
         job.workspace.make_pending(job.op_id)
         if job.request.destination.kind == "directory":
             if job.request.on_commit.prefilled is not None:
@@ -194,10 +186,7 @@ class CommitProtocol:
             results += self._writer.stream(job.tasks, job.request.content.files, directories, most, self._look_around)
             job.handle.mark_snapshot_taken()
         elif job.buffer is not None:
-            write_job = WriteJob(
-                name=job.name, rank=self._rank, buffer=job.buffer, files=job.tasks, directories=directories
-            )
-            results += self._writer.write(write_job, self._look_around)
+            results += self._run_writer(buffer=job.buffer, files=job.tasks, directories=directories)
             self._await_copy(job)
         else:
             raise SaveError(name=job.name, cause="there is no snapshot", rank=self._rank, phase="write")
@@ -206,11 +195,14 @@ class CommitProtocol:
         self.written_bytes = sum(result.size_bytes for result in results)
         return {"files": [self._entry(result) for result in results], "items": dict(job.request.facts.items)}
 
+    def _run_writer(self, **what: Any) -> list[WrittenFile]:
+        """Have the writer do what the other fields of a ``WriteJob`` say."""
+        return self._writer.write(WriteJob(name=self._job.name, rank=self._rank, **what), self._look_around)
+
     def _write_parts(self, parts: FileStream, directories: list[str]) -> list[WrittenFile]:
         results: dict[str, WrittenFile] = {}  # of one that comes twice the second counts
         for buffer, tasks in parts.take(self._look_around):
-            write_job = WriteJob(name=self._job.name, rank=self._rank, buffer=buffer, files=tasks)
-            results.update({result.path: result for result in self._writer.write(write_job, self._look_around)})
+            results.update({result.path: result for result in self._run_writer(buffer=buffer, files=tasks)})
         for directory in directories:
             sync_directory(directory)
         return list(results.values())
@@ -221,9 +213,8 @@ class CommitProtocol:
         if not job.request.content.copies:
             return []
         copies = [dataclasses.replace(copy, path=str(job.folder / copy.path)) for copy in job.request.content.copies]
-        write_job = WriteJob(name=job.name, rank=self._rank, copies=copies)
         try:
-            results = self._writer.write(write_job, self._look_around)
+            results = self._run_writer(copies=copies)
         except OSError:
             self._refuse_changed(copies)  # one that was cut off or replaced is an error of the disk at first sight
             raise
@@ -251,11 +242,9 @@ class CommitProtocol:
 
     def _look_around(self) -> None:
         self._give_up()
-        error = self._job.error
-        if error is None and self._job.copy is not None:
-            error = self._job.copy.error
-        if error is not None:
-            raise error
+        for source in (self._job, self._job.copy):
+            if source is not None and source.error is not None:
+                raise source.error
         now = time.monotonic()
         if now > self._deadline:
             cause = f"not done after {self._config.timeouts.lengthy_s:.0f} s (timeouts.lengthy_s)"
@@ -348,14 +337,13 @@ class CommitProtocol:
 
     def _taken_over(self, error: BaseException) -> DirectoryInUseError | None:
         """Why a file was suddenly not there, or could not be moved: the job that took over has swept it away."""
-        if not isinstance(error, OSError) or isinstance(error, DirectoryInUseError | commit.HalfCommittedError):
-            return None
-        try:
-            self._job.workspace.confirm()
-        except DirectoryInUseError as taken:
-            return taken
-        except OSError:
-            return None
+        if isinstance(error, OSError) and not isinstance(error, DirectoryInUseError | commit.HalfCommittedError):
+            try:
+                self._job.workspace.confirm()
+            except DirectoryInUseError as taken:
+                return taken
+            except OSError:
+                pass
         return None
 
     def _left_s(self) -> float:

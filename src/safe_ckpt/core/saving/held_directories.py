@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -213,10 +214,8 @@ class HeldDirectories:
 
     def _take(self, folder: Path, hidden: Path, record: Path | bool) -> Workspace:
         for _ in range(_ATTEMPTS):  # every rank makes as many
-            try:
+            with contextlib.suppress(DirectoryInUseError):  # perhaps only for the moment of a sweep
                 return self._engine.hold(folder, hidden=hidden, recorded=record)
-            except DirectoryInUseError as error:
-                logger.debug("%s; perhaps only for the moment of a sweep", error)
             time.sleep(_PAUSE_S)
         return self._engine.hold(folder, hidden=hidden, recorded=record)
 

@@ -82,50 +82,42 @@ def choose(
         SafeCheckpointError: a checkpoint could not be read, on every rank. It is not treated as corrupt then.
     """
     with engine.together():
-        return _choose(engine, workspace, list_candidates, load, view)
-
-
-def _choose(
-    engine: Engine,
-    workspace: Workspace,
-    list_candidates: Callable[[], Sequence[Candidate]],
-    load: Load,
-    view: Mapping[str, object] | None,
-) -> Chosen | None:
-    begun = time.monotonic()
-    plan = engine.agree(
-        "resume",
-        must_match={"directory": workspace.path, **(view or {})},
-        decide=lambda _: _survey(workspace, listed(list_candidates, engine.config.timeouts)),
-    )
-    rejected: dict[str, str] = dict(plan["rejected"])
-    damaged: dict[str, str] = {name: rejected[name] for name in plan["damaged"]}
-    for name in plan["missing"]:
-        logger.warning("%s is passed over: %s", workspace.path / name, rejected[name])
-    for name in plan["order"]:
-        path = workspace.path / name
-        info = CheckpointInfo.from_json(plan["infos"][name])
-        loaded, verdict = _try(engine, path, load, ours=info.verified)
-        if verdict is None:
-            engine.agree(
-                "resume from", must_match={"name": name}, decide=lambda _: _quarantine(engine, workspace, damaged)
-            )
-            seconds = time.monotonic() - begun
-            engine.emit(
-                events.Resumed(
-                    rank=engine.rank, path=str(path), step=info.step, seconds=seconds, rejected=len(rejected)
+        begun = time.monotonic()
+        plan = engine.agree(
+            "resume",
+            must_match={"directory": workspace.path, **(view or {})},
+            decide=lambda _: _survey(workspace, listed(list_candidates, engine.config.timeouts)),
+        )
+        rejected: dict[str, str] = dict(plan["rejected"])
+        damaged: dict[str, str] = {name: rejected[name] for name in plan["damaged"]}
+        for name in plan["missing"]:
+            logger.warning("%s is passed over: %s", workspace.path / name, rejected[name])
+        for name, facts in plan["infos"].items():
+            path = workspace.path / name
+            info = CheckpointInfo.from_json(facts)
+            loaded, verdict = _try(engine, path, load, ours=info.verified)
+            if verdict is None:
+                engine.agree(
+                    "resume from", must_match={"name": name}, decide=lambda _: _quarantine(engine, workspace, damaged)
                 )
+                seconds = time.monotonic() - begun
+                engine.emit(
+                    events.Resumed(
+                        rank=engine.rank, path=str(path), step=info.step, seconds=seconds, rejected=len(rejected)
+                    )
+                )
+                return Chosen(info=info, loaded=loaded)
+            rejected[name] = verdict["why"]
+            if verdict["damaged"]:
+                damaged[name] = verdict["why"]
+            logger.warning(
+                "%s %s: %s", path, "cannot be used" if verdict["damaged"] else "is passed over", verdict["why"]
             )
-            return Chosen(info=info, loaded=loaded)
-        rejected[name] = verdict["why"]
-        if verdict["damaged"]:
-            damaged[name] = verdict["why"]
-        logger.warning("%s %s: %s", path, "cannot be used" if verdict["damaged"] else "is passed over", verdict["why"])
-    if rejected or plan["quarantined"]:
-        seen = {**rejected, **dict.fromkeys(plan["quarantined"], "in quarantine")}
-        message = "there are checkpoints, but none is usable. Repair one, or delete them all to start afresh"
-        raise NoValidCheckpointError(path=str(workspace.path), message=message, rejected=seen)
-    return None
+        if rejected or plan["quarantined"]:
+            seen = {**rejected, **dict.fromkeys(plan["quarantined"], "in quarantine")}
+            message = "there are checkpoints, but none is usable. Repair one, or delete them all to start afresh"
+            raise NoValidCheckpointError(path=str(workspace.path), message=message, rejected=seen)
+        return None
 
 
 def check(engine: Engine, path: Path, load: Load) -> None:
@@ -191,7 +183,6 @@ def _survey(workspace: Workspace, candidates: Sequence[Candidate]) -> dict[str, 
     infos = {_name(workspace, c): _info(c).to_json() for c in ordered}
     rejected = {_name(workspace, c): c.problem for c in candidates if c.problem}
     return {
-        "order": list(infos),
         "infos": infos,
         "rejected": rejected,
         "damaged": [_name(workspace, c) for c in candidates if c.damaged],

@@ -55,10 +55,8 @@ class Stager:
             return
         if self._preparing is not None and self._preparing.is_alive():
             return
-        buffers, device = (
-            list(self._free),
-            self._cuda.device(),
-        )  # a new thread stands on device 0, which may be another rank's
+        buffers = list(self._free)
+        device = self._cuda.device()  # a new thread stands on device 0, which may be another rank's
 
         def work() -> None:
             try:
@@ -113,7 +111,7 @@ class Stager:
         if isinstance(content, Streamed) and content.feed is not None:
             content.feed(job)
         elif job.streamed:
-            self._await_stream(job)
+            self._await(job, job.handle.wait_snapshot)  # what is not written yet must not change
         elif copy is not None and copy.run():
             try:
                 self._free_aside().put(job)
@@ -123,7 +121,7 @@ class Stager:
         elif not content.copies:
             job.handle.mark_snapshot_taken()
         if content.copies:
-            self._await_copies(job)
+            self._await(job, lambda: self._await_copies(job))
         job.stall_s = time.monotonic() - job.started
 
     def give_back(self, buffer: SharedBuffer) -> None:
@@ -161,24 +159,19 @@ class Stager:
         return self._aside
 
     def _await_copies(self, job: SaveJob) -> None:
-        limit = time.monotonic() + self._config.timeouts.lengthy_s
-        try:
-            # Over the save, too: it may have failed before anything was read.
-            while not job.read.wait(_LOOK_S) and not job.handle.done():
-                if time.monotonic() > limit:
-                    raise RendezvousTimeout(
-                        phase=f"copying files of {job.name}", seconds=self._config.timeouts.lengthy_s
-                    )
-        except BaseException:
-            job.error = SaveError(name=job.name, cause="interrupted", rank=self._rank, phase="snapshot")
-            raise
+        limit_s = self._config.timeouts.lengthy_s
+        limit = time.monotonic() + limit_s
+        # The save may be over before anything was read: it may have failed.
+        while not job.read.wait(_LOOK_S) and not job.handle.done():
+            if time.monotonic() > limit:
+                raise RendezvousTimeout(phase=f"copying files of {job.name}", seconds=limit_s)
         job.handle.mark_snapshot_taken()
 
-    def _await_stream(self, job: SaveJob) -> None:
+    def _await(self, job: SaveJob, wait: Callable[[], None]) -> None:
+        """Wait; when that is interrupted the caller goes on, and the save fails on every rank."""
         try:
-            job.handle.wait_snapshot()
+            wait()
         except BaseException:
-            # The caller goes on, and what is not written yet may change.
             job.error = SaveError(name=job.name, cause="interrupted", rank=self._rank, phase="snapshot")
             raise
 

@@ -136,7 +136,6 @@ class _Gather:
                 reductions -= partial
                 full = self._begin(index) if self._coordinator.rank == 0 else None
                 if full is not None:
-                    self._take_own(index, full)
                     self._take(index, full)
                 while done < self._ends[index]:
                     barrier.enter(f"gather of {where}")
@@ -191,8 +190,13 @@ class _Gather:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
 
     def _begin(self, index: int) -> torch.Tensor:
+        """The whole tensor, with what rank 0 has of it."""
         tensor = self.tensors[self._names[index]]
-        return torch.empty(tuple(tensor.shape), dtype=self._wire_dtype(tensor))
+        full = torch.empty(tuple(tensor.shape), dtype=self._wire_dtype(tensor))
+        own = self._rounds.own[index]
+        if own is not None:
+            dtensor.cut(full, *own).copy_(self._local_of(index))
+        return full
 
     def _reduce(self, index: int, barrier: RoundBarrier, timeout_s: float) -> bool:
         tensor = self.tensors[self._names[index]]
@@ -211,11 +215,6 @@ class _Gather:
         if self._local[0] != index:
             self._local = index, dtensor.local_of(self.tensors[self._names[index]]).contiguous()
         return self._local[1]
-
-    def _take_own(self, index: int, full: torch.Tensor) -> None:
-        own = self._rounds.own[index]
-        if own is not None:
-            dtensor.cut(full, *own).copy_(self._local_of(index))
 
     def _take(self, index: int, full: torch.Tensor) -> None:
         """On rank 0: what has come goes where it belongs."""

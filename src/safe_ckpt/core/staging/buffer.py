@@ -13,7 +13,6 @@ import errno
 import itertools
 import mmap
 import os
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -46,9 +45,8 @@ class SharedBuffer:
     def __init__(self) -> None:
         self.id = next(_ids)
         self.size = 0
-        self._fd = _anonymous_file()
-        self._map: mmap.mmap | None = None
-        self._bytes: torch.Tensor | None = None
+        self._fd = os.memfd_create("safe_ckpt", os.MFD_CLOEXEC)
+        self._mapped: tuple[mmap.mmap, torch.Tensor] | None = None
         self._growing = threading.RLock()  # pre-faulting ahead of a save happens on another thread than the save
         self._unpin: Callable[[], None] | None = None
         self._unpinnable = False
@@ -76,27 +74,25 @@ class SharedBuffer:
                     raise
                 raise _does_not_fit(size - self.size, free or 0) from error
             # The old mapping may still be looked at by tensors; it goes when they do.
-            self._map = fresh
-            self._bytes = torch.frombuffer(fresh, dtype=torch.uint8)
+            self._mapped = fresh, torch.frombuffer(fresh, dtype=torch.uint8)
             self.size = size
 
     @property
     def memory(self) -> mmap.mmap:
         """The mapped memory."""
-        if self._map is None:
-            self.reserve(1)
-        if self._map is None:
-            raise ValueError("the shared buffer was closed")
-        return self._map
+        return self._open()[0]
 
     @property
     def bytes(self) -> torch.Tensor:
         """The mapped memory as a tensor of shape ``(size,)`` and type ``uint8``."""
-        if self._bytes is None:
+        return self._open()[1]
+
+    def _open(self) -> tuple[mmap.mmap, torch.Tensor]:
+        if self._mapped is None:
             self.reserve(1)
-        if self._bytes is None:
+        if self._mapped is None:
             raise ValueError("the shared buffer was closed")
-        return self._bytes
+        return self._mapped
 
     def mark(self, end: int) -> None:
         """Say that everything before ``end`` is in place and will not change."""
@@ -114,8 +110,8 @@ class SharedBuffer:
             cuda: the devices.
         """
         with self._growing:
-            if self._unpin is None and self._bytes is not None and not self._unpinnable:
-                self._unpin = cuda.register(self._bytes.data_ptr(), self.size, device)
+            if self._unpin is None and self._mapped is not None and not self._unpinnable:
+                self._unpin = cuda.register(self.bytes.data_ptr(), self.size, device)
                 self._unpinnable = self._unpin is None
             return self._unpin is not None
 
@@ -128,7 +124,7 @@ class SharedBuffer:
         self._closing = True
         with self._growing:
             self._release_pinned()
-            self._map = self._bytes = None
+            self._mapped = None
             self.size = 0
             if self._fd >= 0:
                 os.close(self._fd)
@@ -197,13 +193,6 @@ def _map(start: int, length: int) -> bool:
     if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     return False
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("safe_ckpt", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:  # unlinked at once: nothing to clean up either
-        return os.dup(file.fileno())
 
 
 def _does_not_fit(needed: int, free: int) -> NotEnoughSpaceError:

@@ -45,7 +45,7 @@ def _sample(tensor: torch.Tensor) -> bytes:
     return b"".join(ctypes.string_at(start + place, _SAMPLE_BYTES) for place in places)
 
 
-_OPTIMIZERS = (
+_OPTIMIZERS = [
     "Adadelta",
     "Adafactor",
     "Adagrad",
@@ -59,7 +59,7 @@ _OPTIMIZERS = (
     "RMSprop",
     "Rprop",
     "SGD",
-)
+]
 KNOWN: frozenset[type] = frozenset(
     kind for name in _OPTIMIZERS if (kind := getattr(torch.optim, name, None)) is not None
 )

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from safe_ckpt.errors import NotEnoughSpaceError
+
 logger = logging.getLogger(__name__)
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -317,3 +319,16 @@ def free_bytes(path: Path) -> int | None:
             return None
         raise
     return usage.free if usage.total else None  # what is full has a size; what has no size says nothing
+
+
+def require_space(path: Path, needed_bytes: int, why: str) -> None:
+    """Refuse to begin what cannot be finished.
+
+    Raises:
+        NotEnoughSpaceError: the file system of ``path`` has less free; its message is ``why``.
+    """
+    free = free_bytes(path)
+    if free is not None and needed_bytes > free:
+        raise NotEnoughSpaceError(
+            path=str(path), message=why, needed_bytes=needed_bytes, free_bytes=free, phase="prepare"
+        )
