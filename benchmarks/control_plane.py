@@ -24,9 +24,8 @@ import torch.distributed as dist
 
 from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.coordination.log_entry import Scatter
-from safe_ckpt.core.coordination.mailbox import Receipts
+from safe_ckpt.core.coordination.mailbox import Receipts, TwoPhaseCommit
 from safe_ckpt.core.coordination.store import StoreClient
-from safe_ckpt.core.coordination.two_phase import TwoPhaseCommit
 
 
 class CountedStore:

@@ -346,21 +346,14 @@ class Coordinator:
 
     def _lead(self, step: LogEntry, entry: Mapping[str, str], own: Mapping[str, object], decide: Decide | None) -> Any:
         try:
-            result = decided(entry, {0: own, **step.answers(entry)}, decide)
-            if isinstance(result, Scatter):
-                shares, result = result.by_rank, result.by_rank.get(0)
-                step.hand_out(shares)
-                step.put("/verdict", {"shared": True})
-            else:
-                step.put("/verdict", {"ok": result})
+            result = step.conclude(decided(entry, {0: own, **step.answers(entry)}, decide))
         except BaseException as error:
             # The others wait for this verdict: they get the cause before this rank unwinds.
             wire = to_wire(error, rank=0, phase=step.kind)
-            step.put("/verdict", {"error": wire})
-            step.release()
-            # Where a rank was lost the rest may still be on their way here, and should hear who it was.
+            present = step.fail(wire)
+            # Where a rank was lost the rest may still be on their way here, and should learn who it was.
             lost = len(error.ranks) if isinstance(error, PeerLostError) else 0
-            self._expect_reads(step, self.size - 1 - lost if lost else step.present())
+            self._expect_reads(step, self.size - 1 - lost if lost else present)
             self._ended += step.keys(answers=True)
             if isinstance(error, Exception) and not isinstance(error, CoordinationError):
                 raise from_wire(wire) from error

@@ -116,11 +116,26 @@ class LogEntry:
             raise RendezvousTimeout(phase=self.kind, seconds=self.timeout_s, missing=missing) from None
         return self._answers.messages(phase=self.kind)
 
-    def hand_out(self, shares: Mapping[int, Any]) -> None:
-        """Rank 0: leave a verdict of its own for every rank; each takes its share and drops it."""
+    def conclude(self, result: Any) -> Any:
+        """Rank 0: publish what was decided; of ``Scatter`` to every rank its own. Returns what is rank 0's."""
+        if not isinstance(result, Scatter):
+            self.put("/verdict", {"ok": result})
+            return result
         keys = [self._share(rank) for rank in self._others]
-        values = [json.dumps(shares.get(rank)) for rank in self._others]
+        values = [json.dumps(result.by_rank.get(rank)) for rank in self._others]
         self._store_client.call(lambda store: store.multi_set(keys, values), phase=self.kind)
+        self.put("/verdict", {"shared": True})
+        return result.by_rank.get(0)
+
+    def fail(self, wire: Mapping[str, Any]) -> int:
+        """Rank 0: publish the error. What still waits for answers, on a connection that was left, ends.
+
+        Returns:
+            How many ranks have answered.
+        """
+        self.put("/verdict", {"error": wire})
+        self._answers.wake({}, phase=self.kind)
+        return len(self._answers.messages(phase=self.kind))
 
     def take_share(self) -> Any:
         """Another rank: its share; there is one when the verdict says so."""
@@ -135,14 +150,6 @@ class LogEntry:
 
     def _share(self, rank: int) -> str:
         return f"{self.name}/share/{rank}"
-
-    def present(self) -> int:
-        """How many ranks have answered."""
-        return len(self._answers.messages(phase=self.kind))
-
-    def release(self) -> None:
-        """Rank 0: it has failed. What still waits for answers, on a connection that was left, ends."""
-        self._answers.wake({}, phase=self.kind)
 
     def forget(self, before: Sequence[str]) -> None:
         """Drop what nobody needs any more: the answers to this entry, and keys of entries ``before`` it."""

@@ -86,8 +86,12 @@ class Preemption:
         self._previous: dict[int, Any] = {}
         self.stop: Stop | None = None
         self._store_client = coordinator.store_client("stop") if coordinator.size > 1 else None
+        if threading.current_thread() is not threading.main_thread():
+            message = "signals can be watched only by what is opened on the main thread"
+            raise ConfigError(key="save_on_signals", message=message)
         for name in signals:
-            self._install(signal.Signals[name])
+            number = signal.Signals[name]
+            self._previous[number] = signal.signal(number, self._on_signal)
 
     def requested(self) -> bool:
         """Whether to save and stop. Every rank asks equally often; at the n-th time all get the same answer.
@@ -118,12 +122,6 @@ class Preemption:
                     lambda store: store.set(self._key(self._number + 2), json.dumps(_NO)), phase=_PHASE
                 )
             self._store_client.close()
-
-    def _install(self, number: signal.Signals) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            message = "signals can be watched only by what is opened on the main thread"
-            raise ConfigError(key="save_on_signals", message=message)
-        self._previous[number] = signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # Nothing here takes a lock: another signal may interrupt it.

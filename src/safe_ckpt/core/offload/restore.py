@@ -135,26 +135,27 @@ def give_back(coordinator: Coordinator, find: Callable[[], list[Part]], timeout_
         SafeCheckpointError: see ``restore_offloaded``.
     """
     staged: list[tuple[Path, Path]] = []
-    parts: list[Part] = []
+    copying, placing = "offloaded tensors copied", "offloaded tensors in place"
 
     def copy() -> None:
-        parts.extend(find())
-        for part in parts:
-            durable.make_directory(part.target)
-            _sweep(part.target)
-            _refuse_in_the_way(part)
-            folder = part.target / f"{_STAGED}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
-            folder.mkdir()
-            staged.append((folder, part.target))
-            _copy(part, folder)
+        with naming(rank=coordinator.rank, phase=copying):
+            for part in find():
+                durable.make_directory(part.target)
+                _sweep(part.target)
+                _refuse_in_the_way(part)
+                folder = part.target / f"{_STAGED}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
+                folder.mkdir()
+                staged.append((folder, part.target))
+                _copy(part, folder)
 
     def place() -> None:
-        for folder, target in staged:
-            _place(folder, target)
+        with naming(rank=coordinator.rank, phase=placing):
+            for folder, target in staged:
+                _place(folder, target)
 
     try:
-        _all_or_none(coordinator, "offloaded tensors copied", copy, timeout_s)
-        _all_or_none(coordinator, "offloaded tensors in place", place, timeout_s)
+        coordinator.agree(copying, timeout_s=timeout_s, local=copy)
+        coordinator.agree(placing, timeout_s=timeout_s, local=place)
     finally:
         for folder, _ in staged:
             shutil.rmtree(folder, ignore_errors=True)
@@ -180,14 +181,6 @@ def _refuse_in_the_way(part: Part) -> None:
                 break
             if parent.exists() and not parent.is_dir():
                 raise DirectoryError(path=str(parent), message="is a file where a directory goes", code=errno.ENOTDIR)
-
-
-def _all_or_none(coordinator: Coordinator, phase: str, action: Callable[[], None], timeout_s: float) -> None:
-    def local() -> None:
-        with naming(rank=coordinator.rank, phase=phase):
-            action()
-
-    coordinator.agree(phase, timeout_s=timeout_s, local=local)
 
 
 def _copy(part: Part, folder: Path) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core.coordination.mailbox import TwoPhaseCommit
 from safe_ckpt.core.coordination.store import KeyTimeout
-from safe_ckpt.core.coordination.two_phase import TwoPhaseCommit
 from safe_ckpt.core.directory import extra_files
 from safe_ckpt.core.directory.shared import Patience, await_visible
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry

@@ -315,8 +315,7 @@ class Engine:
             raise ClosedError(message="save: this was closed; open a new one")
         if isinstance(request.error, StateError):
             request.error.rank = self.rank
-        unreported, begun = self._unreported(), time.monotonic()
-        earlier = (unreported.op_id, unreported.unreported) if unreported and unreported.unreported else None
+        earlier, begun = self._unreported(), time.monotonic()
         busy = self.config.on_busy == "skip" and not request.patient and self.in_flight >= self.config.max_in_flight
         try:
             decision: dict[str, Any] = self.agree(
@@ -342,8 +341,9 @@ class Engine:
             raise from_wire(decision["earlier"]["error"])
         return decision
 
-    def _unreported(self) -> SaveHandle | None:
-        return next((handle for handle in self._handles if handle.unreported is not None), None)
+    def _unreported(self) -> tuple[str, SafeCheckpointError] | None:
+        """The ``op_id`` and the error of the first save that failed and was not reported yet."""
+        return next(((one.op_id, error) for one in self._handles if (error := one.unreported) is not None), None)
 
     def _await_room(self) -> None:
         for handle in list(self._handles):
@@ -360,9 +360,8 @@ class Engine:
                 # Nothing is in flight any more, so every rank knows of it and raises here.
                 reported = True
                 self.raise_unreported()
-            if self.rank == 0 and self._save_queue.writer.needs_process(
-                sum(file.total_bytes for file in job.request.content.files)
-            ):
+            size = sum(file.total_bytes for file in job.request.content.files)
+            if self.rank == 0 and self._save_queue.writer.needs_process(size):
                 self._save_queue.writer.start()  # while the copy is taken
             self._stager.lay_out(job)
         finally:

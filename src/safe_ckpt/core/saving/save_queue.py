@@ -18,7 +18,7 @@ from typing import Literal
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator
-from safe_ckpt.core.coordination.two_phase import TwoPhaseCommit
+from safe_ckpt.core.coordination.mailbox import TwoPhaseCommit
 from safe_ckpt.core.directory import retention
 from safe_ckpt.core.directory.catalog import WEIGHTS
 from safe_ckpt.core.directory.retention import Decision

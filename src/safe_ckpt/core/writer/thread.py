@@ -19,11 +19,10 @@ from safe_ckpt.config import Timeouts
 from safe_ckpt.core.staging.worker_thread import Background
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
 from safe_ckpt.core.storage.durable import WrittenFile
-from safe_ckpt.core.writer.client import WriteJob, WriterEnded
+from safe_ckpt.core.writer.client import StallWatch, WriteJob, WriterEnded
 from safe_ckpt.core.writer.file_writer import write_files
 
 _POLL_S = 0.1
-_ABSENT_S = 1.0
 # Once more, in a new file, or with other memory: for a process.
 _AGAIN = (errno.EIO, errno.EEXIST, errno.ENOMEM)
 
@@ -33,7 +32,7 @@ class WriterThread:
 
     def __init__(self) -> None:
         self._background = Background("safe_ckpt-write", _Task.work)
-        self._moves = 0
+        self._task: _Task | None = None  # the newest
 
     def run(
         self, job: WriteJob, options: WriteOptions, timeouts: Timeouts, stop: Callable[[], None]
@@ -52,11 +51,11 @@ class WriterThread:
             Refused: the system gives no more threads.
         """
         task = _Task(job, dataclasses.replace(options, replace=False, direct=False))
+        self._task = task
         self._background.put(task)
         try:
             self._watch(task, job.name, timeouts, stop)
         finally:
-            self._moves += 1
             if not task.over.is_set():
                 self._leave(task)
         failure = task.failure
@@ -67,26 +66,21 @@ class WriterThread:
         return task.results
 
     def _watch(self, task: _Task, name: str, timeouts: Timeouts, stop: Callable[[], None]) -> None:
-        seen, since = task.beats, time.monotonic()
+        watch = StallWatch(task.beats)
         while True:
             asked = time.monotonic()
             if task.over.wait(_POLL_S):
                 return
-            looked = time.monotonic()
-            if task.beats != seen:
-                self._moves += 1
-                seen, since = task.beats, looked
-            elif looked - asked > _ABSENT_S:  # this process was stopped, or very busy, and so was the thread
-                since += looked - asked
             limit_s = timeouts.fsync_stall_s if task.phase == "fsync" else timeouts.writer_stall_s
-            if looked - since > limit_s:
+            if watch.stalled_s(task.beats, asked) > limit_s:
                 how = f"made no progress for {limit_s:g} s in phase {task.phase} of {name}"
                 raise WriterEnded(how, os.getpid(), stalled=True)
             stop()
 
     def progress(self) -> int:
         """A number that changes as long as bytes move."""
-        return self._moves
+        task = self._task
+        return task.beats if task is not None else 0
 
     def close(self) -> None:
         """End the thread, when it has done what it does. One that idles is over by then."""
@@ -95,7 +89,7 @@ class WriterThread:
             self._background.join(_POLL_S)
 
     def _leave(self, task: _Task) -> None:
-        task.abandoned = True
+        task.abandoned, self._task = True, None
         self._background.end()
         self._background = Background("safe_ckpt-write", _Task.work)
 
