@@ -1,4 +1,4 @@
-"""Settings that the environment gives, told to all ranks: a mistake in one rank's is every rank's error, within seconds."""
+"""Settings from the environment, compared by all ranks: a mistake on one rank is an error on every rank, within seconds."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def config_of_all(config: CheckpointConfig | None, group: ProcessGroup | None = 
     facts = process_groups.group_of(group)
     if facts.size == 1:
         return CheckpointConfig.from_environment()
-    # Its own timeouts and network where they can be had: they are what is to hold for the first meeting too.
+    # Its own timeouts and network, if they are valid, hold for the first meeting too.
     try:
         mine, problem = CheckpointConfig.from_environment(), None
-    except Exception as error:  # whatever it is: the other ranks wait for this one
+    except Exception as error:  # the other ranks wait for this one
         mine, problem = CheckpointConfig(), error
         if isinstance(error, ConfigError):
             problem = dataclasses.replace(error, message=f"{error.message} (rank {facts.rank})")

@@ -1,9 +1,8 @@
 """How the ranks act as one: through keys in a store, never through collectives.
 
-A ``Coordinator`` is what the ranks of one process group share while somebody saves. Its operations form one log: rank 0
-appends an entry, every rank keeps a cursor into it, compares its own view with the entry and answers; rank 0 decides and
-publishes the verdict. Because the log has one order, a rank that asks for something else is found out at once, and a rank
-that comes late reads the verdict that the others got.
+A ``Coordinator`` is what the ranks of one process group share while somebody saves. Its operations form one log. Rank 0
+appends an entry. Every other rank compares its own view with the entry and answers. Rank 0 decides and publishes the verdict.
+The log has one order, so a rank that asks for something else is detected at once, and a late rank reads the same verdict.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def open_coordinator(
 def _network_of_environment() -> Network:
     try:
         return CheckpointConfig.from_environment().network
-    except ConfigError:  # whoever takes settings from there is told what is wrong with them
+    except ConfigError:  # raised where the settings themselves are read
         return Network()
 
 
@@ -126,7 +125,7 @@ class Coordinator:
         receipts: on rank 0, of which verdicts it is still to learn that the others have read them.
         unsure: whether this rank failed in its newest agreement after it had answered: the others may have gone on.
         stale: on rank 0, keys of what is over that some rank may still be reading; dropped when all have come to the next.
-        movers: numbers of this rank that change as long as bytes move; the other ranks hear of their sum.
+        movers: numbers of this rank that change as long as bytes move; their sum is sent to the other ranks.
         at_exit: closes it when the process ends; cancelled by ``close``.
     """
 
@@ -254,7 +253,7 @@ class Coordinator:
                 self._goes_on = False
 
     def leave(self, call: int) -> None:
-        """This rank gives up a call where it cannot say so: rank 0 hears of it when it can."""
+        """Give up a call that this rank cannot answer now. Rank 0 learns of it from a later heartbeat."""
         if self._heartbeat is not None and self.rank != 0:
             self._heartbeat.leave(call)
 
@@ -272,18 +271,18 @@ class Coordinator:
 
     def store_client(self, name: str, store: KeyValues | None = None) -> StoreClient:
         """One more connection, for a thread of its own; whoever asks for it closes it. ``store`` is one that is open."""
-        return StoreClient(self._connect, name=name, answer_s=self._answer_s, store=store, alive=self._hears_of_rank_0)
+        return StoreClient(self._connect, name=name, answer_s=self._answer_s, store=store, alive=self._rank_0_is_alive)
 
     def check(self, needed: Sequence[int]) -> None:
         """Raise ``PeerLostError`` if one of the ``needed`` ranks is known to be dead or stopped."""
         if self._heartbeat is not None:
             self._heartbeat.check(needed)
 
-    def _hears_of_rank_0(self) -> bool:
-        return self._heartbeat is not None and self._heartbeat.hears()
+    def _rank_0_is_alive(self) -> bool:
+        return self._heartbeat is not None and self._heartbeat.host_is_alive()
 
     def observe(self, timeouts: Timeouts) -> None:
-        """From now on these timeouts hold. Every rank calls this, or none."""
+        """Use these timeouts from now on. Every rank calls this, or none."""
         self._shutdown_s = timeouts.shutdown_s
         self._answer_s = timeouts.peer_stall_s
         self._calls.answer_s = timeouts.peer_stall_s
@@ -316,7 +315,7 @@ class Coordinator:
         return self._name == group.name and self._meeting is not None and self._meeting() is group.meeting_store
 
     def release(self, *, keep: bool = False) -> None:
-        """Say that one user is done. The last one ends the session, or with ``keep`` leaves it for the next."""
+        """One user is done. The last one ends the session, or with ``keep`` leaves it for the next."""
         self.users -= 1
         if self.users == 0 and not keep:
             self.close()
@@ -348,10 +347,10 @@ class Coordinator:
         try:
             result = step.conclude(decided(entry, {0: own, **step.answers(entry)}, decide))
         except BaseException as error:
-            # The others wait for this verdict: they get the cause before this rank unwinds.
+            # The other ranks wait for this verdict, so they get the cause before this rank unwinds.
             wire = to_wire(error, rank=0, phase=step.kind)
             present = step.fail(wire)
-            # Where a rank was lost the rest may still be on their way here, and should learn who it was.
+            # After a rank was lost the rest may still be on their way here. They must learn which one it was.
             lost = len(error.ranks) if isinstance(error, PeerLostError) else 0
             self._expect_reads(step, self.size - 1 - lost if lost else present)
             self._ended += step.keys(answers=True)
@@ -372,7 +371,7 @@ class Coordinator:
             verdict = self._await_verdict(step)
             share = step.take_share() if verdict.get("shared") else None
         except BaseException as error:
-            # Rank 0 may come to it later, wait for this rank in it, or go on without knowing that this one does not.
+            # Rank 0 may start this step later, wait for this rank in it, or finish it without this rank.
             self.unsure = answered
             self.leave(self.call)
             if isinstance(error, KeyTimeout):
@@ -385,7 +384,7 @@ class Coordinator:
 
     def _await_verdict(self, step: LogEntry) -> Any:
         try:
-            # Rank 0 waits timeout_s for the slowest and may take as long to decide: it names who is missing, not we.
+            # Rank 0 waits timeout_s for the slowest rank and may take as long to decide. It names the missing ranks.
             return step.get("/verdict", patience=2)
         except KeyTimeout:
             raise RendezvousTimeout(phase=f"{step.kind}: verdict", seconds=2 * step.timeout_s, missing=(0,)) from None

@@ -1,8 +1,8 @@
-"""Who is still there, and whose bytes move. Every rank counts up a key; a count that stands still means a lost rank.
+"""Which ranks are alive, and which make progress. Every rank increments a key; a count that stops means a lost rank.
 
-Rank 0 watches all others, the others watch rank 0. Where both run on one machine the process is looked at as well: one that
-is busy (holding the interpreter lock for a minute, say) is late, not lost. A rank whose count moves again is alive again: a
-network comes back, and only what was under way meanwhile has failed.
+Rank 0 watches all others, the others watch rank 0. If both run on one machine, the state of the process counts as well: a busy
+one (holding the interpreter lock for a minute, say) is late, not lost. A rank whose count moves again is alive again. So when
+a network comes back, only what was in flight has failed.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Heartbeat:
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._lost: dict[int, str] = {}
         self._ended: set[int] = set()
-        self._heard = self._awake = time.monotonic()
+        self._answered_at = self._awake = time.monotonic()
         self._left: deque[int] = deque(maxlen=_MOST_LEFT)
         self.at = -1
         self._stop = threading.Event()
@@ -102,17 +102,17 @@ class Heartbeat:
             raise PeerLostError(phase="waiting for the other ranks", ranks=tuple(gone), reason=reason)
 
     def observe(self, stall_s: float, interval_s: float) -> None:
-        """From now on this is how long a count may stand still, and the time between two beats."""
+        """Set how long a count may stand still, and the time between two beats."""
         self._stall_s, self._interval_s = stall_s, interval_s
         # A connection that went silent is replaced long before the host behind it counts as lost.
         self._store_client.answer_s = min(_SLOWEST_S, max(_QUICKEST_S, stall_s / 4))
 
-    def hears(self) -> bool:
-        """Whether the store's host is heard of."""
+    def host_is_alive(self) -> bool:
+        """Whether the store's host shows signs of life."""
         return 0 not in self._lost
 
     def leave(self, call: int) -> None:
-        """This rank takes part no more in the call of that number; rank 0 hears of it with the next beat that arrives."""
+        """Leave the call of that number. Rank 0 learns of it from the next beat that arrives."""
         self._left.append(call)
 
     def have_left(self, call: int) -> tuple[int, ...]:
@@ -154,34 +154,34 @@ class Heartbeat:
                 self._look()
             except (PeerLostError, KeyTimeout) as error:
                 self._judge_silence(str(error))
-            except Exception:  # whatever it is: without this thread the others would take this rank for lost
+            except Exception:  # without this thread the other ranks would treat this one as lost
                 logger.exception("a heartbeat failed")
             if self._stop.wait(self._interval_s):
                 return
 
     def _forgive(self) -> None:
-        """This process itself stood still (SIGSTOP, a suspended machine): others are not silent for that."""
+        """Do not count time in which this process itself was stopped (SIGSTOP, a suspended machine)."""
         before, self._awake = self._awake, time.monotonic()
         absent_s = self._awake - before
         if absent_s > self._stall_s / 2:
-            self._heard += absent_s
+            self._answered_at += absent_s
             self._seen = {rank: (value, since + absent_s) for rank, (value, since) in self._seen.items()}
 
     def _beat(self, count: int) -> None:
-        # Rank 0 passes on what it hears: the others watch it alone.
+        # Rank 0 adds the progress of the others, because they watch rank 0 alone.
         progress = self._progress() + (self.progress() if self._rank == 0 else 0)
         beat = json.dumps(_Beat(number=count, progress=progress, at=self.at, left=list(self._left)))
         self._call(lambda store: store.set(f"beat/{self._rank}", beat))
 
     def _call(self, operation: Callable[[KeyValues], _T]) -> _T:
         answer = self._store_client.call(operation, phase=_PHASE, check=self._judge_silence)
-        self._heard = time.monotonic()
+        self._answered_at = time.monotonic()
         return answer
 
     def _judge_silence(self, reason: str = "") -> None:
         """Another rank: is the store's host lost? Called while waiting for its answer."""
         self._forgive()
-        silent_s = time.monotonic() - self._heard
+        silent_s = time.monotonic() - self._answered_at
         if self._rank != 0 and not self._stop.is_set() and silent_s >= self._limit_s:
             self._lose(0, f"no sign of life for {silent_s:.1f} s{f': {reason}' if reason else ''}")
 
@@ -217,6 +217,6 @@ class Heartbeat:
                 self._lose(rank, f"no sign of life for {now - since:.1f} s")
 
     def _state(self, rank: int) -> str:
-        # A late count proves nothing about a process that the kernel calls runnable or in I/O.
+        # A late count proves nothing while the kernel reports the process as runnable or in I/O.
         machine = self._peers[rank]
         return process_state(machine.pid) if machine.host == self._here else "?"

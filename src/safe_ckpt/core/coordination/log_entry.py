@@ -17,7 +17,7 @@ Decide = Callable[[Mapping[int, Any]], Any]
 
 @dataclass(frozen=True)
 class Scatter:
-    """A verdict of which every rank gets its own part: what all of them together are told may be too much for each to read.
+    """A verdict of which every rank gets its own part, because the whole may be too much for each rank to read.
 
     Attributes:
         by_rank: JSON-able data for each rank.
@@ -27,7 +27,7 @@ class Scatter:
 
 
 def decided(entry: Mapping[str, str], answers: Mapping[int, Any], decide: Decide | None) -> Any:
-    """What comes of an entry, on rank 0. A rank's error comes before what it may have brought about: different values.
+    """The verdict on an entry, on rank 0. A rank's error is raised first: it may be why values differ.
 
     Args:
         entry: rank 0's own view.
@@ -48,7 +48,7 @@ def decided(entry: Mapping[str, str], answers: Mapping[int, Any], decide: Decide
 
 
 def reraise(problem: Exception | None) -> Callable[[], None]:
-    """A ``local`` for what happened before the ranks meet: raises ``problem``, if there is one."""
+    """A ``local`` that raises what went wrong before the ranks meet, if anything did."""
 
     def local() -> None:
         if problem is not None:
@@ -98,7 +98,7 @@ class LogEntry:
         return self._store_client.get(key, phase=self.kind, wait_s=wait_s, check=self._check)
 
     def answer(self, value: object) -> None:
-        """Another rank: say what this rank has to say."""
+        """Another rank: answer the entry."""
         self._answers.post(self._rank, value, phase=self.kind)
 
     def answers(self, mine: Mapping[str, str]) -> dict[int, Any]:

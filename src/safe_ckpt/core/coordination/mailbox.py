@@ -47,8 +47,8 @@ class Mailbox:
             message: JSON-able data.
             phase: what this is for; named in errors.
             turn: which one.
-            wake: whoever waits need not wait for the others.
-            drop: turns that are over on all ranks: their keys go.
+            wake: end the wait early.
+            drop: turns that are over on all ranks; their keys are deleted.
         """
 
         def arrive(store: KeyValues) -> None:
@@ -61,7 +61,7 @@ class Mailbox:
         self._store_client.call(arrive, phase=phase)
 
     def wake(self, value: Mapping[str, Any], *, phase: str, turns: Sequence[int] = (0,)) -> None:
-        """Whoever waits for these turns need not wait for the others; ``value`` says why."""
+        """End the wait for these turns early; ``value`` says why."""
 
         def wake(store: KeyValues) -> None:
             for turn in turns:
@@ -70,7 +70,7 @@ class Mailbox:
         self._store_client.call(wake, phase=phase)
 
     def wait(self, *, phase: str, wait_s: float, check: Check, turn: int = 0) -> dict[str, Any]:
-        """Wait until all have posted, or some rank has called ``wake``. Returns what that one said, else nothing.
+        """Wait until all have posted, or some rank has called ``wake``. Returns the ``value`` of that call, else nothing.
 
         Raises:
             KeyTimeout: neither came in time.
@@ -79,7 +79,7 @@ class Mailbox:
         return dict(self._store_client.get(self._all(turn), phase=phase, wait_s=wait_s, check=check))
 
     def peek(self, *, phase: str, turn: int = 0) -> dict[str, Any] | None:
-        """What ``wait`` would return at once; None while it would wait."""
+        """What ``wait`` would return now; None if it would wait."""
         key = self._all(turn)
         value = self._store_client.call(lambda store: store.get(key) if store.check([key]) else b"null", phase=phase)
         reason: dict[str, Any] | None = json.loads(value)
@@ -106,7 +106,7 @@ class Mailbox:
 
 
 class Receipts:
-    """On rank 0: which of its verdicts are still to be read. Its store ends with the process, and a verdict with the store."""
+    """On rank 0: which of its verdicts the others have not read yet. The verdicts are lost when the process ends."""
 
     def __init__(self) -> None:
         self._expected: dict[str, tuple[int, int]] = {}
@@ -130,7 +130,7 @@ class Receipts:
             self._expected[key] = count, call
 
     def drop(self, *keys: str) -> None:
-        """These have come, or nobody needs them any more."""
+        """Stop waiting for these keys."""
         with self._lock:
             for key in keys:
                 self._expected.pop(key, None)
@@ -165,8 +165,8 @@ class Receipts:
             missing = store_client.call(unread, phase="close")
             if missing <= 0:
                 return
-            # A lost rank may have read or not, so what is missing may be its reading or that of one that lives: those that
-            # live get a moment more.
+            # A lost rank may have read its verdict or not. So the missing receipt may be of a live rank, which gets a moment
+            # more.
             if missing > lost():
                 grace_from = None
             elif grace_from is None:
@@ -272,11 +272,11 @@ class TwoPhaseCommit:
         return verdict
 
     def leave(self) -> None:
-        """Another rank: it gives up, and could not say so."""
+        """Another rank: give up without being able to report it now."""
         self._coordinator.leave(self._call)
 
     def refuse_left(self) -> None:
-        """Rank 0, before it commits: nobody may have been told that this save failed.
+        """Rank 0, before it commits: refuse if some rank has already raised an error for this save.
 
         Raises:
             PeerLostError: some ranks gave it up; names them.
@@ -294,7 +294,7 @@ class TwoPhaseCommit:
             )
 
     def failed_elsewhere(self) -> SafeCheckpointError | None:
-        """What another rank failed with, so that this one can stop working for a save that will not be."""
+        """The error of another rank, so that this one can stop working for a save that has failed."""
         if self._coordinator.rank == 0 and not self._writers:
             return None
         if self._coordinator.rank == 0:

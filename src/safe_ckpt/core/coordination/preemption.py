@@ -1,9 +1,8 @@
 """From a signal on any rank to one agreed decision to stop, at the same step on every rank.
 
-Ranks see a signal at different steps. So rank 0 decides, and every rank asks once per step: at the n-th asking all get the
-same answer. Most askings cost a comparison. Now and then, about twice a second, comes one at which a decision is due; it was
-published one such interval earlier, so that it lies ready and nobody waits for it. Its number of steps is rank 0's choice
-too and travels with the decision.
+Ranks see a signal at different steps. So rank 0 decides, and every rank asks once per step: at the n-th call all get the same
+answer. Most calls cost a comparison. About twice a second a decision is due. It was published one interval earlier, so that
+no rank waits for it. Rank 0 chooses the number of steps in an interval and sends it with the decision.
 """
 
 from __future__ import annotations
@@ -117,19 +116,19 @@ class Preemption:
         self._previous.clear()
         if self._store_client is not None:
             if self._coordinator.rank == 0:
-                # Whoever waits for the next decision on a thread need not wait for the end of the store.
+                # A thread that waits for the next decision need not wait for the end of the store.
                 self._store_client.begin(
                     lambda store: store.set(self._key(self._number + 2), json.dumps(_NO)), phase=_PHASE
                 )
             self._store_client.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # Nothing here takes a lock: another signal may interrupt it.
+        # This takes no lock, because another signal may interrupt it.
         previous = self._previous.get(number)
         if self._got is None:
             self._got = (signal.Signals(number).name, time.monotonic())
         elif self.stop is None and self._is_overdue(number):
-            # The program does not ask: it must not become one that cannot be terminated.
+            # The program does not ask, and it must remain possible to terminate it.
             signal.signal(number, previous if previous is not None else signal.SIG_DFL)
             signal.raise_signal(number)
             return

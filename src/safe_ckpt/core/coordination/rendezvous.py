@@ -1,8 +1,8 @@
 """How the ranks find each other: rank 0 hosts a store of ours and makes its address known through the default store.
 
-Every attempt of every rank carries a nonce of its own, so an attempt that failed earlier, on some ranks only, cannot be
-mistaken for this one. A session that is open already serves again when every rank still has it: each says which one it has,
-and rank 0 decides. Python may have collected what used it on some ranks only.
+Every attempt of every rank carries a nonce of its own, so an earlier attempt that failed on some ranks cannot be mistaken for
+this one. A session that is open already is reused if every rank still has it. Each rank reports which one it has, and rank 0
+decides, because Python may have collected its last user on some ranks only.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def rendezvous(
     if group.meeting_store is None:
         raise ValueError("a group of several ranks needs a store to meet in")
     meeting = cast("KeyValues", group.meeting_store)
-    # The default store may be hosted by a process outside of this group, and that one may be stopped.
+    # The default store may be hosted by a process outside of this group, and that process may be stopped.
     store_client = StoreClient(
         lambda: meeting, name="meeting", answer_s=timeouts.peer_stall_s, whose="the process group's own store"
     )
@@ -226,7 +226,7 @@ class _Host:
 def _call_off(store: KeyValues, size: int, timeout_s: float) -> None:
     missing = tuple(rank for rank in range(1, size) if not store.check([f"joined/{rank}"]))
     store.set("met", json.dumps(missing))
-    # Those that came wait for this, and the store dies with the error that is raised now.
+    # The ranks that came wait for this, and the store ends with the error that is raised now.
     patience = time.monotonic() + _READ_S
     while store.add("met/read", 0) < size - 1 - len(missing) and time.monotonic() < patience:
         time.sleep(0.01)
@@ -240,7 +240,7 @@ def _ask(group: process_groups.Group, timeouts: Timeouts, store_client: StoreCli
     hello, said = f"{root}/hello/{group.rank}", {"nonce": nonce, "have": have, "gone": False}
     try:
         store_client.put(hello, said, phase=_PHASE)
-        # Rank 0 has the same deadline and then says who is missing.
+        # Rank 0 has the same deadline and then names the missing ranks.
         patience_s = timeouts.barrier_s + min(_READ_S, timeouts.barrier_s)
         key = f"{root}/welcome/{nonce}"
         welcome: Mapping[str, Any] = store_client.get(key, phase=_PHASE, wait_s=patience_s)

@@ -1,13 +1,12 @@
-"""The store in which ranks meet: values that nobody else can have written, and connections that cannot block their caller.
+"""The store in which ranks meet: authenticated values, and connections that cannot block their caller.
 
-A ``TCPStore`` asks nobody who he is: whoever reaches its port can read, write and delete. So every value is sealed with a
-secret that the ranks got through their process group's own store. What others write is found out when it is read, and no
-value is ever run: all are JSON. Others who reach the port can still read, delete and count up: they can disturb a job, not
-make it do anything.
+A ``TCPStore`` has no authentication: anyone who reaches its port can read, write and delete. So every value is sealed with a
+secret that the ranks got through their process group's own store. A value of anybody else is detected when it is read. No
+value is ever executed: all are JSON. A stranger can still read, delete and count up. That can disturb a job, not control it.
 
-When the process that hosts a ``TCPStore`` is stopped, or the network is down, every call on a client blocks, whatever
-timeout the call was given. So the calls run on a daemon thread of ours, the caller waits for a future, and a connection that
-does not answer is left to its fate: the next call opens another.
+When the process that hosts a ``TCPStore`` is stopped, or the network is down, every call on a client blocks, whatever its
+timeout. So the calls run on a daemon thread of ours and the caller waits for a future. A connection that does not answer is
+abandoned, and the next call opens another.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Check = Callable[[], None]
 Alive = Callable[[], bool]
 _SLICE_S = 0.25
 _CONNECT_S = 30.0
-_PATIENCE = 3  # times answer_s for a host that is heard of otherwise: after an outage TCP may wait as long again
+_PATIENCE = 3  # times answer_s while the host is known to be alive: after an outage TCP may wait as long again
 _MOST_LEFT = 3
 _SEAL_BYTES = 16
 
@@ -162,7 +161,7 @@ class StoreClient:
         answer_s: how long the store's host may take beyond what a call itself may wait.
         store: a connection that is open already, to be used first.
         whose: what it connects to, for messages.
-        alive: whether the store's host is heard of in another way: then a call may take longer, as after an outage.
+        alive: whether the store's host is known to be alive. A call may take longer then, as after an outage.
 
     Attributes:
         answer_s: see there; may be changed.
@@ -218,8 +217,8 @@ class StoreClient:
         return Pending(self, connection, future, phase)
 
     def _refuse_too_many(self, phase: str) -> None:
-        # A host that is stopped for an hour accepts connections and answers none: that must not cost a thread every few
-        # seconds. What was left in a wait has a connection, and ends by itself.
+        # A host that is stopped for an hour accepts connections and answers none. That must not cost a thread every few
+        # seconds. An abandoned call that has a connection ends by itself.
         self._left = [left for left in self._left if left.thread.is_alive() and left.since is None]
         if len(self._left) >= _MOST_LEFT:
             raise PeerLostError(phase=phase, ranks=(0,), reason=f"{self._whose} does not answer")
@@ -242,12 +241,12 @@ class StoreClient:
         self.call(lambda store: [store.delete_key(key) for key in keys], phase=phase)
 
     def acknowledge(self, key: str, *, phase: str) -> None:
-        """Count up ``key``: a courtesy to a host that waits for it. One that has left already is not missed."""
+        """Increment ``key`` for a host that waits for it. It does not matter if the host has left already."""
         with contextlib.suppress(PeerLostError, KeyTimeout):
             self.call(lambda store: store.add(key, 1), phase=phase)
 
     def close(self) -> None:
-        """Let the thread end; waits for one that is free, not for one that sits in a call."""
+        """Let the thread end. Waits for an idle thread, not for one that is in a call."""
         with self._lock:
             connection, self._current = self._current, None
         if connection is not None:
@@ -307,13 +306,13 @@ class _Connection:
         while (item := self.work.get()) is not None:
             operation, future = item
             if not future.set_running_or_notify_cancel():
-                continue  # whoever asked for it has given up
+                continue  # the caller has given up
             try:
                 if store is None:
                     store = connect()
                     self.since = time.monotonic()
                 future.set_result(operation(store))
-            except BaseException as error:  # whatever it is, it belongs to the caller that waits
+            except BaseException as error:  # raised in the caller that waits
                 future.set_exception(error)
 
 
@@ -338,7 +337,7 @@ class Pending(Generic[_T]):
         return True
 
     def abandon(self) -> None:
-        """Nobody waits for it any more: what comes next must not queue up behind it."""
+        """Stop waiting for it. The next call must not queue up behind it."""
         if not self._future.done():
             self._store_client.abandon(self._connection)
 
@@ -355,7 +354,7 @@ class Pending(Generic[_T]):
         except dist.DistStoreError as error:
             raise KeyTimeout(str(error)) from error
         except BaseException:
-            # The thread may sit in a wait for long; whoever calls next must not queue up behind it.
+            # The thread may be in a long wait. The next call must not queue up behind it.
             if not self._future.done():
                 self._future.cancel()  # if it has not begun yet, it never will
                 self._store_client.abandon(self._connection)

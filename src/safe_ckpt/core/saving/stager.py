@@ -80,7 +80,7 @@ class Stager:
             job.stream.bind(str(job.folder), job.manifest.to_json())
             job.error = None
             return
-        if isinstance(content, Streamed) or (limit is not None and snapshot.arena_bytes(content.files) > limit):
+        if isinstance(content, Streamed) or (limit is not None and snapshot.buffer_bytes(content.files) > limit):
             job.tasks = snapshot.list_tasks(content.files, str(job.folder), job.manifest.to_json())
             job.streamed, job.error = True, None
             try:

@@ -48,7 +48,7 @@ class FileStream:
         """
         with self._turn:
             self._size_bytes += image.length
-            buffer = self._buffer_for(snapshot.arena_bytes([image]))
+            buffer = self._buffer_for(snapshot.buffer_bytes([image]))
         try:
             tasks = snapshot.take([image], buffer, *self._place)
         except BaseException:

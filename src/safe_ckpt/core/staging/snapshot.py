@@ -34,7 +34,7 @@ _memmove_locked.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove_locked.restype = ctypes.c_void_p
 
 
-def arena_bytes(images: Sequence[FilePlan]) -> int:
+def buffer_bytes(images: Sequence[FilePlan]) -> int:
     """How much of a shared buffer the images take."""
     return FIRST_BYTE + sum(_rounded(image.length) for image in images)
 
@@ -64,7 +64,7 @@ def lay_out(
     Raises:
         NotEnoughSpaceError: the machine has not that much memory left.
     """
-    buffer.reserve(arena_bytes(images))
+    buffer.reserve(buffer_bytes(images))
     memory = buffer.memory
     moves: list[TensorCopy] = []
     tasks = list_tasks(images, folder, manifest)
@@ -154,7 +154,7 @@ class StagingCopy:
         self._claiming = threading.Lock()
         self._marked = 0
         self._over = threading.Event()
-        self._hearing = threading.Lock()
+        self._checking = threading.Lock()
         self._devices = DeviceCopies(buffer, cuda)
         buffer.mark(0)
 
@@ -193,9 +193,9 @@ class StagingCopy:
         if not self._claim():
             return
         try:
-            # Not to its very end: the save must not succeed before the witness was heard.
+            # Not to its very end: the save must not succeed before the tensors were checked for changes.
             self._copy(self._later, self._end - 1, aside=True)
-            self._hear()
+            self._check_unchanged()
             self._mark(self._end)
         except Exception as error:  # it belongs to the thread that saves
             self.fail(error)
@@ -216,22 +216,22 @@ class StagingCopy:
         return self._over.wait(timeout_s)
 
     def pass_gate(self, timeout_s: float) -> None:
-        """Return when the tensors may change: at once if their devices see to the order. Called before they change."""
+        """Return when the tensors may change: at once if their devices keep the order. Called before they change."""
         if self._devices.order(self._later):
-            self._hear()
+            self._check_unchanged()
         elif not self._over.wait(timeout_s):
             cause = f"the copy was not complete after {timeout_s:.0f} s (timeouts.barrier_s) and training went on"
             self.fail(SaveError(name=self._name, cause=cause, phase="snapshot"))
 
     def _claim(self) -> bool:
-        # Where an interrupt comes right when the rest is handed to a thread, only one of the two sees to its end.
+        # An interrupt may come while the rest is handed to a thread. Only one of the two may finish the copy.
         with self._claiming:
             first, self._taken_over = not self._taken_over, True
         return first
 
     def _close(self) -> None:
         try:
-            # Before it is over: what a device still has under way would land in the next snapshot.
+            # Before it is over: a copy that a device has not finished would land in the next snapshot.
             self._devices.forget()
         except Exception as error:  # the device is lost, and with it whatever was under way
             self.fail(error)
@@ -240,8 +240,8 @@ class StagingCopy:
             self._now, self._later, self._detector = [], [], None  # let go of the tensors, and of the shared buffer
             self._memory = None
 
-    def _hear(self) -> None:
-        with self._hearing:  # whoever comes second waits: the step that follows will change what the witness looks at
+    def _check_unchanged(self) -> None:
+        with self._checking:  # the second caller waits: the step that follows changes what the detector looks at
             detector, self._detector = self._detector, None
             changed = detector.changed() if detector is not None else ""
             if changed:
