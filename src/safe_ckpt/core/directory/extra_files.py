@@ -1,8 +1,8 @@
-"""Files of a checkpoint directory that the writers did not write: what hooks put there, and what others put beside it.
+"""Files of a checkpoint directory that the writers did not write: those of hooks, and those that the user keeps there.
 
-A hook gets a folder that exists on all ranks before anything is written; the folder then becomes the pending directory, and
-what is in it is hashed, made durable and listed in the manifest like all else. Files that somebody else keeps in a directory
-that is replaced go along to the new one; they are theirs, so no manifest lists them.
+A hook gets a folder that exists on all ranks before anything is written. The folder then becomes the pending directory: its
+files are hashed, made durable and listed in the manifest like all others. When a directory is replaced, the user's files in it
+are kept in the new one. No manifest lists them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def enter(prefilled: Path, staged: Path) -> None:
 
 
 def adopt(staged: Path, written: Collection[str]) -> list[FileEntry]:
-    """Hash and make durable what is in ``staged`` besides what was ``written``. On rank 0, in the background.
+    """Hash the files in ``staged`` that are not in ``written``, and make them durable. On rank 0, in the background.
 
     Raises:
         OSError: as the operating system says, also for what is neither a file nor a directory.
@@ -66,7 +66,7 @@ def adopt(staged: Path, written: Collection[str]) -> list[FileEntry]:
     entries = []
     for name in _files_below(staged):
         file = staged / name
-        if name in written or file.is_symlink():  # what a link leads to is not ours
+        if name in written or file.is_symlink():  # the target of a link is not ours
             continue
         size = _sync(file)
         entries.append(FileEntry(path=name, size_bytes=size, xxh3_128=digest_of(file, size), rank=0))
@@ -90,7 +90,7 @@ def carry(old: Path, staged: Path, wanted: Callable[[str], bool]) -> None:
     try:
         ours = {entry.path for entry in read_manifest(old).files}
     except SafeCheckpointError:
-        ours = set()  # not known: all of it is kept but for what is written anew
+        ours = set()  # unknown: every file is kept, except for those that are written anew
     for name in _files_below(old):
         target = staged / name
         if name in ours or name == MANIFEST_NAME or os.path.lexists(target) or not wanted(name):

@@ -1,4 +1,4 @@
-"""The lock file: making it, taking it away, and what it says about its holder: dead, alive, or not to be known from here.
+"""The lock file: creating it, removing it, and the fate of its holder: dead, alive or unknown.
 
 The file names the holder completely: host, kernel, PID namespace, pid and the start of that process. The same host name
 alone proves nothing: a restarted pod has the name of the one before it. Imports neither torch nor a framework.
@@ -101,7 +101,7 @@ def read_lock(directory: Path, name: str = LOCK_NAME) -> bytes | None:
     """
     path = directory / name
     try:
-        # A pipe or a link in its place must neither keep us waiting nor lead elsewhere.
+        # A pipe in its place must not block, and a link must not be followed.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -118,8 +118,8 @@ def read_lock(directory: Path, name: str = LOCK_NAME) -> bytes | None:
 def take_away(directory: Path, is_it: Callable[[bytes], bool]) -> bool:
     """Remove the lock file of ``directory`` if it is the one that was judged. Returns whether it is gone.
 
-    It is renamed aside first, which only one of several can do, and then looked at: one that somebody else made meanwhile
-    gets its name back. That one's holder looks at the file before each commit, so at no time do two commit.
+    It is renamed aside first, which only one of several jobs can do, and then read. If another job made it meanwhile, it gets
+    its name back. Its holder reads the file before each commit, so two jobs never commit at the same time.
 
     Raises:
         OSError: the file system refuses.
@@ -134,13 +134,13 @@ def take_away(directory: Path, is_it: Callable[[bytes], bool]) -> bool:
     except FileNotFoundError:
         return True
     if not aside.is_file() or aside.is_symlink():
-        return True  # a directory or a pipe was no lock of anybody's, but somebody may want it
+        return True  # a directory or a pipe was no job's lock, but it may be needed: it is not deleted
     if not is_it(read_lock(directory, aside.name) or b""):
         with contextlib.suppress(FileExistsError):
             _give_back(aside, path)
         aside.unlink(missing_ok=True)
         return False
-    # A host whose caches still lead to the old file must not find its own name in it.
+    # A host whose cache still has the old file must not read its own token in it.
     with contextlib.suppress(OSError):  # of another user, or on a full disk
         aside.write_bytes(b"taken over\n")
     aside.unlink(missing_ok=True)  # the next holder may have swept it
@@ -151,7 +151,7 @@ def put(fresh: Path, data: bytes, path: Path) -> bool:
     """Give a complete lock file its name, if that is free. Returns whether it was done."""
     try:
         os.link(fresh, path)
-    except (FileExistsError, FileNotFoundError):  # or somebody who has the lock by now has swept it
+    except (FileExistsError, FileNotFoundError):  # or the job that has the lock by now has swept it
         return False
     except OSError:  # no hard links here: then it is empty for a moment
         try:

@@ -1,6 +1,6 @@
-"""A directory that several ranks use: rank 0 acts, all others wait until they see what it did.
+"""A directory that several ranks use: rank 0 acts, all others wait until they see the result.
 
-Caches of network file systems lag behind, and a missing file may come back: what is not seen yet is waited for.
+Caches of network file systems lag behind, and a missing file may come back. So every look at a file waits for a bounded time.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def await_shared(coordinator: Coordinator, path: Path, token: str, timeout_s: fl
     """
 
     def sees() -> bool:
-        # Less than the others wait for this rank: they are to learn what it did not see, not that it is late.
+        # Less than the others wait for this rank: they must learn that it sees no file, not that it is late.
         return coordinator.rank == 0 or await_visible(path / token, min(timeout_s / 2, _VISIBLE_S))
 
     def judge(answers: object) -> None:
@@ -128,7 +128,7 @@ def await_shared(coordinator: Coordinator, path: Path, token: str, timeout_s: fl
 
 def _check_resumable(path: Path, _: float) -> str:
     if not presence.is_directory(path):
-        # What is only not to be seen in this moment is an error of the disk, raised here.
+        # If it is only not visible at this moment, that is an error of the disk, raised here.
         reason = "does not exist" if presence.is_gone(path) else "is not a directory"
         raise NoValidCheckpointError(path=str(path), message=f"cannot resume: it {reason}")
     for child in sorted(path.iterdir()):
@@ -248,7 +248,7 @@ def _await(done: Callable[[], bool], path: Path, timeout_s: float, look: Callabl
 def _is_visible(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # a file system that is away for a moment; whoever waited in vain looks at why
+    except OSError:  # the file system may be unavailable for a moment
         return False
 
 

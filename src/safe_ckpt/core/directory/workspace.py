@@ -1,8 +1,8 @@
 """A directory that a job holds: its hidden folder, its lock, what to clean up at the start, and how things leave it.
 
-``.safe_ckpt/`` lies in it, or beside it where a framework lists what is in it; always on the same file system. It holds
-``pending`` (saves under way), ``trash`` (on the way out; a half-deleted checkpoint can never be picked), ``quarantine``
-(damaged, kept for people to look at), the lock and ``events.jsonl``. Used on rank 0 only.
+``.safe_ckpt/`` lies in it, or beside it where a framework lists the directory; always on the same file system. It holds
+``pending`` (saves in flight), ``trash`` (checkpoints that are being deleted, so that a half-deleted one is never resumed from),
+``quarantine`` (corrupt checkpoints, kept for inspection), the lock and ``events.jsonl``. Used on rank 0 only.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Workspace:
                     self._lock.acquire(patience_s)
                 break
             except DirectoryError as error:
-                # A job that ended in this moment took its empty folders away; ``mkdir`` says EEXIST of one that is just gone.
+                # A job that ends at this moment removes its empty folders; ``mkdir`` raises EEXIST for one that is just gone.
                 if error.errno not in (errno.ENOENT, errno.EEXIST) or attempts == 1:
                     raise
         try:
@@ -98,7 +98,7 @@ class Workspace:
         if self._lock.is_seen:  # else the folders are another job's by now
             _remove_empty([self.pending, self.trash, self._quarantine])
         self._lock.release()
-        # Whoever comes in this moment makes anew what is gone.
+        # A job that starts at this moment creates them again.
         _remove_empty([self.hidden, *self._missing])
 
     @property
@@ -161,14 +161,14 @@ class Workspace:
             self._delete(folder)
 
     def _sweep_away(self, path: Path) -> None:
-        """Delete what a job left that may still live: in one step out of its reach, so that it can never commit a half."""
+        """Delete what a job left. It may still live: one rename takes it out of its reach, so it can never commit a half."""
         target = self.trash / f"{uuid.uuid4().hex}-{path.name}"
         self.trash.mkdir(exist_ok=True)
         self.confirm()  # this job itself may have been stopped since it took the lock
         try:
             os.rename(path, target)
         except FileNotFoundError:
-            return  # committed in the last moment, or it tidied up itself
+            return  # that job has committed it, or deleted it itself
         self._delete(target)
 
     def discard(self, paths: Iterable[Path]) -> list[Path]:
@@ -194,7 +194,7 @@ class Workspace:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not whole:
                 raise
             self.confirm()
-            path.unlink()  # on a full disk nothing can be made, and something must go
+            path.unlink()  # on a full disk no folder can be made, and space must be freed
             return
         try:
             self.confirm()  # behind the making, as in ``aside``
@@ -242,7 +242,7 @@ class Workspace:
                 raise DirectoryError(path=str(folder), message=message)
 
     def _take_former(self) -> None:
-        """What an earlier version left under the former name of ``pending``: it is repaired and swept like the rest."""
+        """Take what an earlier version left under the former name of ``pending``: it is repaired and swept like the rest."""
         for left in _listed(self._formerly):
             self.confirm()
             if os.path.lexists(self.pending / left.name):  # of a tree that somebody copied together
@@ -292,7 +292,7 @@ class Workspace:
 def sequence_after(last: int) -> int:
     """The place in the order of commits behind ``last``.
 
-    Never below the clock: those who save in one folder do not all know of each other, and their numbers are compared.
+    Never below the clock: jobs that save in one folder may not know of each other, and their numbers are compared.
     """
     return max(last + 1, int(time.time() * 1000))
 

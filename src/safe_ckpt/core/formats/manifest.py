@@ -1,7 +1,7 @@
-"""What was written. A checkpoint is committed when it has its final name and a manifest that checks out.
+"""The manifest. A checkpoint is committed when it has its final name and a valid manifest.
 
-Plain JSON with its own digest: listing, verifying and choosing never need a pickle. A directory has ``manifest.json`` with
-the size and xxh3-128 of every file; a single-file checkpoint has the same facts in a record of its archive, and a digest of
+It is plain JSON with its own digest, so listing, verifying and choosing need no pickle. A directory has ``manifest.json`` with
+the size and xxh3-128 of every file. A single-file checkpoint has the same facts in a record of its archive, and a digest of
 the whole file in the archive's comment.
 """
 
@@ -99,7 +99,7 @@ class Manifest:
         sequence: commit order within a directory; neither the step nor a clock tells which is newer.
         items: name given to ``save`` -> how it was stored.
         notes: what an adapter wants to remember.
-        written_by: host and process of rank 0; empty in manifests of earlier releases.
+        written_by: host and process of rank 0.
         files: every file of a directory checkpoint; empty for a single file.
     """
 
@@ -131,7 +131,7 @@ class Manifest:
         data = self.to_json()
         text = json.dumps({**data, "digest": _digest(data)}, indent=1).encode() + b"\n"
         if len(self.files) > _MOST_FILES or len(text) > MOST_BYTES:
-            # Before anything is committed: what no resume would read must not take the place of what it does.
+            # Refuse before anything is committed: a checkpoint that cannot be resumed must not replace one that can.
             message = f"{len(self.files)} files and {len(text)} bytes of manifest are more than the {_MOST_FILES} and "
             raise StateError(key="checkpoint", message=f"{message}{MOST_BYTES} that are read again")
         return text
@@ -157,10 +157,9 @@ class Manifest:
             keys = ("name", "op_id", "created_at")
             texts = {key: _typed(data[key], str) for key in keys}
             numbers = {key: _typed(data[key], int) for key in ("sequence", "step", "world_size")}
-            maps = {key: _typed(data[key], dict) for key in ("metrics", "versions", "items", "notes")}
+            maps = {key: _typed(data[key], dict) for key in ("metrics", "versions", "items", "notes", "written_by")}
             for value in maps["metrics"].values():
                 _number(value)
-            maps["written_by"] = _typed(data.get("written_by", {}), dict)
         except (KeyError, TypeError) as error:
             raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=f"damaged manifest: {error}") from error
         return cls(**texts, **numbers, **maps, files=files)
@@ -196,7 +195,7 @@ class CheckpointInfo:
 
     @classmethod
     def of(cls, manifest: Manifest, path: Path, size_bytes: int) -> CheckpointInfo:
-        """From a manifest and where it was found."""
+        """From a manifest and the path of its checkpoint."""
         return cls(
             path=path,
             name=manifest.name,
@@ -290,7 +289,7 @@ def _read_from_archive(path: Path) -> Manifest:
             path=str(path), message="was not written by safe_ckpt: it has no manifest"
         ) from None
     except (OSError, *UNREADABLE) as error:
-        # A damaged offset makes zipfile seek to nowhere. Any other OSError is the disk's, and says nothing of the bytes.
+        # A damaged offset makes zipfile seek out of range. Any other OSError is the disk's, and no sign of corruption.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
         if not _has_trace_of_ours(path):
@@ -302,7 +301,7 @@ def _read_from_archive(path: Path) -> Manifest:
 
 
 def _has_trace_of_ours(path: Path) -> bool:
-    # Empty, with the beginning of an archive or with our comment at its end: it may be one of ours that was damaged.
+    # A file that is empty, begins as an archive or ends with our comment may be a corrupt one of ours.
     with path.open("rb") as stream:
         return stream.read(4) in (b"", b"PK\3\4") or archive_digest(path) is not None
 
@@ -318,7 +317,7 @@ def _read_from_directory(path: Path) -> Manifest:
     if isinstance(data, dict) and isinstance(rows := data.get("files"), list) and len(rows) > _MOST_FILES:
         message = f"names {len(rows)} files, more than any checkpoint has"
         raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message=message)
-    # Before the version is believed: every format has had, and will have, this digest.
+    # Check before the version is trusted: every format version has this digest.
     if isinstance(data, dict) and data.get("format") == FORMAT and data.pop("digest", None) != _digest(data):
         message = "its bytes are not those that were written"
         raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message=message)

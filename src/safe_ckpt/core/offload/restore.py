@@ -162,7 +162,7 @@ def give_back(coordinator: Coordinator, find: Callable[[], list[Part]], timeout_
 
 
 def _sweep(target: Path) -> None:
-    """Remove what a restore that was killed left here: of processes of this host that are no more."""
+    """Remove what a killed restore left here: the folders of ended processes of this host."""
     own = f"{_STAGED}{socket.gethostname()}-"
     for left in target.glob(f"{own}*"):
         pid = left.name.removeprefix(own).split("-")[0]
@@ -171,7 +171,7 @@ def _sweep(target: Path) -> None:
 
 
 def _refuse_in_the_way(part: Part) -> None:
-    """What cannot be replaced by a file, or hold one, is found before any rank has replaced anything."""
+    """Refuse targets that no file can replace, before any rank has replaced anything."""
     for entry in part.entries:
         file = part.target / entry.path.removeprefix(part.prefix)
         if file.is_dir():

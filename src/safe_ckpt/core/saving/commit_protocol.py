@@ -106,7 +106,7 @@ class CommitProtocol:
             info = self._commit({**own, **others})
         except BaseException as error:
             ours = self._named(self._taken_over(error) or error, "commit")
-            # The cause first: nobody should wait for the tidying up.
+            # Publish the cause first: the other ranks need not wait for the cleaning up.
             self._two_phase.conclude({"error": to_wire(ours, rank=0, phase="save")})
             if not isinstance(ours, CommitOutcomeUnknown):
                 job.workspace.drop_pending(job.op_id)
@@ -147,7 +147,7 @@ class CommitProtocol:
 
     def _read_verdict(self) -> CheckpointInfo:
         try:
-            # Rank 0 has the same deadline and then says so: a little patience turns a guess into an answer.
+            # Rank 0 has the same deadline and publishes a verdict then. Waiting a little longer avoids an unknown outcome.
             verdict = self._two_phase.verdict(self._left_s() + self._config.timeouts.peer_stall_s)
         except (KeyTimeout, PeerLostError) as error:
             cause = str(error) if isinstance(error, PeerLostError) else "rank 0 gave no verdict in time"
@@ -200,7 +200,7 @@ class CommitProtocol:
         return self._writer.write(WriteJob(name=self._job.name, rank=self._rank, **what), self._look_around)
 
     def _write_parts(self, parts: FileStream, directories: list[str]) -> list[WrittenFile]:
-        results: dict[str, WrittenFile] = {}  # of one that comes twice the second counts
+        results: dict[str, WrittenFile] = {}  # the second of two with the same name counts
         for buffer, tasks in parts.take(self._look_around):
             results.update({result.path: result for result in self._run_writer(buffer=buffer, files=tasks)})
         for directory in directories:
@@ -228,7 +228,7 @@ class CommitProtocol:
             raise SourceChangedError(name=self._job.name, cause=cause, source=changed, rank=self._rank)
 
     def _await_copy(self, job: SaveJob) -> None:
-        """The bytes are written; whether they are what they should be is known when the copy is over."""
+        """The bytes are written. Whether they are right is known when the copy is over."""
         limit_s = self._config.timeouts.barrier_s
         if job.copy is not None and not job.copy.wait(limit_s):
             cause = f"the copy did not end within {limit_s:.0f} s (timeouts.barrier_s)"
@@ -324,8 +324,8 @@ class CommitProtocol:
         return durable
 
     def _check_staged(self, entries: tuple[FileEntry, ...]) -> None:
-        # Written must equal planned, as rank 0 sees it: another rank's file may have vanished, or lie on another disk. What
-        # is only not seen yet, or with an old size, is waited for: caches of network file systems lag behind.
+        # The files on disk must be those that were reported: another rank's file may have vanished, or lie on another disk.
+        # Caches of network file systems lag behind, so rank 0 waits for a file that it does not see yet, or with an old size.
         patience = Patience(self._config.timeouts)
         for entry in entries:
             size = patience.until_sized(self._job.folder / entry.path, entry.size_bytes, self._look_around)
@@ -336,7 +336,7 @@ class CommitProtocol:
                 raise SaveError(name=self._job.name, cause=cause, rank=entry.rank, phase="commit")
 
     def _taken_over(self, error: BaseException) -> DirectoryInUseError | None:
-        """Why a file was suddenly not there, or could not be moved: the job that took over has swept it away."""
+        """The error that names the job that took over, if that is why a file was missing or could not be moved."""
         if isinstance(error, OSError) and not isinstance(error, DirectoryInUseError | commit.HalfCommittedError):
             try:
                 self._job.workspace.confirm()

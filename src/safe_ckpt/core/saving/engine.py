@@ -1,7 +1,7 @@
-"""Moves snapshots to committed checkpoints: agrees with the other ranks, takes the copy, and runs the rest in the background.
+"""From snapshots to committed checkpoints: agree with the other ranks, take the copy, and run the rest in the background.
 
-What adapters and ``Checkpointer`` share. It knows neither what is saved nor under which name. Its public methods are called
-on the thread that drives training, on every rank, in the same order.
+Adapters and ``Checkpointer`` share this. It knows neither what is saved nor under which name. Every rank calls its public
+methods in the same order, on the thread that trains.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Engine:
                 self.emit.add(hook)
         except ConfigError:
             raise
-        except Exception as error:  # whatever an exporter of somebody else's raises
+        except Exception as error:  # such as from an exporter of another package
             message = f"a hook cannot be set up: {type(error).__name__}: {error}"
             raise ConfigError(key="telemetry", message=message) from error
 
@@ -126,8 +126,8 @@ class Engine:
         limit_s = group_timeout_s(group)
         if self.rank == 0 and limit_s is not None and limit_s <= self.config.timeouts.barrier_s:
             logger.warning(
-                "timeouts.barrier_s (%.0f s) is not below the process group's own timeout (%.0f s): a rank that is late "
-                "by as much is ended by that one first, without a named error",
+                "timeouts.barrier_s (%.0f s) is not below the process group's own timeout (%.0f s): the process group "
+                "gives up on a late rank first, without a named error. Set a lower barrier_s",
                 self.config.timeouts.barrier_s,
                 limit_s,
             )
@@ -158,7 +158,7 @@ class Engine:
                 request.destination.workspace.drop_pending(prefilled.parent.name)
             return _skipped(request.name)
         manifest = Manifest.from_json(decision["manifest"], str(request.destination.path))
-        # Its own deadline once its turn comes, plus what follows the verdict: deleting what retention lets go.
+        # Its own deadline once its turn comes, plus what follows the verdict: deleting old checkpoints.
         turns = 1 + self.in_flight
         limit_s = turns * (self.config.timeouts.lengthy_s + self.config.timeouts.barrier_s)
         handle = SaveHandle(request.name, limit_s, manifest.op_id)
@@ -190,7 +190,7 @@ class Engine:
             size_bytes: what this rank will save, roughly; never shrinks what is there.
         """
         if not self._closed and os.getpid() == self._pid and self._save_queue.writer.needs_process(size_bytes):
-            # Without this engine: one that nobody holds any more is closed, and stops it.
+            # Without a reference to this engine: one that is not referenced any more is closed.
             self._stager.prepare(size_bytes, functools.partial(_get_ready, self._save_queue))
 
     def watch_signals(self, unwrap: Callable[[Any], Any] = lambda handler: handler) -> None:
@@ -350,7 +350,7 @@ class Engine:
             if self.in_flight < self.config.max_in_flight:
                 break
             handle.settle()
-        # With several in flight some ranks may know already of a failure and others not: it is reported at the next agreement.
+        # With several saves in flight only some ranks may know of a failure. It is reported at the next agreement.
 
     def _start(self, job: SaveJob) -> None:
         reported = False
@@ -365,7 +365,7 @@ class Engine:
                 self._save_queue.writer.start()  # while the copy is taken
             self._stager.lay_out(job)
         finally:
-            # Also when this was interrupted: the other ranks wait for what becomes of it here.
+            # Also when this was interrupted, because the other ranks wait for this rank's report.
             if not reported:
                 self._handles.append(job.handle)
                 self._save_queue.put(job)
@@ -394,6 +394,6 @@ def _skipped(name: str) -> SaveHandle:
 def _close_at_exit(weak: weakref.ref[Engine]) -> None:
     engine = weak()
     if engine is not None:
-        # After an uncaught exception nobody should wait long for the prompt.
+        # After an uncaught exception the user should not wait long for the prompt.
         failed = getattr(sys, "last_value", None) is not None
         engine.close(quiet=True, within_s=engine.config.timeouts.shutdown_s if failed else None)

@@ -155,7 +155,7 @@ class _Stream:
             self._handover.fail(SaveError(name=job.name, cause="interrupted", phase="gather"))
             raise
         finally:
-            stream.close()  # also when this was interrupted: the others learn of it, and the timeouts are put back
+            stream.close()  # also after an interrupt: the other ranks learn of it, and the timeouts are restored
 
 
 def _tensors_of(model: Mapping[str, Any] | torch.nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
@@ -170,7 +170,7 @@ def _final(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _once(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names, of tensors that are one and the same memory the first. Rank 0 decides: its parts are not empty."""
+    """The names; of tensors that share one memory only the first. Rank 0 decides, because its parts are not empty."""
     seen: set[object] = set()
     kept = []
     for name, tensor in tensors.items():

@@ -132,7 +132,7 @@ class SaveJob:
         streamed: written straight from the tensors, while the caller waits; there is no buffer then.
         error: what went wrong on this rank after the agreement.
         stall_s: how long the call held the caller.
-        started: when the caller called, on the monotonic clock; its deadline counts from when its turn comes.
+        started: when the caller called, on the monotonic clock. Its deadline counts from when its turn comes.
         agreed_s: how long after that the ranks had agreed.
         call: the number of the call that began it.
         begun: whether its background phases have begun.

@@ -1,7 +1,7 @@
 """Resuming: which checkpoint, agreed by all ranks, and nothing applied before all of them have verified what they need.
 
-A checkpoint is treated as corrupt only if bytes differ, and differ again when they are read once more. What
-cannot be read is an error on all ranks. What is not there is waited for, and then passed over, but not treated as corrupt.
+A checkpoint is treated as corrupt only if bytes differ, and differ again in a second read. An unreadable file is an error on
+all ranks. A missing file is waited for; then the checkpoint is skipped, but not treated as corrupt.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ def choose(
 ) -> Chosen | None:
     """Find the newest checkpoint that every rank can read and verify. Every rank calls this.
 
-    A damaged one is passed over on all ranks and, once an older one has been found good, moved into quarantine. One of which
-    a file stays missing is passed over as well, and stays where it is.
+    All ranks skip a corrupt one, and move it into quarantine once an older one was verified. One with a missing file is
+    skipped as well, and stays where it is.
 
     Args:
         engine: where the ranks meet.
         workspace: the directory that is held.
         list_candidates: lists what there is; called on rank 0.
         load: reads a candidate; called on every rank.
-        view: what else must be equal on all ranks.
+        view: further values that must be equal on all ranks.
 
     Returns:
         The choice, or None when there never was a checkpoint.
@@ -164,12 +164,12 @@ def listed(list_candidates: Callable[[], Sequence[Candidate]], timeouts: Timeout
             message = "%s has no manifest, unlike those before it: if it is not another tool's, %s is missing"
             logger.warning(message, candidate.path, candidate.missing)
         elif candidate.missing in missed:
-            presence.is_gone(candidate.missing)  # raises where that cannot be told
+            presence.is_gone(candidate.missing)  # raises if that is unknown
     return candidates
 
 
 def _missed(candidates: Sequence[Candidate]) -> list[Path]:
-    """What should perhaps be there: also the manifest of what looks like another tool's and has a higher number than ours."""
+    """Files that may be missing: also the manifest of what looks like another tool's and has a higher number than ours."""
     ours = [c.step if c.step >= 0 else c.manifest.step for c in candidates if c.manifest is not None]
     return [
         c.missing
@@ -273,8 +273,8 @@ def _names_in(path: Path) -> list[str]:
 
 
 def _await_files(engine: Engine, path: Path, seen: Mapping[str, Any]) -> None:
-    # What rank 0 sees and this rank does not, or what still looks as it did before it was replaced, is late, not lost:
-    # caches of network file systems lag behind.
+    # Caches of network file systems lag behind. So this rank waits for files that rank 0 sees, and for the replacement of an
+    # old manifest.
     rank = engine.rank
     deadline = time.monotonic() + min(_VISIBLE_S, engine.config.timeouts.barrier_s / 2)
     for file in [path, *(path / name for name in seen["files"])]:
@@ -304,7 +304,7 @@ def _judge(answers: Mapping[int, Any]) -> dict[str, Any] | None:
 def _read(path: Path, load: Load, patience: Patience) -> Any:
     """Load, and again when a file was missing and came back, or once when bytes differed.
 
-    A mismatch that a second reading from the disk does not show was the memory's or the network's.
+    If a second read from the disk shows no mismatch, the memory or the network was at fault.
     """
     differed = False
     while True:

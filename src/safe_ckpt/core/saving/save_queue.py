@@ -93,19 +93,19 @@ class SaveQueue:
         self._writer.start()
 
     def put(self, job: SaveJob) -> None:
-        """Hand over a save whose snapshot is laid out. Whatever happens here, it comes to an end."""
+        """Put a save whose snapshot is planned into the queue. Its handle gets an outcome, whatever happens here."""
         self._open.append(job)
         try:
             self._hand_over(job)
         except BaseException:
-            self._hand_over(job)  # interrupted, before it was in the queue or after: the second one is passed over
+            self._hand_over(job)  # interrupted: it may be in the queue already, and then this one is ignored
             raise
 
     def _hand_over(self, job: SaveJob) -> None:
         try:
             self._background.put(job)
         except Refused as error:
-            # No more threads to be had, or closed by another thread: the other ranks learn of it from here.
+            # The system gives no more threads, or another thread closed this. The other ranks learn of it from here.
             if job.copy is not None:
                 job.copy.abandon()
             if job.error is None:
@@ -150,10 +150,10 @@ class SaveQueue:
                 self._abandon()
 
     def _abandon(self) -> None:
-        """The thread sits in something that does not end: whoever waits for its saves gets an error."""
+        """The thread is in a call that does not end. Give an error to those who wait for its saves."""
         cause = "this rank shut down while the disk did not answer"
         for number, job in enumerate(list(self._open)):
-            kind = SaveError if number else CommitOutcomeUnknown  # the first one may be anywhere
+            kind = SaveError if number else CommitOutcomeUnknown  # the first one may be committed or not
             error = kind(name=job.name, cause=cause, rank=self._coordinator.rank, phase="shutdown")
             self._emit(failed(job.request, error, self._coordinator.rank, time.monotonic() - job.started))
             job.handle.finish(None, error)
@@ -215,7 +215,7 @@ class SaveQueue:
             decision = retention.after_commit(info, on_commit.catalog, on_commit.retention)
             if decision is not None:
                 self._carry_out(decision, job.workspace, begun)
-        except Exception:  # the save is committed; tidying up must not turn it into a failure
+        except Exception:  # the save is committed, and must not fail because of the cleaning up
             logger.warning("could not remove old checkpoints after %s", info.path, exc_info=True)
         job.workspace.drop_pending(job.op_id)
 

@@ -1,4 +1,4 @@
-"""Takes snapshots: owns the memory they lie in, makes it ready ahead, and sees to it that each copy comes to its end."""
+"""Takes snapshots: owns their memory, allocates it ahead of time, and ends every copy that was begun."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Stager:
         self._preparing.start()
 
     def lay_out(self, job: SaveJob) -> None:
-        """Plan the copy of ``job``. What goes wrong is in ``job.error``: every rank learns of it through the save's verdict."""
+        """Plan the copy of ``job``. An error goes into ``job.error``; every rank gets it through the save's verdict."""
         content = job.request.content
         limit = self._config.max_host_bytes
         if job.stream is not None:
@@ -84,7 +84,7 @@ class Stager:
             job.tasks = snapshot.list_tasks(content.files, str(job.folder), job.manifest.to_json())
             job.streamed, job.error = True, None
             try:
-                # It is read on another thread, whose streams know nothing of this one's.
+                # Another thread reads the tensors, and its streams do not wait for those of this thread.
                 self._cuda.settle(tensor for image in content.files for _, tensor in image.tensors)
             except Exception as error:  # as the docstring says
                 job.error = error
@@ -104,7 +104,7 @@ class Stager:
             job.error = error
 
     def copy(self, job: SaveJob) -> None:
-        """Copy what cannot wait; the rest on a thread, behind the gate. Without a buffer wait until all is written."""
+        """Copy now what may change; the rest on a thread, behind the gate. Without a buffer wait until all is written."""
         copy, content = job.copy, job.request.content
         if copy is not None and job.overlap is not None:
             optimizer_gate.close(copy, self._config.timeouts.barrier_s)
@@ -144,7 +144,7 @@ class Stager:
 
     def _take_buffer(self) -> SharedBuffer:
         if self._preparing is not None:
-            # It makes ready what is needed here; a buffer must not grow under a copy.
+            # It allocates what is needed here, and a buffer must not grow during a copy.
             self._preparing.join(self._config.timeouts.barrier_s)
             if self._preparing.is_alive():
                 return SharedBuffer()
@@ -153,7 +153,7 @@ class Stager:
     def _free_aside(self) -> Background[SaveJob]:
         last = self._last() if self._last is not None else None
         if last is not None and last.error is not None and not last.wait(0):
-            # It was given up and does not end (a device, a mount that hangs): those after it need not wait for it.
+            # It was given up and does not end (a device or a mount hangs). Later copies need not wait for it.
             self._aside.end()
             self._aside = Background("safe_ckpt-copy", _finish)
         return self._aside
@@ -180,5 +180,5 @@ def _finish(job: SaveJob) -> None:
     if job.copy is not None:
         job.copy.run_deferred()
         if not job.copy.wait(0):
-            return  # another thread is at it, and will say so
+            return  # another thread completes it
     job.handle.mark_snapshot_taken()

@@ -1,4 +1,4 @@
-"""Files of one save that come one by one: each is copied at once, on the caller's thread, and written in the background."""
+"""Files of one save that are handed over one by one: the caller's thread copies each at once, the background writes it."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class FileStream:
             buffer.close()
             raise
         with self._turn:
-            if self._ended:  # the save failed meanwhile, and its handle says so
+            if self._ended:  # the save failed meanwhile, and its handle has the error
                 self._pool.append(buffer)
             else:
                 self._waiting.append((buffer, tasks))
             self._turn.notify_all()
 
     def _buffer_for(self, size_bytes: int) -> SharedBuffer:
-        """The smallest that is large enough, else the largest, which grows: so each stays about as large as one file."""
+        """The smallest that is large enough, else the largest, which grows. So each stays about as large as one file."""
         self._pool.sort(key=lambda buffer: buffer.size)
         fitting = next((buffer for buffer in self._pool if buffer.size >= size_bytes), None)
         if fitting is None:

@@ -1,8 +1,8 @@
 """The signals of one streamed gather: when the next round begins, and why there will be none.
 
-A round begins when every rank has said that it is there; the writing rank says so when it has room. So a rank that left, or
-whose storage is slow, is waited for here, in the store, and no collective is entered that somebody will not join. Used on the
-thread that gathers; issues no collectives.
+A round begins when every rank has reported that it is ready; the writing rank is ready when it has room. So the ranks wait
+here, in the store, for a rank that left or whose storage is slow. No rank enters a collective that another will not join. Used
+on the thread that gathers; issues no collectives.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class RoundBarrier:
         self._done = self._next
 
     def leave(self, error: BaseException, where: str) -> None:
-        """Tell the others why there will be no further round with this rank."""
+        """Report to the other ranks why there will be no further round with this rank."""
         rank = self._coordinator.rank
         if isinstance(error, GeneratorExit):
             reason = f"rank {rank} left the gather at {where}: its loop ended early or raised"
@@ -134,5 +134,5 @@ class RoundBarrier:
 
 
 def _lost_with(error: BaseException, rank: int) -> int:
-    """How many other ranks will not read what is said of it."""
+    """How many other ranks will not read the report."""
     return len(set(getattr(error, "ranks", getattr(error, "missing", ()))) - {rank})

@@ -1,8 +1,8 @@
 """Shared memory that holds one snapshot. It is laid out as the files will be, so writing it needs no second copy.
 
-An anonymous memory file (``memfd``): it has no name, so nothing is left behind by a killed job, and direct I/O works from it.
-Its pages are allocated before they are written to: where memory is short that is an error, not a SIGBUS, nor a visit of
-the out-of-memory killer. Its first page says how far it is filled, so that writing can begin before copying ends.
+An anonymous memory file (``memfd``): it has no name, so a killed job leaves nothing behind, and direct I/O works from it. Its
+pages are allocated before they are written to: a lack of memory is an error, not a SIGBUS or a kill by the out-of-memory
+killer. Its first page says how far it is filled, so that writing can begin before copying ends.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class SharedBuffer:
         try:
             self._populate(torch.frombuffer(fresh, dtype=torch.uint8).data_ptr(), size)
         except BaseException:
-            os.ftruncate(self._fd, self.size)  # what it got so far goes back: training goes on
+            os.ftruncate(self._fd, self.size)  # give back what was allocated: training goes on
             raise
         return fresh
 

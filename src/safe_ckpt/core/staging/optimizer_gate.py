@@ -72,6 +72,6 @@ def _pass() -> None:
 
 
 def _forget() -> None:
-    # A forked process has neither the threads that copy nor anything to save.
+    # A forked process has no threads that copy, and nothing to save.
     global _pending, _lock
     _pending, _lock = (), threading.Lock()

@@ -99,10 +99,10 @@ class OverlapPlan:
                 for key, value in optimizer.state.get(stepped_one, {}).items():
                     if isinstance(value, torch.Tensor) and value.dim() > 0:
                         tensors.append((f"optimizer state {key} of parameter {index}{of}", local_of(value)))
-        # Not one that is tied to such a one either.
+        # A tensor that shares memory with one of these is not deferred either.
         homes = {_home(tensor) for tensor in map(local_of, changing) if _is_plain(tensor)}
         placed = [(name, tensor, _home(tensor)) for name, tensor in tensors if _is_plain(tensor)]
-        # Whatever is deferred is watched: equal modules have parameters of the same names.
+        # Every deferred tensor is watched. Equal modules have parameters of the same names.
         self._tensors = [(name, tensor) for name, tensor, home in placed if home not in homes]
         self._storages = {home for _, _, home in placed} - homes
 

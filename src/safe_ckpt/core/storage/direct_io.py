@@ -51,7 +51,7 @@ class WriteOptions:
 
 
 class ProgressReporter(Protocol):
-    """Where the writing tells how far it is; a watchdog reads it."""
+    """Receives the progress of the writing, for a watchdog."""
 
     def begin(self, file_index: int) -> None:
         """A file of the job begins."""
@@ -105,7 +105,7 @@ def refused_direct() -> dict[int, str]:
 
 
 def write_without_direct(device: int, path: str) -> None:
-    """From now on no file on this file system is opened with O_DIRECT in this process. Said once."""
+    """Open no more files on this file system with O_DIRECT in this process. Logged once."""
     with _learning:
         known = device in _without_direct
         _without_direct.setdefault(device, path)
@@ -158,7 +158,7 @@ def fill_new_file(
         finally:
             os.close(fd)
     except SafeCheckpointError:
-        raise  # of what is written, not of the disk, although some of them are OSErrors
+        raise  # an error of the content, not of the disk, although some of them are OSErrors
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from error
     if on_disk != size:

@@ -1,8 +1,8 @@
-"""Making things durable and giving them their final name, in an order that makes any crash leave the old or the new.
+"""Make files durable and give them their final name, in an order in which any crash leaves the old or the new one.
 
-A new name is one rename. A file that exists is replaced by the same rename. A directory that exists cannot be: it is
-exchanged in one step where the kernel can, else moved aside and replaced, and ``root.Workspace`` repairs what a crash between
-the two leaves behind.
+A new name is one rename. The same rename replaces an existing file. An existing directory cannot be replaced so: it is
+exchanged in one step where the kernel can, else moved aside and replaced. ``workspace.Workspace`` repairs what a crash between
+the two steps leaves behind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from safe_ckpt.errors import NotEnoughSpaceError
 logger = logging.getLogger(__name__)
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-# What refuses a call and did nothing. An EIO, or a lost connection, may come from a server that has done it.
+# The errors of a call that did nothing. An EIO, or a lost connection, may come from a server that has done it.
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV, errno.ENOTTY)
 _NO_LINK = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK, errno.EINVAL)
 
@@ -156,12 +156,12 @@ def publish_directory(staged: Path, final: Path, aside: Path) -> None:
 
 
 def _exchange_back(one: Path, other: Path) -> None:
-    if not exchange(one, other):  # it could a moment ago: taken for undone it would cost the old one
+    if not exchange(one, other):  # it worked a moment ago. To treat this as undone would delete the old one
         raise OSError(errno.EIO, "the exchange could not be taken back", str(one))
 
 
 def _tidy(action: Callable[[], object]) -> None:
-    # The new one is committed: what is left of the old one must not turn that into a failure.
+    # The new one is committed, and must not fail because of what is left of the old one.
     try:
         action()
     except OSError as error:
@@ -170,7 +170,7 @@ def _tidy(action: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def _undone_by(undo: Callable[[], object]) -> Iterator[None]:
-    # An error after a rename must not be taken for "nothing was done": the old one would be tidied away.
+    # An error after a rename does not mean that nothing was done. If it did, the old one would be deleted.
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
 """Whether something is there. Only "there is no such entry" means that it is not; every other error is raised.
 
-``pathlib`` takes some errors for a no, and since Python 3.14 all of them: then a disk that fails for a moment makes a good
-checkpoint one that never was.
+``pathlib`` treats some errors as "not there", and since Python 3.14 all of them. So a disk that fails for a moment would make a
+good checkpoint vanish.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def is_gone(path: Path) -> bool:
 
 
 def ends_as_archive(path: Path) -> bool:
-    """As ``zipfile.is_zipfile``, which takes every error for a no.
+    """As ``zipfile.is_zipfile``, which treats every error as "no".
 
     Raises:
         OSError: it could not be read.

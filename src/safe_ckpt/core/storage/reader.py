@@ -192,7 +192,7 @@ class _Source:
                 break
             done += count
         if done < size and os.fstat(self._plain).st_size > offset + done:
-            # A network file system's cache, or one that fails: that is no shorter file, and says nothing of its bytes.
+            # The file is not shorter: a network file system's cache is old, or the file system fails. That is no corruption.
             raise ShortReadError(self._name, offset + done)
         return done
 

@@ -55,7 +55,7 @@ def main(socket_fd: int, control_fd: int, niceness: int, parent: int) -> None:
 
 
 def _watch(parent: int) -> None:
-    # A process that the parent forked, such as a loader's worker, may hold the other end of the socket open.
+    # A process that the parent forked, such as a data loader's worker, may hold the other end of the socket open.
     while os.getppid() == parent:
         time.sleep(_WATCH_S)
     os._exit(0)
@@ -97,7 +97,7 @@ def _serve(
         memory = memoryview(_mapped(job, buffers, maps)) if tasks else memoryview(b"")
         written = write_files(copies, tasks, plan["directories"], memory, options, page)
         results = [[result.path, result.size_bytes, result.xxh3_128] for result in written]
-        # Nobody reads a log of this process: its parent says what was found.
+        # Nobody reads a log of this process, so its parent logs which file systems refused direct writes.
         return {"files": results, "refused_direct": list(refused_direct().items())}
     except OSError as error:
         if error.errno == errno.ENOMEM:

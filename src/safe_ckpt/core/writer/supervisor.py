@@ -1,10 +1,9 @@
 """The parent's side of the writer process: start it, hand it jobs, watch it, replace it.
 
-Nothing here can block for longer than its deadline: the job lies in shared memory and only a short line crosses a
-non-blocking socket; progress is read from a shared page. A writer that dies or makes no progress is killed and replaced, and
-the same snapshot is written again to new files. After ``max_respawns`` deaths the parent writes by itself; after as many
-stalls the save fails, because whatever stalls the process would stall its parent too. A small job takes less time than to
-start the process: a thread does it.
+Nothing here can block for longer than its deadline: the job lies in shared memory, only a short line crosses a non-blocking
+socket, and progress is read from a shared page. A writer that dies or makes no progress is killed and replaced, and the same
+snapshot is written again to new files. After ``max_respawns`` deaths the parent writes by itself. After as many stalls the
+save fails, because the parent would stall too. A thread writes a small job, which takes less time than to start the process.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What writes a small snapshot: a thread of this process, for which a process of its own would take longer than the writing.
+"""A thread of this process that writes small snapshots: to start a process would take longer than the writing.
 
-It is watched like one. It cannot be killed, so one that does not come back from the kernel is left behind, and a process writes
-the same snapshot again. When it does come back it may finish the call that it was in, so it makes no call that could harm
-a file of somebody else's: it creates files where none are, and neither removes nor replaces any. Whatever stands in its way,
-or goes wrong on the disk, it leaves to the process.
+It is watched like the process. It cannot be killed. If it does not return from the kernel, it is abandoned, and a process
+writes the same snapshot again. When it returns, it may finish the call that it was in. So it makes no call that could harm
+another file: it creates new files, and neither removes nor replaces any. If a file is in its way, or the disk fails, it leaves
+the job to the process.
 """
 
 from __future__ import annotations
