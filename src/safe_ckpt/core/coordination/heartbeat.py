@@ -89,14 +89,14 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="safe_ckpt-beat", daemon=True)
         self._thread.start()
 
-    def check(self, needed: Iterable[int] | None = None) -> None:
-        """Raise if one of ``needed`` (all watched ranks when None) is lost now.
+    def check(self, needed: Iterable[int]) -> None:
+        """Raise if one of ``needed`` is lost now.
 
         Raises:
             PeerLostError: naming them.
         """
         lost = dict(self._lost)
-        gone = [rank for rank in (lost if needed is None else needed) if rank in lost]
+        gone = [rank for rank in needed if rank in lost]
         if gone:
             reason = "; ".join(sorted({lost[rank] for rank in gone}))
             raise PeerLostError(phase="waiting for the other ranks", ranks=tuple(gone), reason=reason)

@@ -16,6 +16,7 @@ import re
 import socket
 import stat
 import sys
+import uuid
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -97,6 +98,7 @@ class Manifest:
 
     Attributes:
         sequence: commit order within a directory; neither the step nor a clock tells which is newer.
+        op_id: unique to the save.
         items: name given to ``save`` -> how it was stored.
         notes: what an adapter wants to remember.
         written_by: host and process of rank 0.
@@ -106,9 +108,9 @@ class Manifest:
     name: str
     sequence: int
     step: int
-    op_id: str
+    op_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     world_size: int
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float] = field(default_factory=dict)
     created_at: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
     versions: Mapping[str, str] = field(default_factory=versions)
     items: Mapping[str, Any] = field(default_factory=dict)

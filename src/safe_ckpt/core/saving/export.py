@@ -75,19 +75,14 @@ class Exporter:
         workspace = self._workspaces.hold(path)
         chosen = {name: tensors[name] for name in kept["names"]}
         stream = _Stream(self._engine, path.name, chosen, dtype)
-        planned, error = list[FilePlan](), None
+        planned: list[FilePlan] = []
+        content: Content
         try:
             if self._engine.rank == 0:
                 planned = stream.images(most_bytes) if kept["gathered"] else hugging_face.images(chosen, most_bytes)
+            content = Streamed(files=planned, feed=stream.feed) if kept["gathered"] else Snapshot(files=planned)
         except Exception as problem:  # the other ranks must learn of it
-            error = problem
-        content: Content
-        if error is not None:
-            content = Unplanned(error=error)
-        elif kept["gathered"]:
-            content = Streamed(files=planned, feed=stream.feed)
-        else:
-            content = Snapshot(files=planned)
+            content = Unplanned(error=problem)
         return self._engine.save(request_of(workspace, path, content))
 
 
@@ -119,9 +114,8 @@ class _Stream:
 
     def images(self, most_bytes: int) -> list[FilePlan]:
         """The files."""
-        return hugging_face.images(
-            {name: self._lazy(name, tensor) for name, tensor in self._tensors.items()}, most_bytes
-        )
+        lazies = {name: self._lazy(name, tensor) for name, tensor in self._tensors.items()}
+        return hugging_face.images(lazies, most_bytes)
 
     def _lazy(self, name: str, tensor: torch.Tensor) -> LazyTensor:
         dtype = _final(tensor, self._dtype)

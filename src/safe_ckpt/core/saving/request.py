@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -268,7 +267,6 @@ def decide(request: SaveRequest, answers: Mapping[int, Any], *, busy: bool) -> d
         name=request.name,
         sequence=request.destination.workspace.next_sequence(),
         step=request.facts.step,
-        op_id=uuid.uuid4().hex,
         world_size=len(ranks),
         metrics=dict(request.facts.metrics),
         notes=dict(request.facts.notes),
