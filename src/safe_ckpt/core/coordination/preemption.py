@@ -12,12 +12,13 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.store import KeyValues
 from safe_ckpt.errors import ConfigError, RendezvousTimeout
 
@@ -54,24 +55,14 @@ class Preemption:
 
     Args:
         coordinator: where the ranks meet.
-        signals: names of the signals; there is at least one.
+        config: has the names of the signals, the grace after a signal, and how long to wait for a rank that does not ask.
         unwrap: turns the handler that is there before into the one that is run besides.
-        grace_s: how long the job may still live after a signal.
-        barrier_s: how long to wait for a rank that does not ask as often as this one.
     """
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        signals: Sequence[str],
-        *,
-        grace_s: float,
-        barrier_s: float,
-        unwrap: Callable[[Any], Any],
-    ) -> None:
+    def __init__(self, coordinator: Coordinator, config: CheckpointConfig, unwrap: Callable[[Any], Any]) -> None:
         self._coordinator = coordinator
-        self._grace_s = grace_s
-        self._barrier_s = barrier_s
+        self._grace_s = config.signal_grace_s
+        self._barrier_s = config.timeouts.barrier_s
         self._got: tuple[str, float] | None = None
         self._reported = False
         self._asked = 0
@@ -88,7 +79,7 @@ class Preemption:
         if threading.current_thread() is not threading.main_thread():
             message = "signals can be watched only by what is opened on the main thread"
             raise ConfigError(key="save_on_signals", message=message)
-        for name in signals:
+        for name in config.save_on_signals:
             number = signal.Signals[name]
             self._previous[number] = signal.signal(number, self._on_signal)
 

@@ -25,7 +25,6 @@ from safe_ckpt.core.storage.durable import sync_directory
 from safe_ckpt.errors import (
     CorruptCheckpointError,
     DirectoryError,
-    NotEnoughSpaceError,
     RestoreError,
     naming,
 )
@@ -203,13 +202,11 @@ def _copy(part: Part, folder: Path) -> None:
     try:
         results = copy_files(copies, WriteOptions.of(WriterConfig()), Unwatched())
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        why = "The disk filled up while this was restored; nothing was replaced."
+        full = durable.out_of_space(error, folder, path=str(folder.parent), message=why, needed_bytes=needed)
+        if full is None:
             raise
-        message = "The disk filled up while this was restored; nothing was replaced."
-        free = durable.free_bytes(folder) or 0
-        raise NotEnoughSpaceError(
-            path=str(folder.parent), message=message, needed_bytes=needed, free_bytes=free, code=error.errno
-        ) from error
+        raise full from error
     for entry, result in zip(part.entries, results, strict=True):
         if result.xxh3_128 != entry.xxh3_128:
             message = "its bytes are not those that were written"

@@ -7,7 +7,6 @@ The others write, report and wait for the verdict.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,6 @@ from safe_ckpt.errors import (
     DirectoryError,
     DirectoryInUseError,
     DirectoryNotSharedError,
-    NotEnoughSpaceError,
     PeerLostError,
     SafeCheckpointError,
     SaveError,
@@ -357,17 +355,10 @@ class CommitProtocol:
             cause = f"it has its name, but the disk did not confirm that: {error}"
             return CommitOutcomeUnknown(name=name, cause=cause, rank=self._rank, phase="commit", code=error.errno or 0)
         if isinstance(error, OSError):
-            path = str(error.filename or self._job.workspace.path)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                return NotEnoughSpaceError(
-                    path=path,
-                    message=f"Saving {name}: {error.strerror}.",
-                    rank=self._rank,
-                    code=error.errno,
-                    needed_bytes=self._job.known_bytes,
-                    free_bytes=_free_bytes(self._job.workspace.path),
-                    phase=phase,
-                )
+            path, needed = str(error.filename or self._job.workspace.path), self._job.known_bytes
+            facts = {"path": path, "message": f"Saving {name}: {error.strerror}.", "rank": self._rank, "phase": phase}
+            if (full := commit.out_of_space(error, self._job.workspace.path, needed_bytes=needed, **facts)) is not None:
+                return full
             return DirectoryError.of(error, path=path, rank=self._rank, phase=f"saving {name}: {phase}")
         return SaveError(name=name, cause=f"{type(error).__name__}: {error}", rank=self._rank, phase=phase)
 
@@ -379,10 +370,3 @@ def _merge_items(reports: Mapping[int, Any]) -> dict[str, Any]:
             entry = merged.setdefault(name, {"per_rank": item["per_rank"], "form": item["form"], "files": {}})
             entry["files"][str(rank)] = item["file"]
     return merged
-
-
-def _free_bytes(path: Path) -> int:
-    try:
-        return commit.free_bytes(path) or 0
-    except OSError:
-        return 0

@@ -202,18 +202,11 @@ class Engine:
         Raises:
             ConfigError: this, on some rank, is not the main thread.
         """
-        config = self.config
-        if not config.save_on_signals or self._preemption is not None:
+        if not self.config.save_on_signals or self._preemption is not None:
             return
 
         def watch() -> None:
-            self._preemption = Preemption(
-                self.coordinator,
-                config.save_on_signals,
-                grace_s=config.signal_grace_s,
-                barrier_s=config.timeouts.barrier_s,
-                unwrap=unwrap,
-            )
+            self._preemption = Preemption(self.coordinator, self.config, unwrap)
 
         self.agree("signals", local=watch, phase="opening")
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
@@ -275,7 +275,8 @@ def _outcome(
     job: SaveJob, phases: CommitProtocol, info: CheckpointInfo | None, failure: SafeCheckpointError | None, rank: int
 ) -> Iterator[events.Event]:
     """The events of ``job`` once its outcome is known."""
-    now, step = time.monotonic(), job.request.facts.step
+    now = time.monotonic()
+    facts: dict[str, Any] = {"rank": rank, "name": job.name, "step": job.request.facts.step}
     size = sum(task.length for task in job.tasks)
     copied = job.copy is not None and job.copy.error is None
     if copied or (job.streamed and phases.write_s):
@@ -283,31 +284,17 @@ def _outcome(
         at = _since_epoch(job.started + stall_s)
         mode: Literal["eager", "overlapped"] = "eager" if job.overlap is None else "overlapped"
         yield events.Snapshotted(
-            rank=rank,
-            at=at,
-            name=job.name,
-            step=step,
-            size_bytes=size,
-            stall_s=stall_s,
-            mode="streamed" if job.streamed else mode,
+            **facts, at=at, size_bytes=size, stall_s=stall_s, mode="streamed" if job.streamed else mode
         )
     if phases.written_bytes:
-        yield events.Written(
-            rank=rank,
-            at=_since_epoch(phases.written_at),
-            name=job.name,
-            step=step,
-            size_bytes=phases.written_bytes,
-            seconds=phases.write_s,
-        )
+        at = _since_epoch(phases.written_at)
+        yield events.Written(**facts, at=at, size_bytes=phases.written_bytes, seconds=phases.write_s)
     if failure is not None:
         yield failed(job.request, failure, rank, now - job.started)
     elif info is not None:
         notes = job.request.facts.notes
         yield events.Committed(
-            rank=rank,
-            name=job.name,
-            step=step,
+            **facts,
             path=str(info.path),
             sequence=info.sequence,
             size_bytes=info.size_bytes,

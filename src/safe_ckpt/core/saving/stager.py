@@ -76,12 +76,13 @@ class Stager:
         """Plan the copy of ``job``. An error goes into ``job.error``; every rank gets it through the save's verdict."""
         content = job.request.content
         limit = self._config.max_host_bytes
+        place = str(job.folder), job.manifest.to_json()
         if job.stream is not None:
-            job.stream.bind(str(job.folder), job.manifest.to_json())
+            job.stream.bind(*place)
             job.error = None
             return
         if isinstance(content, Streamed) or (limit is not None and snapshot.buffer_bytes(content.files) > limit):
-            job.tasks = snapshot.list_tasks(content.files, str(job.folder), job.manifest.to_json())
+            job.tasks = snapshot.list_tasks(content.files, *place)
             job.streamed, job.error = True, None
             try:
                 # Another thread reads the tensors, and its streams do not wait for those of this thread.
@@ -92,12 +93,7 @@ class Stager:
         job.buffer = self._take_buffer()
         try:
             job.tasks, job.copy = snapshot.lay_out(
-                content.files,
-                job.buffer,
-                str(job.folder),
-                job.manifest.to_json(),
-                name=job.name,
-                overlap_plan=job.overlap,
+                content.files, job.buffer, *place, name=job.name, overlap_plan=job.overlap
             )
             job.error = None
         except Exception as error:  # as the docstring says

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safe_ckpt.errors import NotEnoughSpaceError
 
@@ -319,6 +320,16 @@ def free_bytes(path: Path) -> int | None:
             return None
         raise
     return usage.free if usage.total else None  # what is full has a size; what has no size says nothing
+
+
+def out_of_space(error: OSError, folder: Path, **facts: Any) -> NotEnoughSpaceError | None:
+    """The error of a file system that filled up, which has ``folder``, with these further fields; None for another error."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    free = 0
+    with contextlib.suppress(OSError):
+        free = free_bytes(folder) or 0
+    return NotEnoughSpaceError(code=error.errno, free_bytes=free, **facts)
 
 
 def require_space(path: Path, needed_bytes: int, why: str) -> None:
