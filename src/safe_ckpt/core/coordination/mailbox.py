@@ -253,7 +253,9 @@ class TwoPhaseCommit:
                 self._check_peers(needed)
 
     def conclude(self, verdict: Mapping[str, Any]) -> None:
-        """Rank 0: publish what came of it. ``prepared`` is set too, so that whoever waits there wakes up."""
+        """Rank 0: publish what came of it. ``prepared`` is set too, so that the ranks that wait there wake up."""
+        if self._coordinator.size == 1:
+            return
         self._coordinator.receipts.expect(self._read, self._coordinator.size - 1, self._call)
         self._set("verdict", verdict)
         self._set("prepared", {})
