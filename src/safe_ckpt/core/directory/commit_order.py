@@ -17,6 +17,7 @@ from pathlib import Path
 from safe_ckpt import events
 from safe_ckpt.core.directory.workspace import EVENTS, HIDDEN, sequence_after
 from safe_ckpt.core.formats.manifest import CheckpointInfo
+from safe_ckpt.core.storage.presence import opened
 
 _TAIL_BYTES = 1 << 18
 _COMMITTED = b'"committed"'
@@ -89,18 +90,14 @@ def _is_there(path: Path) -> bool:
 @contextlib.contextmanager
 def _opened(hidden: Path, name: str, flags: int) -> Iterator[int]:
     # Another user may have put a link to another file there, or a pipe, which would block for ever.
-    safely = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    folder = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | safely)
-    try:
-        file = os.open(name, flags | safely, dir_fd=folder)
-    finally:
-        os.close(folder)
-    try:
+    safely = os.O_NOFOLLOW | os.O_NONBLOCK
+    with (
+        opened(hidden, os.O_RDONLY | os.O_DIRECTORY | safely) as folder,
+        opened(name, flags | safely, dir_fd=folder) as file,
+    ):
         if not stat.S_ISREG(os.fstat(file).st_mode):
             raise OSError(f"{hidden / name} is not a regular file")
         yield file
-    finally:
-        os.close(file)
 
 
 def _known(workspace: Path) -> int:

@@ -16,7 +16,7 @@ from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.directory.shared import await_shared, leave_token
 from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, read_manifest
-from safe_ckpt.core.storage.durable import sync_directory
+from safe_ckpt.core.storage.durable import sync_directory, sync_file
 from safe_ckpt.core.storage.reader import digest_of
 from safe_ckpt.errors import SafeCheckpointError, naming
 
@@ -68,7 +68,7 @@ def adopt(staged: Path, written: Collection[str]) -> list[FileEntry]:
         file = staged / name
         if name in written or file.is_symlink():  # the target of a link is not ours
             continue
-        size = _sync(file)
+        size = sync_file(file)
         entries.append(FileEntry(path=name, size_bytes=size, xxh3_128=digest_of(file, size), rank=0))
     _sync_folders(staged)
     return entries
@@ -101,7 +101,7 @@ def carry(old: Path, staged: Path, wanted: Callable[[str], bool]) -> None:
         except OSError:  # no hard links here
             shutil.copy2(old / name, target, follow_symlinks=False)
             if not target.is_symlink():
-                _sync(target)
+                sync_file(target)
     _sync_folders(staged)
 
 
@@ -114,15 +114,6 @@ def _files_below(folder: Path) -> Iterator[str]:
 
 def _raise(error: OSError) -> None:
     raise error
-
-
-def _sync(file: Path) -> int:
-    fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-        return os.fstat(fd).st_size
-    finally:
-        os.close(fd)
 
 
 def _sync_folders(top: Path) -> None:

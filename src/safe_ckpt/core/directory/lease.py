@@ -20,6 +20,7 @@ from typing import Any, Literal
 from filelock import FileLock, Timeout
 
 from safe_ckpt.core.coordination.processes import kernel_id, pid_namespace, process_start
+from safe_ckpt.core.storage.presence import opened
 
 LOCK_NAME = "lock"
 KERNEL_NAME = "lock.alive"
@@ -102,17 +103,14 @@ def read_lock(directory: Path, name: str = LOCK_NAME) -> bytes | None:
     path = directory / name
     try:
         # A pipe in its place must not block, and a link must not be followed.
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
+            return os.read(fd, _MOST_BYTES) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError:
         if path.is_symlink():
             return b""
         raise
-    try:
-        return os.read(fd, _MOST_BYTES) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
-    finally:
-        os.close(fd)
 
 
 def take_away(directory: Path, is_it: Callable[[bytes], bool]) -> bool:
@@ -155,13 +153,10 @@ def put(fresh: Path, data: bytes, path: Path) -> bool:
         return False
     except OSError:  # no hard links here: then it is empty for a moment
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644) as fd:
+                os.write(fd, data)
         except FileExistsError:
             return False
-        try:
-            os.write(fd, data)
-        finally:
-            os.close(fd)
     return True
 
 

@@ -38,6 +38,7 @@ from safe_ckpt.core.directory.lease import (
     take_away,
     token_of,
 )
+from safe_ckpt.core.storage.presence import opened
 from safe_ckpt.errors import DirectoryInUseError, naming
 
 logger = logging.getLogger(__name__)
@@ -291,13 +292,10 @@ class JobLock:
         holder = self._read()
         if holder is None or holder.token != lease.token:
             return holder
-        fd = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
+        with opened(self._path, os.O_RDWR | os.O_NOFOLLOW) as fd:
             # What is open now is looked at: it may be another one since, and one renamed aside harms nobody.
             if token_of(os.read(fd, 4096)) == lease.token:
                 os.pwrite(fd, lease.to_bytes(), 0)
-        finally:
-            os.close(fd)
         return holder
 
     def _sweep(self) -> None:

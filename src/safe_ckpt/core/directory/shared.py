@@ -255,10 +255,7 @@ def _is_visible(path: Path) -> bool:
 def _size_of(file: Path) -> int:
     try:
         # Opened, for that is when a network file system asks the server what has become of the file.
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with presence.opened(file, os.O_RDONLY | os.O_NONBLOCK) as fd:
+            return os.fstat(fd).st_size
     except (FileNotFoundError, NotADirectoryError):
         return -1
-    try:
-        return os.fstat(fd).st_size
-    finally:
-        os.close(fd)

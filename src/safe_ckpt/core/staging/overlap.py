@@ -7,7 +7,7 @@ state. Everything else, such as buffers, frozen parameters, teachers, counters a
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -16,22 +16,8 @@ from safe_ckpt.core.sharding.dtensor import local_of
 _SAMPLE_BYTES = 64
 
 
-class MutationDetector:
-    """Remembers versions and samples of tensors as they are now.
-
-    Args:
-        tensors: what to watch, each with the name to give in messages. Names need not be unique.
-    """
-
-    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._seen = [(name, tensor, tensor._version, _sample(tensor)) for name, tensor in tensors]
-
-    def changed(self) -> str:
-        """The name of a tensor that is not what it was; empty when there is none."""
-        for name, tensor, version, sample in self._seen:
-            if tensor._version != version or _sample(tensor) != sample:
-                return name
-        return ""
+MutationDetector = Callable[[], str]
+"""Returns the name of a tensor that has changed; "" when none has."""
 
 
 def _sample(tensor: torch.Tensor) -> bytes:
@@ -111,8 +97,16 @@ class OverlapPlan:
         return bool(tensor.numel()) and _home(tensor) in self._storages
 
     def detector(self) -> MutationDetector:
-        """Remembers what they are now."""
-        return MutationDetector(self._tensors)
+        """Remember versions and samples of the tensors as they are now."""
+        seen = [(name, tensor, tensor._version, _sample(tensor)) for name, tensor in self._tensors]
+
+        def changed() -> str:
+            for name, tensor, version, sample in seen:
+                if tensor._version != version or _sample(tensor) != sample:
+                    return name
+            return ""
+
+        return changed
 
     def __bool__(self) -> bool:
         return bool(self._storages)

@@ -243,7 +243,7 @@ class StagingCopy:
     def _check_unchanged(self) -> None:
         with self._checking:  # the second caller waits: the step that follows changes what the detector looks at
             detector, self._detector = self._detector, None
-            changed = detector.changed() if detector is not None else ""
+            changed = detector() if detector is not None else ""
             if changed:
                 cause = f"{changed} changed while it was copied, outside an optimizer's step. "
                 cause += 'Change it after handle.wait_snapshot(), or use snapshot="eager"'

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safe_ckpt.core.storage.presence import opened
 from safe_ckpt.errors import NotEnoughSpaceError
 
 logger = logging.getLogger(__name__)
@@ -40,11 +41,15 @@ class WrittenFile:
 
 def sync_directory(path: str) -> None:
     """Make the entries of a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)
+
+
+def sync_file(path: Path) -> int:
+    """Make the bytes of a file durable. Returns how many they are."""
+    with opened(path, os.O_RDONLY | os.O_NOFOLLOW) as fd:
+        os.fsync(fd)
+        return os.fstat(fd).st_size
 
 
 def make_directory(path: Path) -> None:
@@ -57,14 +62,11 @@ def make_directory(path: Path) -> None:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Write a small file and fsync it; its directory entry is the caller's to fsync."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-    try:
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
         view = memoryview(data)
         while view:
             view = view[os.write(fd, view) :]
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 class HalfCommittedError(OSError):
@@ -78,7 +80,7 @@ def publish_file(staged: Path, final: Path) -> None:
         OSError: it was not done; what had the name has it still.
         HalfCommittedError: it was done and then the disk refused to confirm it, or to undo it.
     """
-    replaced = _exists(final)
+    replaced = os.path.lexists(final)
     kept = _keep(staged, final) if replaced else None
 
     def undo() -> None:
@@ -133,7 +135,7 @@ def publish_directory(staged: Path, final: Path, aside: Path) -> None:
     """
     if staged.is_dir():
         sync_directory(str(staged))
-    if not _exists(final):
+    if not os.path.lexists(final):
         os.rename(staged, final)
         with _undone_by(lambda: os.rename(final, staged)):
             sync_directory(str(final.parent))
@@ -202,7 +204,7 @@ def _replace(staged: Path, final: Path) -> None:
         near = final.with_name(f".{final.name}.{uuid.uuid4().hex}.tmp")
         try:
             shutil.copyfile(staged, near)
-            _sync_file(near)
+            sync_file(near)
             os.replace(near, final)
         finally:
             near.unlink(missing_ok=True)
@@ -278,7 +280,7 @@ def link_or_copy(existing: Path, staged: Path) -> None:
         if error.errno not in _NO_LINK:
             raise
         shutil.copyfile(existing, staged)
-        _sync_file(staged)
+        sync_file(staged)
 
 
 def remove_tree(path: Path) -> None:
@@ -290,18 +292,6 @@ def remove_tree(path: Path) -> None:
             path.unlink()
     except FileNotFoundError:
         pass
-
-
-def _exists(path: Path) -> bool:
-    return os.path.lexists(path)
-
-
-def _sync_file(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 _NOT_TOLD = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EOVERFLOW)

@@ -6,9 +6,11 @@ good checkpoint vanish.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 _TAIL_BYTES = (1 << 16) + 22  # of a zip archive: the longest comment, and the end record before it
@@ -20,6 +22,16 @@ class ShortReadError(OSError):
 
     def __init__(self, path: str, at: int) -> None:
         super().__init__(errno.EIO, f"a read ended at {at}, before the file does", path)
+
+
+@contextlib.contextmanager
+def opened(path: Path | str, flags: int, mode: int = 0o666, dir_fd: int | None = None) -> Iterator[int]:
+    """The descriptor of a file, which is closed in the end; for the arguments see ``os.open``."""
+    fd = os.open(path, flags | os.O_CLOEXEC, mode, dir_fd=dir_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def is_there(path: Path) -> bool:
