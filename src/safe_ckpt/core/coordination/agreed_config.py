@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.coordination.log_entry import refuse_differences
+from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.settings.sources import origin_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 def config_of_all(config: CheckpointConfig | None, group: ProcessGroup | None = None) -> CheckpointConfig:

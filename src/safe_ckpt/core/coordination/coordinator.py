@@ -14,13 +14,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from safe_ckpt.config import CheckpointConfig, Network
+from safe_ckpt.config import CheckpointConfig, Network, Timeouts
 from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.coordination.heartbeat import Heartbeat
 from safe_ckpt.core.coordination.log_entry import Decide, LogEntry, Scatter, decided
 from safe_ckpt.core.coordination.mailbox import Receipts
+from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.coordination.rendezvous import Rendezvous, no_store, rendezvous
 from safe_ckpt.core.coordination.store import KeyTimeout, KeyValues, StoreClient
 from safe_ckpt.errors import (
@@ -35,11 +36,6 @@ from safe_ckpt.errors import (
     naming,
     to_wire,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from safe_ckpt.config import Timeouts
 
 logger = logging.getLogger(__name__)
 

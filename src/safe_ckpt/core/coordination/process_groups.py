@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup as ProcessGroup  # noqa: PLC0414 - for the other modules
 
 from safe_ckpt.errors import ConfigError
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     # torch exports its stores at run time, but not to type checkers.
     from torch._C._distributed_c10d import Store as Store  # noqa: PLC0414 - for the other modules
     from torch._C._distributed_c10d import TCPStore
-    from torch.distributed import ProcessGroup as ProcessGroup  # noqa: PLC0414 - likewise
 else:
     from torch.distributed import Store, TCPStore
 

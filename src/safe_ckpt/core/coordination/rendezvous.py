@@ -17,17 +17,15 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch.distributed as dist
 
+from safe_ckpt.config import Network, Timeouts
 from safe_ckpt.core.coordination import network, process_groups
 from safe_ckpt.core.coordination.processes import machine_id
 from safe_ckpt.core.coordination.store import KeyTimeout, KeyValues, SealedStore, StoreClient
 from safe_ckpt.errors import PeerLostError, RendezvousTimeout, TamperedError, from_wire, to_wire
-
-if TYPE_CHECKING:
-    from safe_ckpt.config import Network, Timeouts
 
 logger = logging.getLogger(__name__)
 _PHASE = "first meeting of the ranks"

@@ -14,10 +14,11 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
+from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.directory.catalog import looks_like_checkpoint
 from safe_ckpt.core.directory.lock import not_held
 from safe_ckpt.core.directory.workspace import HIDDEN
@@ -30,9 +31,6 @@ from safe_ckpt.errors import (
     NoValidCheckpointError,
     naming,
 )
-
-if TYPE_CHECKING:
-    from safe_ckpt.core.coordination.process_groups import ProcessGroup
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safe_ckpt.config import CheckpointConfig, Timeouts
+from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.coordination.processes import machine_id
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
@@ -25,9 +26,6 @@ from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
 from safe_ckpt.core.saving.request import Destination, Facts, OnCommit, SaveRequest, Snapshot
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.errors import ConfigError, SourceChangedError, StateError, naming
-
-if TYPE_CHECKING:
-    from safe_ckpt.core.coordination.process_groups import ProcessGroup
 
 ADAPTER = "offloaded"
 _RACY_NS = 20_000_000  # twice the longest tick of a kernel's clock

@@ -10,10 +10,11 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safe_ckpt.config import Timeouts, WriterConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
+from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.coordination.processes import process_state
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
@@ -28,9 +29,6 @@ from safe_ckpt.errors import (
     RestoreError,
     naming,
 )
-
-if TYPE_CHECKING:
-    from safe_ckpt.core.coordination.process_groups import ProcessGroup
 
 _STAGED = f"{HIDDEN}-restore-"
 

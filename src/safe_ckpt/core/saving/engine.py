@@ -15,13 +15,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
 from safe_ckpt.core.coordination.preemption import Preemption
-from safe_ckpt.core.coordination.process_groups import group_timeout_s
+from safe_ckpt.core.coordination.process_groups import ProcessGroup, group_timeout_s
 from safe_ckpt.core.formats.manifest import Manifest, versions
 from safe_ckpt.core.saving.held_directories import Workspaces
 from safe_ckpt.core.saving.job import SaveHandle, SaveJob
@@ -43,9 +43,6 @@ from safe_ckpt.errors import (
 from safe_ckpt.hooks import asked_for
 from safe_ckpt.hooks.emitter import Emitter
 from safe_ckpt.hooks.logging_hook import LoggingHook
-
-if TYPE_CHECKING:
-    from safe_ckpt.core.coordination.process_groups import ProcessGroup
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import hashlib
 import uuid
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,13 +20,11 @@ from safe_ckpt.config import Timeouts
 from safe_ckpt.core.coordination import process_groups, timeouts
 from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
 from safe_ckpt.core.coordination.log_entry import Scatter, refuse_differences
+from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.sharding import dtensor, gather_plan, gather_transport
 from safe_ckpt.core.sharding.gather_plan import Chunk, GatherPlan
 from safe_ckpt.core.sharding.gather_rounds import RoundBarrier
 from safe_ckpt.errors import ConfigError, StateError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 STAGING_BYTES = 32 << 20
 _TIMEOUTS = Timeouts(peer_stall_s=20)

@@ -9,17 +9,15 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from safe_ckpt.core.coordination import process_groups
+from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.cuda import Cuda
 from safe_ckpt.errors import PeerLostError, RendezvousTimeout
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
 _FIRST_NAP_S = 0.0001

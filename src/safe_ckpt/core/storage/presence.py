@@ -1,4 +1,4 @@
-"""Whether something is there. Only "there is no such entry" means that it is not; every other error is raised.
+"""Looking at files: is something there? Only "there is no such entry" means that it is not; every other error is raised.
 
 ``pathlib`` treats some errors as "not there", and since Python 3.14 all of them. So a disk that fails for a moment would make a
 good checkpoint vanish.
