@@ -348,12 +348,12 @@ class Coordinator:
             present = step.fail(wire)
             # After a rank was lost the rest may still be on their way here. They must learn which one it was.
             lost = len(error.ranks) if isinstance(error, PeerLostError) else 0
-            self._expect_reads(step, self.size - 1 - lost if lost else present)
+            self.receipts.expect(step.read, self.size - 1 - lost if lost else present, self.call, instead_of="log/")
             self._ended += step.keys(answers=True)
             if isinstance(error, Exception) and not isinstance(error, CoordinationError):
                 raise from_wire(wire) from error
             raise
-        self._expect_reads(step, self.size - 1)
+        self.receipts.expect(step.read, self.size - 1, self.call, instead_of="log/")
         step.forget(self._ended)
         self._ended = step.keys()
         return result
@@ -384,9 +384,6 @@ class Coordinator:
             return step.get("/verdict", patience=2)
         except KeyTimeout:
             raise RendezvousTimeout(phase=f"{step.kind}: verdict", seconds=2 * step.timeout_s, missing=(0,)) from None
-
-    def _expect_reads(self, step: LogEntry, count: int) -> None:
-        self.receipts.expect(step.read, count, self.call, instead_of="log/")
 
 
 def _agree_alone(kind: str, local: Callable[[], object] | None, decide: Decide | None) -> Any:

@@ -39,6 +39,9 @@ class Workspace:
         hidden: the hidden folder, if it is not to lie in ``path``.
         owner: what holds it within this process and how to free it, for messages.
         swept: where what is deleted goes instead; None to delete it.
+
+    Attributes:
+        last_sequence: the last place in the order of commits that was given out.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class Workspace:
         self._quarantine = self.hidden / "quarantine"
         self._lock = JobLock(self.hidden, subject=path, lease_s=lease_s, owner=owner)
         self._swept = swept
-        self._sequence = 0
+        self.last_sequence = 0
         self._missing: list[Path] = []
 
     def open(self, patience_s: float | None = None) -> None:
@@ -101,19 +104,14 @@ class Workspace:
         # A job that starts at this moment creates them again.
         _remove_empty([self.hidden, *self._missing])
 
-    @property
-    def last_sequence(self) -> int:
-        """The last place in the order of commits that was given out."""
-        return self._sequence
-
     def start_after(self, sequence: int) -> None:
         """Everything saved from now on is newer than ``sequence``."""
-        self._sequence = max(self._sequence, sequence)
+        self.last_sequence = max(self.last_sequence, sequence)
 
     def next_sequence(self) -> int:
         """The next place in the order of commits. Given out under the lock; a failed save leaves a gap."""
-        self._sequence = sequence_after(self._sequence)
-        return self._sequence
+        self.last_sequence = sequence_after(self.last_sequence)
+        return self.last_sequence
 
     def confirm(self) -> None:
         """Raise ``DirectoryInUseError`` if another job has taken the directory over.

@@ -55,6 +55,7 @@ class SaveQueue:
         give_back: takes the buffer of a save that is over.
 
     Attributes:
+        writer: writes this rank's files.
         stop_by: when the job must be over, on the monotonic clock; a save that is not done by then is given up.
         last_save_s: how long the last committed save took, from the call to its commit; 0 when there was none.
     """
@@ -71,8 +72,8 @@ class SaveQueue:
         self._config = config
         self._emit = emit
         self._give_back = give_back
-        self._writer = WriterSupervisor(config.writer, config.timeouts, self._respawned)
-        coordinator.movers.append(self._writer.progress)
+        self.writer = WriterSupervisor(config.writer, config.timeouts, self._respawned)
+        coordinator.movers.append(self.writer.progress)
         self._background = Background("safe_ckpt-save", self._work)
         self._concluded: list[TwoPhaseCommit] = []
         self._open: list[SaveJob] = []
@@ -82,15 +83,10 @@ class SaveQueue:
         self.last_save_s = 0.0
         self._giving_up = threading.Event()
 
-    @property
-    def writer(self) -> WriterSupervisor:
-        """What writes this rank's files."""
-        return self._writer
-
     def start(self) -> None:
         """Start the thread and the writer process ahead of the first save. On any thread."""
         self._background.start()
-        self._writer.start()
+        self.writer.start()
 
     def put(self, job: SaveJob) -> None:
         """Put a save whose snapshot is planned into the queue. Its handle gets an outcome, whatever happens here."""
@@ -125,8 +121,8 @@ class SaveQueue:
             if not self._background.is_current:  # a collector may call this from anywhere
                 self._drain(within_s)
         finally:
-            self._coordinator.movers.remove(self._writer.progress)
-            self._writer.close()
+            self._coordinator.movers.remove(self.writer.progress)
+            self.writer.close()
             self._store_client.close()
 
     def _drain(self, within_s: float | None) -> None:
@@ -177,7 +173,7 @@ class SaveQueue:
         give_up = functools.partial(self._check_giving_up, job.name)
         reporting = [rank for rank in job.writers if rank != 0]
         two_phase = TwoPhaseCommit(self._coordinator, self._store_client, job.op_id, reporting, give_up, job.call)
-        phases = CommitProtocol(job, two_phase, self._writer, self._config, self._coordinator.rank, give_up)
+        phases = CommitProtocol(job, two_phase, self.writer, self._config, self._coordinator.rank, give_up)
         self._emit(_agreed(job, self._coordinator.rank))
         info, failure = None, None
         try:

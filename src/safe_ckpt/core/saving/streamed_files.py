@@ -20,6 +20,9 @@ class FileStream:
 
     Args:
         pool: memory of earlier saves, to be used again; this gives back to it.
+
+    Attributes:
+        size_bytes: how much was handed over until now.
     """
 
     def __init__(self, pool: list[SharedBuffer]) -> None:
@@ -29,12 +32,7 @@ class FileStream:
         self._place: tuple[str, Mapping[str, Any]] = ("", {})
         self._ended = False
         self._error: SafeCheckpointError | None = None
-        self._size_bytes = 0
-
-    @property
-    def size_bytes(self) -> int:
-        """How much was handed over until now."""
-        return self._size_bytes
+        self.size_bytes = 0
 
     def bind(self, folder: str, manifest: Mapping[str, Any]) -> None:
         """Where the files go. For the engine, before the first one comes."""
@@ -47,7 +45,7 @@ class FileStream:
             NotEnoughSpaceError: the machine has not that much memory left.
         """
         with self._turn:
-            self._size_bytes += image.length
+            self.size_bytes += image.length
             buffer = self._buffer_for(snapshot.buffer_bytes([image]))
         try:
             tasks = snapshot.take([image], buffer, *self._place)

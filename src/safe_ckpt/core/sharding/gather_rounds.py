@@ -29,10 +29,14 @@ class RoundBarrier:
         op_id: unique to this gather.
         timeout_s: how long the writing rank may take between two rounds.
         late_s: how long the others may take, who have nothing to do meanwhile.
+
+    Attributes:
+        alone: whether there is no other rank.
     """
 
     def __init__(self, coordinator: Coordinator, op_id: str, *, timeout_s: float, late_s: float) -> None:
         self._coordinator = coordinator
+        self.alone = coordinator.size == 1
         self._store_client = coordinator.store_client("gather")
         self._mailbox = Mailbox(self._store_client, f"gather/{op_id}", range(coordinator.size))
         self._read = f"gather/{op_id}/read"
@@ -47,11 +51,6 @@ class RoundBarrier:
             self._store_client.delete(stale, phase="gather")
             coordinator.receipts.drop(*stale)
         self._needed = [0] if coordinator.rank else list(range(1, coordinator.size))
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is no other rank."""
-        return self._coordinator.size == 1
 
     def enter(self, phase: str) -> None:
         """Wait until every rank is here for the next round.
@@ -101,7 +100,8 @@ class RoundBarrier:
         if self._reported:
             return
         if rank == 0:
-            self._await_readers(self._coordinator.size - 1 - _lost_with(error, rank))
+            # The store ends with rank 0, which stays until the others have read why there is no further round.
+            self._coordinator.receipts.expect(self._read, self._coordinator.size - 1 - _lost_with(error, rank))
         wire = to_wire(error, rank=rank, phase=f"gather: {where}")
         # Also in the round that this rank waited for: where it begins all the same, the others look for the next one within.
         turns = range(self._begun, self._next + 1)
@@ -123,14 +123,10 @@ class RoundBarrier:
         self._reported = True
         error = from_wire(reason["error"])
         if self._coordinator.rank == 0:
-            self._await_readers(self._coordinator.size - 1 - max(1, _lost_with(error, 0)))
+            self._coordinator.receipts.expect(self._read, self._coordinator.size - 1 - max(1, _lost_with(error, 0)))
         else:
             self._store_client.acknowledge(self._read, phase="gather")
         raise error
-
-    def _await_readers(self, count: int) -> None:
-        # The store goes with rank 0: it stays until the others have read why there is no further round.
-        self._coordinator.receipts.expect(self._read, count)
 
 
 def _lost_with(error: BaseException, rank: int) -> int:
