@@ -75,7 +75,7 @@ class Preemption:
         self._unwrap = unwrap
         self._previous: dict[int, Any] = {}
         self.stop: Stop | None = None
-        self._store_client = coordinator.store_client("stop") if coordinator.size > 1 else None
+        self._store_client = coordinator.store_client("stop")
         if threading.current_thread() is not threading.main_thread():
             message = "signals can be watched only by what is opened on the main thread"
             raise ConfigError(key="save_on_signals", message=message)
@@ -92,7 +92,7 @@ class Preemption:
         """
         if self.stop is not None:
             return True
-        if self._store_client is None:
+        if self._coordinator.size == 1:
             if self._got is not None:
                 self._decide(*self._got, rank=0)
             return self.stop is not None
@@ -105,13 +105,12 @@ class Preemption:
             if signal.getsignal(number) == self._on_signal and threading.current_thread() is threading.main_thread():
                 signal.signal(number, previous if previous is not None else signal.SIG_DFL)
         self._previous.clear()
-        if self._store_client is not None:
-            if self._coordinator.rank == 0:
-                # A thread that waits for the next decision need not wait for the end of the store.
-                self._store_client.begin(
-                    lambda store: store.set(self._key(self._number + 2), json.dumps(_NO)), phase=_PHASE
-                )
-            self._store_client.close()
+        if self._coordinator.rank == 0 and self._coordinator.size > 1:
+            # A thread that waits for the next decision need not wait for the end of the store.
+            self._store_client.begin(
+                lambda store: store.set(self._key(self._number + 2), json.dumps(_NO)), phase=_PHASE
+            )
+        self._store_client.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # This takes no lock, because another signal may interrupt it.
@@ -147,7 +146,7 @@ class Preemption:
         if pending is None:  # the attempt before this failed; rank 0 publishes what it decides now
             pending = self._ask()
         try:
-            if not pending.ready(wait_s=self._barrier_s, check=self._check_rank_0):
+            if not pending.ready(wait_s=self._barrier_s, check=lambda: self._coordinator.check([0])):
                 raise RendezvousTimeout(phase=_PHASE, seconds=self._barrier_s, missing=(0,))
         except BaseException:
             pending.abandon()
@@ -155,8 +154,6 @@ class Preemption:
         return pending.result()
 
     def _ask(self) -> Pending[dict[str, Any]]:
-        if self._store_client is None:
-            raise ValueError("one rank asks itself")
         return self._store_client.begin(self._lead() if self._coordinator.rank == 0 else self._follow, phase=_PHASE)
 
     def _lead(self) -> Callable[[KeyValues], dict[str, Any]]:
@@ -203,10 +200,6 @@ class Preemption:
         decision: dict[str, Any] = json.loads(store.get(self._key(number)))
         store.add("stop/read", 1)
         return decision
-
-    def _check_rank_0(self) -> None:
-        if self._coordinator.rank != 0:
-            self._coordinator.check([0])
 
     def _pace(self) -> None:
         now = time.monotonic()

@@ -40,7 +40,7 @@ class Record(NamedTuple):
     @property
     def end(self) -> int:
         """Offset behind the data descriptor."""
-        return self.data_offset + self.size + descriptor_bytes(self.size)
+        return self.data_offset + self.size + (24 if self.size >= _LIMIT32 else 16)
 
 
 class RecordDigest:
@@ -79,11 +79,6 @@ def local_header(record: Record) -> bytes:
     version = 45 if large else 20
     head = struct.pack("<4s5H3I2H", b"PK\3\4", version, _FLAGS, 0, 0, _DATE, 0, size, size, len(name), len(extra))
     return head + name + extra
-
-
-def descriptor_bytes(size: int) -> int:
-    """Length of the data descriptor behind a payload of ``size`` bytes."""
-    return 24 if size >= _LIMIT32 else 16
 
 
 def descriptor(crc: int, size: int) -> bytes:
