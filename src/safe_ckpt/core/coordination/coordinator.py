@@ -205,10 +205,10 @@ class Coordinator:
         except Exception as error:  # whatever it is: the other ranks wait for this one
             failure = error
             own = {"error": to_wire(error, rank=self.rank, phase=phase or kind)}
-        entry = {"kind": kind, **{key: str(value) for key, value in (must_match or {}).items()}}
-        step = self._next_entry(kind, timeout_s)
+        view = {"kind": kind, **{key: str(value) for key, value in (must_match or {}).items()}}
+        entry = self._next_entry(kind, timeout_s)
         try:
-            return self._lead(step, entry, own, decide) if self.rank == 0 else self._follow(step, entry, own)
+            return self._lead(entry, view, own, decide) if self.rank == 0 else self._follow(entry, view, own)
         except SafeCheckpointError as reported:
             if failure is None or isinstance(reported, CoordinationError):
                 raise
@@ -339,51 +339,51 @@ class Coordinator:
             self._calls.close()
             self._store = None
 
-    def _lead(self, step: LogEntry, entry: Mapping[str, str], own: Mapping[str, object], decide: Decide | None) -> Any:
+    def _lead(self, entry: LogEntry, view: Mapping[str, str], own: Mapping[str, object], decide: Decide | None) -> Any:
         try:
-            result = step.conclude(decided(entry, {0: own, **step.answers(entry)}, decide))
+            result = entry.conclude(decided(view, {0: own, **entry.answers(view)}, decide))
         except BaseException as error:
             # The other ranks wait for this verdict, so they get the cause before this rank unwinds.
-            wire = to_wire(error, rank=0, phase=step.kind)
-            present = step.fail(wire)
+            wire = to_wire(error, rank=0, phase=entry.kind)
+            present = entry.fail(wire)
             # After a rank was lost the rest may still be on their way here. They must learn which one it was.
             lost = len(error.ranks) if isinstance(error, PeerLostError) else 0
-            self.receipts.expect(step.read, self.size - 1 - lost if lost else present, self.call, instead_of="log/")
-            self._ended += step.keys(answers=True)
+            self.receipts.expect(entry.read, self.size - 1 - lost if lost else present, self.call, instead_of="log/")
+            self._ended += entry.keys(answers=True)
             if isinstance(error, Exception) and not isinstance(error, CoordinationError):
                 raise from_wire(wire) from error
             raise
-        self.receipts.expect(step.read, self.size - 1, self.call, instead_of="log/")
-        step.forget(self._ended)
-        self._ended = step.keys()
+        self.receipts.expect(entry.read, self.size - 1, self.call, instead_of="log/")
+        entry.forget(self._ended)
+        self._ended = entry.keys()
         return result
 
-    def _follow(self, step: LogEntry, entry: Mapping[str, str], own: Mapping[str, object]) -> Any:
+    def _follow(self, entry: LogEntry, view: Mapping[str, str], own: Mapping[str, object]) -> Any:
         answered = False
         try:
-            appended = step.get("")
+            appended = entry.get("")
             answered = True
-            step.answer(own if appended == entry else {**own, "view": entry})
-            verdict = self._await_verdict(step)
-            share = step.take_share() if verdict.get("shared") else None
+            entry.answer(own if appended == view else {**own, "view": view})
+            verdict = self._await_verdict(entry)
+            share = entry.take_share() if verdict.get("shared") else None
         except BaseException as error:
-            # Rank 0 may start this step later, wait for this rank in it, or finish it without this rank.
+            # Rank 0 may start this entry later, wait for this rank in it, or finish it without this rank.
             self.unsure = answered
             self.leave(self.call)
             if isinstance(error, KeyTimeout):
-                raise RendezvousTimeout(phase=step.kind, seconds=step.timeout_s, missing=(0,)) from None
+                raise RendezvousTimeout(phase=entry.kind, seconds=entry.timeout_s, missing=(0,)) from None
             raise
-        self._calls.acknowledge(step.read, phase=step.kind)
+        self._calls.acknowledge(entry.read, phase=entry.kind)
         if "error" in verdict:
             raise from_wire(verdict["error"])
         return share if verdict.get("shared") else verdict["ok"]
 
-    def _await_verdict(self, step: LogEntry) -> Any:
+    def _await_verdict(self, entry: LogEntry) -> Any:
         try:
             # Rank 0 waits timeout_s for the slowest rank and may take as long to decide. It names the missing ranks.
-            return step.get("/verdict", patience=2)
+            return entry.get("/verdict", patience=2)
         except KeyTimeout:
-            raise RendezvousTimeout(phase=f"{step.kind}: verdict", seconds=2 * step.timeout_s, missing=(0,)) from None
+            raise RendezvousTimeout(phase=f"{entry.kind}: verdict", seconds=2 * entry.timeout_s, missing=(0,)) from None
 
 
 def _agree_alone(kind: str, local: Callable[[], object] | None, decide: Decide | None) -> Any:
