@@ -72,7 +72,7 @@ class Cuda:
         move.into(memory, non_blocking=non_blocking)
 
     def register(self, address: int, size: int, device: torch.device) -> Callable[[], None] | None:
-        """Pin host memory for all devices. Returns what takes that back; None where it is refused, which is said."""
+        """Pin host memory for all devices. Returns what takes that back; None if CUDA refuses, which is logged."""
         with self.at(device):
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             failed = int(runtime.cudaHostRegister(address, size, 0))
@@ -89,7 +89,7 @@ class Cuda:
 
 
 def _clear_last_error(runtime: Any, device: torch.device) -> None:
-    # CUDA keeps the last error until somebody asks for it, and the next kernel of training would be blamed for ours. torch
+    # CUDA keeps the last error until it is asked for, and the next kernel of training would raise ours. torch
     # hands out no cudaGetLastError; it asks for it itself after launching a kernel, so that kernel is a small one of ours.
     if hasattr(runtime, "cudaGetLastError"):
         runtime.cudaGetLastError()
@@ -176,10 +176,10 @@ class DeviceCopies:
         self._loose.clear()
 
     def forget(self) -> None:
-        """No more is copied: wait for whatever is under way, also what nobody waits for, and let go of the tensors.
+        """No more is copied: wait for whatever is under way, also of copies that were given up, and let go of the tensors.
 
         A copy that was abandoned goes on by itself. Into a shared buffer that is used again it would bring bytes of this
-        snapshot, before they are hashed, so that nobody could ever tell.
+        snapshot, before they are hashed, so that no digest would show it.
         """
         try:
             for stream in [*self._streams.values(), *self._loose.values()]:

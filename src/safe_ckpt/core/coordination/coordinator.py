@@ -1,6 +1,6 @@
 """How the ranks act as one: through keys in a store, never through collectives.
 
-A ``Coordinator`` is what the ranks of one process group share while somebody saves. Its operations form one log. Rank 0
+A ``Coordinator`` is what the ranks of one process group share while they save. Its operations form one log. Rank 0
 appends an entry. Every other rank compares its own view with the entry and answers. Rank 0 decides and publishes the verdict.
 The log has one order, so a rank that asks for something else is detected at once, and a late rank reads the same verdict.
 """
@@ -111,7 +111,7 @@ def _close_at_exit(weak: weakref.ref[Coordinator]) -> None:
 
 
 class Coordinator:
-    """What the ranks of one process group share while somebody saves. Made by ``open_coordinator``.
+    """What the ranks of one process group share while they save. Made by ``open_coordinator``.
 
     Attributes:
         id: the same on all ranks, and of no other session.
@@ -202,7 +202,7 @@ class Coordinator:
         failure: Exception | None = None
         try:
             own: dict[str, object] = {"answer": local() if local is not None else None}
-        except Exception as error:  # whatever it is: the other ranks wait for this one
+        except Exception as error:  # the other ranks wait for this one
             failure = error
             own = {"error": to_wire(error, rank=self.rank, phase=phase or kind)}
         view = {"kind": kind, **{key: str(value) for key, value in (must_match or {}).items()}}
@@ -215,7 +215,7 @@ class Coordinator:
             raise failure from failure.__cause__
 
     def _next_entry(self, kind: str, timeout_s: float) -> LogEntry:
-        """The next entry of the log. Its number is used up on every rank, whatever comes of it."""
+        """The next entry of the log. Every rank uses up its number, also if it fails."""
         if self._goes_on:
             self._part += 1
         else:
@@ -266,7 +266,7 @@ class Coordinator:
             raise ForkedError(what=what, pid=self._pid)
 
     def store_client(self, name: str, store: KeyValues | None = None) -> StoreClient:
-        """One more connection, for a thread of its own; whoever asks for it closes it. ``store`` is one that is open."""
+        """One more connection, for a thread of its own. The caller closes it. ``store`` is a connection that is open."""
         return StoreClient(self._connect, name=name, answer_s=self._answer_s, store=store, alive=self._rank_0_is_alive)
 
     def check(self, needed: Sequence[int]) -> None:
@@ -299,7 +299,7 @@ class Coordinator:
 
     @property
     def orphaned(self) -> bool:
-        """Whether the process group that this belonged to is gone and nobody uses this any more."""
+        """Whether the process group that this belonged to is gone and this has no users."""
         return self.users == 0 and self._meeting is not None and self._meeting() is None
 
     def serves(self, group: process_groups.Group) -> bool:
@@ -387,7 +387,7 @@ class Coordinator:
 
 
 def _agree_alone(kind: str, local: Callable[[], object] | None, decide: Decide | None) -> Any:
-    """What ``agree`` is with one rank: nobody to wait for, to compare with or to tell."""
+    """``agree`` with one rank: there is nothing to wait for, to compare or to publish."""
     answer = local() if local is not None else None
     with naming(rank=0, phase=kind):
         result = decide({0: answer}) if decide is not None else None

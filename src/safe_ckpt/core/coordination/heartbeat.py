@@ -135,7 +135,7 @@ class Heartbeat:
         return len(self._lost)
 
     def all_gone(self) -> bool:
-        """Whether nobody is left to wait for."""
+        """Whether all watched ranks are lost."""
         return all(rank in self._lost for rank in self._peers)
 
     def close(self) -> None:

@@ -138,7 +138,7 @@ class LogEntry:
         return len(self._answers.messages(phase=self.kind))
 
     def take_share(self) -> Any:
-        """Another rank: its share; there is one when the verdict says so."""
+        """Another rank: its share, if the verdict has shares."""
         key = self._share(self._rank)
 
         def take(store: KeyValues) -> bytes:
@@ -152,7 +152,7 @@ class LogEntry:
         return f"{self.name}/share/{rank}"
 
     def forget(self, before: Sequence[str]) -> None:
-        """Drop what nobody needs any more: the answers to this entry, and keys of entries ``before`` it."""
+        """Delete the answers to this entry, and the keys of entries ``before`` it."""
         self._store_client.delete([*self._answers.keys(), *before], phase=self.kind)
 
     def keys(self, *, answers: bool = False) -> list[str]:

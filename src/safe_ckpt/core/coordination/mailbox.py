@@ -1,6 +1,6 @@
-"""Messages of several ranks to whoever waits for all of them, and the two-phase commit of a save: keys in a store.
+"""Messages of several ranks to a rank that waits for all of them, and the two-phase commit of a save: keys in a store.
 
-A rank sets its own key and adds one to a counter. The last one sets the key that everybody waits for. So nobody polls, and a
+A rank sets its own key and adds one to a counter. The last one sets the key that is waited for. So no rank polls, and a
 wait costs one request however many ranks there are. No collectives.
 """
 
@@ -92,7 +92,7 @@ class Mailbox:
         return {rank: json.loads(values[key]) for rank, key in self._by_rank.items() if key in values}
 
     def keys(self, turns: Sequence[int] = (0,)) -> list[str]:
-        """All that this writes, for whoever drops it when it is over."""
+        """All keys that this writes, so that they can be deleted when it is over."""
         return [*self._turn_keys(turns), *self._by_rank.values()]
 
     def _turn_keys(self, turns: Sequence[int]) -> list[str]:
@@ -151,7 +151,7 @@ class Receipts:
             within_s: how long at most.
             have_left: the ranks that have given up a call.
             lost: how many ranks are lost now.
-            over: whether nobody is there any more.
+            over: whether no other rank is left.
         """
         deadline = time.monotonic() + within_s
         grace_from: float | None = None
@@ -180,8 +180,8 @@ class Receipts:
 class TwoPhaseCommit:
     """The keys of one save's background phases: prepared, wrote, verdict.
 
-    Only rank 0 concludes. A rank that fails reports its error at once, so nobody sits out a timeout to learn of it. Used on the
-    background thread alone.
+    Only rank 0 concludes. A rank that fails reports its error at once, so no rank waits for a timeout to learn of it. Used
+    on the background thread alone.
 
     Args:
         coordinator: where the ranks meet.
@@ -253,7 +253,7 @@ class TwoPhaseCommit:
                 self._check_peers(needed)
 
     def conclude(self, verdict: Mapping[str, Any]) -> None:
-        """Rank 0: publish what came of it. ``prepared`` is set too, so that the ranks that wait there wake up."""
+        """Rank 0: publish the outcome. ``prepared`` is set too, so that the ranks that wait there wake up."""
         if self._coordinator.size == 1:
             return
         self._coordinator.receipts.expect(self._read, self._coordinator.size - 1, self._call)
@@ -263,7 +263,7 @@ class TwoPhaseCommit:
             self._reports.wake({}, phase="write")  # what still waits for reports, on a connection that was left, ends
 
     def verdict(self, timeout_s: float) -> Any:
-        """The other ranks: wait for what came of it, and acknowledge that it was read.
+        """The other ranks: wait for the outcome, and acknowledge that it was read.
 
         Raises:
             KeyTimeout: rank 0 did not conclude in time.

@@ -62,8 +62,8 @@ class Rendezvous:
 
 
 def no_store() -> KeyValues:
-    """In place of a connection where there is one rank alone: it has nobody to meet."""
-    raise ValueError("one rank has nobody to meet")
+    """In place of a connection if there is one rank alone."""
+    raise ValueError("one rank alone has no store")
 
 
 def rendezvous(

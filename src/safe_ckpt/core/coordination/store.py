@@ -263,7 +263,7 @@ class StoreClient:
             since = connection.since
             deadline = max(begun, since or 0.0) + wait_s + self.answer_s
             if since is None and (self._alive is None or self._alive()):
-                # Connecting has its own time. It says nothing about whether the host lives.
+                # Connecting has its own time. It does not show whether the host is alive.
                 deadline = begun + _CONNECT_S
             futures.wait([future], timeout=max(0.0, min(_SLICE_S, deadline - time.monotonic())))
             if future.done():

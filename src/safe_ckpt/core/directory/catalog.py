@@ -172,7 +172,7 @@ def list_files(
 def _is_there(path: Path) -> bool:
     try:
         return presence.is_there(path)
-    except OSError:  # whoever looks into the folder gets the error
+    except OSError:  # raised when the folder is listed
         return False
 
 

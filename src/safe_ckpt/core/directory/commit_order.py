@@ -82,7 +82,7 @@ def _is_everybodys(folder: Path) -> bool:
 def _is_there(path: Path) -> bool:
     try:
         path.lstat()
-    except OSError:  # what cannot be looked at belongs to nobody who could resume from this file
+    except OSError:  # a job that could resume from this file could look at it
         return False
     return True
 

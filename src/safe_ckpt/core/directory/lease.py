@@ -201,7 +201,7 @@ def fate_of(lease: Lease, directory: Path) -> Fate:
 
 
 def kernel_lock(directory: Path) -> FileLock:
-    """The kernel's lock beside the lock file; it ends with its holder's process, and says nothing to other machines."""
+    """The kernel's lock beside the lock file; it ends with its holder's process, and other machines do not see it."""
     return FileLock(directory / KERNEL_NAME, timeout=0, thread_local=False, fallback_to_soft=False)
 
 
@@ -219,9 +219,7 @@ def _fate_of_process(pid: int, start: int) -> Fate:
     """What became of process ``pid`` of this namespace, which began at ``start`` (0: whenever)."""
     try:
         began = process_start(pid)
-    except (
-        OSError
-    ):  # others' processes may be hidden (hidepid): then nobody can tell but whether there is one of this pid
+    except OSError:  # processes of other users may be hidden (hidepid): only the existence of the pid is known then
         began = None
         if _is_hidden(pid):
             return "unknown"

@@ -169,7 +169,7 @@ class JobLock:
     def _refuse_within_process(self) -> None:
         self._key = os.path.realpath(self._directory)
         if self._key in _held:
-            gc.collect()  # an object that nobody holds any more, but for itself, ends now
+            gc.collect()  # an object that is only referenced by itself ends now
         holder = _held.get(self._key)
         if holder is None or holder._pid != os.getpid():
             return
@@ -206,7 +206,7 @@ class JobLock:
         """Make the lock file if there is none. Returns whether it was made, and is this job's."""
         if os.path.lexists(self._path):
             return False
-        self._directory.stat()  # nobody is to make it on the way
+        self._directory.stat()  # raises if it is missing: it must not be created here
         # A lock file appears complete under its name: an empty one would look like that of a killed creator.
         fresh = self._directory / f"{LOCK_NAME}.{uuid.uuid4().hex}"
         try:
@@ -293,7 +293,7 @@ class JobLock:
         if holder is None or holder.token != lease.token:
             return holder
         with opened(self._path, os.O_RDWR | os.O_NOFOLLOW) as fd:
-            # What is open now is looked at: it may be another one since, and one renamed aside harms nobody.
+            # Read the open file: it may be another one by now. A write to one that was renamed aside does no harm.
             if token_of(os.read(fd, 4096)) == lease.token:
                 os.pwrite(fd, lease.to_bytes(), 0)
         return holder
@@ -306,7 +306,7 @@ class JobLock:
                     self._lease is not None
                     and token_of(read_lock(self._directory, path.name) or b"") == self._lease.token
                 )
-                if path.name not in (KERNEL_NAME, _SEEN_NAME) and not ours:  # ours is just being looked at by somebody
+                if path.name not in (KERNEL_NAME, _SEEN_NAME) and not ours:  # another job is reading ours aside
                     path.unlink(missing_ok=True)
 
     def _read(self) -> Lease | None:
@@ -319,7 +319,7 @@ class JobLock:
         lock = kernel_lock(self._directory)
         # Where the file system has none, other containers of this machine wait for the lease.
         with contextlib.suppress(OSError, Timeout, NotImplementedError):
-            lock.acquire(timeout=_PAUSE_S)  # somebody may be trying it just now
+            lock.acquire(timeout=_PAUSE_S)  # another job may be trying it at this moment
             self._kernel = lock
             return dataclasses.replace(lease, device=self._directory.stat().st_dev)
         return lease
@@ -395,7 +395,7 @@ def holder_of(hidden: Path | None) -> Holder | None:
 
 
 def remove_lock(hidden: Path) -> None:
-    """Take the lock away from whoever holds it. A job that still lives notices before its next commit, and fails.
+    """Take the lock away from its holder. A job that is alive notices before its next commit, and fails.
 
     Args:
         hidden: where the directory's lock lives, ``Listing.hidden``.

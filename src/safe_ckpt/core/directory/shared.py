@@ -228,7 +228,7 @@ def await_visible(path: Path, timeout_s: float) -> bool:
 
 
 def _await(done: Callable[[], bool], path: Path, timeout_s: float, look: Callable[[], None] = lambda: None) -> bool:
-    """Wait until ``done`` says so of ``path``. Returns False when it does not within ``timeout_s``."""
+    """Wait until ``done``, which looks at ``path``. Returns False when that takes longer than ``timeout_s``."""
     deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
     while not done():
         if time.monotonic() >= deadline:

@@ -206,7 +206,7 @@ class Workspace:
 
     def quarantine(self, path: Path) -> Path:
         """Move a damaged checkpoint into quarantine. Returns where it is now."""
-        # By way of a folder that whoever takes over moves away, as in ``aside``.
+        # By way of a folder that a job that takes over moves away, as in ``aside``.
         moving = self._quarantine / f"{_MOVING}{uuid.uuid4().hex}"
         durable.make_directory(moving)
         try:
@@ -243,7 +243,7 @@ class Workspace:
         """Take what an earlier version left under the former name of ``pending``: it is repaired and swept like the rest."""
         for left in _listed(self._formerly):
             self.confirm()
-            if os.path.lexists(self.pending / left.name):  # of a tree that somebody copied together
+            if os.path.lexists(self.pending / left.name):  # the user has merged two trees
                 self._sweep_away(left)
                 continue
             with contextlib.suppress(FileNotFoundError):  # NFS answers so where a rename was sent twice

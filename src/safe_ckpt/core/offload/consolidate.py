@@ -184,7 +184,7 @@ def _scan(folder: Path, ignore: Sequence[str], rest_s: float) -> _Scan:
     while True:
         scan, newest_ns, newest = _look_at(folder, ignore)
         age_ns = time.time_ns() - newest_ns
-        if age_ns >= _RACY_NS or age_ns < -_RACY_NS:  # a clock of another host says nothing
+        if age_ns >= _RACY_NS or age_ns < -_RACY_NS:  # by the clock of another host this cannot be decided
             return scan
         if time.monotonic() > deadline:
             cause = f"{newest}: it is written to all the time: nothing may write to it until the call returns"

@@ -254,9 +254,9 @@ def _sweep(own: Workspace, lease_s: float) -> None:
         workspace = Workspace(own.path, lease_s=lease_s, hidden=hidden, swept=swept)
         try:
             if read_lock(hidden) is None:
-                continue  # nobody's, or one takes it in this moment
+                continue  # no job's, or a job takes it at this moment
             workspace.open(patience_s=0.0)
-        except (SafeCheckpointError, OSError) as error:  # a live job's, or nobody can tell yet
+        except (SafeCheckpointError, OSError) as error:  # a live job's, or its fate is unknown
             logger.debug("%s stays as it is: %s", hidden, error)
             continue
         workspace.close()

@@ -112,7 +112,7 @@ class FileByFile(Content):
 
     @property
     def writes(self) -> bool:
-        """It may: nobody knows yet."""
+        """It may write; that is not known yet."""
         return True
 
 
@@ -169,7 +169,7 @@ class OnCommit:
             are kept in the new one; None for none.
         links: further names of a single file.
         pointers: small files elsewhere that are replaced once the checkpoint has its name, in this order.
-        catalog: learns of the commit; None where nobody keeps one.
+        catalog: gets the commit; None for no catalog.
         retention: decides what is deleted then; None deletes nothing.
     """
 

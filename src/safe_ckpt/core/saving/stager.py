@@ -112,7 +112,7 @@ class Stager:
             try:
                 self._free_aside().put(job)
                 self._last = weakref.ref(copy)
-            except Refused:  # no more threads to be had: then at once
+            except Refused:  # the system gives no more threads: copy now
                 _finish(job)
         elif not content.copies:
             job.handle.mark_snapshot_taken()

@@ -268,7 +268,7 @@ def _entries(
 
 def _kind(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...]]:
     if item.tensor_data is None:
-        raise StateError(key=item.index.fqn, message="its planned entry says nothing of a tensor")
+        raise StateError(key=item.index.fqn, message="its planned entry describes no tensor")
     return item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
 
 

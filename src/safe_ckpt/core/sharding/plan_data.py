@@ -1,4 +1,4 @@
-"""DCP's save plans as plain data: what a rank tells rank 0 goes through a store that whoever reaches its port can write to.
+"""DCP's save plans as plain data: they go from each rank to rank 0 through a store that strangers may be able to write to.
 
 So reading it can execute nothing: names come from fixed tables, numbers and lengths have bounds, and anything unknown is an
 error that names it. Not every field of torch's classes is in every supported release.

@@ -120,7 +120,7 @@ class SharedBuffer:
         return self._fd
 
     def close(self) -> None:
-        """Free the memory once nobody looks at it any more."""
+        """Free the memory once no tensor uses it any more."""
         self._closing = True
         with self._growing:
             self._release_pinned()

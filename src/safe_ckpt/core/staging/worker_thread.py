@@ -93,7 +93,7 @@ class Background(Generic[_T]):
         return self._thread is threading.current_thread()
 
     def forget(self) -> None:
-        """In a process that was forked: the thread is not there, and whoever was within a call never leaves it."""
+        """In a forked process: the thread does not exist, and a lock that another thread held is never released."""
         self._changing, self._thread, self._ended = threading.RLock(), None, True
 
     def join(self, timeout_s: float) -> None:

@@ -199,7 +199,7 @@ class _Batch:
             cloned, cached = _clone(source, fd), _is_cached(source)
             os.posix_fadvise(source, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             digest = self._move(copy, source, -1 if cloned else fd, direct=direct)
-            if not cached:  # nobody had it in memory, and nobody needs it there now
+            if not cached:  # it was not in the page cache before, and is not needed there now
                 os.posix_fadvise(source, 0, 0, os.POSIX_FADV_DONTNEED)
         return digest
 

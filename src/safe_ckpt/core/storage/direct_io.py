@@ -67,7 +67,7 @@ class ProgressReporter(Protocol):
 
 
 class Unwatched:
-    """A ``ProgressReporter`` that nobody reads."""
+    """A ``ProgressReporter`` without a watchdog."""
 
     def begin(self, file_index: int) -> None:
         """Nothing."""

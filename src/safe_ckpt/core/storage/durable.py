@@ -309,7 +309,7 @@ def free_bytes(path: Path) -> int | None:
         if error.errno in _NOT_TOLD:
             return None
         raise
-    return usage.free if usage.total else None  # what is full has a size; what has no size says nothing
+    return usage.free if usage.total else None  # a full file system has a size; without a size nothing is known
 
 
 def out_of_space(error: OSError, folder: Path, **facts: Any) -> NotEnoughSpaceError | None:

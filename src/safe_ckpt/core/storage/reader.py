@@ -48,7 +48,7 @@ def read_whole(file: Path, length: int) -> tuple[mmap.mmap, str]:
     """Read the first ``length`` bytes of a file into memory of their own.
 
     Returns:
-        Memory of at least ``length`` bytes that nobody else looks at, zeros behind the end; and the bytes' xxh3-128.
+        Memory of at least ``length`` bytes of its own, with zeros behind the end, and the bytes' xxh3-128.
 
     Raises:
         OSError: it could not be read. A file that is shorter gives another digest, not an error.

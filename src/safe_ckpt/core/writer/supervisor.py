@@ -50,7 +50,7 @@ class WriterSupervisor:
         self._options = WriteOptions.of(config)
 
     def start(self) -> None:
-        """Start the process ahead of the first job. Where that fails, this process writes by itself, and says so."""
+        """Start the process ahead of the first job. If that fails, this process writes by itself, and logs that."""
         with self._starting:
             if self._child is not None or self._closed:
                 return
@@ -142,7 +142,7 @@ class WriterSupervisor:
         return not job.copies and not self.needs_process(sum(task.length for task in job.files))
 
     def _write_aside(self, job: WriteJob, stop: Callable[[], None]) -> list[WrittenFile] | None:
-        """On the thread; None where it does not come back, or there is none to be had."""
+        """Write on the thread; None if it does not return, or the system gives no more threads."""
         try:
             return self._thread.run(job, self._options, self._timeouts, stop)
         except Refused:

@@ -95,7 +95,7 @@ class WriterThread:
 
 
 class _Abandoned(Exception):
-    """Nobody waits for this any more, and its memory may be another save's."""
+    """The job was given up, and its memory may be used by another save."""
 
 
 class _Task(Unwatched):
@@ -117,7 +117,7 @@ class _Task(Unwatched):
         try:
             memory = memoryview(job.buffer.memory if job.buffer is not None else b"")
             self.results = write_files((), job.files, job.directories, memory, self._options, self)
-        except BaseException as error:  # it belongs to whoever waits
+        except BaseException as error:  # raised in the thread that waits
             self.failure = error
         finally:
             self.over.set()
