@@ -355,9 +355,11 @@ class CommitProtocol:
             cause = f"it has its name, but the disk did not confirm that: {error}"
             return CommitOutcomeUnknown(name=name, cause=cause, rank=self._rank, phase="commit", code=error.errno or 0)
         if isinstance(error, OSError):
-            path, needed = str(error.filename or self._job.workspace.path), self._job.known_bytes
+            folder, needed = self._job.workspace.path, self._job.known_bytes
+            path = str(error.filename or folder)
             facts = {"path": path, "message": f"Saving {name}: {error.strerror}.", "rank": self._rank, "phase": phase}
-            if (full := commit.out_of_space(error, self._job.workspace.path, needed_bytes=needed, **facts)) is not None:
+            full = commit.out_of_space(error, folder, needed_bytes=needed, **facts)
+            if full is not None:
                 return full
             return DirectoryError.of(error, path=path, rank=self._rank, phase=f"saving {name}: {phase}")
         return SaveError(name=name, cause=f"{type(error).__name__}: {error}", rank=self._rank, phase=phase)

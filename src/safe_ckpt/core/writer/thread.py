@@ -32,7 +32,8 @@ class WriterThread:
 
     def __init__(self) -> None:
         self._background = Background("safe_ckpt-write", _Task.work)
-        self._task: _Task | None = None  # the newest
+        self._task: _Task | None = None  # the one that is written now
+        self._moves = 0  # of those before it
 
     def run(
         self, job: WriteJob, options: WriteOptions, timeouts: Timeouts, stop: Callable[[], None]
@@ -56,6 +57,7 @@ class WriterThread:
         try:
             self._watch(task, job.name, timeouts, stop)
         finally:
+            self._task, self._moves = None, self._moves + task.beats + 1
             if not task.over.is_set():
                 self._leave(task)
         failure = task.failure
@@ -80,7 +82,7 @@ class WriterThread:
     def progress(self) -> int:
         """A number that changes as long as bytes move."""
         task = self._task
-        return task.beats if task is not None else 0
+        return self._moves + (task.beats if task is not None else 0)
 
     def close(self) -> None:
         """End the thread, when it has done what it does. One that idles is over by then."""
@@ -89,7 +91,7 @@ class WriterThread:
             self._background.join(_POLL_S)
 
     def _leave(self, task: _Task) -> None:
-        task.abandoned, self._task = True, None
+        task.abandoned = True
         self._background.end()
         self._background = Background("safe_ckpt-write", _Task.work)
 
