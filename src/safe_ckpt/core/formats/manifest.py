@@ -101,7 +101,7 @@ class Manifest:
         op_id: unique to the save.
         items: name given to ``save`` -> how it was stored.
         notes: what an adapter wants to remember.
-        written_by: host and process of rank 0.
+        written_by: host and process of rank 0; empty where the manifest does not say.
         files: every file of a directory checkpoint; empty for a single file.
     """
 
@@ -159,9 +159,10 @@ class Manifest:
             keys = ("name", "op_id", "created_at")
             texts = {key: _typed(data[key], str) for key in keys}
             numbers = {key: _typed(data[key], int) for key in ("sequence", "step", "world_size")}
-            maps = {key: _typed(data[key], dict) for key in ("metrics", "versions", "items", "notes", "written_by")}
+            maps = {key: _typed(data[key], dict) for key in ("metrics", "versions", "items", "notes")}
             for value in maps["metrics"].values():
                 _number(value)
+            maps["written_by"] = _typed(data.get("written_by", {}), dict)
         except (KeyError, TypeError) as error:
             raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=f"damaged manifest: {error}") from error
         return cls(**texts, **numbers, **maps, files=files)
