@@ -24,9 +24,8 @@ import torch.distributed as dist
 
 from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.coordination.log_entry import Scatter
-from safe_ckpt.core.coordination.mailbox import Receipts
-from safe_ckpt.core.coordination.store import LocalStoreClient, StoreClient
-from safe_ckpt.core.coordination.two_phase import TwoPhaseCommit
+from safe_ckpt.core.coordination.mailbox import Receipts, TwoPhaseCommit
+from safe_ckpt.core.coordination.store import StoreClient
 
 
 class CountedStore:
@@ -44,6 +43,17 @@ class CountedStore:
         return call
 
 
+class LocalStoreClient(StoreClient):
+    """The store is in this process: calls run on the caller's thread."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__(lambda: store, name="local", answer_s=0.0)
+        self._store = store
+
+    def call(self, operation: Callable[[Any], Any], **_: Any) -> Any:
+        return operation(self._store)
+
+
 class ThreadSession(Coordinator):
     """A session whose rank is a thread: its calls run on that thread, and nobody beats."""
 
@@ -51,12 +61,12 @@ class ThreadSession(Coordinator):
         self.rank, self.size = rank, size
         self.users, self.receipts, self.movers = 1, Receipts(), []
         self.at_exit, self._pid = None, os.getpid()
-        self._call, self._part, self._depth, self._goes_on, self._ended, self.unsure = -1, 0, 0, False, [], False
+        self.call, self._part, self._depth, self._goes_on, self._ended, self.unsure = -1, 0, 0, False, [], False
         self._shutdown_s, self._answer_s = 5.0, 5.0
         self._name, self._meeting, self._closed, self._heartbeat = "threads", None, False, None
         self._calls = LocalStoreClient(store)
 
-    def store_client(self, name: str) -> StoreClient:
+    def store_client(self, name: str, store: Any = None) -> StoreClient:
         return self._calls
 
 

@@ -8,6 +8,7 @@ counts once one of its functions ran; generated methods, such as those of datacl
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import sys
 import tempfile
@@ -52,9 +53,9 @@ class Route:
 
 
 def file_of(frame: FrameType) -> str | None:
-    """The file of ``src`` whose function this is; None for other code and for the body of a module."""
+    """The file of ``src`` whose function this is; None for other code and for the body of a module or class."""
     name = frame.f_code.co_filename
-    if frame.f_code.co_name == "<module>" or not name.startswith(f"{SOURCE}{os.sep}"):
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED or not name.startswith(f"{SOURCE}{os.sep}"):
         return None
     return Path(name).relative_to(SOURCE).as_posix()
 
@@ -104,11 +105,11 @@ def main() -> None:
     parser.add_argument("--mebibytes", type=int, default=8, help="of the model; what is small is written by a thread")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = traced(Path(folder), options.mebibytes)
+        routes = traced(Path(folder), options.mebibytes)
     for what, most in MOST.items():
-        writer = [name for name in found["writer"] if name not in found[what]] if what == "save" else []
-        print(f"{what}: {len(found[what]) + len(writer)} files (at most {most})")
-        for name, calls in found[what].items():
+        writer = [name for name in routes["writer"] if name not in routes[what]] if what == "save" else []
+        print(f"{what}: {len(routes[what]) + len(writer)} files (at most {most})")
+        for name, calls in routes[what].items():
             print(f"  {name} ({calls})")
         for name in writer:
             print(f"  {name} (in the writer process alone)")

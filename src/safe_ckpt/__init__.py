@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from safe_ckpt.core.formats.manifest import CheckpointInfo
     from safe_ckpt.core.offload.consolidate import consolidate_offloaded
     from safe_ckpt.core.offload.restore import restore_offloaded
-    from safe_ckpt.core.saving.handle import SaveHandle
+    from safe_ckpt.core.saving.job import SaveHandle
     from safe_ckpt.core.sharding.gather import iter_full_tensors
     from safe_ckpt.core.state.plan import PerRank
     from safe_ckpt.core.state.rng import RngState
@@ -32,7 +32,7 @@ _HOMES = {
     "Retention": "safe_ckpt.config",
     "RngState": "safe_ckpt.core.state.rng",
     "SafeCheckpointError": "safe_ckpt.errors",
-    "SaveHandle": "safe_ckpt.core.saving.request",
+    "SaveHandle": "safe_ckpt.core.saving.job",
     "Network": "safe_ckpt.config",
     "Telemetry": "safe_ckpt.config",
     "Timeouts": "safe_ckpt.config",

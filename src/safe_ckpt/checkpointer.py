@@ -22,8 +22,8 @@ from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.saving import resume
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.export import Exporter
-from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.core.saving.held_directories import HeldDirectories
+from safe_ckpt.core.saving.job import SaveHandle
 from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit, SaveRequest, Snapshot, Unplanned
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state import plan, restore
@@ -74,7 +74,7 @@ class Checkpointer:
             self._catalog = Catalog()
             self._shards: ShardPlanner | None = None
             self._exporter: Exporter | None = None
-            # What is not seen for a moment has a place in the order of commits all the same.
+            # A checkpoint that is not visible for a moment must still count in the order of commits.
             timeouts = self.config.timeouts
             self._engine.agree(
                 "list",
@@ -120,7 +120,7 @@ class Checkpointer:
             plan.check_step(step)
             numbers = plan.checked_metrics(metrics)
             planned = plan.plan(state, rank=self._engine.rank)
-        except Exception as problem:  # whatever a state_dict() raises: the other ranks must learn of it
+        except Exception as problem:  # such as from a state_dict(): the other ranks must learn of it
             error = problem
         path = self.directory / catalog.step_name(number)
         must_match = {"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"}
@@ -163,11 +163,11 @@ class Checkpointer:
         parts = self._shards.agree(states, kind="save", must_match=view)
         try:
             return self._shards.lay_out(parts), None
-        except Exception as problem:  # on this rank alone: the others learn of it when they agree on the save
+        except Exception as problem:  # on this rank alone: the others learn of it in the agreement on the save
             return [], problem
 
     def _overlap_plan(self, state: Mapping[str, Any]) -> OverlapPlan | None:
-        # A plain loop may do anything to its parameters between two steps, so "auto" is eager here.
+        # A plain loop may change its parameters between two steps, so "auto" is eager here.
         if self.config.snapshot != "overlapped" or not isinstance(state, Mapping):
             return None
         values = [value.value if isinstance(value, plan.PerRank) else value for value in state.values()]
@@ -178,9 +178,9 @@ class Checkpointer:
     def resume(self, state: Mapping[str, Any], *, step: int | None = None) -> CheckpointInfo | None:
         """Restore the newest valid checkpoint into ``state``, in place.
 
-        Every rank reads and verifies what it needs before anything is applied anywhere. A damaged checkpoint is passed over
-        on all ranks together, and moved into quarantine once an older one was found good. One of which a file is missing is
-        passed over when it was waited for (half of ``barrier_s``, 30 s at most), and stays where it is.
+        Every rank reads and verifies what it needs before anything is applied on any rank. All ranks skip a corrupt checkpoint,
+        and move it into quarantine once an older one was verified. If a file is missing, they wait for it (half of
+        ``barrier_s``, 30 s at most) and then skip the checkpoint, which stays where it is.
 
         Args:
             state: the same names as given to ``save``, or some of them. Values that cannot change in place, such as
@@ -228,8 +228,8 @@ class Checkpointer:
         Parts are gathered on this thread, one tensor at a time, while the background writes; no collective waits for the
         disk. On rank 0 that takes memory for the largest tensor and 160 MiB, elsewhere for 32 MiB; tensors above 32 MiB are
         gathered and written in turns. The call returns when all is gathered, and nothing may change before that. Weights
-        without parts are copied at once as by ``save``. The directory appears, or is replaced as a whole, when it is durable;
-        other files in it go along.
+        without parts are copied at once as by ``save``. The directory appears, or is replaced as a whole, when it is durable.
+        Other files in it are kept.
 
         Args:
             model: a module, or names to tensors. Tied tensors are stored once, under their first name.
@@ -306,18 +306,11 @@ class Checkpointer:
         for name in needed.keys() - folders.keys():
             loaded[name] = plan.load_file(path, entries[needed[name]], manifest.items[name], name)
         if rank == 0:
-            # What no other rank reads either is verified here: a checkpoint is good as a whole or not at all.
-            elsewhere = {
-                entry.path
-                for entry in manifest.files
-                if 0 < entry.rank < size and self._is_read(entry.path, manifest.items, state)
-            }
+            # Rank 0 verifies the files that no rank loads: a checkpoint is good as a whole or not at all.
+            read = {file for name in state for file in manifest.items[name]["files"].values()}
+            elsewhere = {entry.path for entry in manifest.files if 0 < entry.rank < size and entry.path in read}
             verify(path, manifest, only=set(entries) - set(needed.values()) - elsewhere - set(sharded))
         return loaded
-
-    @staticmethod
-    def _is_read(file: str, described: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
-        return any(file in described[name]["files"].values() for name in state)
 
     def _listed(self) -> list[catalog.Candidate]:
         return catalog.list_directories(self.directory)

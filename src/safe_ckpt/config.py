@@ -223,10 +223,8 @@ class CheckpointConfig:
             ConfigError: the file cannot be read or parsed, a key is unknown or given twice, or a value is not allowed; names
                 file, line and key.
         """
-        from safe_ckpt.settings.sources import (
-            load,
-            read_yaml,  # here and not at the top: most users configure in Python
-        )
+        # Here and not at the top: most users configure in Python.
+        from safe_ckpt.settings.sources import load, read_yaml
 
         return load(cls, [read_yaml(path)]).settings
 

@@ -1,4 +1,4 @@
-"""Every error that safe_ckpt raises on purpose.
+"""Every error that safe_ckpt raises on purpose. Errors carry their facts as fields, survive pickling, and cross ranks as JSON.
 
 ::
 
@@ -29,22 +29,19 @@
     ├── UnexpectedError(RuntimeError)          another rank met an error that is none of these
     ├── ForkedError(RuntimeError)              a call in a process that was forked from the one that opened it
     └── ClosedError(RuntimeError)              a call on something that was closed
-
-Errors carry their facts as fields, survive pickling, and cross ranks as JSON (``to_wire`` and ``from_wire``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno as _errno
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-_ONE_DIRECTORY = (
-    "All ranks write one directory together, rank-specific data in one file per rank: give all of them the same path"
-)
+_ONE_DIRECTORY = "All ranks write one directory together, with a file for what differs: give all of them the same path"
 _DESYNC_ADVICE = {
     "settings": "Give all ranks the same settings: look at the arguments, SAFE_CKPT_CONFIG and SAFE_CKPT__* of each "
     "(safe-ckpt config show)",
@@ -95,7 +92,6 @@ class StateError(SafeCheckpointError, TypeError):
     message: str
     key: str
     rank: int = 0
-
     _text = "cannot save {0.key}: {0.message} (rank {0.rank})"
 
 
@@ -158,6 +154,7 @@ class DirectoryInUseError(DirectoryError):
 class DirectoryNotSharedError(DirectoryError):
     """The ranks see different directories under one path."""
 
+    message: str = "the ranks must share the directory: use a file system that all hosts mount"
     ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -213,7 +210,6 @@ class TamperedError(CoordinationError):
     """A value in the store in which the ranks meet was not written by a rank of this job."""
 
     key: str
-
     _text = (
         "{0.key}: this value was not written by a rank of this job. Another program writes to the port of rank 0's "
         "store: let no other hosts and users reach it (network.interface)"
@@ -248,7 +244,6 @@ class SaveError(SafeCheckpointError, RuntimeError):
     rank: int = 0
     phase: str = ""
     code: int = 0
-
     _text = "{0.name} was not saved: rank {0.rank} failed in {0.phase}: {0.cause}"
 
 
@@ -308,7 +303,6 @@ class UnsupportedFormatError(SafeCheckpointError, ValueError):
 
     path: str
     message: str
-
     _text = "{0.path}: {0.message}"
 
 
@@ -356,7 +350,6 @@ class UnexpectedError(SafeCheckpointError, RuntimeError):
     phase: str
     rank: int
     cause: str
-
     _text = "rank {0.rank} failed in {0.phase}: {0.cause}"
 
 
@@ -366,7 +359,6 @@ class ForkedError(SafeCheckpointError, RuntimeError):
 
     what: str
     pid: int
-
     _text = (
         "{0.what}: this was opened by process {0.pid}, and this is a forked child of it: save and resume in "
         "the process that opened it, or start the child with spawn and open one there"
@@ -380,9 +372,8 @@ class ClosedError(SafeCheckpointError, RuntimeError):
     message: str
 
 
-def _listed(ranks: tuple[int, ...] | list[int], most: int = 16) -> str:
-    shown = ", ".join(str(rank) for rank in sorted(ranks)[:most])
-    more = len(ranks) - most
+def _listed(ranks: Sequence[int]) -> str:
+    shown, more = ", ".join(map(str, sorted(ranks)[:16])), len(ranks) - 16
     return f"[{shown}{f', and {more} more' if more > 0 else ''}]"
 
 
@@ -393,12 +384,23 @@ def _tree(root: type[SafeCheckpointError]) -> dict[str, type[SafeCheckpointError
     return kinds
 
 
-def named(error: BaseException, *, rank: int, phase: str) -> SafeCheckpointError:
-    """An error of ours that says the same: of an ``OSError`` a ``DirectoryError``, of another an ``UnexpectedError``."""
+@contextlib.contextmanager
+def naming(*, rank: int, phase: str, path: object = "?") -> Iterator[None]:
+    """Raise what is no error of ours as ``named`` has it."""
+    try:
+        yield
+    except SafeCheckpointError:
+        raise
+    except Exception as error:
+        raise named(error, rank=rank, phase=phase, path=path) from error
+
+
+def named(error: BaseException, *, rank: int, phase: str, path: object = "?") -> SafeCheckpointError:
+    """An error of ours that says the same; ``path`` is where an ``OSError`` happened that does not say so itself."""
     if isinstance(error, SafeCheckpointError):
         return error
     if isinstance(error, OSError):
-        return DirectoryError.of(error, path=str(error.filename or "?"), rank=rank, phase=phase)
+        return DirectoryError.of(error, path=str(error.filename or path), rank=rank, phase=phase)
     return UnexpectedError(phase=phase, rank=rank, cause=f"{type(error).__name__}: {error}")
 
 

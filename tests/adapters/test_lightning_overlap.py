@@ -8,7 +8,7 @@ from lightning_runs import PACKAGES, module_class, package, trainer
 
 from safe_ckpt import CheckpointConfig
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.staging.copy import StagingCopy
+from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.lightning import SafeCheckpointCallback, contents
 
 

@@ -12,7 +12,7 @@ import types
 import pytest
 
 from kit.faults import FaultyStorage
-from safe_ckpt.core.formats.write_task import WriteTask
+from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.storage import direct_io, durable, reader
 from safe_ckpt.core.storage.direct_io import WriteOptions
 from safe_ckpt.core.writer.file_writer import write_file

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Telemetry, Timeouts, WriterConfig
-from safe_ckpt.core.staging.copy import StagingCopy
+from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.errors import ConfigError, DirectoryError, RendezvousTimeout
 from safe_ckpt.events import (
     Agreed,

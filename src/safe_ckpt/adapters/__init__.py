@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from safe_ckpt.core.formats.file_plan import FilePlan
     from safe_ckpt.core.formats.manifest import CheckpointInfo
     from safe_ckpt.core.saving.engine import Engine
-    from safe_ckpt.core.saving.handle import SaveHandle
+    from safe_ckpt.core.saving.job import SaveHandle
     from safe_ckpt.core.saving.request import OnCommit
 
 __all__ = [
@@ -51,7 +51,7 @@ _HOMES = {
     "OpenDirectory": "adapters.directories",
     "Patch": "adapters.patch",
     "Planned": "adapters.planning",
-    "SaveHandle": "core.saving.handle",
+    "SaveHandle": "core.saving.job",
     "Tracking": "adapters.tracking",
     "config_of_all": "core.coordination.agreed_config",
     "torch_file": "adapters.planning",

@@ -1,21 +1,22 @@
-"""What is asked of CUDA for a snapshot, in one place: the logic around it is tried with another one that only remembers.
+"""Copies from CUDA devices: beside the computing, on a stream of their own, into pinned memory.
 
-This file was read, not run: no machine with CUDA was at hand. Without CUDA nothing here is called.
+``Cuda`` is all that is asked of CUDA; the tests try the order of things with another one that only remembers. With CUDA this
+was read, not run: no machine with it was at hand.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from safe_ckpt.core.staging.device_copies import TensorCopy
-
+    from safe_ckpt.core.staging.buffer import SharedBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +35,8 @@ class Cuda:
 
     def at(self, device: torch.device) -> AbstractContextManager[None]:
         """Let the calling thread stand on ``device`` meanwhile."""
-        found: AbstractContextManager[None] = torch.cuda.device(device)
-        return found
+        standing: AbstractContextManager[None] = torch.cuda.device(device)
+        return standing
 
     def stream(self, device: torch.device) -> Any:
         """A stream of its own."""
@@ -47,8 +48,8 @@ class Cuda:
 
     def on(self, stream: Any) -> AbstractContextManager[None]:
         """Let the calling thread put its work on ``stream`` meanwhile, and stand on its device."""
-        found: AbstractContextManager[None] = torch.cuda.stream(stream)
-        return found
+        working: AbstractContextManager[None] = torch.cuda.stream(stream)
+        return working
 
     def here(self) -> AbstractContextManager[Any]:
         """Where the calling thread puts its work, to be entered by another one, which would else stand on device 0."""
@@ -71,7 +72,7 @@ class Cuda:
         move.into(memory, non_blocking=non_blocking)
 
     def register(self, address: int, size: int, device: torch.device) -> Callable[[], None] | None:
-        """Pin host memory for all devices. Returns what takes that back; None where it is refused, which is said."""
+        """Pin host memory for all devices. Returns what takes that back; None if CUDA refuses, which is logged."""
         with self.at(device):
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             failed = int(runtime.cudaHostRegister(address, size, 0))
@@ -88,10 +89,128 @@ class Cuda:
 
 
 def _clear_last_error(runtime: Any, device: torch.device) -> None:
-    # CUDA keeps the last error until somebody asks for it, and the next kernel of training would be blamed for ours. torch
+    # CUDA keeps the last error until it is asked for, and the next kernel of training would raise ours. torch
     # hands out no cudaGetLastError; it asks for it itself after launching a kernel, so that kernel is a small one of ours.
     if hasattr(runtime, "cudaGetLastError"):
         runtime.cudaGetLastError()
         return
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device).add_(1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TensorCopy:
+    """One tensor and where its bytes go.
+
+    Attributes:
+        offset: in the shared buffer.
+        tensor: any shape, type, strides and device; its elements are written in the order of its shape.
+        deferred: it stays as it is until the gate opens, so it may be copied later.
+    """
+
+    offset: int
+    tensor: torch.Tensor
+    deferred: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def into(self, memory: torch.Tensor, *, non_blocking: bool = False) -> None:
+        """Copy the tensor to where it goes in ``memory``, in the order of its shape, whatever its strides."""
+        target = memory[self.offset : self.offset + self.size]
+        if self.tensor.dtype is not torch.uint8:
+            target = target.view(self.tensor.dtype)
+        target.view(self.tensor.shape).copy_(self.tensor, non_blocking=non_blocking)
+
+
+class DeviceCopies:
+    """The part of one snapshot that comes from devices.
+
+    Args:
+        buffer: filled.
+        cuda: the devices.
+    """
+
+    def __init__(self, buffer: SharedBuffer, cuda: Cuda | None = None) -> None:
+        self._buffer = buffer
+        self._cuda = cuda or Cuda()
+        self._streams: dict[torch.device, Any] = {}
+        self._begun: dict[torch.device, Any] = {}  # where the trainer was when the snapshot was asked for
+        self._done: dict[TensorCopy, Any] = {}
+        self._loose: dict[torch.device, Any] = {}
+
+    def takes(self, move: TensorCopy) -> bool:
+        """Whether a tensor is copied here: it is not in host memory."""
+        return self._cuda.has(move.tensor) or not move.tensor.is_cpu
+
+    def begin(self, moves: Sequence[TensorCopy]) -> None:
+        """Start the deferred copies, each device's on a side stream behind what the trainer, who calls this, has queued."""
+        chosen = [move for move in moves if self._cuda.has(move.tensor)]
+        for device in {move.tensor.device for move in chosen}:
+            # Another thread's stream knows nothing of the trainer's, which may not be the device's default one.
+            self._begun[device] = self._cuda.mark(self._cuda.current(device))
+        if not chosen or not self._buffer.pin(chosen[0].tensor.device, self._cuda):
+            return  # into pageable memory a copy would block: they are made one by one when their turn comes
+        for move in chosen:
+            side = self._side_of(move.tensor.device)
+            with self._cuda.on(side):
+                self._cuda.copy(move, self._buffer.bytes, non_blocking=True)
+            self._done[move] = self._cuda.mark(side)
+
+    def copy(self, move: TensorCopy) -> None:
+        """Copy one tensor, or wait for its copy if it was started. On any thread."""
+        event = self._done.get(move)
+        if event is not None:
+            event.synchronize()
+        elif not self._cuda.has(move.tensor):
+            move.into(self._buffer.bytes)  # some other device, which torch waits for
+        else:
+            self._copy_now(move)
+
+    def settle(self) -> None:
+        """Wait until all that was started by ``copy`` is in place."""
+        for stream in self._loose.values():
+            stream.synchronize()
+        self._loose.clear()
+
+    def forget(self) -> None:
+        """No more is copied: wait for whatever is under way, also of copies that were given up, and let go of the tensors.
+
+        A copy that was abandoned goes on by itself. Into a shared buffer that is used again it would bring bytes of this
+        snapshot, before they are hashed, so that no digest would show it.
+        """
+        try:
+            for stream in [*self._streams.values(), *self._loose.values()]:
+                stream.synchronize()
+        finally:
+            self._done.clear()
+            self._loose.clear()
+            self._streams.clear()
+            self._begun.clear()
+
+    def order(self, moves: Sequence[TensorCopy]) -> bool:
+        """Let what is queued from now on wait for the copies, on the devices. Returns whether that covers all of ``moves``."""
+        if not moves or any(move not in self._done for move in moves):
+            return False
+        for device, side in list(self._streams.items()):
+            self._cuda.current(device).wait_stream(side)
+        return True
+
+    def _side_of(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            side = self._streams[device] = self._cuda.stream(device)
+            side.wait_event(self._begun[device])
+        return self._streams[device]
+
+    def _copy_now(self, move: TensorCopy) -> None:
+        device = move.tensor.device
+        with self._cuda.at(device):
+            stream = self._cuda.current(device)
+            if device in self._begun:
+                stream.wait_event(self._begun[device])
+            pinned = self._buffer.pin(device, self._cuda)
+            if pinned:
+                self._loose[device] = stream  # before the copy: one that fails halfway may have been queued
+            self._cuda.copy(move, self._buffer.bytes, non_blocking=pinned)

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from safe_ckpt import CheckpointConfig
-from safe_ckpt.core.cuda import Cuda
+from safe_ckpt.core.cuda import Cuda, DeviceCopies, TensorCopy
 from safe_ckpt.core.saving.stager import Stager
 from safe_ckpt.core.staging.buffer import GRANULE, SharedBuffer
-from safe_ckpt.core.staging.copy import StagingCopy
-from safe_ckpt.core.staging.device_copies import DeviceCopies, TensorCopy
 from safe_ckpt.core.staging.progress import read_mark
+from safe_ckpt.core.staging.snapshot import StagingCopy
 
 BASE = 4096
 

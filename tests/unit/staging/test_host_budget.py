@@ -130,10 +130,10 @@ def test_an_arena_tells_how_far_it_is_filled():
     buffer = SharedBuffer()
     image = IMAGES["archive"]()
     for _ in range(2):
-        plan = snapshot.lay_out([image], buffer, "x", {})
+        tasks, copy = snapshot.lay_out([image], buffer, "x", {})
         assert read_mark(memoryview(buffer.memory)) == 0
-        plan.copy.run()
-        assert read_mark(memoryview(buffer.memory)) == plan.tasks[0].offset + image.length
+        copy.run()
+        assert read_mark(memoryview(buffer.memory)) == tasks[0].offset + image.length
     assert buffer.size % GRANULE == 0
     buffer.close()
 

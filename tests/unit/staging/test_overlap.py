@@ -12,8 +12,8 @@ from torch import nn
 
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.staging import optimizer_gate
-from safe_ckpt.core.staging.copy import StagingCopy
 from safe_ckpt.core.staging.overlap import OverlapPlan, expected_state_bytes
+from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.errors import SaveError
 
 OVERLAPPED = CheckpointConfig(snapshot="overlapped", record_events=False)
@@ -441,7 +441,7 @@ def test_memory_is_free_once_closed(tmp_path):
     with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
         ckpt.save(1, {"model": net, "optimizer": optimizer}).result(timeout_s=60)
         (buffer,) = ckpt._engine._stager._free
-        mapped = weakref.ref(buffer._map)
+        mapped = weakref.ref(buffer.memory)
         assert mapped() is not None
     gc.collect()
     assert mapped() is None

@@ -1,21 +1,19 @@
-"""Settings that the environment gives, told to all ranks: a mistake in one rank's is every rank's error, within seconds."""
+"""Settings from the environment, compared by all ranks: a mistake on one rank is an error on every rank, within seconds."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.coordination.log_entry import refuse_differences
+from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.settings.sources import origin_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 def config_of_all(config: CheckpointConfig | None, group: ProcessGroup | None = None) -> CheckpointConfig:
@@ -36,10 +34,10 @@ def config_of_all(config: CheckpointConfig | None, group: ProcessGroup | None = 
     facts = process_groups.group_of(group)
     if facts.size == 1:
         return CheckpointConfig.from_environment()
-    # Its own timeouts and network where they can be had: they are what is to hold for the first meeting too.
+    # Its own timeouts and network, if they are valid, hold for the first meeting too.
     try:
         mine, problem = CheckpointConfig.from_environment(), None
-    except Exception as error:  # whatever it is: the other ranks wait for this one
+    except Exception as error:  # the other ranks wait for this one
         mine, problem = CheckpointConfig(), error
         if isinstance(error, ConfigError):
             problem = dataclasses.replace(error, message=f"{error.message} (rank {facts.rank})")

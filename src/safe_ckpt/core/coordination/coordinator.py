@@ -1,9 +1,8 @@
 """How the ranks act as one: through keys in a store, never through collectives.
 
-A ``Coordinator`` is what the ranks of one process group share while somebody saves. Its operations form one log: rank 0
-appends an entry, every rank keeps a cursor into it, compares its own view with the entry and answers; rank 0 decides and
-publishes the verdict. Because the log has one order, a rank that asks for something else is found out at once, and a rank
-that comes late reads the verdict that the others got.
+A ``Coordinator`` is what the ranks of one process group share while they save. Its operations form one log. Rank 0
+appends an entry. Every other rank compares its own view with the entry and answers. Rank 0 decides and publishes the verdict.
+The log has one order, so a rank that asks for something else is detected at once, and a late rank reads the same verdict.
 """
 
 from __future__ import annotations
@@ -15,15 +14,16 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from safe_ckpt.config import CheckpointConfig, Network
+from safe_ckpt.config import CheckpointConfig, Network, Timeouts
 from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.coordination.heartbeat import Heartbeat
 from safe_ckpt.core.coordination.log_entry import Decide, LogEntry, Scatter, decided
 from safe_ckpt.core.coordination.mailbox import Receipts
-from safe_ckpt.core.coordination.rendezvous import Rendezvous, rendezvous
-from safe_ckpt.core.coordination.store import KeyTimeout, KeyValues, LocalStoreClient, StoreClient
+from safe_ckpt.core.coordination.process_groups import ProcessGroup
+from safe_ckpt.core.coordination.rendezvous import Rendezvous, no_store, rendezvous
+from safe_ckpt.core.coordination.store import KeyTimeout, KeyValues, StoreClient
 from safe_ckpt.errors import (
     ClosedError,
     ConfigError,
@@ -33,13 +33,9 @@ from safe_ckpt.errors import (
     RendezvousTimeout,
     SafeCheckpointError,
     from_wire,
+    naming,
     to_wire,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from safe_ckpt.config import Timeouts
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +93,7 @@ def open_coordinator(
 def _network_of_environment() -> Network:
     try:
         return CheckpointConfig.from_environment().network
-    except ConfigError:  # whoever takes settings from there is told what is wrong with them
+    except ConfigError:  # raised where the settings themselves are read
         return Network()
 
 
@@ -115,16 +111,17 @@ def _close_at_exit(weak: weakref.ref[Coordinator]) -> None:
 
 
 class Coordinator:
-    """What the ranks of one process group share while somebody saves. Made by ``open_coordinator``.
+    """What the ranks of one process group share while they save. Made by ``open_coordinator``.
 
     Attributes:
         id: the same on all ranks, and of no other session.
         rank: this process's rank.
         size: number of ranks.
+        call: the number of the newest call, the same on all ranks that made the same calls.
         receipts: on rank 0, of which verdicts it is still to learn that the others have read them.
         unsure: whether this rank failed in its newest agreement after it had answered: the others may have gone on.
         stale: on rank 0, keys of what is over that some rank may still be reading; dropped when all have come to the next.
-        movers: numbers of this rank that change as long as bytes move; the other ranks hear of their sum.
+        movers: numbers of this rank that change as long as bytes move; their sum is sent to the other ranks.
         at_exit: closes it when the process ends; cancelled by ``close``.
     """
 
@@ -142,29 +139,25 @@ class Coordinator:
         # Only weakly: the default store holds the port that a later process group may want to bind.
         self._meeting = weakref.ref(group.meeting_store) if group.meeting_store is not None else None
         self._pid = os.getpid()
-        self._call, self._part = -1, 0
+        self.call, self._part = -1, 0
         self._depth, self._goes_on = 0, False
         self._ended: list[str] = []
         self.unsure = False
         self._closed = False
         self._heartbeat: Heartbeat | None = None
-        if met is None:
-            self._calls: StoreClient = LocalStoreClient(process_groups.local_store())
-            return
         # On rank 0 this is the store itself; it goes with this reference.
-        self._store: KeyValues | None = met.store
-        answer_s = timeouts.peer_stall_s
-        self._connect = met.connect
-        self._answer_s = answer_s
-        self._calls = StoreClient(
-            met.connect, name="calls", answer_s=answer_s, store=met.store, alive=self._hears_of_rank_0
-        )
-        beats = StoreClient(met.connect, name="heartbeat", answer_s=answer_s)
+        self._store: KeyValues | None = met.store if met is not None else None
+        self._connect = met.connect if met is not None else no_store
+        self._answer_s = timeouts.peer_stall_s
+        self._calls = self.store_client("calls", self._store)
+        if met is None:
+            return
+        beats = StoreClient(met.connect, name="heartbeat", answer_s=self._answer_s)
         self._heartbeat = Heartbeat(
             beats,
             rank=group.rank,
             peers=met.peers,
-            stall_s=answer_s,
+            stall_s=self._answer_s,
             interval_s=_beat_interval_s(timeouts),
             progress=self._own_progress,
         )
@@ -204,52 +197,45 @@ class Coordinator:
         self.refuse_fork(kind)
         if self._closed:
             raise ClosedError(message=f"{kind}: this session was closed")
+        if self.size == 1:
+            return _agree_alone(kind, local, decide)
         failure: Exception | None = None
         try:
             own: dict[str, object] = {"answer": local() if local is not None else None}
-        except Exception as error:  # whatever it is: the other ranks wait for this one
+        except Exception as error:  # the other ranks wait for this one
             failure = error
             own = {"error": to_wire(error, rank=self.rank, phase=phase or kind)}
-        entry = {"kind": kind, **{key: str(value) for key, value in (must_match or {}).items()}}
-        step = self._next_step(kind, timeout_s)
+        view = {"kind": kind, **{key: str(value) for key, value in (must_match or {}).items()}}
+        entry = self._next_entry(kind, timeout_s)
         try:
-            return self._lead(step, entry, own, decide) if self.rank == 0 else self._follow(step, entry, own)
+            return self._lead(entry, view, own, decide) if self.rank == 0 else self._follow(entry, view, own)
         except SafeCheckpointError as reported:
             if failure is None or isinstance(reported, CoordinationError):
                 raise
             raise failure from failure.__cause__
 
-    def _next_step(self, kind: str, timeout_s: float) -> LogEntry:
-        needed = [0] if self.rank else range(1, self.size)
-        number, part = self._next_number()
+    def _next_entry(self, kind: str, timeout_s: float) -> LogEntry:
+        """The next entry of the log. Every rank uses up its number, also if it fails."""
+        if self._goes_on:
+            self._part += 1
+        else:
+            self.call, self._part = self.call + 1, 0
+        self._goes_on = self._depth > 0
+        self.unsure = False
+        if self._heartbeat is not None:
+            self._heartbeat.at = self.call
+        number, needed = self.call, [0] if self.rank else range(1, self.size)
 
         def check() -> None:
             if gone := self._are_past(number):
                 raise RendezvousTimeout(phase=kind, seconds=timeout_s, missing=gone)
             self.check(needed)
 
-        return LogEntry(self._calls, self.rank, self.size, f"log/{number}.{part}", kind, timeout_s, check)
-
-    def _next_number(self) -> tuple[int, int]:
-        """Of which call this agreement is which part. The number is used up on every rank, whatever comes of it."""
-        if self._goes_on:
-            self._part += 1
-        else:
-            self._call, self._part = self._call + 1, 0
-        self._goes_on = self._depth > 0
-        self.unsure = False
-        if self._heartbeat is not None:
-            self._heartbeat.at = self._call
-        return self._call, self._part
-
-    @property
-    def call(self) -> int:
-        """The number of the newest call, the same on all ranks that made the same calls."""
-        return self._call
+        return LogEntry(self._calls, self.rank, self.size, f"log/{number}.{self._part}", kind, timeout_s, check)
 
     def start_at(self, call: int) -> None:
-        """From now on calls are counted from here. All ranks do this at the same place."""
-        self._call, self._goes_on = call, False
+        """Count calls from here on. All ranks do this at the same place."""
+        self.call, self._goes_on = call, False
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -263,7 +249,7 @@ class Coordinator:
                 self._goes_on = False
 
     def leave(self, call: int) -> None:
-        """This rank gives up a call where it cannot say so: rank 0 hears of it when it can."""
+        """Give up a call that this rank cannot answer now. Rank 0 learns of it from a later heartbeat."""
         if self._heartbeat is not None and self.rank != 0:
             self._heartbeat.leave(call)
 
@@ -279,22 +265,20 @@ class Coordinator:
         if self._pid != os.getpid():
             raise ForkedError(what=what, pid=self._pid)
 
-    def store_client(self, name: str) -> StoreClient:
-        """One more connection, for a thread of its own; whoever asks for it closes it."""
-        if self.size == 1:
-            return self._calls
-        return StoreClient(self._connect, name=name, answer_s=self._answer_s, alive=self._hears_of_rank_0)
+    def store_client(self, name: str, store: KeyValues | None = None) -> StoreClient:
+        """One more connection, for a thread of its own. The caller closes it. ``store`` is a connection that is open."""
+        return StoreClient(self._connect, name=name, answer_s=self._answer_s, store=store, alive=self._rank_0_is_alive)
 
     def check(self, needed: Sequence[int]) -> None:
         """Raise ``PeerLostError`` if one of the ``needed`` ranks is known to be dead or stopped."""
         if self._heartbeat is not None:
             self._heartbeat.check(needed)
 
-    def _hears_of_rank_0(self) -> bool:
-        return self._heartbeat is not None and self._heartbeat.hears()
+    def _rank_0_is_alive(self) -> bool:
+        return self._heartbeat is not None and self._heartbeat.host_is_alive()
 
     def observe(self, timeouts: Timeouts) -> None:
-        """From now on these timeouts hold. Every rank calls this, or none."""
+        """Use these timeouts from now on. Every rank calls this, or none."""
         self._shutdown_s = timeouts.shutdown_s
         self._answer_s = timeouts.peer_stall_s
         self._calls.answer_s = timeouts.peer_stall_s
@@ -315,7 +299,7 @@ class Coordinator:
 
     @property
     def orphaned(self) -> bool:
-        """Whether the process group that this belonged to is gone and nobody uses this any more."""
+        """Whether the process group that this belonged to is gone and this has no users."""
         return self.users == 0 and self._meeting is not None and self._meeting() is None
 
     def serves(self, group: process_groups.Group) -> bool:
@@ -327,7 +311,7 @@ class Coordinator:
         return self._name == group.name and self._meeting is not None and self._meeting() is group.meeting_store
 
     def release(self, *, keep: bool = False) -> None:
-        """Say that one user is done. The last one ends the session, or with ``keep`` leaves it for the next."""
+        """One user is done. The last one ends the session, or with ``keep`` leaves it for the next."""
         self.users -= 1
         if self.users == 0 and not keep:
             self.close()
@@ -355,61 +339,59 @@ class Coordinator:
             self._calls.close()
             self._store = None
 
-    def _lead(self, step: LogEntry, entry: Mapping[str, str], own: Mapping[str, object], decide: Decide | None) -> Any:
+    def _lead(self, entry: LogEntry, view: Mapping[str, str], own: Mapping[str, object], decide: Decide | None) -> Any:
         try:
-            result = decided(entry, {0: own, **step.answers(entry)}, decide)
-            if isinstance(result, Scatter):
-                shares, result = result.by_rank, result.by_rank.get(0)
-                step.hand_out(shares)
-                step.put("/verdict", {"shared": True})
-            else:
-                step.put("/verdict", {"ok": result})
+            result = entry.conclude(decided(view, {0: own, **entry.answers(view)}, decide))
         except BaseException as error:
-            # The others wait for this verdict: they get the cause before this rank unwinds.
-            wire = to_wire(error, rank=0, phase=step.kind)
-            step.put("/verdict", {"error": wire})
-            step.release()
-            # Where a rank was lost the rest may still be on their way here, and should hear who it was.
+            # The other ranks wait for this verdict, so they get the cause before this rank unwinds.
+            wire = to_wire(error, rank=0, phase=entry.kind)
+            present = entry.fail(wire)
+            # After a rank was lost the rest may still be on their way here. They must learn which one it was.
             lost = len(error.ranks) if isinstance(error, PeerLostError) else 0
-            self._expect_reads(step, self.size - 1 - lost if lost else step.present())
-            self._ended += step.keys(answers=True)
+            self.receipts.expect(entry.read, self.size - 1 - lost if lost else present, self.call, instead_of="log/")
+            self._ended += entry.keys(answers=True)
             if isinstance(error, Exception) and not isinstance(error, CoordinationError):
                 raise from_wire(wire) from error
             raise
-        self._expect_reads(step, self.size - 1)
-        step.forget(self._ended)
-        self._ended = step.keys()
+        self.receipts.expect(entry.read, self.size - 1, self.call, instead_of="log/")
+        entry.forget(self._ended)
+        self._ended = entry.keys()
         return result
 
-    def _follow(self, step: LogEntry, entry: Mapping[str, str], own: Mapping[str, object]) -> Any:
+    def _follow(self, entry: LogEntry, view: Mapping[str, str], own: Mapping[str, object]) -> Any:
         answered = False
         try:
-            appended = step.get("")
+            appended = entry.get("")
             answered = True
-            step.answer(own if appended == entry else {**own, "view": entry})
-            verdict = self._await_verdict(step)
-            share = step.take_share() if verdict.get("shared") else None
+            entry.answer(own if appended == view else {**own, "view": view})
+            verdict = self._await_verdict(entry)
+            share = entry.take_share() if verdict.get("shared") else None
         except BaseException as error:
-            # Rank 0 may come to it later, wait for this rank in it, or go on without knowing that this one does not.
+            # Rank 0 may start this entry later, wait for this rank in it, or finish it without this rank.
             self.unsure = answered
-            self.leave(self._call)
+            self.leave(self.call)
             if isinstance(error, KeyTimeout):
-                raise RendezvousTimeout(phase=step.kind, seconds=step.timeout_s, missing=(0,)) from None
+                raise RendezvousTimeout(phase=entry.kind, seconds=entry.timeout_s, missing=(0,)) from None
             raise
-        self._calls.acknowledge(step.read, phase=step.kind)
+        self._calls.acknowledge(entry.read, phase=entry.kind)
         if "error" in verdict:
             raise from_wire(verdict["error"])
         return share if verdict.get("shared") else verdict["ok"]
 
-    def _await_verdict(self, step: LogEntry) -> Any:
+    def _await_verdict(self, entry: LogEntry) -> Any:
         try:
-            # Rank 0 waits timeout_s for the slowest and may take as long to decide: it names who is missing, not we.
-            return step.get("/verdict", patience=2)
+            # Rank 0 waits timeout_s for the slowest rank and may take as long to decide. It names the missing ranks.
+            return entry.get("/verdict", patience=2)
         except KeyTimeout:
-            raise RendezvousTimeout(phase=f"{step.kind}: verdict", seconds=2 * step.timeout_s, missing=(0,)) from None
+            raise RendezvousTimeout(phase=f"{entry.kind}: verdict", seconds=2 * entry.timeout_s, missing=(0,)) from None
 
-    def _expect_reads(self, step: LogEntry, count: int) -> None:
-        self.receipts.expect(step.read, count, self._call, instead_of="log/")
+
+def _agree_alone(kind: str, local: Callable[[], object] | None, decide: Decide | None) -> Any:
+    """``agree`` with one rank: there is nothing to wait for, to compare or to publish."""
+    answer = local() if local is not None else None
+    with naming(rank=0, phase=kind):
+        result = decide({0: answer}) if decide is not None else None
+    return result.by_rank.get(0) if isinstance(result, Scatter) else result
 
 
 def _beat_interval_s(timeouts: Timeouts) -> float:

@@ -1,28 +1,29 @@
-"""Who is still there, and whose bytes move. Every rank counts up a key; a count that stands still means a lost rank.
+"""Which ranks are alive, and which make progress. Every rank increments a key; a count that stops means a lost rank.
 
-Rank 0 watches all others, the others watch rank 0. Where both run on one machine the process is looked at as well: one that
-is busy (holding the interpreter lock for a minute, say) is late, not lost. A rank whose count moves again is alive again: a
-network comes back, and only what was under way meanwhile has failed.
+Rank 0 watches all others, the others watch rank 0. If both run on one machine, the state of the process counts as well: a busy
+one (holding the interpreter lock for a minute, say) is late, not lost. A rank whose count moves again is alive again. So when
+a network comes back, only what was in flight has failed.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from safe_ckpt.core.coordination.processes import machine_id, process_state
-from safe_ckpt.core.coordination.store import KeyTimeout, KeyValues, StoreClient
+from safe_ckpt.core.coordination.store import KeyTimeout, KeyValues, StoreClient, read_present
 from safe_ckpt.errors import PeerLostError
 
 if TYPE_CHECKING:
     from safe_ckpt.core.coordination.rendezvous import Peer
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 _QUICKEST_S = 0.5
 _SLOWEST_S = 5.0
 _MARGIN_S = 2.0
@@ -30,29 +31,20 @@ _PHASE = "heartbeat"
 _MOST_LEFT = 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Beat:
+class _Beat(NamedTuple):
     """What a rank says of itself.
 
     Attributes:
-        count: goes up.
+        number: goes up.
         progress: changes as long as bytes move.
         at: the number of its newest call.
         left: the calls that it has given up lately.
     """
 
-    count: int
+    number: int
     progress: int
     at: int
-    left: tuple[int, ...]
-
-    @classmethod
-    def of(cls, value: bytes) -> _Beat:
-        count, progress, at, *left = (int(word) for word in value.split())
-        return cls(count=count, progress=progress, at=at, left=tuple(left))
-
-    def __str__(self) -> str:
-        return " ".join(str(number) for number in (self.count, self.progress, self.at, *self.left))
+    left: Sequence[int]
 
 
 class Heartbeat:
@@ -89,7 +81,7 @@ class Heartbeat:
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._lost: dict[int, str] = {}
         self._ended: set[int] = set()
-        self._heard = self._awake = time.monotonic()
+        self._answered_at = self._awake = time.monotonic()
         self._left: deque[int] = deque(maxlen=_MOST_LEFT)
         self.at = -1
         self._stop = threading.Event()
@@ -97,30 +89,30 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="safe_ckpt-beat", daemon=True)
         self._thread.start()
 
-    def check(self, needed: Iterable[int] | None = None) -> None:
-        """Raise if one of ``needed`` (all watched ranks when None) is lost now.
+    def check(self, needed: Iterable[int]) -> None:
+        """Raise if one of ``needed`` is lost now.
 
         Raises:
             PeerLostError: naming them.
         """
         lost = dict(self._lost)
-        gone = [rank for rank in (lost if needed is None else needed) if rank in lost]
+        gone = [rank for rank in needed if rank in lost]
         if gone:
             reason = "; ".join(sorted({lost[rank] for rank in gone}))
             raise PeerLostError(phase="waiting for the other ranks", ranks=tuple(gone), reason=reason)
 
     def observe(self, stall_s: float, interval_s: float) -> None:
-        """From now on this is how long a count may stand still, and the time between two beats."""
+        """Set how long a count may stand still, and the time between two beats."""
         self._stall_s, self._interval_s = stall_s, interval_s
         # A connection that went silent is replaced long before the host behind it counts as lost.
         self._store_client.answer_s = min(_SLOWEST_S, max(_QUICKEST_S, stall_s / 4))
 
-    def hears(self) -> bool:
-        """Whether the store's host is heard of."""
+    def host_is_alive(self) -> bool:
+        """Whether the store's host shows signs of life."""
         return 0 not in self._lost
 
     def leave(self, call: int) -> None:
-        """This rank takes part no more in the call of that number; rank 0 hears of it with the next beat that arrives."""
+        """Leave the call of that number. Rank 0 learns of it from the next beat that arrives."""
         self._left.append(call)
 
     def have_left(self, call: int) -> tuple[int, ...]:
@@ -136,14 +128,14 @@ class Heartbeat:
         return sum(beat.progress for beat in self._beats().values())
 
     def _beats(self) -> dict[int, _Beat]:
-        return {rank: _Beat.of(value) for rank, (value, _) in dict(self._seen).items() if value}
+        return {rank: _Beat(*json.loads(value)) for rank, (value, _) in dict(self._seen).items() if value}
 
     def lost(self) -> int:
         """How many ranks are lost."""
         return len(self._lost)
 
     def all_gone(self) -> bool:
-        """Whether nobody is left to wait for."""
+        """Whether all watched ranks are lost."""
         return all(rank in self._lost for rank in self._peers)
 
     def close(self) -> None:
@@ -162,34 +154,34 @@ class Heartbeat:
                 self._look()
             except (PeerLostError, KeyTimeout) as error:
                 self._judge_silence(str(error))
-            except Exception:  # whatever it is: without this thread the others would take this rank for lost
+            except Exception:  # without this thread the other ranks would treat this one as lost
                 logger.exception("a heartbeat failed")
             if self._stop.wait(self._interval_s):
                 return
 
     def _forgive(self) -> None:
-        """This process itself stood still (SIGSTOP, a suspended machine): others are not silent for that."""
+        """Do not count time in which this process itself was stopped (SIGSTOP, a suspended machine)."""
         before, self._awake = self._awake, time.monotonic()
         absent_s = self._awake - before
         if absent_s > self._stall_s / 2:
-            self._heard += absent_s
+            self._answered_at += absent_s
             self._seen = {rank: (value, since + absent_s) for rank, (value, since) in self._seen.items()}
 
     def _beat(self, count: int) -> None:
-        # Rank 0 passes on what it hears: the others watch it alone.
+        # Rank 0 adds the progress of the others, because they watch rank 0 alone.
         progress = self._progress() + (self.progress() if self._rank == 0 else 0)
-        beat = _Beat(count=count, progress=progress, at=self.at, left=tuple(self._left))
-        self._call(lambda store: store.set(f"beat/{self._rank}", str(beat)))
+        beat = json.dumps(_Beat(number=count, progress=progress, at=self.at, left=list(self._left)))
+        self._call(lambda store: store.set(f"beat/{self._rank}", beat))
 
-    def _call(self, operation: Callable[[KeyValues], object]) -> object:
+    def _call(self, operation: Callable[[KeyValues], _T]) -> _T:
         answer = self._store_client.call(operation, phase=_PHASE, check=self._judge_silence)
-        self._heard = time.monotonic()
+        self._answered_at = time.monotonic()
         return answer
 
     def _judge_silence(self, reason: str = "") -> None:
         """Another rank: is the store's host lost? Called while waiting for its answer."""
         self._forgive()
-        silent_s = time.monotonic() - self._heard
+        silent_s = time.monotonic() - self._answered_at
         if self._rank != 0 and not self._stop.is_set() and silent_s >= self._limit_s:
             self._lose(0, f"no sign of life for {silent_s:.1f} s{f': {reason}' if reason else ''}")
 
@@ -208,11 +200,11 @@ class Heartbeat:
             logger.info("rank %d is back", rank)
 
     def _look(self) -> None:
-        watched = [rank for rank in self._peers if rank not in self._ended]
-        values: dict[int, bytes] = {}
-        self._call(lambda store: values.update(_read(store, watched)))
+        watched = {rank: f"beat/{rank}" for rank in self._peers if rank not in self._ended}
+        values = self._call(lambda store: read_present(store, list(watched.values())))
         now = time.monotonic()
-        for rank, value in values.items():
+        for rank, key in watched.items():
+            value = values.get(key, b"")
             before, since = self._seen.get(rank, (b"", now))
             state = self._state(rank)
             if state in ("", "Z", "X"):
@@ -225,15 +217,6 @@ class Heartbeat:
                 self._lose(rank, f"no sign of life for {now - since:.1f} s")
 
     def _state(self, rank: int) -> str:
-        # A late count proves nothing about a process that the kernel calls runnable or in I/O.
+        # A late count proves nothing while the kernel reports the process as runnable or in I/O.
         machine = self._peers[rank]
         return process_state(machine.pid) if machine.host == self._here else "?"
-
-
-def _read(store: KeyValues, watched: list[int]) -> dict[int, bytes]:
-    keys = {rank: f"beat/{rank}" for rank in watched}
-    if not keys:
-        return {}
-    if store.check(list(keys.values())):
-        return dict(zip(keys, store.multi_get(list(keys.values())), strict=True))
-    return {rank: bytes(store.get(key)) if store.check([key]) else b"" for rank, key in keys.items()}

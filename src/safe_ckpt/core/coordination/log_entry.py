@@ -17,7 +17,7 @@ Decide = Callable[[Mapping[int, Any]], Any]
 
 @dataclass(frozen=True)
 class Scatter:
-    """A verdict of which every rank gets its own part: what all of them together are told may be too much for each to read.
+    """A verdict of which every rank gets its own part, because the whole may be too much for each rank to read.
 
     Attributes:
         by_rank: JSON-able data for each rank.
@@ -27,7 +27,7 @@ class Scatter:
 
 
 def decided(entry: Mapping[str, str], answers: Mapping[int, Any], decide: Decide | None) -> Any:
-    """What comes of an entry, on rank 0. A rank's error comes before what it may have brought about: different values.
+    """The verdict on an entry, on rank 0. A rank's error is raised first: it may be why values differ.
 
     Args:
         entry: rank 0's own view.
@@ -48,7 +48,7 @@ def decided(entry: Mapping[str, str], answers: Mapping[int, Any], decide: Decide
 
 
 def reraise(problem: Exception | None) -> Callable[[], None]:
-    """A ``local`` for what happened before the ranks meet: raises ``problem``, if there is one."""
+    """A ``local`` that raises what went wrong before the ranks meet, if anything did."""
 
     def local() -> None:
         if problem is not None:
@@ -70,7 +70,7 @@ def refuse_differences(views: Mapping[int, Mapping[str, object]]) -> None:
 
 
 class LogEntry:
-    """The keys of one entry of the log. With nobody else there, nothing is written."""
+    """The keys of one entry of the log."""
 
     def __init__(
         self, store_client: StoreClient, rank: int, size: int, name: str, kind: str, timeout_s: float, check: Check
@@ -86,9 +86,7 @@ class LogEntry:
 
     def put(self, suffix: str, value: object) -> None:
         """Rank 0: write one key of the entry."""
-        if not self._others:
-            return
-        self._store_client.call(lambda store: store.set(self.name + suffix, json.dumps(value)), phase=self.kind)
+        self._store_client.put(self.name + suffix, value, phase=self.kind)
 
     def get(self, suffix: str, *, patience: int = 1) -> Any:
         """Wait for one key of the entry.
@@ -97,10 +95,10 @@ class LogEntry:
             KeyTimeout: it did not appear in ``patience`` times the step's time.
         """
         key, wait_s = self.name + suffix, patience * self.timeout_s
-        return json.loads(self._store_client.get(key, phase=self.kind, wait_s=wait_s, check=self._check))
+        return self._store_client.get(key, phase=self.kind, wait_s=wait_s, check=self._check)
 
     def answer(self, value: object) -> None:
-        """Another rank: say what this rank has to say."""
+        """Another rank: answer the entry."""
         self._answers.post(self._rank, value, phase=self.kind)
 
     def answers(self, mine: Mapping[str, str]) -> dict[int, Any]:
@@ -109,8 +107,6 @@ class LogEntry:
         Raises:
             RendezvousTimeout: some did not answer in time; names them.
         """
-        if not self._others:
-            return {}
         self.put("", mine)
         try:
             self._answers.wait(phase=self.kind, wait_s=self.timeout_s, check=self._check)
@@ -120,15 +116,29 @@ class LogEntry:
             raise RendezvousTimeout(phase=self.kind, seconds=self.timeout_s, missing=missing) from None
         return self._answers.messages(phase=self.kind)
 
-    def hand_out(self, shares: Mapping[int, Any]) -> None:
-        """Rank 0: leave a verdict of its own for every rank; each takes its share and drops it."""
+    def conclude(self, result: Any) -> Any:
+        """Rank 0: publish what was decided; of ``Scatter`` to every rank its own. Returns what is rank 0's."""
+        if not isinstance(result, Scatter):
+            self.put("/verdict", {"ok": result})
+            return result
         keys = [self._share(rank) for rank in self._others]
-        if keys:
-            values = [json.dumps(shares.get(rank)) for rank in self._others]
-            self._store_client.call(lambda store: store.multi_set(keys, values), phase=self.kind)
+        values = [json.dumps(result.by_rank.get(rank)) for rank in self._others]
+        self._store_client.call(lambda store: store.multi_set(keys, values), phase=self.kind)
+        self.put("/verdict", {"shared": True})
+        return result.by_rank.get(0)
+
+    def fail(self, wire: Mapping[str, Any]) -> int:
+        """Rank 0: publish the error. What still waits for answers, on a connection that was left, ends.
+
+        Returns:
+            How many ranks have answered.
+        """
+        self.put("/verdict", {"error": wire})
+        self._answers.wake({}, phase=self.kind)
+        return len(self._answers.messages(phase=self.kind))
 
     def take_share(self) -> Any:
-        """Another rank: its share; there is one when the verdict says so."""
+        """Another rank: its share, if the verdict has shares."""
         key = self._share(self._rank)
 
         def take(store: KeyValues) -> bytes:
@@ -141,20 +151,9 @@ class LogEntry:
     def _share(self, rank: int) -> str:
         return f"{self.name}/share/{rank}"
 
-    def present(self) -> int:
-        """How many ranks have answered."""
-        return len(self._answers.messages(phase=self.kind)) if self._others else 0
-
-    def release(self) -> None:
-        """Rank 0: it has failed. What still waits for answers, on a connection that was left, ends."""
-        if self._others:
-            self._answers.wake({}, phase=self.kind)
-
     def forget(self, before: Sequence[str]) -> None:
-        """Drop what nobody needs any more: the answers to this entry, and keys of entries ``before`` it."""
-        if self._others:
-            keys = [*self._answers.keys(), *before]
-            self._store_client.call(lambda store: [store.delete_key(key) for key in keys], phase=self.kind)
+        """Delete the answers to this entry, and the keys of entries ``before`` it."""
+        self._store_client.delete([*self._answers.keys(), *before], phase=self.kind)
 
     def keys(self, *, answers: bool = False) -> list[str]:
         """What is to be dropped when all have passed this entry, with the ``answers`` to it where ``forget`` did not."""

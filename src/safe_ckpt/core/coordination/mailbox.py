@@ -1,7 +1,7 @@
-"""Messages of several ranks to whoever waits for all of them, and receipts for what rank 0 publishes: keys in a store.
+"""Messages of several ranks to a rank that waits for all of them, and the two-phase commit of a save: keys in a store.
 
-A rank sets its own key and adds one to a counter; the last one sets the key that everybody waits for. So nobody polls, and
-a wait costs one request however many ranks there are.
+A rank sets its own key and adds one to a counter. The last one sets the key that is waited for. So no rank polls, and a
+wait costs one request however many ranks there are. No collectives.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.core.coordination.store import Check, KeyValues, StoreClient
+from safe_ckpt.core.coordination.store import Check, KeyTimeout, KeyValues, StoreClient, read_present
+from safe_ckpt.errors import PeerLostError, RendezvousTimeout, SafeCheckpointError, from_wire
+
+if TYPE_CHECKING:
+    from safe_ckpt.core.coordination.coordinator import Coordinator
 
 logger = logging.getLogger(__name__)
 _GRACE_S = 3.0
@@ -43,8 +47,8 @@ class Mailbox:
             message: JSON-able data.
             phase: what this is for; named in errors.
             turn: which one.
-            wake: whoever waits need not wait for the others.
-            drop: turns that are over on all ranks: their keys go.
+            wake: end the wait early.
+            drop: turns that are over on all ranks; their keys are deleted.
         """
 
         def arrive(store: KeyValues) -> None:
@@ -57,7 +61,7 @@ class Mailbox:
         self._store_client.call(arrive, phase=phase)
 
     def wake(self, value: Mapping[str, Any], *, phase: str, turns: Sequence[int] = (0,)) -> None:
-        """Whoever waits for these turns need not wait for the others; ``value`` says why."""
+        """End the wait for these turns early; ``value`` says why."""
 
         def wake(store: KeyValues) -> None:
             for turn in turns:
@@ -66,17 +70,16 @@ class Mailbox:
         self._store_client.call(wake, phase=phase)
 
     def wait(self, *, phase: str, wait_s: float, check: Check, turn: int = 0) -> dict[str, Any]:
-        """Wait until all have posted, or some rank has called ``wake``. Returns what that one said, else nothing.
+        """Wait until all have posted, or some rank has called ``wake``. Returns the ``value`` of that call, else nothing.
 
         Raises:
             KeyTimeout: neither came in time.
             PeerLostError: the store's host is lost, or ``check`` raised.
         """
-        value = self._store_client.get(self._all(turn), phase=phase, wait_s=wait_s, check=check)
-        return dict(json.loads(value))
+        return dict(self._store_client.get(self._all(turn), phase=phase, wait_s=wait_s, check=check))
 
     def peek(self, *, phase: str, turn: int = 0) -> dict[str, Any] | None:
-        """What ``wait`` would return at once; None while it would wait."""
+        """What ``wait`` would return now; None if it would wait."""
         key = self._all(turn)
         value = self._store_client.call(lambda store: store.get(key) if store.check([key]) else b"null", phase=phase)
         reason: dict[str, Any] | None = json.loads(value)
@@ -84,17 +87,12 @@ class Mailbox:
 
     def messages(self, *, phase: str) -> dict[int, Any]:
         """What has been posted so far, by rank."""
-        keys = self._by_rank
-
-        def read(store: KeyValues) -> dict[int, bytes]:
-            if store.check(list(keys.values())):
-                return dict(zip(keys, store.multi_get(list(keys.values())), strict=True))
-            return {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
-
-        return {rank: json.loads(value) for rank, value in self._store_client.call(read, phase=phase).items()}
+        keys = list(self._by_rank.values())
+        values = self._store_client.call(lambda store: read_present(store, keys), phase=phase)
+        return {rank: json.loads(values[key]) for rank, key in self._by_rank.items() if key in values}
 
     def keys(self, turns: Sequence[int] = (0,)) -> list[str]:
-        """All that this writes, for whoever drops it when it is over."""
+        """All keys that this writes, so that they can be deleted when it is over."""
         return [*self._turn_keys(turns), *self._by_rank.values()]
 
     def _turn_keys(self, turns: Sequence[int]) -> list[str]:
@@ -108,7 +106,7 @@ class Mailbox:
 
 
 class Receipts:
-    """On rank 0: which of its verdicts are still to be read. Its store ends with the process, and a verdict with the store."""
+    """On rank 0: which of its verdicts the others have not read yet. The verdicts are lost when the process ends."""
 
     def __init__(self) -> None:
         self._expected: dict[str, tuple[int, int]] = {}
@@ -132,7 +130,7 @@ class Receipts:
             self._expected[key] = count, call
 
     def drop(self, *keys: str) -> None:
-        """These have come, or nobody needs them any more."""
+        """Stop waiting for these keys."""
         with self._lock:
             for key in keys:
                 self._expected.pop(key, None)
@@ -153,7 +151,7 @@ class Receipts:
             within_s: how long at most.
             have_left: the ranks that have given up a call.
             lost: how many ranks are lost now.
-            over: whether nobody is there any more.
+            over: whether no other rank is left.
         """
         deadline = time.monotonic() + within_s
         grace_from: float | None = None
@@ -167,8 +165,8 @@ class Receipts:
             missing = store_client.call(unread, phase="close")
             if missing <= 0:
                 return
-            # A lost rank may have read or not, so what is missing may be its reading or that of one that lives: those that
-            # live get a moment more.
+            # A lost rank may have read its verdict or not. So the missing receipt may be of a live rank, which gets a moment
+            # more.
             if missing > lost():
                 grace_from = None
             elif grace_from is None:
@@ -177,3 +175,168 @@ class Receipts:
                 return
             time.sleep(0.005)
         logger.debug("left while some ranks had not read the last verdict")
+
+
+class TwoPhaseCommit:
+    """The keys of one save's background phases: prepared, wrote, verdict.
+
+    Only rank 0 concludes. A rank that fails reports its error at once, so no rank waits for a timeout to learn of it. Used
+    on the background thread alone.
+
+    Args:
+        coordinator: where the ranks meet.
+        store_client: the connection of the thread that this is used on.
+        op_id: unique to this save.
+        writers: the other ranks that have something to write; rank 0 keeps its own report.
+        check: called while waiting; raises when the save is to be given up.
+        call: the number of the call that it began with.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        store_client: StoreClient,
+        op_id: str,
+        writers: Sequence[int],
+        check: Check,
+        call: int,
+    ) -> None:
+        self._call = call
+        self._coordinator = coordinator
+        self._store_client = store_client
+        self._check = check
+        self._writers = tuple(writers)
+        self._prefix = f"op/{op_id}"
+        self._reports = Mailbox(store_client, f"{self._prefix}/wrote", writers)
+
+    def prepared(self) -> None:
+        """Rank 0: the pending directory exists."""
+        self._set("prepared", {})
+
+    def await_prepared(self, timeout_s: float) -> None:
+        """Another writing rank: wait until the pending directory exists, or the save has failed.
+
+        Raises:
+            RendezvousTimeout: rank 0 did neither in time.
+            PeerLostError: rank 0 died or stopped.
+        """
+        try:
+            self._get("prepared", "prepare", timeout_s)
+        except KeyTimeout:
+            raise RendezvousTimeout(phase="prepare", seconds=timeout_s, missing=(0,)) from None
+
+    def report(self, value: Mapping[str, Any]) -> None:
+        """A writing rank: what it wrote, or ``{"error": ...}``."""
+        self._reports.post(self._coordinator.rank, value, phase="write", wake="error" in value)
+
+    def reports(self, timeout_s: float) -> dict[int, Any]:
+        """Rank 0: what the writing ranks reported; fewer than all only when one of them reported an error.
+
+        Raises:
+            RendezvousTimeout: some did not report in time; names them.
+            PeerLostError: one of them died or stopped before it reported.
+        """
+        deadline = time.monotonic() + timeout_s
+        needed = list(self._writers)
+        while True:
+            left_s = max(0.001, deadline - time.monotonic())
+            try:
+                self._reports.wait(phase="write", wait_s=left_s, check=self._checked(needed))
+                return self._reported()
+            except KeyTimeout:
+                missing = tuple(rank for rank in self._writers if rank not in self._reported())
+                raise RendezvousTimeout(phase="write", seconds=timeout_s, missing=missing) from None
+            except PeerLostError:
+                # One that reported and died afterwards is not missed.
+                reported = self._reported()
+                needed = [rank for rank in self._writers if rank not in reported]
+                self._check_peers(needed)
+
+    def conclude(self, verdict: Mapping[str, Any]) -> None:
+        """Rank 0: publish the outcome. ``prepared`` is set too, so that the ranks that wait there wake up."""
+        if self._coordinator.size == 1:
+            return
+        self._coordinator.receipts.expect(self._read, self._coordinator.size - 1, self._call)
+        self._set("verdict", verdict)
+        self._set("prepared", {})
+        if "error" in verdict and self._writers:
+            self._reports.wake({}, phase="write")  # what still waits for reports, on a connection that was left, ends
+
+    def verdict(self, timeout_s: float) -> Any:
+        """The other ranks: wait for the outcome, and acknowledge that it was read.
+
+        Raises:
+            KeyTimeout: rank 0 did not conclude in time.
+            PeerLostError: rank 0 died or stopped.
+        """
+        verdict = self._get("verdict", "commit", timeout_s)
+        self._store_client.acknowledge(self._read, phase="commit")
+        return verdict
+
+    def leave(self) -> None:
+        """Another rank: give up without being able to report it now."""
+        self._coordinator.leave(self._call)
+
+    def refuse_left(self) -> None:
+        """Rank 0, before it commits: refuse if some rank has already raised an error for this save.
+
+        Raises:
+            PeerLostError: some ranks gave it up; names them.
+        """
+        self._refuse(self._coordinator.have_left(self._call))
+
+    def _check_peers(self, needed: Sequence[int]) -> None:
+        self._coordinator.check(needed)
+        self._refuse(tuple(rank for rank in self._coordinator.have_left(self._call) if rank in needed))
+
+    def _refuse(self, gone: tuple[int, ...]) -> None:
+        if gone:
+            raise PeerLostError(
+                phase="write", ranks=gone, reason="it gave this save up while it could not reach rank 0"
+            )
+
+    def failed_elsewhere(self) -> SafeCheckpointError | None:
+        """The error of another rank, so that this one can stop working for a save that has failed."""
+        if self._coordinator.rank == 0 and not self._writers:
+            return None
+        if self._coordinator.rank == 0:
+            reports = self._reported().values() if self._reports.peek(phase="write") is not None else ()
+            return next((from_wire(report["error"]) for report in reports if "error" in report), None)
+        if not self._store_client.call(lambda store: store.check([f"{self._prefix}/verdict"]), phase="write"):
+            return None
+        verdict = self._get("verdict", "write", 1.0)
+        return from_wire(verdict["error"]) if "error" in verdict else None
+
+    def forget(self) -> bool:
+        """Rank 0: drop the keys if every rank has read the verdict. Returns whether they are gone."""
+        if self._coordinator.size == 1:
+            return True
+        read = self._store_client.call(lambda store: store.add(self._read, 0), phase="commit")
+        if read + len(self._coordinator.have_left(self._call)) < self._coordinator.size - 1:
+            return False
+        keys = [f"{self._prefix}/prepared", f"{self._prefix}/verdict", self._read, *self._reports.keys()]
+        self._store_client.delete(keys, phase="commit")
+        self._coordinator.receipts.drop(self._read)
+        return True
+
+    @property
+    def _read(self) -> str:
+        return f"{self._prefix}/read"
+
+    def _reported(self) -> dict[int, Any]:
+        return self._reports.messages(phase="write")
+
+    def _set(self, name: str, value: Mapping[str, Any]) -> None:
+        if self._coordinator.size > 1:
+            self._store_client.put(f"{self._prefix}/{name}", value, phase=name)
+
+    def _get(self, name: str, phase: str, timeout_s: float) -> Any:
+        check = self._checked([0])
+        return self._store_client.get(f"{self._prefix}/{name}", phase=phase, wait_s=timeout_s, check=check)
+
+    def _checked(self, needed: Sequence[int]) -> Check:
+        def check() -> None:
+            self._check()
+            self._check_peers(needed)
+
+        return check

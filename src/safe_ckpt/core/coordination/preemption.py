@@ -1,9 +1,8 @@
 """From a signal on any rank to one agreed decision to stop, at the same step on every rank.
 
-Ranks see a signal at different steps. So rank 0 decides, and every rank asks once per step: at the n-th asking all get the
-same answer. Most askings cost a comparison. Now and then, about twice a second, comes one at which a decision is due; it was
-published one such interval earlier, so that it lies ready and nobody waits for it. Its number of steps is rank 0's choice
-too and travels with the decision.
+Ranks see a signal at different steps. So rank 0 decides, and every rank asks once per step: at the n-th call all get the same
+answer. Most calls cost a comparison. About twice a second a decision is due. It was published one interval earlier, so that
+no rank waits for it. Rank 0 chooses the number of steps in an interval and sends it with the decision.
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.store import KeyValues
 from safe_ckpt.errors import ConfigError, RendezvousTimeout
 
@@ -55,24 +55,14 @@ class Preemption:
 
     Args:
         coordinator: where the ranks meet.
-        signals: names of the signals; there is at least one.
+        config: has the names of the signals, the grace after a signal, and how long to wait for a rank that does not ask.
         unwrap: turns the handler that is there before into the one that is run besides.
-        grace_s: how long the job may still live after a signal.
-        barrier_s: how long to wait for a rank that does not ask as often as this one.
     """
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        signals: Sequence[str],
-        *,
-        grace_s: float,
-        barrier_s: float,
-        unwrap: Callable[[Any], Any],
-    ) -> None:
+    def __init__(self, coordinator: Coordinator, config: CheckpointConfig, unwrap: Callable[[Any], Any]) -> None:
         self._coordinator = coordinator
-        self._grace_s = grace_s
-        self._barrier_s = barrier_s
+        self._grace_s = config.signal_grace_s
+        self._barrier_s = config.timeouts.barrier_s
         self._got: tuple[str, float] | None = None
         self._reported = False
         self._asked = 0
@@ -85,9 +75,13 @@ class Preemption:
         self._unwrap = unwrap
         self._previous: dict[int, Any] = {}
         self.stop: Stop | None = None
-        self._store_client = coordinator.store_client("stop") if coordinator.size > 1 else None
-        for name in signals:
-            self._install(signal.Signals[name])
+        self._store_client = coordinator.store_client("stop")
+        if threading.current_thread() is not threading.main_thread():
+            message = "signals can be watched only by what is opened on the main thread"
+            raise ConfigError(key="save_on_signals", message=message)
+        for name in config.save_on_signals:
+            number = signal.Signals[name]
+            self._previous[number] = signal.signal(number, self._on_signal)
 
     def requested(self) -> bool:
         """Whether to save and stop. Every rank asks equally often; at the n-th time all get the same answer.
@@ -98,7 +92,7 @@ class Preemption:
         """
         if self.stop is not None:
             return True
-        if self._store_client is None:
+        if self._coordinator.size == 1:
             if self._got is not None:
                 self._decide(*self._got, rank=0)
             return self.stop is not None
@@ -111,27 +105,20 @@ class Preemption:
             if signal.getsignal(number) == self._on_signal and threading.current_thread() is threading.main_thread():
                 signal.signal(number, previous if previous is not None else signal.SIG_DFL)
         self._previous.clear()
-        if self._store_client is not None:
-            if self._coordinator.rank == 0:
-                # Whoever waits for the next decision on a thread need not wait for the end of the store.
-                self._store_client.begin(
-                    lambda store: store.set(self._key(self._number + 2), json.dumps(_NO)), phase=_PHASE
-                )
-            self._store_client.close()
-
-    def _install(self, number: signal.Signals) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            message = "signals can be watched only by what is opened on the main thread"
-            raise ConfigError(key="save_on_signals", message=message)
-        self._previous[number] = signal.signal(number, self._on_signal)
+        if self._coordinator.rank == 0 and self._coordinator.size > 1:
+            # A thread that waits for the next decision need not wait for the end of the store.
+            self._store_client.begin(
+                lambda store: store.set(self._key(self._number + 2), json.dumps(_NO)), phase=_PHASE
+            )
+        self._store_client.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # Nothing here takes a lock: another signal may interrupt it.
+        # This takes no lock, because another signal may interrupt it.
         previous = self._previous.get(number)
         if self._got is None:
             self._got = (signal.Signals(number).name, time.monotonic())
         elif self.stop is None and self._is_overdue(number):
-            # The program does not ask: it must not become one that cannot be terminated.
+            # The program does not ask, and it must remain possible to terminate it.
             signal.signal(number, previous if previous is not None else signal.SIG_DFL)
             signal.raise_signal(number)
             return
@@ -159,7 +146,7 @@ class Preemption:
         if pending is None:  # the attempt before this failed; rank 0 publishes what it decides now
             pending = self._ask()
         try:
-            if not pending.ready(wait_s=self._barrier_s, check=self._check_rank_0):
+            if not pending.ready(wait_s=self._barrier_s, check=lambda: self._coordinator.check([0])):
                 raise RendezvousTimeout(phase=_PHASE, seconds=self._barrier_s, missing=(0,))
         except BaseException:
             pending.abandon()
@@ -167,8 +154,6 @@ class Preemption:
         return pending.result()
 
     def _ask(self) -> Pending[dict[str, Any]]:
-        if self._store_client is None:
-            raise ValueError("one rank asks itself")
         return self._store_client.begin(self._lead() if self._coordinator.rank == 0 else self._follow, phase=_PHASE)
 
     def _lead(self) -> Callable[[KeyValues], dict[str, Any]]:
@@ -215,10 +200,6 @@ class Preemption:
         decision: dict[str, Any] = json.loads(store.get(self._key(number)))
         store.add("stop/read", 1)
         return decision
-
-    def _check_rank_0(self) -> None:
-        if self._coordinator.rank != 0:
-            self._coordinator.check([0])
 
     def _pace(self) -> None:
         now = time.monotonic()

@@ -10,21 +10,20 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup as ProcessGroup  # noqa: PLC0414 - for the other modules
 
-from safe_ckpt.core.coordination.store import KeyValues
 from safe_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
     # torch exports its stores at run time, but not to type checkers.
-    from torch._C._distributed_c10d import HashStore, TCPStore
     from torch._C._distributed_c10d import Store as Store  # noqa: PLC0414 - for the other modules
-    from torch.distributed import ProcessGroup as ProcessGroup  # noqa: PLC0414 - likewise
+    from torch._C._distributed_c10d import TCPStore
 else:
-    from torch.distributed import HashStore, Store, TCPStore
+    from torch.distributed import Store, TCPStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +49,8 @@ def group_of(group: ProcessGroup | None) -> Group:
         return Group(rank=0, size=1, meeting_store=None, name="single")
     pg = group if group is not None else dist.group.WORLD
     store = dist.distributed_c10d._get_default_store()
-    name = getattr(pg, "group_name", "world")
-    return Group(
-        rank=dist.get_rank(pg),
-        size=dist.get_world_size(pg),
-        meeting_store=store,
-        name=str(name),
-    )
+    name = str(getattr(pg, "group_name", "world"))
+    return Group(rank=dist.get_rank(pg), size=dist.get_world_size(pg), meeting_store=store, name=name)
 
 
 Backend = Any
@@ -135,11 +129,6 @@ def meeting_groups(groups: Sequence[ProcessGroup]) -> list[ProcessGroup | None]:
 def _world() -> ProcessGroup:
     world: ProcessGroup = dist.distributed_c10d._get_default_group()
     return world
-
-
-def local_store() -> KeyValues:
-    """A store for a world of one rank."""
-    return cast("KeyValues", HashStore())
 
 
 EVERYWHERE = ("::", "0.0.0.0")  # noqa: S104 - compared

@@ -19,7 +19,7 @@ def process_start(pid: int) -> int | None:
 
 
 def process_state(pid: int) -> str:
-    """The kernel's one-letter state of a process on this machine, "" when it is gone or cannot be told."""
+    """The kernel's one-letter state of a process on this machine, "" when it is gone or unknown."""
     try:
         return _stat(pid)[:1]
     except OSError:
@@ -27,14 +27,14 @@ def process_state(pid: int) -> str:
 
 
 def _stat(pid: int) -> str:
-    """What the kernel says of a process, from behind its name."""
+    """The fields of ``/proc/<pid>/stat`` behind the process's name."""
     text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     return text[text.rfind(")") + 2 :]
 
 
 @functools.cache
 def kernel_id() -> str:
-    """Different for every boot of every machine; "" where that cannot be told."""
+    """Different for every boot of every machine; "" if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
@@ -42,7 +42,7 @@ def kernel_id() -> str:
 
 
 def pid_namespace() -> int:
-    """The number of this process's PID namespace; 0 where that cannot be told."""
+    """The number of this process's PID namespace; 0 if unknown."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:

@@ -1,8 +1,8 @@
 """How the ranks find each other: rank 0 hosts a store of ours and makes its address known through the default store.
 
-Every attempt of every rank carries a nonce of its own, so an attempt that failed earlier, on some ranks only, cannot be
-mistaken for this one. A session that is open already serves again when every rank still has it: each says which one it has,
-and rank 0 decides. Python may have collected what used it on some ranks only.
+Every attempt of every rank carries a nonce of its own, so an earlier attempt that failed on some ranks cannot be mistaken for
+this one. A session that is open already is reused if every rank still has it. Each rank reports which one it has, and rank 0
+decides, because Python may have collected its last user on some ranks only.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch.distributed as dist
 
+from safe_ckpt.config import Network, Timeouts
 from safe_ckpt.core.coordination import network, process_groups
 from safe_ckpt.core.coordination.processes import machine_id
 from safe_ckpt.core.coordination.store import KeyTimeout, KeyValues, SealedStore, StoreClient
 from safe_ckpt.errors import PeerLostError, RendezvousTimeout, TamperedError, from_wire, to_wire
-
-if TYPE_CHECKING:
-    from safe_ckpt.config import Network, Timeouts
 
 logger = logging.getLogger(__name__)
 _PHASE = "first meeting of the ranks"
@@ -63,6 +61,11 @@ class Rendezvous:
     peers: Mapping[int, Peer]
 
 
+def no_store() -> KeyValues:
+    """In place of a connection if there is one rank alone."""
+    raise ValueError("one rank alone has no store")
+
+
 def rendezvous(
     group: process_groups.Group, timeouts: Timeouts, where: Network, have: str = "", call: int = -1
 ) -> Rendezvous | int:
@@ -86,7 +89,7 @@ def rendezvous(
     if group.meeting_store is None:
         raise ValueError("a group of several ranks needs a store to meet in")
     meeting = cast("KeyValues", group.meeting_store)
-    # The default store may be hosted by a process outside of this group, and that one may be stopped.
+    # The default store may be hosted by a process outside of this group, and that process may be stopped.
     store_client = StoreClient(
         lambda: meeting, name="meeting", answer_s=timeouts.peer_stall_s, whose="the process group's own store"
     )
@@ -221,7 +224,7 @@ class _Host:
 def _call_off(store: KeyValues, size: int, timeout_s: float) -> None:
     missing = tuple(rank for rank in range(1, size) if not store.check([f"joined/{rank}"]))
     store.set("met", json.dumps(missing))
-    # Those that came wait for this, and the store dies with the error that is raised now.
+    # The ranks that came wait for this, and the store ends with the error that is raised now.
     patience = time.monotonic() + _READ_S
     while store.add("met/read", 0) < size - 1 - len(missing) and time.monotonic() < patience:
         time.sleep(0.01)
@@ -234,15 +237,15 @@ def _ask(group: process_groups.Group, timeouts: Timeouts, store_client: StoreCli
     root, nonce = f"safe_ckpt/{group.name}", uuid.uuid4().hex
     hello, said = f"{root}/hello/{group.rank}", {"nonce": nonce, "have": have, "gone": False}
     try:
-        store_client.call(lambda store: store.set(hello, json.dumps(said)), phase=_PHASE)
-        # Rank 0 has the same deadline and then says who is missing.
+        store_client.put(hello, said, phase=_PHASE)
+        # Rank 0 has the same deadline and then names the missing ranks.
         patience_s = timeouts.barrier_s + min(_READ_S, timeouts.barrier_s)
         key = f"{root}/welcome/{nonce}"
-        welcome: Mapping[str, Any] = json.loads(store_client.get(key, phase=_PHASE, wait_s=patience_s))
-        store_client.call(lambda store: store.delete_key(key), phase=_PHASE)
+        welcome: Mapping[str, Any] = store_client.get(key, phase=_PHASE, wait_s=patience_s)
+        store_client.delete([key], phase=_PHASE)
     except KeyTimeout:
-        gone = json.dumps({**said, "gone": True})  # a rank 0 that comes later must not count on this attempt
-        store_client.call(lambda store: store.set(hello, gone), phase=_PHASE)
+        # A rank 0 that comes later must not count on this attempt.
+        store_client.put(hello, {**said, "gone": True}, phase=_PHASE)
         raise RendezvousTimeout(phase=_PHASE, seconds=timeouts.barrier_s, missing=(0,)) from None
     if "error" in welcome:
         raise from_wire(welcome["error"])
@@ -265,7 +268,7 @@ def _join(group: process_groups.Group, timeouts: Timeouts, welcome: Mapping[str,
     store_client = StoreClient(connect, name="meeting", answer_s=timeouts.peer_stall_s)
     try:
         store = store_client.call(join, phase=_PHASE, wait_s=timeouts.barrier_s)
-        missing = tuple(json.loads(store_client.get("met", phase=_PHASE, wait_s=2 * timeouts.barrier_s)))
+        missing = tuple(store_client.get("met", phase=_PHASE, wait_s=2 * timeouts.barrier_s))
         store_client.call(lambda store: store.add("met/read", 1), phase=_PHASE)
     except KeyTimeout:
         raise RendezvousTimeout(phase=_PHASE, seconds=2 * timeouts.barrier_s, missing=(0,)) from None

@@ -1,13 +1,12 @@
-"""The store in which ranks meet: values that nobody else can have written, and connections that cannot block their caller.
+"""The store in which ranks meet: authenticated values, and connections that cannot block their caller.
 
-A ``TCPStore`` asks nobody who he is: whoever reaches its port can read, write and delete. So every value is sealed with a
-secret that the ranks got through their process group's own store. What others write is found out when it is read, and no
-value is ever run: all are JSON. Others who reach the port can still read, delete and count up: they can disturb a job, not
-make it do anything.
+A ``TCPStore`` has no authentication: anyone who reaches its port can read, write and delete. So every value is sealed with a
+secret that the ranks got through their process group's own store. A value of anybody else is detected when it is read. No
+value is ever executed: all are JSON. A stranger can still read, delete and count up. That can disturb a job, not control it.
 
-When the process that hosts a ``TCPStore`` is stopped, or the network is down, every call on a client blocks, whatever
-timeout the call was given. So the calls run on a daemon thread of ours, the caller waits for a future, and a connection that
-does not answer is left to its fate: the next call opens another.
+When the process that hosts a ``TCPStore`` is stopped, or the network is down, every call on a client blocks, whatever its
+timeout. So the calls run on a daemon thread of ours and the caller waits for a future. A connection that does not answer is
+abandoned, and the next call opens another.
 """
 
 from __future__ import annotations
@@ -15,14 +14,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -36,10 +36,9 @@ Check = Callable[[], None]
 Alive = Callable[[], bool]
 _SLICE_S = 0.25
 _CONNECT_S = 30.0
-_PATIENCE = 3  # times answer_s for a host that is heard of otherwise: after an outage TCP may wait as long again
+_PATIENCE = 3  # times answer_s while the host is known to be alive: after an outage TCP may wait as long again
 _MOST_LEFT = 3
 _SEAL_BYTES = 16
-_Work: TypeAlias = "queue.SimpleQueue[tuple[Callable[[KeyValues], Any], Future[Any]] | None]"
 
 
 class KeyValues(Protocol):
@@ -142,6 +141,13 @@ class SealedStore:
         return seal.digest()
 
 
+def read_present(store: KeyValues, keys: Sequence[str]) -> dict[str, bytes]:
+    """The values of those ``keys`` that are there."""
+    if keys and store.check(keys):
+        return dict(zip(keys, store.multi_get(keys), strict=True))
+    return {key: bytes(store.get(key)) for key in keys if store.check([key])}
+
+
 class KeyTimeout(Exception):
     """A key did not appear in time."""
 
@@ -155,7 +161,7 @@ class StoreClient:
         answer_s: how long the store's host may take beyond what a call itself may wait.
         store: a connection that is open already, to be used first.
         whose: what it connects to, for messages.
-        alive: whether the store's host is heard of in another way: then a call may take longer, as after an outage.
+        alive: whether the store's host is known to be alive. A call may take longer then, as after an outage.
 
     Attributes:
         answer_s: see there; may be changed.
@@ -178,10 +184,8 @@ class StoreClient:
         self._whose = whose
         self._alive = alive
         self._lock = threading.Lock()
-        self._work: _Work | None = None
-        self._thread: threading.Thread | None = None
-        self._connected = Connected()
-        self._left: list[tuple[threading.Thread, Connected]] = []
+        self._current: _Connection | None = None
+        self._left: list[_Connection] = []
 
     def call(
         self, operation: Callable[[KeyValues], _T], *, phase: str, wait_s: float = 0.0, check: Check | None = None
@@ -204,71 +208,62 @@ class StoreClient:
         """Start ``operation`` without waiting for it. What is begun or called afterwards queues up behind it."""
         future: Future[_T] = Future()
         with self._lock:
-            if self._work is None:
+            if self._current is None:
                 self._refuse_too_many(phase)
-                self._work = self._start()
-            work, connected = self._work, self._connected
-        work.put((operation, future))
-        return Pending(self, work, connected, future, phase)
+                first, self._first = self._first, None
+                self._current = _Connection(self._connect, first, self._name)
+            connection = self._current
+        connection.work.put((operation, future))
+        return Pending(self, connection, future, phase)
 
     def _refuse_too_many(self, phase: str) -> None:
-        # A host that is stopped for an hour accepts connections and answers none: that must not cost a thread every few
-        # seconds. What was left in a wait has a connection, and ends by itself.
-        self._left = [(thread, at) for thread, at in self._left if thread.is_alive() and at.at is None]
+        # A host that is stopped for an hour accepts connections and answers none. That must not cost a thread every few
+        # seconds. An abandoned call that has a connection ends by itself.
+        self._left = [left for left in self._left if left.thread.is_alive() and left.since is None]
         if len(self._left) >= _MOST_LEFT:
             raise PeerLostError(phase=phase, ranks=(0,), reason=f"{self._whose} does not answer")
 
-    def get(self, key: str, *, phase: str, wait_s: float, check: Check | None = None) -> bytes:
-        """Wait for ``key`` and return its value."""
+    def put(self, key: str, value: object, *, phase: str) -> None:
+        """Write ``value`` as JSON."""
+        self.call(lambda store: store.set(key, json.dumps(value)), phase=phase)
+
+    def get(self, key: str, *, phase: str, wait_s: float, check: Check | None = None) -> Any:
+        """Wait for ``key`` and return what its JSON says. For ``wait_s`` and ``check`` see ``call``."""
 
         def wait_and_get(store: KeyValues) -> bytes:
             store.wait([key], timedelta(seconds=wait_s))
             return bytes(store.get(key))
 
-        return self.call(wait_and_get, phase=phase, wait_s=wait_s, check=check)
+        return json.loads(self.call(wait_and_get, phase=phase, wait_s=wait_s, check=check))
+
+    def delete(self, keys: Iterable[str], *, phase: str) -> None:
+        """Drop keys."""
+        self.call(lambda store: [store.delete_key(key) for key in keys], phase=phase)
 
     def acknowledge(self, key: str, *, phase: str) -> None:
-        """Count up ``key``: a courtesy to a host that waits for it. One that has left already is not missed."""
+        """Increment ``key`` for a host that waits for it. It does not matter if the host has left already."""
         with contextlib.suppress(PeerLostError, KeyTimeout):
             self.call(lambda store: store.add(key, 1), phase=phase)
 
     def close(self) -> None:
-        """Let the thread end; waits for one that is free, not for one that sits in a call."""
+        """Let the thread end. Waits for an idle thread, not for one that is in a call."""
         with self._lock:
-            work, self._work = self._work, None
-            thread, self._thread = self._thread, None
-        if work is not None:
-            work.put(None)
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=_SLICE_S)
+            connection, self._current = self._current, None
+        if connection is not None:
+            connection.work.put(None)
+            if connection.thread is not threading.current_thread():
+                connection.thread.join(timeout=_SLICE_S)
 
-    def settle(
-        self, work: object, connected: Connected, future: Future[_T], phase: str, wait_s: float, check: Check | None
+    def wait_for(
+        self, connection: _Connection, future: Future[_T], phase: str, wait_s: float, check: Check | None
     ) -> _T:
         """Wait for what ``begin`` started; for ``Pending`` alone."""
-        try:
-            return self._await(connected, future, phase, wait_s, check)
-        except (dist.DistNetworkError, OSError) as error:
-            self.abandon(work)
-            if isinstance(error, SafeCheckpointError):  # what ``check`` raised, or connecting
-                raise
-            raise PeerLostError(phase=phase, ranks=(0,), reason=_first_line(error)) from error
-        except dist.DistStoreError as error:
-            raise KeyTimeout(str(error)) from error
-        except BaseException:
-            # The thread may sit in a wait for long; whoever calls next must not queue up behind it.
-            if not future.done():
-                future.cancel()  # if it has not begun yet, it never will
-                self.abandon(work)
-            raise
-
-    def _await(self, connected: Connected, future: Future[_T], phase: str, wait_s: float, check: Check | None) -> _T:
         begun = time.monotonic()
         while True:
-            since = connected.at
+            since = connection.since
             deadline = max(begun, since or 0.0) + wait_s + self.answer_s
             if since is None and (self._alive is None or self._alive()):
-                # Connecting has its own time. It says nothing about whether the host lives.
+                # Connecting has its own time. It does not show whether the host is alive.
                 deadline = begun + _CONNECT_S
             futures.wait([future], timeout=max(0.0, min(_SLICE_S, deadline - time.monotonic())))
             if future.done():
@@ -276,56 +271,61 @@ class StoreClient:
             if check is not None:
                 check()
             late_s = time.monotonic() - deadline
-            if late_s >= 0 and connected.at == since and not self._may_take_longer(late_s):
-                reason = (
-                    f"{self._whose} does not answer for {self.answer_s:.0f} s: its process is stopped, its host cannot "
-                )
-                reason += "be reached, or it has no file descriptors left (ulimit -n)"
+            if late_s >= 0 and connection.since == since and not self._may_take_longer(late_s):
+                reason = f"{self._whose} does not answer for {self.answer_s:.0f} s: its process is stopped, its host "
+                reason += "cannot be reached, or it has no file descriptors left (ulimit -n)"
                 raise PeerLostError(phase=phase, ranks=(0,), reason=reason)
 
     def _may_take_longer(self, late_s: float) -> bool:
         return self._alive is not None and late_s < (_PATIENCE - 1) * self.answer_s and self._alive()
 
-    def _start(self) -> _Work:
-        work: _Work = queue.SimpleQueue()
-        first, self._first = self._first, None
-        self._connected = Connected()
-        arguments = (self._connect, work, first, self._connected)
-        name = f"safe_ckpt-{self._name}"
-        self._thread = threading.Thread(target=_serve, args=arguments, name=name, daemon=True)
-        self._thread.start()
-        return work
-
-    def abandon(self, work: object) -> None:
+    def abandon(self, connection: _Connection) -> None:
         """Give up a connection that does not answer; for ``Pending`` alone."""
         with self._lock:
-            if self._work is not None and self._work is work:
-                self._work.put(None)
-                self._work = None
-                if self._thread is not None:
-                    self._left.append((self._thread, self._connected))
+            if self._current is connection:
+                connection.work.put(None)
+                self._current = None
+                self._left.append(connection)
 
 
-class Connected:
-    """Since when a connection stands, on the monotonic clock; None as long as it does not."""
+class _Connection:
+    """One connection and the thread on which its calls run.
 
-    def __init__(self) -> None:
-        self.at: float | None = None
+    Attributes:
+        work: what is to be run; None ends the thread.
+        since: when the connection was made, on the monotonic clock; None as long as it is not.
+    """
+
+    def __init__(self, connect: Callable[[], KeyValues], store: KeyValues | None, name: str) -> None:
+        self.work: queue.SimpleQueue[tuple[Callable[[KeyValues], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self.since = time.monotonic() if store is not None else None
+        self.thread = threading.Thread(target=self._serve, args=(connect, store), name=f"safe_ckpt-{name}", daemon=True)
+        self.thread.start()
+
+    def _serve(self, connect: Callable[[], KeyValues], store: KeyValues | None) -> None:
+        while (item := self.work.get()) is not None:
+            operation, future = item
+            if not future.set_running_or_notify_cancel():
+                continue  # the caller has given up
+            try:
+                if store is None:
+                    store = connect()
+                    self.since = time.monotonic()
+                future.set_result(operation(store))
+            except BaseException as error:  # raised in the caller that waits
+                future.set_exception(error)
 
 
 class Pending(Generic[_T]):
     """An operation that was begun and not yet waited for."""
 
-    def __init__(
-        self, store_client: StoreClient, work: object, connected: Connected, future: Future[_T], phase: str
-    ) -> None:
+    def __init__(self, store_client: StoreClient, connection: _Connection, future: Future[_T], phase: str) -> None:
         self._store_client = store_client
-        self._work = work
-        self._connected = connected
+        self._connection = connection
         self._future = future
         self._phase = phase
 
-    def ready(self, *, wait_s: float, check: Check | None = None) -> bool:
+    def ready(self, *, wait_s: float, check: Check) -> bool:
         """Wait up to ``wait_s`` until it is over. What ``check`` raises is raised."""
         deadline = time.monotonic() + wait_s
         while not self._future.done():
@@ -333,59 +333,29 @@ class Pending(Generic[_T]):
             if left_s <= 0:
                 return False
             futures.wait([self._future], timeout=min(_SLICE_S, left_s))
-            if check is not None:
-                check()
+            check()
         return True
 
     def abandon(self) -> None:
-        """Nobody waits for it any more: what comes next must not queue up behind it."""
+        """Stop waiting for it. The next call must not queue up behind it."""
         if not self._future.done():
-            self._store_client.abandon(self._work)
+            self._store_client.abandon(self._connection)
 
     def result(self, *, wait_s: float = 0.0, check: Check | None = None) -> _T:
         """Wait for it and return what it returned. Raises as ``StoreClient.call`` does."""
-        if self._future.done() and self._future.exception() is None:
-            return self._future.result(timeout=0)
-        return self._store_client.settle(self._work, self._connected, self._future, self._phase, wait_s, check)
-
-
-class LocalStoreClient(StoreClient):
-    """For a world of one rank: the store is in this process, so calls run on the caller's thread."""
-
-    def __init__(self, store: KeyValues) -> None:
-        super().__init__(lambda: store, name="local", answer_s=0.0)
-        self._store = store
-
-    def call(
-        self,
-        operation: Callable[[KeyValues], _T],
-        *,
-        phase: str,  # noqa: ARG002
-        wait_s: float = 0.0,  # noqa: ARG002
-        check: Check | None = None,  # noqa: ARG002
-    ) -> _T:
-        """Run ``operation`` on the store at once."""
         try:
-            return operation(self._store)
+            return self._store_client.wait_for(self._connection, self._future, self._phase, wait_s, check)
+        except (dist.DistNetworkError, OSError) as error:
+            self._store_client.abandon(self._connection)
+            if isinstance(error, SafeCheckpointError):  # what ``check`` raised, or connecting
+                raise
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise PeerLostError(phase=self._phase, ranks=(0,), reason=reason) from error
         except dist.DistStoreError as error:
             raise KeyTimeout(str(error)) from error
-
-
-def _serve(connect: Callable[[], KeyValues], work: _Work, store: KeyValues | None, connected: Connected) -> None:
-    if store is not None:
-        connected.at = time.monotonic()
-    while (item := work.get()) is not None:
-        operation, future = item
-        if not future.set_running_or_notify_cancel():
-            continue  # whoever asked for it has given up
-        try:
-            if store is None:
-                store = connect()
-                connected.at = time.monotonic()
-            future.set_result(operation(store))
-        except BaseException as error:  # whatever it is, it belongs to the caller that waits
-            future.set_exception(error)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        except BaseException:
+            # The thread may be in a long wait. The next call must not queue up behind it.
+            if not self._future.done():
+                self._future.cancel()  # if it has not begun yet, it never will
+                self._store_client.abandon(self._connection)
+            raise

@@ -109,11 +109,11 @@ def raised(groups: Iterable[ProcessGroup], seconds: float, emit: Emitter | None 
 
 @dataclass(eq=False)
 class _Held:
-    """A backend whose timeout somebody has raised. Blocks need not end in the order in which they began.
+    """A backend whose timeout is raised. Blocks need not end in the order in which they began.
 
     Attributes:
         backend: it.
-        before_s: its timeout when nobody had.
+        before_s: its own timeout.
         asked: what is asked for now.
     """
 

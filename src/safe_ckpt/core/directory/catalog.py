@@ -99,7 +99,7 @@ def _directory(path: Path, number: int | None, problem_of_stock: Callable[[Path]
     except PermissionError as error:
         if number is not None:
             raise
-        _not_ours(path, error)  # by its name it is none of ours either
+        _not_ours(path, error)  # its name is none of ours either
         return None
     if number is None and not described:
         return None
@@ -172,7 +172,7 @@ def list_files(
 def _is_there(path: Path) -> bool:
     try:
         return presence.is_there(path)
-    except OSError:  # whoever looks into the folder gets the error
+    except OSError:  # raised when the folder is listed
         return False
 
 
@@ -194,8 +194,8 @@ def newest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
         manifest = candidate.manifest
         if manifest is None:
             return (-1, candidate.step, False)
-        # Only a file that was saved past a pipeline can have the number of another one. Of several names of one file the
-        # one that it was saved under comes first.
+        # Only a file that was saved outside of an engine can have the number of another one. Of several names of one file
+        # the name that it was saved under comes first.
         return (manifest.sequence, manifest.created_at, candidate.path.name == manifest.name)
 
     return sorted((c for c in candidates if not c.problem), key=age, reverse=True)
@@ -207,7 +207,7 @@ def looks_like_checkpoint(path: Path) -> bool:
     Raises:
         OSError: something in it could not be looked at.
     """
-    # No recursion, and each folder once: somebody may have nested them deeply, or linked them in a circle.
+    # No recursion, and each folder once: folders may be nested deeply, or linked in a circle.
     folders, seen = [path] if presence.is_directory(path) else [], set()
     while folders:
         folder = folders.pop()
@@ -261,7 +261,7 @@ def _walk(workspace: Path, on_error: OnError | None) -> Iterator[tuple[str, list
             _opened(folder) as entries,
         ):
             for entry in entries:
-                # What a link leads to is nobody's checkpoint here, so nothing is asked of it.
+                # The target of a link is no checkpoint of this directory, so it is not looked at.
                 (names if entry.is_symlink() or not entry.is_dir() else below).append(entry.name)
         yield folder, below, names
         folders += [os.path.join(folder, name) for name in below]
@@ -274,11 +274,11 @@ def _opened(folder: str) -> AbstractContextManager[Iterator[os.DirEntry[str]]]:
         except FileNotFoundError:
             if presence.is_gone(Path(folder)):
                 raise
-    return os.scandir(folder)  # each time one of that name had come when the one before it was gone
+    return os.scandir(folder)  # each time it had been replaced by another one of the same name
 
 
 def _not_ours(folder: Path, error: Exception) -> None:
-    """A folder among the checkpoints that cannot be listed: who saved into it could. What a disk refuses is raised."""
+    """Skip a folder that may not be listed: whoever saved into it could list it. Errors of the disk are raised."""
     if isinstance(error, PermissionError):
         logger.warning("%s is passed over, with all that may be in it: %s", folder, error)
     elif not isinstance(error, FileNotFoundError):
@@ -286,7 +286,7 @@ def _not_ours(folder: Path, error: Exception) -> None:
 
 
 def _entries(workspace: Path) -> list[Path]:
-    with os.scandir(workspace) as entries:  # which says what is a folder without asking for each
+    with os.scandir(workspace) as entries:  # knows which entries are folders without a stat of each
         names = sorted(entry.name for entry in entries if entry.name != HIDDEN and entry.is_dir(follow_symlinks=False))
     return [workspace / name for name in names]
 
@@ -316,7 +316,7 @@ def _manifest_of(path: Path) -> Manifest:
         return read_manifest(path)
     except IncompleteCheckpointError:
         raise
-    except CorruptCheckpointError:  # a mismatch that a second reading does not show was the memory's or the network's
+    except CorruptCheckpointError:  # if a second read shows no mismatch, the memory or the network was at fault
         drop_cache(path / MANIFEST_NAME if presence.is_directory(path) else path)
         return read_manifest(path)
 
@@ -327,10 +327,10 @@ def step_name(step: int) -> str:
 
 
 class Catalog:
-    """The committed checkpoints of one directory as rank 0 knows them: begins with what was found, learns of every commit.
+    """The committed checkpoints of one directory as rank 0 knows them: those that were listed, and every commit since.
 
     Args:
-        candidates: what was found; those without a manifest of ours do not count.
+        candidates: what was listed; those without a manifest of ours do not count.
         pointers: files that name a checkpoint beside them, such as ``latest``; what they name is never deleted.
 
     Attributes:
@@ -351,7 +351,7 @@ class Catalog:
         self._committed = [*(info for info in self._committed if info.path != new.path and info.path.exists()), new]
 
     def still_ours(self, new: CheckpointInfo) -> list[CheckpointInfo]:
-        """Those that still have their names: where names are held one by one another job may have taken one since."""
+        """Those that still have their names. Where names are held one by one, another job may have taken one since."""
         return [info for info in self._committed if info is new or _still_has_its_name(info)]
 
     def named(self) -> set[Path]:
@@ -376,7 +376,7 @@ def _still_has_its_name(info: CheckpointInfo) -> bool:
     try:
         return is_of(info, read_manifest(info.path))
     except (SafeCheckpointError, OSError) as error:
-        logger.warning("%s is left alone, because it is not known whose it is: %s", info.path, error)
+        logger.warning("%s is not deleted, because its manifest cannot be checked: %s", info.path, error)
         return False
 
 

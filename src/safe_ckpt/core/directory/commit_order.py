@@ -1,8 +1,8 @@
-"""The place in the order of commits of a file that is saved past a running pipeline.
+"""The place in the order of commits of a file that is saved outside of an engine.
 
-Nothing is listed for it. All numbers are at least the clock's, see ``workspace.sequence_after``, so that those that were
-given out without knowing of each other can be compared. What a directory's jobs committed is in the record that lies in
-its hidden folder, and such a file is noted down there, too: with it a clock that goes back changes no order.
+Nothing is listed for it. All numbers are at least the clock's, see ``workspace.sequence_after``, so that jobs that do not know
+of each other have comparable numbers. The commits of a directory's jobs are in the record in its hidden folder. Such a
+file is recorded there too, so that a clock that goes back does not change the order.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from safe_ckpt import events
 from safe_ckpt.core.directory.workspace import EVENTS, HIDDEN, sequence_after
 from safe_ckpt.core.formats.manifest import CheckpointInfo
+from safe_ckpt.core.storage.presence import opened
 
 _TAIL_BYTES = 1 << 18
 _COMMITTED = b'"committed"'
@@ -43,7 +44,7 @@ def last_beside(path: Path) -> int:
 
 
 def note(info: CheckpointInfo) -> None:
-    """Tell those who come later, if there is a record, that this was committed. Never raises."""
+    """Record that this was committed, if there is a record. Never raises."""
     workspace = _recorded(info.path)
     if workspace is None:
         return
@@ -71,7 +72,7 @@ def _recorded(path: Path) -> Path | None:
 
 
 def _is_everybodys(folder: Path) -> bool:
-    """Whether it is one such as ``/tmp``, where a record may be a stranger's."""
+    """Whether every user may write to it, as to ``/tmp``: a record there may be another user's."""
     try:
         return folder.stat().st_mode & (stat.S_ISVTX | stat.S_IWOTH) == stat.S_ISVTX | stat.S_IWOTH
     except OSError:
@@ -81,26 +82,22 @@ def _is_everybodys(folder: Path) -> bool:
 def _is_there(path: Path) -> bool:
     try:
         path.lstat()
-    except OSError:  # what cannot be looked at belongs to nobody who could resume from this file
+    except OSError:  # a job that could resume from this file could look at it
         return False
     return True
 
 
 @contextlib.contextmanager
 def _opened(hidden: Path, name: str, flags: int) -> Iterator[int]:
-    # Whoever can write to the folder may have put a link to another file there, or a pipe at which one would wait for ever.
-    safely = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    folder = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | safely)
-    try:
-        file = os.open(name, flags | safely, dir_fd=folder)
-    finally:
-        os.close(folder)
-    try:
+    # Another user may have put a link to another file there, or a pipe, which would block for ever.
+    safely = os.O_NOFOLLOW | os.O_NONBLOCK
+    with (
+        opened(hidden, os.O_RDONLY | os.O_DIRECTORY | safely) as folder,
+        opened(name, flags | safely, dir_fd=folder) as file,
+    ):
         if not stat.S_ISREG(os.fstat(file).st_mode):
             raise OSError(f"{hidden / name} is not a regular file")
         yield file
-    finally:
-        os.close(file)
 
 
 def _known(workspace: Path) -> int:

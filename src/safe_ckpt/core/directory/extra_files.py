@@ -1,8 +1,8 @@
-"""Files of a checkpoint directory that the writers did not write: what hooks put there, and what others put beside it.
+"""Files of a checkpoint directory that the writers did not write: those of hooks, and those that the user keeps there.
 
-A hook gets a folder that exists on all ranks before anything is written; the folder then becomes the pending directory, and
-what is in it is hashed, made durable and listed in the manifest like all else. Files that somebody else keeps in a directory
-that is replaced go along to the new one; they are theirs, so no manifest lists them.
+A hook gets a folder that exists on all ranks before anything is written. The folder then becomes the pending directory: its
+files are hashed, made durable and listed in the manifest like all others. When a directory is replaced, the user's files in it
+are kept in the new one. No manifest lists them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.directory.shared import await_shared, leave_token
 from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, read_manifest
-from safe_ckpt.core.storage.durable import sync_directory
+from safe_ckpt.core.storage.durable import sync_directory, sync_file
 from safe_ckpt.core.storage.reader import digest_of
-from safe_ckpt.errors import DirectoryError, SafeCheckpointError
+from safe_ckpt.errors import SafeCheckpointError, naming
 
 
 def open_folder(coordinator: Coordinator, workspace: Workspace, key: str, timeout_s: float) -> Path:
@@ -37,13 +37,10 @@ def open_folder(coordinator: Coordinator, workspace: Workspace, key: str, timeou
     folder = workspace.pending / key / "files"
 
     def make(_: object) -> str:
-        try:
+        with naming(rank=0, phase="making a folder for hooks", path=folder):
             workspace.make_pending(key)
             folder.mkdir()
             return leave_token(folder)
-        except OSError as error:
-            where = error.filename or folder
-            raise DirectoryError.of(error, path=where, rank=0, phase="making a folder for hooks") from error
 
     token = coordinator.agree("folder for hooks", must_match={"key": key}, timeout_s=timeout_s, decide=make)
     await_shared(coordinator, folder, token, timeout_s)
@@ -61,7 +58,7 @@ def enter(prefilled: Path, staged: Path) -> None:
 
 
 def adopt(staged: Path, written: Collection[str]) -> list[FileEntry]:
-    """Hash and make durable what is in ``staged`` besides what was ``written``. On rank 0, in the background.
+    """Hash the files in ``staged`` that are not in ``written``, and make them durable. On rank 0, in the background.
 
     Raises:
         OSError: as the operating system says, also for what is neither a file nor a directory.
@@ -69,9 +66,9 @@ def adopt(staged: Path, written: Collection[str]) -> list[FileEntry]:
     entries = []
     for name in _files_below(staged):
         file = staged / name
-        if name in written or file.is_symlink():  # what a link leads to is not ours
+        if name in written or file.is_symlink():  # the target of a link is not ours
             continue
-        size = _sync(file)
+        size = sync_file(file)
         entries.append(FileEntry(path=name, size_bytes=size, xxh3_128=digest_of(file, size), rank=0))
     _sync_folders(staged)
     return entries
@@ -93,7 +90,7 @@ def carry(old: Path, staged: Path, wanted: Callable[[str], bool]) -> None:
     try:
         ours = {entry.path for entry in read_manifest(old).files}
     except SafeCheckpointError:
-        ours = set()  # not known: all of it is kept but for what is written anew
+        ours = set()  # unknown: every file is kept, except for those that are written anew
     for name in _files_below(old):
         target = staged / name
         if name in ours or name == MANIFEST_NAME or os.path.lexists(target) or not wanted(name):
@@ -104,7 +101,7 @@ def carry(old: Path, staged: Path, wanted: Callable[[str], bool]) -> None:
         except OSError:  # no hard links here
             shutil.copy2(old / name, target, follow_symlinks=False)
             if not target.is_symlink():
-                _sync(target)
+                sync_file(target)
     _sync_folders(staged)
 
 
@@ -117,15 +114,6 @@ def _files_below(folder: Path) -> Iterator[str]:
 
 def _raise(error: OSError) -> None:
     raise error
-
-
-def _sync(file: Path) -> int:
-    fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-        return os.fstat(fd).st_size
-    finally:
-        os.close(fd)
 
 
 def _sync_folders(top: Path) -> None:

@@ -1,4 +1,4 @@
-"""The lock file: making it, taking it away, and what it says about its holder: dead, alive, or not to be known from here.
+"""The lock file: creating it, removing it, and the fate of its holder: dead, alive or unknown.
 
 The file names the holder completely: host, kernel, PID namespace, pid and the start of that process. The same host name
 alone proves nothing: a restarted pod has the name of the one before it. Imports neither torch nor a framework.
@@ -20,6 +20,7 @@ from typing import Any, Literal
 from filelock import FileLock, Timeout
 
 from safe_ckpt.core.coordination.processes import kernel_id, pid_namespace, process_start
+from safe_ckpt.core.storage.presence import opened
 
 LOCK_NAME = "lock"
 KERNEL_NAME = "lock.alive"
@@ -101,25 +102,22 @@ def read_lock(directory: Path, name: str = LOCK_NAME) -> bytes | None:
     """
     path = directory / name
     try:
-        # A pipe or a link in its place must neither keep us waiting nor lead elsewhere.
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        # A pipe in its place must not block, and a link must not be followed.
+        with opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
+            return os.read(fd, _MOST_BYTES) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError:
         if path.is_symlink():
             return b""
         raise
-    try:
-        return os.read(fd, _MOST_BYTES) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
-    finally:
-        os.close(fd)
 
 
 def take_away(directory: Path, is_it: Callable[[bytes], bool]) -> bool:
     """Remove the lock file of ``directory`` if it is the one that was judged. Returns whether it is gone.
 
-    It is renamed aside first, which only one of several can do, and then looked at: one that somebody else made meanwhile
-    gets its name back. That one's holder looks at the file before each commit, so at no time do two commit.
+    It is renamed aside first, which only one of several jobs can do, and then read. If another job made it meanwhile, it gets
+    its name back. Its holder reads the file before each commit, so two jobs never commit at the same time.
 
     Raises:
         OSError: the file system refuses.
@@ -134,13 +132,13 @@ def take_away(directory: Path, is_it: Callable[[bytes], bool]) -> bool:
     except FileNotFoundError:
         return True
     if not aside.is_file() or aside.is_symlink():
-        return True  # a directory or a pipe was no lock of anybody's, but somebody may want it
+        return True  # a directory or a pipe was no job's lock, but it may be needed: it is not deleted
     if not is_it(read_lock(directory, aside.name) or b""):
         with contextlib.suppress(FileExistsError):
             _give_back(aside, path)
         aside.unlink(missing_ok=True)
         return False
-    # A host whose caches still lead to the old file must not find its own name in it.
+    # A host whose cache still has the old file must not read its own token in it.
     with contextlib.suppress(OSError):  # of another user, or on a full disk
         aside.write_bytes(b"taken over\n")
     aside.unlink(missing_ok=True)  # the next holder may have swept it
@@ -151,17 +149,14 @@ def put(fresh: Path, data: bytes, path: Path) -> bool:
     """Give a complete lock file its name, if that is free. Returns whether it was done."""
     try:
         os.link(fresh, path)
-    except (FileExistsError, FileNotFoundError):  # or somebody who has the lock by now has swept it
+    except (FileExistsError, FileNotFoundError):  # or the job that has the lock by now has swept it
         return False
     except OSError:  # no hard links here: then it is empty for a moment
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644) as fd:
+                os.write(fd, data)
         except FileExistsError:
             return False
-        try:
-            os.write(fd, data)
-        finally:
-            os.close(fd)
     return True
 
 
@@ -206,7 +201,7 @@ def fate_of(lease: Lease, directory: Path) -> Fate:
 
 
 def kernel_lock(directory: Path) -> FileLock:
-    """The kernel's lock beside the lock file; it ends with its holder's process, and says nothing to other machines."""
+    """The kernel's lock beside the lock file; it ends with its holder's process, and other machines do not see it."""
     return FileLock(directory / KERNEL_NAME, timeout=0, thread_local=False, fallback_to_soft=False)
 
 
@@ -224,9 +219,7 @@ def _fate_of_process(pid: int, start: int) -> Fate:
     """What became of process ``pid`` of this namespace, which began at ``start`` (0: whenever)."""
     try:
         began = process_start(pid)
-    except (
-        OSError
-    ):  # others' processes may be hidden (hidepid): then nobody can tell but whether there is one of this pid
+    except OSError:  # processes of other users may be hidden (hidepid): only the existence of the pid is known then
         began = None
         if _is_hidden(pid):
             return "unknown"

@@ -1,10 +1,9 @@
 """One live job per directory: a lease that a dead holder cannot keep.
 
-The lock is a file that the holder changes all the time. Whoever wants the directory takes it over at once from a process
-that is known to be gone, and from one that cannot be asked (another host, another container) after the file stood still
-for the holder's own ``lease_s``. It needs nothing of the file system but exclusive creation and rename: a lock is taken away
-by renaming it aside and looking at what came along. Readers (``list``, ``verify``, evaluation jobs) take no lock. People may
-ask who holds a directory, and break its lock.
+The lock is a file that the holder changes all the time. Another job takes the directory over at once from a process that is
+known to be gone. From a holder that cannot be checked (another host, another container) it takes the directory over after the
+file has not changed for the holder's own ``lease_s``. The file system needs exclusive creation and rename, nothing else: a
+lock is taken away by renaming it aside and reading it there. Readers (``list``, ``verify``, evaluation jobs) take no lock.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ from safe_ckpt.core.directory.lease import (
     take_away,
     token_of,
 )
-from safe_ckpt.errors import DirectoryError, DirectoryInUseError
+from safe_ckpt.core.storage.presence import opened
+from safe_ckpt.errors import DirectoryInUseError, naming
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,6 @@ _PAUSE_S = 0.05
 _SLOW_S = 1.0
 _LEASE_S = 60.0  # of a lock file that does not say
 _MOMENT_S = 1.5
-_PHASE = "taking the job lock"
 _TAKEN_AWAY = "another job took the directory over, because this one showed no sign of life for {:g} s (lease_s)"
 _held: dict[str, JobLock] = {}
 
@@ -92,13 +91,9 @@ class JobLock:
             DirectoryInUseError: another job holds it; names host, pid and start.
             DirectoryError: the file system refuses.
         """
-        try:
+        with naming(rank=0, phase="taking the job lock", path=self._directory):
             self._refuse_within_process()
             self._take(None if patience_s is None else time.monotonic() + patience_s)
-        except DirectoryError:
-            raise
-        except OSError as error:
-            raise DirectoryError.of(error, path=self._directory, rank=0, phase=_PHASE) from error
         _held[self._key] = self
         self._sweep()
         self._stop = threading.Event()
@@ -132,22 +127,20 @@ class JobLock:
             DirectoryInUseError: another job has taken it over; names it.
             DirectoryError: that cannot be looked at now.
         """
-        try:
+        with naming(rank=0, phase="confirming the job lock", path=self._path):
             lease = self._read()
             deadline = time.monotonic() + _MOMENT_S
             while (lease is None or not lease.token) and time.monotonic() < deadline and self._lease is not None:
-                # Somebody looks at it aside and gives it back, or a cache does not know it for a moment.
+                # Another job reads it aside and gives it back, or a cache does not have it for a moment.
                 time.sleep(_PAUSE_S)
                 look_again(self._directory)
                 lease = self._read()
-        except OSError as error:
-            raise DirectoryError.of(error, path=self._path, rank=0, phase="confirming the job lock") from error
         if lease is None or self._lease is None or lease.token != self._lease.token:
             gone = "its lock is gone: it was taken away (safe-ckpt unlock --break-lock), or the directory was"
             raise self.in_use(_TAKEN_AWAY.format(self._lease_s) if lease is not None else gone, lease)
 
     def release(self) -> None:
-        """Give the lock back. What the disk refuses is logged: the lease of a process that ends is taken over anyway."""
+        """Give the lock back. An error of the disk is logged: the lease of a process that ends is taken over anyway."""
         lease, self._lease = self._lease, None
         self._stop.set()
         if lease is None or self._pid != os.getpid():
@@ -176,7 +169,7 @@ class JobLock:
     def _refuse_within_process(self) -> None:
         self._key = os.path.realpath(self._directory)
         if self._key in _held:
-            gc.collect()  # an object that nobody holds any more, but for itself, ends now
+            gc.collect()  # an object that is only referenced by itself ends now
         holder = _held.get(self._key)
         if holder is None or holder._pid != os.getpid():
             return
@@ -198,7 +191,7 @@ class JobLock:
                 raise self.in_use("it is alive: stop it, or choose another directory", lease)
             if fate == "dead" or self._stands_still(data, lease, deadline):
                 take_away(self._directory, data.__eq__)
-        raise self.in_use("other jobs take it all the time, or the file system contradicts itself", lease)
+        raise self.in_use("other jobs take it again and again, or the file system is inconsistent: start again", lease)
 
     def _fate(self, lease: Lease) -> str:
         fate = fate_of(lease, self._directory)
@@ -213,8 +206,8 @@ class JobLock:
         """Make the lock file if there is none. Returns whether it was made, and is this job's."""
         if os.path.lexists(self._path):
             return False
-        self._directory.stat()  # nobody is to make it on the way
-        # Only one that says whose it is appears under its name: an empty one would be taken for that of a killed creator.
+        self._directory.stat()  # raises if it is missing: it must not be created here
+        # A lock file appears complete under its name: an empty one would look like that of a killed creator.
         fresh = self._directory / f"{LOCK_NAME}.{uuid.uuid4().hex}"
         try:
             lease = self._own_lease()
@@ -236,7 +229,7 @@ class JobLock:
         """
         lease_s = lease.lease_s if lease is not None else _HALF_WRITTEN_S
         waited_s = self._waited_s(data) if lease is not None else 0.0
-        # What was waited before is counted on clocks of several machines: a holder that lives shows itself meanwhile.
+        # Earlier waits were measured by the clocks of several machines. A live holder changes the file in the time left.
         needed_s = max(lease_s - waited_s, 2 * lease_s / _BEATS_PER_LEASE)
         host = lease.host if lease is not None else "unknown"
         logger.info("%s is held by host %s: waiting up to %.0f s for a sign of life", self._subject, host, needed_s)
@@ -251,7 +244,7 @@ class JobLock:
             took_s, before = time.monotonic() - before, time.monotonic()
             still_s += min(took_s, pause_s + _SLOW_S)
             if took_s > pause_s + _SLOW_S:
-                # The storage stood still, for the holder perhaps too: it gets the time of two beats to show itself.
+                # The storage stood still, perhaps for the holder too. The holder gets the time of two beats more.
                 still_s = min(still_s, needed_s - 2 * lease_s / _BEATS_PER_LEASE)
             if now == data and lease is not None and fate_of(lease, self._directory) == "dead":
                 return True
@@ -264,7 +257,7 @@ class JobLock:
         return True
 
     def _waited_s(self, data: bytes) -> float:
-        """How long ago this very state of the lock was first seen by somebody who waited; noted down if by nobody yet."""
+        """How long ago a waiting job first saw this state of the lock. It is recorded now if none has yet."""
         path, digest = self._directory / _SEEN_NAME, hashlib.sha256(data).hexdigest()
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
             seen = json.loads(path.read_text(encoding="utf-8"))
@@ -277,7 +270,7 @@ class JobLock:
         return 0.0
 
     def _keep(self, lease: Lease, stop: threading.Event) -> None:
-        """Show signs of life. An outage of the storage ends nothing: when it is over the file is ours, or it is not."""
+        """Show signs of life. An outage of the storage does not end this: afterwards the file is still ours, or it is not."""
         warned = False
         while not stop.wait(lease.lease_s / _BEATS_PER_LEASE):
             lease = lease.next()
@@ -299,24 +292,21 @@ class JobLock:
         holder = self._read()
         if holder is None or holder.token != lease.token:
             return holder
-        fd = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            # What is open now is looked at: it may be another one since, and one renamed aside harms nobody.
+        with opened(self._path, os.O_RDWR | os.O_NOFOLLOW) as fd:
+            # Read the open file: it may be another one by now. A write to one that was renamed aside does no harm.
             if token_of(os.read(fd, 4096)) == lease.token:
                 os.pwrite(fd, lease.to_bytes(), 0)
-        finally:
-            os.close(fd)
         return holder
 
     def _sweep(self) -> None:
-        """Remove what others left who were killed while they made a lock or took one away."""
+        """Remove what jobs left that were killed while they made a lock or took one away."""
         with contextlib.suppress(OSError):
             for path in self._directory.glob(f"{LOCK_NAME}.*"):
                 ours = (
                     self._lease is not None
                     and token_of(read_lock(self._directory, path.name) or b"") == self._lease.token
                 )
-                if path.name not in (KERNEL_NAME, _SEEN_NAME) and not ours:  # ours is just being looked at by somebody
+                if path.name not in (KERNEL_NAME, _SEEN_NAME) and not ours:  # another job is reading ours aside
                     path.unlink(missing_ok=True)
 
     def _read(self) -> Lease | None:
@@ -329,7 +319,7 @@ class JobLock:
         lock = kernel_lock(self._directory)
         # Where the file system has none, other containers of this machine wait for the lease.
         with contextlib.suppress(OSError, Timeout, NotImplementedError):
-            lock.acquire(timeout=_PAUSE_S)  # somebody may be trying it just now
+            lock.acquire(timeout=_PAUSE_S)  # another job may be trying it at this moment
             self._kernel = lock
             return dataclasses.replace(lease, device=self._directory.stat().st_dev)
         return lease
@@ -405,7 +395,7 @@ def holder_of(hidden: Path | None) -> Holder | None:
 
 
 def remove_lock(hidden: Path) -> None:
-    """Take the lock away from whoever holds it. A job that still lives notices before its next commit, and fails.
+    """Take the lock away from its holder. A job that is alive notices before its next commit, and fails.
 
     Args:
         hidden: where the directory's lock lives, ``Listing.hidden``.

@@ -30,7 +30,7 @@ class RetentionPolicy(Protocol):
     """Chooses among the committed checkpoints of one directory."""
 
     def to_delete(self, committed: Sequence[CheckpointInfo]) -> Sequence[Path]:
-        """What is to be deleted now; ``committed`` is empty where nobody keeps a catalog."""
+        """What is to be deleted now; ``committed`` is empty where there is no catalog."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ def to_delete(infos: Sequence[CheckpointInfo], policy: Retention) -> list[Checkp
     """
     if not has_rules(policy):
         return []
-    # Under another name than it was saved under it is a copy that somebody made, or a link: that is theirs to delete.
+    # A checkpoint under another name than it was saved under is the user's copy or link, which only the user deletes.
     by_age = sorted((info for info in infos if info.path.name == info.name), key=lambda info: info.sequence)
     kept = {info.sequence for info in by_age[-(policy.keep_last or 1) :]}
     if policy.keep_best is not None and policy.metric is not None:

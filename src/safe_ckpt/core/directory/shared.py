@@ -1,6 +1,6 @@
-"""A directory that several ranks use: rank 0 acts, all others wait until they see what it did.
+"""A directory that several ranks use: rank 0 acts, all others wait until they see the result.
 
-Caches of network file systems lag behind, and a missing file may come back: what is not seen yet is waited for.
+Caches of network file systems lag behind, and a missing file may come back. So every look at a file waits for a bounded time.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
+from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.directory.catalog import looks_like_checkpoint
 from safe_ckpt.core.directory.lock import not_held
 from safe_ckpt.core.directory.workspace import HIDDEN
@@ -28,11 +29,8 @@ from safe_ckpt.errors import (
     DirectoryError,
     DirectoryNotSharedError,
     NoValidCheckpointError,
-    SafeCheckpointError,
+    naming,
 )
-
-if TYPE_CHECKING:
-    from safe_ckpt.core.coordination.process_groups import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
@@ -80,11 +78,13 @@ def set_up_directory(
     coordinator = open_coordinator(group, timeouts)
     try:
         acts = {"resume": _check_resumable, "fresh": _create_fresh, "overwrite": _overwrite}
-        act = acts[mode]
-        view = {"path": os.fspath(path), "mode": mode}
-        token = coordinator.agree(
-            "set_up_directory", must_match=view, timeout_s=timeout_s, decide=lambda _: _guarded(act, target, timeout_s)
-        )
+
+        def act(_: object) -> str:
+            with naming(rank=0, phase="setting up the directory", path=target):
+                return acts[mode](target, timeout_s)
+
+        must_match = {"path": os.fspath(path), "mode": mode}
+        token = coordinator.agree("set_up_directory", must_match=must_match, timeout_s=timeout_s, decide=act)
         await_shared(coordinator, target, token, timeout_s)
     finally:
         coordinator.release(keep=True)
@@ -107,36 +107,26 @@ def await_shared(coordinator: Coordinator, path: Path, token: str, timeout_s: fl
     """
 
     def sees() -> bool:
-        # Less than the others wait for this rank: they are to learn what it did not see, not that it is late.
+        # Less than the others wait for this rank: they must learn that it sees no file, not that it is late.
         return coordinator.rank == 0 or await_visible(path / token, min(timeout_s / 2, _VISIBLE_S))
 
     def judge(answers: object) -> None:
         blind = tuple(rank for rank, sees in dict(answers).items() if not sees)  # type: ignore[call-overload]
         if token.startswith(HIDDEN):
             (path / token).unlink(missing_ok=True)
-            _remove_if_empty(path / HIDDEN)
+            with contextlib.suppress(OSError):  # not empty: a job's
+                (path / HIDDEN).rmdir()
         if blind:
-            message = "the ranks must share the directory: use a file system that all hosts mount"
-            raise DirectoryNotSharedError(path=str(path), message=message, ranks=blind)
+            raise DirectoryNotSharedError(path=str(path), ranks=blind)
 
     coordinator.agree(
         "directory seen", must_match={"path": os.fspath(path)}, timeout_s=timeout_s, local=sees, decide=judge
     )
 
 
-def _guarded(act: Callable[[Path, float], str], path: Path, patience_s: float) -> str:
-    try:
-        return act(path, patience_s)
-    except SafeCheckpointError:
-        raise
-    except OSError as error:
-        where = error.filename or path
-        raise DirectoryError.of(error, path=where, rank=0, phase="setting up the directory") from error
-
-
 def _check_resumable(path: Path, _: float) -> str:
     if not presence.is_directory(path):
-        # What is only not to be seen in this moment is an error of the disk, raised here.
+        # If it is only not visible at this moment, that is an error of the disk, raised here.
         reason = "does not exist" if presence.is_gone(path) else "is not a directory"
         raise NoValidCheckpointError(path=str(path), message=f"cannot resume: it {reason}")
     for child in sorted(path.iterdir()):
@@ -227,56 +217,43 @@ class Patience:
         Raises:
             OSError: it is not known.
         """
-        pause_s = _FIRST_PAUSE_S
-        while (size := _size_of(file)) != size_bytes and self.left_s:
-            look()
-            time.sleep(min(pause_s, self.left_s))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            for folder in (file.parent.parent, file.parent):
-                with contextlib.suppress(
-                    OSError
-                ):  # listing makes a network file system look again; the size is asked for
-                    os.listdir(folder)
+        _await(lambda: _size_of(file) == size_bytes, file, self.left_s, look)
+        size = _size_of(file)
         return size if size >= 0 or presence.is_gone(file) else _size_of(file)
 
 
 def await_visible(path: Path, timeout_s: float) -> bool:
     """Wait until this rank sees ``path``. Returns False when it does not within ``timeout_s``."""
-    deadline = time.monotonic() + timeout_s
-    pause_s = 0.001
-    while not _is_visible(path):
+    return _await(lambda: _is_visible(path), path, timeout_s)
+
+
+def _await(done: Callable[[], bool], path: Path, timeout_s: float, look: Callable[[], None] = lambda: None) -> bool:
+    """Wait until ``done``, which looks at ``path``. Returns False when that takes longer than ``timeout_s``."""
+    deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
+    while not done():
         if time.monotonic() >= deadline:
             return False
+        look()
         time.sleep(pause_s)
-        pause_s = min(pause_s * 2, 0.5)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         # Network file systems cache what a directory holds; listing the parent makes them look again.
         for folder in (path.parent.parent, path.parent):
-            try:
+            with contextlib.suppress(OSError):
                 os.listdir(folder)
-            except OSError:
-                break
     return True
 
 
 def _is_visible(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # a file system that is away for a moment; whoever waited in vain looks at why
+    except OSError:  # the file system may be unavailable for a moment
         return False
-
-
-def _remove_if_empty(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.rmdir()
 
 
 def _size_of(file: Path) -> int:
     try:
         # Opened, for that is when a network file system asks the server what has become of the file.
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with presence.opened(file, os.O_RDONLY | os.O_NONBLOCK) as fd:
+            return os.fstat(fd).st_size
     except (FileNotFoundError, NotADirectoryError):
         return -1
-    try:
-        return os.fstat(fd).st_size
-    finally:
-        os.close(fd)

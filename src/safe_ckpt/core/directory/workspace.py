@@ -1,8 +1,8 @@
 """A directory that a job holds: its hidden folder, its lock, what to clean up at the start, and how things leave it.
 
-``.safe_ckpt/`` lies in it, or beside it where a framework lists what is in it; always on the same file system. It holds
-``pending`` (saves under way), ``trash`` (on the way out; a half-deleted checkpoint can never be picked), ``quarantine``
-(damaged, kept for people to look at), the lock and ``events.jsonl``. Used on rank 0 only.
+``.safe_ckpt/`` lies in it, or beside it where a framework lists the directory; always on the same file system. It holds
+``pending`` (saves in flight), ``trash`` (checkpoints that are being deleted, so that a half-deleted one is never resumed from),
+``quarantine`` (corrupt checkpoints, kept for inspection), the lock and ``events.jsonl``. Used on rank 0 only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from safe_ckpt.core.directory.lock import JobLock
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.storage import durable
-from safe_ckpt.errors import CorruptCheckpointError, DirectoryError, UnsupportedFormatError
+from safe_ckpt.errors import CorruptCheckpointError, DirectoryError, UnsupportedFormatError, naming
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,9 @@ class Workspace:
         hidden: the hidden folder, if it is not to lie in ``path``.
         owner: what holds it within this process and how to free it, for messages.
         swept: where what is deleted goes instead; None to delete it.
+
+    Attributes:
+        last_sequence: the last place in the order of commits that was given out.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class Workspace:
         self._quarantine = self.hidden / "quarantine"
         self._lock = JobLock(self.hidden, subject=path, lease_s=lease_s, owner=owner)
         self._swept = swept
-        self._sequence = 0
+        self.last_sequence = 0
         self._missing: list[Path] = []
 
     def open(self, patience_s: float | None = None) -> None:
@@ -66,31 +69,30 @@ class Workspace:
             DirectoryError: it cannot be created or written to, or a folder in it is a link that leads elsewhere.
             DirectoryInUseError: a live job holds it.
         """
-        try:
+        creating = "creating the checkpoint directory"
+        with naming(rank=0, phase=creating, path=self.path):
             self._refuse_links()
             self._missing = self._missing or _missing((self.path, self.hidden))
-        except DirectoryError:
-            raise
-        except OSError as error:
-            raise self._named(error, "creating the checkpoint directory") from error
         for attempts in range(_ATTEMPTS, 0, -1):
             try:
-                self._make_and_lock(patience_s)
+                with naming(rank=0, phase=creating, path=self.path):
+                    for folder in (self.path, self.hidden):
+                        durable.make_directory(folder)
+                    self._lock.acquire(patience_s)
                 break
             except DirectoryError as error:
-                # A job that ended in this moment took its empty folders away; ``mkdir`` says EEXIST of one that is just gone.
+                # A job that ends at this moment removes its empty folders; ``mkdir`` raises EEXIST for one that is just gone.
                 if error.errno not in (errno.ENOENT, errno.EEXIST) or attempts == 1:
                     raise
         try:
-            self.pending.mkdir(exist_ok=True)  # here, because no job that ends now takes it away any more
-            self._take_former()
-            self._repair()
-            self._sweep()
-        except BaseException as error:
+            with naming(rank=0, phase="cleaning up after an earlier job", path=self.path):
+                self.pending.mkdir(exist_ok=True)  # here, because no job that ends now takes it away any more
+                self._take_former()
+                self._repair()
+                self._sweep()
+        except BaseException:
             self._lock.release()
-            if not isinstance(error, OSError) or isinstance(error, DirectoryError):
-                raise
-            raise self._named(error, "cleaning up after an earlier job") from error
+            raise
 
     def close(self) -> None:
         """Give the directory back, and take away what was made here and is empty."""
@@ -99,22 +101,17 @@ class Workspace:
         if self._lock.is_seen:  # else the folders are another job's by now
             _remove_empty([self.pending, self.trash, self._quarantine])
         self._lock.release()
-        # Whoever comes in this moment makes anew what is gone.
+        # A job that starts at this moment creates them again.
         _remove_empty([self.hidden, *self._missing])
-
-    @property
-    def last_sequence(self) -> int:
-        """The last place in the order of commits that was given out."""
-        return self._sequence
 
     def start_after(self, sequence: int) -> None:
         """Everything saved from now on is newer than ``sequence``."""
-        self._sequence = max(self._sequence, sequence)
+        self.last_sequence = max(self.last_sequence, sequence)
 
     def next_sequence(self) -> int:
         """The next place in the order of commits. Given out under the lock; a failed save leaves a gap."""
-        self._sequence = sequence_after(self._sequence)
-        return self._sequence
+        self.last_sequence = sequence_after(self.last_sequence)
+        return self.last_sequence
 
     def confirm(self) -> None:
         """Raise ``DirectoryInUseError`` if another job has taken the directory over.
@@ -162,14 +159,14 @@ class Workspace:
             self._delete(folder)
 
     def _sweep_away(self, path: Path) -> None:
-        """Delete what a job left that may still live: in one step out of its reach, so that it can never commit a half."""
+        """Delete what a job left. It may still live: one rename takes it out of its reach, so it can never commit a half."""
         target = self.trash / f"{uuid.uuid4().hex}-{path.name}"
         self.trash.mkdir(exist_ok=True)
         self.confirm()  # this job itself may have been stopped since it took the lock
         try:
             os.rename(path, target)
         except FileNotFoundError:
-            return  # committed in the last moment, or it tidied up itself
+            return  # that job has committed it, or deleted it itself
         self._delete(target)
 
     def discard(self, paths: Iterable[Path]) -> list[Path]:
@@ -195,7 +192,7 @@ class Workspace:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not whole:
                 raise
             self.confirm()
-            path.unlink()  # on a full disk nothing can be made, and something must go
+            path.unlink()  # on a full disk no folder can be made, and space must be freed
             return
         try:
             self.confirm()  # behind the making, as in ``aside``
@@ -209,7 +206,7 @@ class Workspace:
 
     def quarantine(self, path: Path) -> Path:
         """Move a damaged checkpoint into quarantine. Returns where it is now."""
-        # By way of a folder that whoever takes over moves away, as in ``aside``.
+        # By way of a folder that a job that takes over moves away, as in ``aside``.
         moving = self._quarantine / f"{_MOVING}{uuid.uuid4().hex}"
         durable.make_directory(moving)
         try:
@@ -234,37 +231,19 @@ class Workspace:
         """What lies in quarantine."""
         return sorted(path for path in _listed(self._quarantine) if not path.name.startswith(_MOVING))
 
-    def _make_and_lock(self, patience_s: float | None) -> None:
-        try:
-            for folder in (self.path, self.hidden):
-                durable.make_directory(folder)
-        except OSError as error:
-            raise self._named(error, "creating the checkpoint directory") from error
-        self._lock.acquire(patience_s)
-
-    def _named(self, error: OSError, phase: str) -> DirectoryError:
-        return DirectoryError.of(error, path=error.filename or self.path, rank=0, phase=phase)
-
     def _refuse_links(self) -> None:
         above = [folder for folder in self.hidden.parents if self.path in folder.parents]
-        for folder in (
-            *above,
-            self.hidden,
-            self.pending,
-            self._formerly,
-            self._kept_formerly,
-            self.trash,
-            self._quarantine,
-        ):
+        swept = (self.pending, self._formerly, self._kept_formerly, self.trash, self._quarantine)
+        for folder in (*above, self.hidden, *swept):
             if folder.is_symlink():
                 message = "is a link, and what is behind it would be deleted: put the folder itself there"
                 raise DirectoryError(path=str(folder), message=message)
 
     def _take_former(self) -> None:
-        """What an earlier version left under the former name of ``pending``: it is repaired and swept like the rest."""
+        """Take what an earlier version left under the former name of ``pending``: it is repaired and swept like the rest."""
         for left in _listed(self._formerly):
             self.confirm()
-            if os.path.lexists(self.pending / left.name):  # of a tree that somebody copied together
+            if os.path.lexists(self.pending / left.name):  # the user has merged two trees
                 self._sweep_away(left)
                 continue
             with contextlib.suppress(FileNotFoundError):  # NFS answers so where a rename was sent twice
@@ -311,7 +290,7 @@ class Workspace:
 def sequence_after(last: int) -> int:
     """The place in the order of commits behind ``last``.
 
-    Never below the clock: those who save in one folder do not all know of each other, and their numbers are compared.
+    Never below the clock: jobs that save in one folder may not know of each other, and their numbers are compared.
     """
     return max(last + 1, int(time.time() * 1000))
 

@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from safe_ckpt.core.formats import zip_archive
 from safe_ckpt.core.formats.zip_archive import Record
+from safe_ckpt.core.storage.reader import crc32
 
 if TYPE_CHECKING:
     import torch
@@ -73,8 +75,7 @@ class FilePlan:
 
 def json_image(path: str, data: object) -> FilePlan:
     """A JSON file."""
-    body = json.dumps(data, allow_nan=False).encode()
-    return FilePlan(path=path, length=len(body), pieces=[(0, body)])
+    return bytes_image(path, json.dumps(data, allow_nan=False).encode())
 
 
 def bytes_image(path: str, data: bytes) -> FilePlan:
@@ -104,3 +105,43 @@ def single(image: FilePlan, path: str) -> FilePlan:
 def parse_json(memory: mmap.mmap, length: int) -> Any:
     """A JSON file."""
     return json.loads(memory[:length])
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteTask:
+    """One file to write.
+
+    Attributes:
+        path: where; replaced if it exists.
+        offset: where its bytes start in the shared buffer, a multiple of 4096.
+        length: how many there are.
+        records: for a zip archive, the records in file order; None for a plain file.
+        manifest_name: for a zip archive, the name of the manifest record that is appended.
+        manifest: for a zip archive, the manifest; the hashes of the records are added to it.
+    """
+
+    path: str
+    offset: int
+    length: int
+    records: tuple[Record, ...] | None = None
+    manifest_name: str = ""
+    manifest: Mapping[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON-able data."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> WriteTask:
+        """From what ``to_json`` returned."""
+        rows = data["records"]
+        return cls(**{**data, "records": None if rows is None else tuple(Record(*row) for row in rows)})
+
+
+def closing_of(task: WriteTask, length: int, crcs: dict[str, int], hashes: Mapping[str, str]) -> bytes:
+    """What follows the ``length`` bytes of an archive: its manifest record and directory, up to the comment."""
+    manifest = json.dumps({**(task.manifest or {}), "records": dict(hashes)}, separators=(",", ":")).encode()
+    own = zip_archive.place(task.manifest_name, len(manifest), length)
+    crcs[own.name] = crc32(manifest)
+    body = zip_archive.local_header(own) + manifest + zip_archive.descriptor(crcs[own.name], own.size)
+    return body + zip_archive.closing([*(task.records or ()), own], crcs, own.end)

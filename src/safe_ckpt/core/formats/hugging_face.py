@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
+from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, bytes_image
 from safe_ckpt.core.formats.safetensors import SAFETENSORS_DTYPES, named_safetensors_image
 from safe_ckpt.errors import ConfigError, StateError
 from safe_ckpt.text import bytes_from
@@ -59,7 +59,7 @@ def images(tensors: Mapping[str, LazyTensor | torch.Tensor], max_shard_bytes: in
     index = {"metadata": {"total_size": sum(map(_size_of, tensors.values()))}, "weight_map": where}
     body = json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
     files = [named_safetensors_image(file, shard) for file, shard in zip(names, shards, strict=True)]
-    return [*files, FilePlan(path=f"{STEM}.safetensors.index.json", length=len(body), pieces=[(0, body)])]
+    return [*files, bytes_image(f"{STEM}.safetensors.index.json", body)]
 
 
 def admit(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:

@@ -1,7 +1,7 @@
-"""What was written. A checkpoint is committed when it has its final name and a manifest that checks out.
+"""The manifest. A checkpoint is committed when it has its final name and a valid manifest.
 
-Plain JSON with its own digest: listing, verifying and choosing never need a pickle. A directory has ``manifest.json`` with
-the size and xxh3-128 of every file; a single-file checkpoint has the same facts in a record of its archive, and a digest of
+It is plain JSON with its own digest, so listing, verifying and choosing need no pickle. A directory has ``manifest.json`` with
+the size and xxh3-128 of every file. A single-file checkpoint has the same facts in a record of its archive, and a digest of
 the whole file in the archive's comment.
 """
 
@@ -16,6 +16,7 @@ import re
 import socket
 import stat
 import sys
+import uuid
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -97,18 +98,19 @@ class Manifest:
 
     Attributes:
         sequence: commit order within a directory; neither the step nor a clock tells which is newer.
+        op_id: unique to the save.
         items: name given to ``save`` -> how it was stored.
         notes: what an adapter wants to remember.
-        written_by: host and process of rank 0; empty in manifests of earlier releases.
+        written_by: host and process of rank 0; empty where the manifest does not say.
         files: every file of a directory checkpoint; empty for a single file.
     """
 
     name: str
     sequence: int
     step: int
-    op_id: str
+    op_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     world_size: int
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float] = field(default_factory=dict)
     created_at: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
     versions: Mapping[str, str] = field(default_factory=versions)
     items: Mapping[str, Any] = field(default_factory=dict)
@@ -131,7 +133,7 @@ class Manifest:
         data = self.to_json()
         text = json.dumps({**data, "digest": _digest(data)}, indent=1).encode() + b"\n"
         if len(self.files) > _MOST_FILES or len(text) > MOST_BYTES:
-            # Before anything is committed: what no resume would read must not take the place of what it does.
+            # Refuse before anything is committed: a checkpoint that cannot be resumed must not replace one that can.
             message = f"{len(self.files)} files and {len(text)} bytes of manifest are more than the {_MOST_FILES} and "
             raise StateError(key="checkpoint", message=f"{message}{MOST_BYTES} that are read again")
         return text
@@ -196,7 +198,7 @@ class CheckpointInfo:
 
     @classmethod
     def of(cls, manifest: Manifest, path: Path, size_bytes: int) -> CheckpointInfo:
-        """From a manifest and where it was found."""
+        """From a manifest and the path of its checkpoint."""
         return cls(
             path=path,
             name=manifest.name,
@@ -290,7 +292,7 @@ def _read_from_archive(path: Path) -> Manifest:
             path=str(path), message="was not written by safe_ckpt: it has no manifest"
         ) from None
     except (OSError, *UNREADABLE) as error:
-        # A damaged offset makes zipfile seek to nowhere. Any other OSError is the disk's, and says nothing of the bytes.
+        # A damaged offset makes zipfile seek out of range. Any other OSError is the disk's, and no sign of corruption.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
         if not _has_trace_of_ours(path):
@@ -302,7 +304,7 @@ def _read_from_archive(path: Path) -> Manifest:
 
 
 def _has_trace_of_ours(path: Path) -> bool:
-    # Empty, with the beginning of an archive or with our comment at its end: it may be one of ours that was damaged.
+    # A file that is empty, begins as an archive or ends with our comment may be a corrupt one of ours.
     with path.open("rb") as stream:
         return stream.read(4) in (b"", b"PK\3\4") or archive_digest(path) is not None
 
@@ -318,7 +320,7 @@ def _read_from_directory(path: Path) -> Manifest:
     if isinstance(data, dict) and isinstance(rows := data.get("files"), list) and len(rows) > _MOST_FILES:
         message = f"names {len(rows)} files, more than any checkpoint has"
         raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message=message)
-    # Before the version is believed: every format has had, and will have, this digest.
+    # Check before the version is trusted: every format version has this digest.
     if isinstance(data, dict) and data.get("format") == FORMAT and data.pop("digest", None) != _digest(data):
         message = "its bytes are not those that were written"
         raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message=message)

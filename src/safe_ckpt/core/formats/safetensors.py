@@ -47,14 +47,8 @@ def _module_versions(data: object) -> dict[str, Any]:
 def _is_dense(tensor: object) -> bool:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not isinstance(tensor, torch.Tensor):
         return False
-    if (
-        tensor.layout is not torch.strided
-        or tensor.is_meta
-        or tensor.is_nested
-        or tensor.is_quantized
-        or tensor.is_conj()
-        or tensor.is_neg()
-    ):
+    odd = tensor.is_meta or tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    if odd or tensor.layout is not torch.strided:
         return False
     return tensor.dtype in SAFETENSORS_DTYPES and _fills_its_extent(tensor)
 

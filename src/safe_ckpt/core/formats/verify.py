@@ -1,6 +1,6 @@
 """Reading every byte of a checkpoint and comparing it with what was written.
 
-An ``OSError`` while reading says nothing of its bytes: it is raised as it is. Only bytes that differ are damage.
+An ``OSError`` while reading does not make a checkpoint corrupt: it is raised as it is. Only differing bytes are corruption.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def verify(path: Path, manifest: Manifest, only: set[str] | None = None, *, cach
     Raises:
         CorruptCheckpointError: they differ; names the file, or the archive's record.
         IncompleteCheckpointError: a file is not there; names it.
-        OSError: they could not be read; that says nothing of its bytes.
+        OSError: they could not be read. They are not treated as corrupt.
     """
     if presence.is_file(path):
         return verify_archive(path)
@@ -48,20 +48,20 @@ def verify(path: Path, manifest: Manifest, only: set[str] | None = None, *, cach
 
 
 def verify_share(path: Path, rank: int, size: int) -> None:
-    """Verify this rank's share of a directory's files: they are the same for all, and each needs reading once.
+    """Verify this rank's share of a directory's files, so that each is read once by one rank.
 
-    Nothing of a directory without a manifest can be verified: another tool wrote it.
+    A directory without a manifest was written by another tool, and cannot be verified.
 
     Raises:
         CorruptCheckpointError: they differ; names the file.
         IncompleteCheckpointError: a file is not there; names it.
-        OSError: they could not be read; that says nothing of its bytes.
+        OSError: they could not be read. They are not treated as corrupt.
     """
     if not presence.is_there(path / MANIFEST_NAME):
         return
     manifest = read_manifest(path)
     by_size = sorted(manifest.files, key=lambda entry: (-entry.size_bytes, entry.path))
-    # What is verified here is read by others, or by a framework, right afterwards.
+    # Other ranks, or a framework, read these files right afterwards.
     verify(path, manifest, only={entry.path for entry in by_size[rank::size]}, cached=True)
 
 

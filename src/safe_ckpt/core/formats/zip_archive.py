@@ -1,4 +1,4 @@
-"""The zip archive that ``torch.load`` reads, as bytes. Standard library only: the writer process uses it too.
+"""The zip archive that ``torch.load`` reads, as bytes. The writer process uses it too: no torch.
 
 Layout of a file: payload records first, large ones at offsets that are multiples of 4096 (so that host memory can be the
 file image and be written past the page cache), then the small records, then our manifest, then the central directory.
@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
+
+import xxhash
 
 from safe_ckpt.core.storage.direct_io import PAGE
+from safe_ckpt.core.storage.reader import crc32
 
 _SMALL_ALIGNMENT = 64
 _PAGE_ALIGNED_FROM = 64 << 10
@@ -26,8 +29,7 @@ COMMENT_PREFIX = b"safe_ckpt/1 xxh3-128 "
 COMMENT_BYTES = len(COMMENT_PREFIX) + 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class Record:
+class Record(NamedTuple):
     """Where one member of the archive lies in the file."""
 
     name: str
@@ -38,7 +40,24 @@ class Record:
     @property
     def end(self) -> int:
         """Offset behind the data descriptor."""
-        return self.data_offset + self.size + descriptor_bytes(self.size)
+        return self.data_offset + self.size + (24 if self.size >= _LIMIT32 else 16)
+
+
+class RecordDigest:
+    """CRC-32 and xxh3-128 of one record."""
+
+    def __init__(self) -> None:
+        self.crc = 0
+        self._hash = xxhash.xxh3_128()
+
+    def update(self, piece: memoryview) -> None:
+        """Take more bytes."""
+        self.crc = crc32(piece, self.crc)
+        self._hash.update(piece)
+
+    def hexdigest(self) -> str:
+        """The xxh3-128."""
+        return self._hash.hexdigest()
 
 
 def place(name: str, size: int, offset: int) -> Record:
@@ -62,11 +81,6 @@ def local_header(record: Record) -> bytes:
     return head + name + extra
 
 
-def descriptor_bytes(size: int) -> int:
-    """Length of the data descriptor behind a payload of ``size`` bytes."""
-    return 24 if size >= _LIMIT32 else 16
-
-
 def descriptor(crc: int, size: int) -> bytes:
     """The data descriptor behind a payload."""
     return struct.pack("<4sIQQ" if size >= _LIMIT32 else "<4sIII", b"PK\7\10", crc, size, size)
@@ -77,28 +91,13 @@ def closing(
 ) -> bytes:
     """Central directory and end records, up to and excluding the comment. ``start`` is their offset in the archive."""
     directory = b"".join(_central(record, crcs[record.name]) for record in records)
-    end = start + len(directory)
-    count = len(records)
-    tail = b""
-    if count >= _LIMIT16 or start >= _LIMIT32 or len(directory) >= _LIMIT32:
-        tail += struct.pack(
-            "<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(directory), start
-        ) + struct.pack("<4sIQI", b"PK\6\7", 0, end, 1)
-    return (
-        directory
-        + tail
-        + struct.pack(
-            "<4s4H2IH",
-            b"PK\5\6",
-            0,
-            0,
-            min(count, _LIMIT16),
-            min(count, _LIMIT16),
-            min(len(directory), _LIMIT32),
-            min(start, _LIMIT32),
-            comment_bytes,
-        )
-    )
+    count, size = len(records), len(directory)
+    wide = b""
+    if count >= _LIMIT16 or start >= _LIMIT32 or size >= _LIMIT32:
+        wide = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, start)
+        wide += struct.pack("<4sIQI", b"PK\6\7", 0, start + size, 1)
+    count, size, start = min(count, _LIMIT16), min(size, _LIMIT32), min(start, _LIMIT32)
+    return directory + wide + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, size, start, comment_bytes)
 
 
 def _central(record: Record, crc: int) -> bytes:
@@ -107,24 +106,6 @@ def _central(record: Record, crc: int) -> bytes:
     extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
     size = min(record.size, _LIMIT32)
     version = 45 if wide else 20
-    head = struct.pack(
-        "<4s6H3I5H2I",
-        b"PK\1\2",
-        version,
-        version,
-        _FLAGS,
-        0,
-        0,
-        _DATE,
-        crc,
-        size,
-        size,
-        len(name),
-        len(extra),
-        0,
-        0,
-        0,
-        0,
-        min(record.header_offset, _LIMIT32),
-    )
-    return head + name + extra
+    offset = min(record.header_offset, _LIMIT32)
+    head = struct.pack("<4s6H3I", b"PK\1\2", version, version, _FLAGS, 0, 0, _DATE, crc, size, size)
+    return head + struct.pack("<5H2I", len(name), len(extra), 0, 0, 0, 0, offset) + name + extra

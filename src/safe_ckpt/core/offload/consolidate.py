@@ -14,26 +14,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safe_ckpt.config import CheckpointConfig, Timeouts
+from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.coordination.processes import machine_id
-from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
+from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
-from safe_ckpt.core.saving.request import Copies, Destination, Facts, OnCommit, SaveRequest
+from safe_ckpt.core.saving.request import Destination, Facts, OnCommit, SaveRequest, Snapshot
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
-from safe_ckpt.errors import (
-    ConfigError,
-    SafeCheckpointError,
-    SourceChangedError,
-    StateError,
-    named,
-)
-
-if TYPE_CHECKING:
-    from safe_ckpt.core.coordination.process_groups import ProcessGroup
+from safe_ckpt.errors import ConfigError, SourceChangedError, StateError, naming
 
 ADAPTER = "offloaded"
 _RACY_NS = 20_000_000  # twice the longest tick of a kernel's clock
@@ -80,11 +72,13 @@ def consolidate_offloaded(
     config = CheckpointConfig(timeouts=Timeouts(lengthy_s=timeout_s, barrier_s=barrier_s), record_events=False)
     engine = Engine(config, group=group)
     try:
-        workspace = _held(engine, path)
+        must_match = {"destination": path}
+        engine.agree("consolidate", must_match=must_match, decide=lambda _: refuse(path, ADAPTER, empty=True))
+        workspace = HeldDirectories(engine).hold(path)
         plan = agree_parts(engine, sources, ignore, destination=path)
         request = SaveRequest(
             destination=Destination(workspace=workspace, path=path, kind="directory"),
-            content=Copies(copies=plan.copies, folders=plan.folders),
+            content=Snapshot(copies=plan.copies, folders=plan.folders),
             facts=Facts(step=0, notes={"adapter": ADAPTER, "parts": plan.notes}),
             on_commit=OnCommit(carry=lambda _: True),
         )
@@ -134,16 +128,14 @@ def agree_parts(
     scans: dict[str, _Scan] = {}
 
     def look() -> dict[str, Any]:
-        try:
-            _check_patterns(ignore)
+        if isinstance(ignore, str):
+            message = f"expected several patterns, got the text {ignore!r}: put it in a list"
+            raise ConfigError(key="ignore", message=message)
+        with naming(rank=engine.rank, phase="looking at the folders"):
             for name, folder in sources.items():
                 _refuse_nested(folder, destination)
                 rest_s = min(_REST_S, engine.config.timeouts.barrier_s / 3)
                 scans[_checked_name(name)] = _scan(Path(os.path.abspath(folder)), ignore, rest_s)
-        except SafeCheckpointError:
-            raise
-        except Exception as error:
-            raise named(error, rank=engine.rank, phase="looking at the folders") from error
         return {name: {"folder": scan.identity, "folders": scan.folders} for name, scan in scans.items()}
 
     agreed = engine.agree("offloaded parts", must_match={"ignore": list(ignore)}, local=look, decide=_assign)
@@ -166,16 +158,6 @@ class _Scan:
     identity: str
     folders: list[str]
     copies: list[FileCopy]
-
-
-def _held(engine: Engine, path: Path) -> Workspace:
-    engine.agree("consolidate", must_match={"destination": path}, decide=lambda _: refuse(path, ADAPTER, empty=True))
-    return HeldDirectories(engine).hold(path)
-
-
-def _check_patterns(ignore: Sequence[str]) -> None:
-    if isinstance(ignore, str):
-        raise ConfigError(key="ignore", message=f"expected several patterns, got the text {ignore!r}: put it in a list")
 
 
 def _checked_name(name: str) -> str:
@@ -202,7 +184,7 @@ def _scan(folder: Path, ignore: Sequence[str], rest_s: float) -> _Scan:
     while True:
         scan, newest_ns, newest = _look_at(folder, ignore)
         age_ns = time.time_ns() - newest_ns
-        if age_ns >= _RACY_NS or age_ns < -_RACY_NS:  # a clock of another host says nothing
+        if age_ns >= _RACY_NS or age_ns < -_RACY_NS:  # by the clock of another host this cannot be decided
             return scan
         if time.monotonic() > deadline:
             cause = f"{newest}: it is written to all the time: nothing may write to it until the call returns"

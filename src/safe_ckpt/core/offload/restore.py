@@ -10,10 +10,11 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safe_ckpt.config import Timeouts, WriterConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
+from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.coordination.processes import process_state
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
@@ -25,14 +26,9 @@ from safe_ckpt.core.storage.durable import sync_directory
 from safe_ckpt.errors import (
     CorruptCheckpointError,
     DirectoryError,
-    NotEnoughSpaceError,
     RestoreError,
-    SafeCheckpointError,
-    named,
+    naming,
 )
-
-if TYPE_CHECKING:
-    from safe_ckpt.core.coordination.process_groups import ProcessGroup
 
 _STAGED = f"{HIDDEN}-restore-"
 
@@ -136,33 +132,34 @@ def give_back(coordinator: Coordinator, find: Callable[[], list[Part]], timeout_
         SafeCheckpointError: see ``restore_offloaded``.
     """
     staged: list[tuple[Path, Path]] = []
-    parts: list[Part] = []
+    copying, placing = "offloaded tensors copied", "offloaded tensors in place"
 
     def copy() -> None:
-        parts.extend(find())
-        for part in parts:
-            durable.make_directory(part.target)
-            _sweep(part.target)
-            _refuse_in_the_way(part)
-            folder = part.target / f"{_STAGED}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
-            folder.mkdir()
-            staged.append((folder, part.target))
-            _copy(part, folder)
+        with naming(rank=coordinator.rank, phase=copying):
+            for part in find():
+                durable.make_directory(part.target)
+                _sweep(part.target)
+                _refuse_in_the_way(part)
+                folder = part.target / f"{_STAGED}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
+                folder.mkdir()
+                staged.append((folder, part.target))
+                _copy(part, folder)
 
     def place() -> None:
-        for folder, target in staged:
-            _place(folder, target)
+        with naming(rank=coordinator.rank, phase=placing):
+            for folder, target in staged:
+                _place(folder, target)
 
     try:
-        _all_or_none(coordinator, "offloaded tensors copied", copy, timeout_s)
-        _all_or_none(coordinator, "offloaded tensors in place", place, timeout_s)
+        coordinator.agree(copying, timeout_s=timeout_s, local=copy)
+        coordinator.agree(placing, timeout_s=timeout_s, local=place)
     finally:
         for folder, _ in staged:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sweep(target: Path) -> None:
-    """Remove what a restore that was killed left here: of processes of this host that are no more."""
+    """Remove what a killed restore left here: the folders of ended processes of this host."""
     own = f"{_STAGED}{socket.gethostname()}-"
     for left in target.glob(f"{own}*"):
         pid = left.name.removeprefix(own).split("-")[0]
@@ -171,7 +168,7 @@ def _sweep(target: Path) -> None:
 
 
 def _refuse_in_the_way(part: Part) -> None:
-    """What cannot be replaced by a file, or hold one, is found before any rank has replaced anything."""
+    """Refuse targets that no file can replace, before any rank has replaced anything."""
     for entry in part.entries:
         file = part.target / entry.path.removeprefix(part.prefix)
         if file.is_dir():
@@ -183,26 +180,10 @@ def _refuse_in_the_way(part: Part) -> None:
                 raise DirectoryError(path=str(parent), message="is a file where a directory goes", code=errno.ENOTDIR)
 
 
-def _all_or_none(coordinator: Coordinator, phase: str, action: Callable[[], None], timeout_s: float) -> None:
-    def local() -> None:
-        try:
-            action()
-        except SafeCheckpointError:
-            raise
-        except Exception as error:
-            raise named(error, rank=coordinator.rank, phase=phase) from error
-
-    coordinator.agree(phase, timeout_s=timeout_s, local=local)
-
-
 def _copy(part: Part, folder: Path) -> None:
     needed = sum(entry.size_bytes for entry in part.entries)
-    free = durable.free_bytes(folder)
-    if free is not None and needed > free:
-        message = "The files are verified before they replace what is there, so both must fit."
-        raise NotEnoughSpaceError(
-            path=str(folder.parent), message=message, needed_bytes=needed, free_bytes=free, phase="prepare"
-        )
+    why = "The files are verified before they replace what is there, so both must fit."
+    durable.require_space(folder.parent, needed, why)
     copies = []
     for entry in part.entries:
         file = part.checkpoint / entry.path
@@ -219,13 +200,11 @@ def _copy(part: Part, folder: Path) -> None:
     try:
         results = copy_files(copies, WriteOptions.of(WriterConfig()), Unwatched())
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        why = "The disk filled up while this was restored; nothing was replaced."
+        full = durable.out_of_space(error, folder, path=str(folder.parent), message=why, needed_bytes=needed)
+        if full is None:
             raise
-        message = "The disk filled up while this was restored; nothing was replaced."
-        free = durable.free_bytes(folder) or 0
-        raise NotEnoughSpaceError(
-            path=str(folder.parent), message=message, needed_bytes=needed, free_bytes=free, code=error.errno
-        ) from error
+        raise full from error
     for entry, result in zip(part.entries, results, strict=True):
         if result.xxh3_128 != entry.xxh3_128:
             message = "its bytes are not those that were written"

@@ -7,7 +7,6 @@ The others write, report and wait for the verdict.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core.coordination.mailbox import TwoPhaseCommit
 from safe_ckpt.core.coordination.store import KeyTimeout
-from safe_ckpt.core.coordination.two_phase import TwoPhaseCommit
 from safe_ckpt.core.directory import extra_files
 from safe_ckpt.core.directory.shared import Patience, await_visible
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
-from safe_ckpt.core.saving.request import SaveJob
+from safe_ckpt.core.saving.job import SaveJob
 from safe_ckpt.core.saving.streamed_files import FileStream
 from safe_ckpt.core.storage import durable as commit
 from safe_ckpt.core.storage.copier import FileCopy, first_changed
@@ -32,7 +31,6 @@ from safe_ckpt.errors import (
     DirectoryError,
     DirectoryInUseError,
     DirectoryNotSharedError,
-    NotEnoughSpaceError,
     PeerLostError,
     SafeCheckpointError,
     SaveError,
@@ -106,7 +104,7 @@ class CommitProtocol:
             info = self._commit({**own, **others})
         except BaseException as error:
             ours = self._named(self._taken_over(error) or error, "commit")
-            # The cause first: nobody should wait for the tidying up.
+            # Publish the cause first: the other ranks need not wait for the cleaning up.
             self._two_phase.conclude({"error": to_wire(ours, rank=0, phase="save")})
             if not isinstance(ours, CommitOutcomeUnknown):
                 job.workspace.drop_pending(job.op_id)
@@ -147,7 +145,7 @@ class CommitProtocol:
 
     def _read_verdict(self) -> CheckpointInfo:
         try:
-            # Rank 0 has the same deadline and then says so: a little patience turns a guess into an answer.
+            # Rank 0 has the same deadline and publishes a verdict then. Waiting a little longer avoids an unknown outcome.
             verdict = self._two_phase.verdict(self._left_s() + self._config.timeouts.peer_stall_s)
         except (KeyTimeout, PeerLostError) as error:
             cause = str(error) if isinstance(error, PeerLostError) else "rank 0 gave no verdict in time"
@@ -158,16 +156,8 @@ class CommitProtocol:
 
     def _prepare(self) -> None:
         job = self._job
-        workspace = job.workspace.path
-        free = commit.free_bytes(workspace)
-        if free is not None and job.needed_bytes > free:
-            raise NotEnoughSpaceError(
-                path=str(workspace),
-                message="Earlier checkpoints are deleted only after the new one is committed, so both must fit.",
-                needed_bytes=job.needed_bytes,
-                free_bytes=free,
-                phase="prepare",
-            )
+        why = "Earlier checkpoints are deleted only after the new one is committed, so both must fit."
+        commit.require_space(job.workspace.path, job.needed_bytes, why)
         job.workspace.make_pending(job.op_id)
         if job.request.destination.kind == "directory":
             if job.request.on_commit.prefilled is not None:
@@ -180,10 +170,8 @@ class CommitProtocol:
 
     def _await_folder(self) -> None:
         if not all(await_visible(folder, min(_VISIBLE_S, self._left_s())) for folder in self._job.folders):
-            message = "the ranks must share the directory: use a file system that all hosts mount"
-            raise DirectoryNotSharedError(
-                path=str(self._job.workspace.path), message=message, rank=self._rank, ranks=(self._rank,)
-            )
+            path = str(self._job.workspace.path)
+            raise DirectoryNotSharedError(path=path, rank=self._rank, ranks=(self._rank,))
 
     def _write(self) -> dict[str, Any]:
         job = self._job
@@ -196,10 +184,7 @@ class CommitProtocol:
             results += self._writer.stream(job.tasks, job.request.content.files, directories, most, self._look_around)
             job.handle.mark_snapshot_taken()
         elif job.buffer is not None:
-            write_job = WriteJob(
-                name=job.name, rank=self._rank, buffer=job.buffer, files=job.tasks, directories=directories
-            )
-            results += self._writer.write(write_job, self._look_around)
+            results += self._run_writer(buffer=job.buffer, files=job.tasks, directories=directories)
             self._await_copy(job)
         else:
             raise SaveError(name=job.name, cause="there is no snapshot", rank=self._rank, phase="write")
@@ -208,11 +193,14 @@ class CommitProtocol:
         self.written_bytes = sum(result.size_bytes for result in results)
         return {"files": [self._entry(result) for result in results], "items": dict(job.request.facts.items)}
 
+    def _run_writer(self, **what: Any) -> list[WrittenFile]:
+        """Have the writer do what the other fields of a ``WriteJob`` say."""
+        return self._writer.write(WriteJob(name=self._job.name, rank=self._rank, **what), self._look_around)
+
     def _write_parts(self, parts: FileStream, directories: list[str]) -> list[WrittenFile]:
-        results: dict[str, WrittenFile] = {}  # of one that comes twice the second counts
+        results: dict[str, WrittenFile] = {}  # the second of two with the same name counts
         for buffer, tasks in parts.take(self._look_around):
-            write_job = WriteJob(name=self._job.name, rank=self._rank, buffer=buffer, files=tasks)
-            results.update({result.path: result for result in self._writer.write(write_job, self._look_around)})
+            results.update({result.path: result for result in self._run_writer(buffer=buffer, files=tasks)})
         for directory in directories:
             sync_directory(directory)
         return list(results.values())
@@ -223,9 +211,8 @@ class CommitProtocol:
         if not job.request.content.copies:
             return []
         copies = [dataclasses.replace(copy, path=str(job.folder / copy.path)) for copy in job.request.content.copies]
-        write_job = WriteJob(name=job.name, rank=self._rank, copies=copies)
         try:
-            results = self._writer.write(write_job, self._look_around)
+            results = self._run_writer(copies=copies)
         except OSError:
             self._refuse_changed(copies)  # one that was cut off or replaced is an error of the disk at first sight
             raise
@@ -239,7 +226,7 @@ class CommitProtocol:
             raise SourceChangedError(name=self._job.name, cause=cause, source=changed, rank=self._rank)
 
     def _await_copy(self, job: SaveJob) -> None:
-        """The bytes are written; whether they are what they should be is known when the copy is over."""
+        """The bytes are written. Whether they are right is known when the copy is over."""
         limit_s = self._config.timeouts.barrier_s
         if job.copy is not None and not job.copy.wait(limit_s):
             cause = f"the copy did not end within {limit_s:.0f} s (timeouts.barrier_s)"
@@ -253,11 +240,9 @@ class CommitProtocol:
 
     def _look_around(self) -> None:
         self._give_up()
-        error = self._job.error
-        if error is None and self._job.copy is not None:
-            error = self._job.copy.error
-        if error is not None:
-            raise error
+        for source in (self._job, self._job.copy):
+            if source is not None and source.error is not None:
+                raise source.error
         now = time.monotonic()
         if now > self._deadline:
             cause = f"not done after {self._config.timeouts.lengthy_s:.0f} s (timeouts.lengthy_s)"
@@ -337,8 +322,8 @@ class CommitProtocol:
         return durable
 
     def _check_staged(self, entries: tuple[FileEntry, ...]) -> None:
-        # Written must equal planned, as rank 0 sees it: another rank's file may have vanished, or lie on another disk. What
-        # is only not seen yet, or with an old size, is waited for: caches of network file systems lag behind.
+        # The files on disk must be those that were reported: another rank's file may have vanished, or lie on another disk.
+        # Caches of network file systems lag behind, so rank 0 waits for a file that it does not see yet, or with an old size.
         patience = Patience(self._config.timeouts)
         for entry in entries:
             size = patience.until_sized(self._job.folder / entry.path, entry.size_bytes, self._look_around)
@@ -349,15 +334,14 @@ class CommitProtocol:
                 raise SaveError(name=self._job.name, cause=cause, rank=entry.rank, phase="commit")
 
     def _taken_over(self, error: BaseException) -> DirectoryInUseError | None:
-        """Why a file was suddenly not there, or could not be moved: the job that took over has swept it away."""
-        if not isinstance(error, OSError) or isinstance(error, DirectoryInUseError | commit.HalfCommittedError):
-            return None
-        try:
-            self._job.workspace.confirm()
-        except DirectoryInUseError as taken:
-            return taken
-        except OSError:
-            return None
+        """The error that names the job that took over, if that is why a file was missing or could not be moved."""
+        if isinstance(error, OSError) and not isinstance(error, DirectoryInUseError | commit.HalfCommittedError):
+            try:
+                self._job.workspace.confirm()
+            except DirectoryInUseError as taken:
+                return taken
+            except OSError:
+                pass
         return None
 
     def _left_s(self) -> float:
@@ -371,17 +355,12 @@ class CommitProtocol:
             cause = f"it has its name, but the disk did not confirm that: {error}"
             return CommitOutcomeUnknown(name=name, cause=cause, rank=self._rank, phase="commit", code=error.errno or 0)
         if isinstance(error, OSError):
-            path = str(error.filename or self._job.workspace.path)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                return NotEnoughSpaceError(
-                    path=path,
-                    message=f"Saving {name}: {error.strerror}.",
-                    rank=self._rank,
-                    code=error.errno,
-                    needed_bytes=self._job.known_bytes,
-                    free_bytes=_free_bytes(self._job.workspace.path),
-                    phase=phase,
-                )
+            folder, needed = self._job.workspace.path, self._job.known_bytes
+            path = str(error.filename or folder)
+            facts = {"path": path, "message": f"Saving {name}: {error.strerror}.", "rank": self._rank, "phase": phase}
+            full = commit.out_of_space(error, folder, needed_bytes=needed, **facts)
+            if full is not None:
+                return full
             return DirectoryError.of(error, path=path, rank=self._rank, phase=f"saving {name}: {phase}")
         return SaveError(name=name, cause=f"{type(error).__name__}: {error}", rank=self._rank, phase=phase)
 
@@ -393,10 +372,3 @@ def _merge_items(reports: Mapping[int, Any]) -> dict[str, Any]:
             entry = merged.setdefault(name, {"per_rank": item["per_rank"], "form": item["form"], "files": {}})
             entry["files"][str(rank)] = item["file"]
     return merged
-
-
-def _free_bytes(path: Path) -> int:
-    try:
-        return commit.free_bytes(path) or 0
-    except OSError:
-        return 0

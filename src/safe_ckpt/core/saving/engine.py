@@ -1,7 +1,7 @@
-"""Moves snapshots to committed checkpoints: agrees with the other ranks, takes the copy, and runs the rest in the background.
+"""From snapshots to committed checkpoints: agree with the other ranks, take the copy, and run the rest in the background.
 
-What adapters and ``Checkpointer`` share. It knows neither what is saved nor under which name. Its public methods are called
-on the thread that drives training, on every rank, in the same order.
+Adapters and ``Checkpointer`` share this. It knows neither what is saved nor under which name. Every rank calls its public
+methods in the same order, on the thread that trains.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
 from safe_ckpt.core.coordination.preemption import Preemption
-from safe_ckpt.core.coordination.process_groups import group_timeout_s
+from safe_ckpt.core.coordination.process_groups import ProcessGroup, group_timeout_s
 from safe_ckpt.core.formats.manifest import Manifest, versions
-from safe_ckpt.core.saving import admission, save_events
-from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.core.saving.held_directories import Workspaces
-from safe_ckpt.core.saving.request import SaveJob, SaveRequest
-from safe_ckpt.core.saving.save_queue import SaveQueue
+from safe_ckpt.core.saving.job import SaveHandle, SaveJob
+from safe_ckpt.core.saving.request import SaveRequest, answer, decide
+from safe_ckpt.core.saving.save_queue import SaveQueue, failed
 from safe_ckpt.core.saving.stager import Stager
 from safe_ckpt.errors import (
     ClosedError,
@@ -44,9 +43,6 @@ from safe_ckpt.errors import (
 from safe_ckpt.hooks import asked_for
 from safe_ckpt.hooks.emitter import Emitter
 from safe_ckpt.hooks.logging_hook import LoggingHook
-
-if TYPE_CHECKING:
-    from safe_ckpt.core.coordination.process_groups import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +115,7 @@ class Engine:
                 self.emit.add(hook)
         except ConfigError:
             raise
-        except Exception as error:  # whatever an exporter of somebody else's raises
+        except Exception as error:  # such as from an exporter of another package
             message = f"a hook cannot be set up: {type(error).__name__}: {error}"
             raise ConfigError(key="telemetry", message=message) from error
 
@@ -127,8 +123,8 @@ class Engine:
         limit_s = group_timeout_s(group)
         if self.rank == 0 and limit_s is not None and limit_s <= self.config.timeouts.barrier_s:
             logger.warning(
-                "timeouts.barrier_s (%.0f s) is not below the process group's own timeout (%.0f s): a rank that is late "
-                "by as much is ended by that one first, without a named error",
+                "timeouts.barrier_s (%.0f s) is not below the process group's own timeout (%.0f s): the process group "
+                "gives up on a late rank first, without a named error. Set a lower barrier_s",
                 self.config.timeouts.barrier_s,
                 limit_s,
             )
@@ -151,23 +147,23 @@ class Engine:
             SafeCheckpointError: the error of an earlier save that was not reported yet; this one was not started.
         """
         started = time.monotonic()
-        granted = self._agree_save(request)
+        decision = self._agree_save(request)
         agreed_s = time.monotonic() - started
-        if granted.manifest is None:
+        if not decision:
             prefilled = request.on_commit.prefilled
             if prefilled is not None and self.rank == 0:
                 request.destination.workspace.drop_pending(prefilled.parent.name)
             return _skipped(request.name)
-        manifest = Manifest.from_json(dict(granted.manifest), str(request.destination.path))
-        # Its own deadline once its turn comes, plus what follows the verdict: deleting what retention lets go.
+        manifest = Manifest.from_json(decision["manifest"], str(request.destination.path))
+        # Its own deadline once its turn comes, plus what follows the verdict: deleting old checkpoints.
         turns = 1 + self.in_flight
         limit_s = turns * (self.config.timeouts.lengthy_s + self.config.timeouts.barrier_s)
         handle = SaveHandle(request.name, limit_s, manifest.op_id)
         job = SaveJob(
             request=request,
             manifest=manifest,
-            writers=tuple(granted.writers),
-            needed_bytes=granted.needed_bytes,
+            writers=tuple(decision["writers"]),
+            needed_bytes=decision["needed_bytes"],
             handle=handle,
             started=started,
             agreed_s=agreed_s,
@@ -191,7 +187,7 @@ class Engine:
             size_bytes: what this rank will save, roughly; never shrinks what is there.
         """
         if not self._closed and os.getpid() == self._pid and self._save_queue.writer.needs_process(size_bytes):
-            # Without this engine: one that nobody holds any more is closed, and stops it.
+            # Without a reference to this engine: one that is not referenced any more is closed.
             self._stager.prepare(size_bytes, functools.partial(_get_ready, self._save_queue))
 
     def watch_signals(self, unwrap: Callable[[Any], Any] = lambda handler: handler) -> None:
@@ -203,18 +199,11 @@ class Engine:
         Raises:
             ConfigError: this, on some rank, is not the main thread.
         """
-        config = self.config
-        if not config.save_on_signals or self._preemption is not None:
+        if not self.config.save_on_signals or self._preemption is not None:
             return
 
         def watch() -> None:
-            self._preemption = Preemption(
-                self.coordinator,
-                config.save_on_signals,
-                grace_s=config.signal_grace_s,
-                barrier_s=config.timeouts.barrier_s,
-                unwrap=unwrap,
-            )
+            self._preemption = Preemption(self.coordinator, self.config, unwrap)
 
         self.agree("signals", local=watch, phase="opening")
 
@@ -309,24 +298,21 @@ class Engine:
         if not getattr(self, "_closed", True):
             self.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
 
-    def _agree_save(self, request: SaveRequest) -> admission.Admission:
+    def _agree_save(self, request: SaveRequest) -> dict[str, Any]:
+        """What ``decide`` returned, but for an earlier failure: that is raised."""
         self.coordinator.refuse_fork("save")
         if self._closed:
             raise ClosedError(message="save: this was closed; open a new one")
         if isinstance(request.error, StateError):
             request.error.rank = self.rank
-        unreported, begun = self._unreported(), time.monotonic()
+        earlier, begun = self._unreported(), time.monotonic()
         busy = self.config.on_busy == "skip" and not request.patient and self.in_flight >= self.config.max_in_flight
         try:
-            decision = self.agree(
+            decision: dict[str, Any] = self.agree(
                 "save",
-                must_match={
-                    "step": request.facts.step,
-                    "path": request.destination.path,
-                    **request.must_match,
-                },
-                local=lambda: admission.answer(request, unreported, self.rank),
-                decide=lambda answers: admission.decide(request, answers, busy=busy),
+                must_match={"step": request.facts.step, "path": request.destination.path, **request.must_match},
+                local=lambda: answer(request, earlier, self.rank),
+                decide=lambda answers: decide(request, answers, busy=busy),
                 phase="planning the save",
             )
         except Exception as problem:
@@ -334,27 +320,27 @@ class Engine:
             if self.coordinator.unsure:  # rank 0 has this rank's answer, and may have gone on to commit
                 cause, name = str(error), request.name
                 error = CommitOutcomeUnknown(name=name, cause=cause, rank=self.rank, phase="commit")
-            self.emit(save_events.refused(request, error, self.rank, time.monotonic() - begun))
+            self.emit(failed(request, error, self.rank, time.monotonic() - begun))
             if isinstance(error, CommitOutcomeUnknown):
                 raise error from (None if error is problem else problem)
             raise
-        granted = admission.Admission(**decision)
-        if granted.earlier is not None:
+        if "earlier" in decision:
             for handle in self._handles:
-                if handle.op_id == granted.earlier["op_id"]:
+                if handle.op_id == decision["earlier"]["op_id"]:
                     handle.mark_reported()
-            raise from_wire(granted.earlier["error"])
-        return granted
+            raise from_wire(decision["earlier"]["error"])
+        return decision
 
-    def _unreported(self) -> SaveHandle | None:
-        return next((handle for handle in self._handles if handle.unreported is not None), None)
+    def _unreported(self) -> tuple[str, SafeCheckpointError] | None:
+        """The ``op_id`` and the error of the first save that failed and was not reported yet."""
+        return next(((one.op_id, error) for one in self._handles if (error := one.unreported) is not None), None)
 
     def _await_room(self) -> None:
         for handle in list(self._handles):
             if self.in_flight < self.config.max_in_flight:
                 break
             handle.settle()
-        # With several in flight some ranks may know already of a failure and others not: it is reported at the next agreement.
+        # With several saves in flight only some ranks may know of a failure. It is reported at the next agreement.
 
     def _start(self, job: SaveJob) -> None:
         reported = False
@@ -364,13 +350,12 @@ class Engine:
                 # Nothing is in flight any more, so every rank knows of it and raises here.
                 reported = True
                 self.raise_unreported()
-            if self.rank == 0 and self._save_queue.writer.needs_process(
-                sum(i.total_bytes for i in job.request.content.files)
-            ):
+            size = sum(file.total_bytes for file in job.request.content.files)
+            if self.rank == 0 and self._save_queue.writer.needs_process(size):
                 self._save_queue.writer.start()  # while the copy is taken
             self._stager.lay_out(job)
         finally:
-            # Also when this was interrupted: the other ranks wait for what becomes of it here.
+            # Also when this was interrupted, because the other ranks wait for this rank's report.
             if not reported:
                 self._handles.append(job.handle)
                 self._save_queue.put(job)
@@ -399,6 +384,6 @@ def _skipped(name: str) -> SaveHandle:
 def _close_at_exit(weak: weakref.ref[Engine]) -> None:
     engine = weak()
     if engine is not None:
-        # After an uncaught exception nobody should wait long for the prompt.
+        # After an uncaught exception the user should not wait long for the prompt.
         failed = getattr(sys, "last_value", None) is not None
         engine.close(quiet=True, within_s=engine.config.timeouts.shutdown_s if failed else None)

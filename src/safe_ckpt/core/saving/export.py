@@ -15,14 +15,13 @@ from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
+from safe_ckpt.core.saving.job import SaveHandle, SaveJob
 from safe_ckpt.core.saving.request import (
     Content,
     Destination,
     Facts,
     OnCommit,
-    SaveJob,
     SaveRequest,
     Snapshot,
     Streamed,
@@ -76,19 +75,14 @@ class Exporter:
         workspace = self._workspaces.hold(path)
         chosen = {name: tensors[name] for name in kept["names"]}
         stream = _Stream(self._engine, path.name, chosen, dtype)
-        planned, error = list[FilePlan](), None
+        planned: list[FilePlan] = []
+        content: Content
         try:
             if self._engine.rank == 0:
                 planned = stream.images(most_bytes) if kept["gathered"] else hugging_face.images(chosen, most_bytes)
+            content = Streamed(files=planned, feed=stream.feed) if kept["gathered"] else Snapshot(files=planned)
         except Exception as problem:  # the other ranks must learn of it
-            error = problem
-        content: Content
-        if error is not None:
-            content = Unplanned(error=error)
-        elif kept["gathered"]:
-            content = Streamed(files=planned, feed=stream.feed)
-        else:
-            content = Snapshot(files=planned)
+            content = Unplanned(error=problem)
         return self._engine.save(request_of(workspace, path, content))
 
 
@@ -120,9 +114,8 @@ class _Stream:
 
     def images(self, most_bytes: int) -> list[FilePlan]:
         """The files."""
-        return hugging_face.images(
-            {name: self._lazy(name, tensor) for name, tensor in self._tensors.items()}, most_bytes
-        )
+        lazies = {name: self._lazy(name, tensor) for name, tensor in self._tensors.items()}
+        return hugging_face.images(lazies, most_bytes)
 
     def _lazy(self, name: str, tensor: torch.Tensor) -> LazyTensor:
         dtype = _final(tensor, self._dtype)
@@ -156,7 +149,7 @@ class _Stream:
             self._handover.fail(SaveError(name=job.name, cause="interrupted", phase="gather"))
             raise
         finally:
-            stream.close()  # also when this was interrupted: the others learn of it, and the timeouts are put back
+            stream.close()  # also after an interrupt: the other ranks learn of it, and the timeouts are restored
 
 
 def _tensors_of(model: Mapping[str, Any] | torch.nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
@@ -171,7 +164,7 @@ def _final(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _once(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names, of tensors that are one and the same memory the first. Rank 0 decides: its parts are not empty."""
+    """The names; of tensors that share one memory only the first. Rank 0 decides, because its parts are not empty."""
     seen: set[object] = set()
     kept = []
     for name, tensor in tensors.items():

@@ -1,7 +1,8 @@
-"""Directories that a job holds: those it is given once, and those that the user names one by one, such as for weights."""
+"""Directories that a job holds: those given once for all saves, and those given with each call, such as for weights."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -77,7 +78,7 @@ class Workspaces:
                 workspace.close()
                 raise
 
-        # A holder that cannot be asked is given its lease to show a sign of life.
+        # A holder that cannot be checked has its lease to show a sign of life.
         patience_s = self._config.timeouts.barrier_s + 2 * self._config.lease_s
         with self._coordinator.together():
             token = self._coordinator.agree("hold", must_match={"directory": path}, timeout_s=patience_s, decide=take)
@@ -114,10 +115,10 @@ class Workspaces:
         kind: str = "list",
         timeout_s: float | None = None,
     ) -> None:
-        """Have rank 0 look at what lies in a directory that was just taken. Every rank calls this.
+        """Have rank 0 list a directory that was just taken. Every rank calls this.
 
         Args:
-            workspace: the directory; given back if this fails. Held and not known, its order of commits would begin anew.
+            workspace: the directory. It is given back if this fails: without the listing its order of commits would restart.
             view: what must be equal on all ranks.
             look: what rank 0 does.
             kind: the name of the step.
@@ -153,7 +154,7 @@ class Workspaces:
 
 
 def _open_through_blips(workspace: Workspace, config: CheckpointConfig) -> None:
-    """A network file system that was just mounted, or whose server changes, is not there for a moment."""
+    """Retry for a moment: a network file system may be unavailable after mounting, or while its server changes."""
     deadline = time.monotonic() + min(_BLIP_S, config.timeouts.barrier_s / 2)
     while True:
         try:
@@ -213,10 +214,8 @@ class HeldDirectories:
 
     def _take(self, folder: Path, hidden: Path, record: Path | bool) -> Workspace:
         for _ in range(_ATTEMPTS):  # every rank makes as many
-            try:
+            with contextlib.suppress(DirectoryInUseError):  # perhaps only for the moment of a sweep
                 return self._engine.hold(folder, hidden=hidden, recorded=record)
-            except DirectoryInUseError as error:
-                logger.debug("%s; perhaps only for the moment of a sweep", error)
             time.sleep(_PAUSE_S)
         return self._engine.hold(folder, hidden=hidden, recorded=record)
 
@@ -239,9 +238,9 @@ class HeldDirectories:
 
 
 def _sweep(own: Workspace, lease_s: float) -> None:
-    """Clean up what killed jobs left under other names: half a save, a replacement that was interrupted. Never raises.
+    """Clean up what killed jobs left under other names: unfinished saves, interrupted replacements. Never raises.
 
-    A job that starts meanwhile may want one of them: each is held for a few renames only, and what it held deleted later.
+    A job that starts meanwhile may need one of these folders. So each is held for a few renames only, and deleted later.
     """
     names = own.path / HIDDEN / NAMES
     swept = own.trash / _SWEPT
@@ -255,9 +254,9 @@ def _sweep(own: Workspace, lease_s: float) -> None:
         workspace = Workspace(own.path, lease_s=lease_s, hidden=hidden, swept=swept)
         try:
             if read_lock(hidden) is None:
-                continue  # nobody's, or one takes it in this moment
+                continue  # no job's, or a job takes it at this moment
             workspace.open(patience_s=0.0)
-        except (SafeCheckpointError, OSError) as error:  # a live job's, or nobody can tell yet
+        except (SafeCheckpointError, OSError) as error:  # a live job's, or its fate is unknown
             logger.debug("%s stays as it is: %s", hidden, error)
             continue
         workspace.close()
@@ -267,7 +266,7 @@ def _sweep(own: Workspace, lease_s: float) -> None:
 def _newest_in(folder: Path) -> int:
     try:
         return catalog.newest_sequence(catalog.list_directories(folder, on_error=lambda *_: None))
-    except OSError:  # one may write here and not look around
+    except OSError:  # the user may be allowed to write here and not to list
         return 0
 
 
@@ -279,7 +278,7 @@ def refuse(
     empty: bool = False,
     whole: bool = True,
 ) -> None:
-    """What stands at ``path`` is replaced: only something of the same kind, or files that can go along.
+    """Refuse to replace anything at ``path`` but a directory of the same kind, or one whose files can be kept.
 
     Args:
         path: where something is to be written.
@@ -318,5 +317,5 @@ def _sequence_of(path: Path) -> int:
         return 0
     except DirectoryError:
         raise
-    except SafeCheckpointError:  # not ours, or damaged: it is replaced, or refused elsewhere
+    except SafeCheckpointError:  # not ours, or corrupt: it is replaced, or refused elsewhere
         return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
 from safe_ckpt.core.writer.file_writer import write_file
-from safe_ckpt.errors import DirectoryError
+from safe_ckpt.errors import naming
 
 
 def save_archive(
@@ -42,26 +41,17 @@ def save_archive(
         DirectoryError: the file system refused.
     """
     image = torch_archive.torch_image(path.name, obj, strict=False, key="checkpoint")
-    manifest = Manifest(
-        name=path.name,
-        sequence=sequence,
-        step=step,
-        op_id=uuid.uuid4().hex,
-        world_size=1,
-        metrics={},
-        notes=dict(notes or {}),
-    )
+    manifest = Manifest(name=path.name, sequence=sequence, step=step, world_size=1, notes=dict(notes or {}))
     buffer = SharedBuffer()
     near = path.with_name(f".{path.name}.{manifest.op_id}.tmp")
     try:
-        durable.make_directory(path.parent)
-        (task,) = snapshot.take([file_plan.single(image, near.name)], buffer, str(path.parent), manifest.to_json())
-        options = WriteOptions(direct=True, chunk_bytes=8 << 20, flush_every_bytes=64 << 20)
-        result = write_file(task, memoryview(buffer.memory), options, Unwatched())
-        durable.publish_file(near, path)
-    except OSError as error:
-        where = error.filename or path
-        raise DirectoryError.of(error, path=where, rank=rank, phase=f"saving {path.name}") from error
+        with naming(rank=rank, phase=f"saving {path.name}", path=path):
+            durable.make_directory(path.parent)
+            plan = file_plan.single(image, near.name)
+            (task,) = snapshot.take([plan], buffer, str(path.parent), manifest.to_json())
+            options = WriteOptions(direct=True, chunk_bytes=8 << 20, flush_every_bytes=64 << 20)
+            result = write_file(task, memoryview(buffer.memory), options, Unwatched())
+            durable.publish_file(near, path)
     finally:
         near.unlink(missing_ok=True)
         buffer.close()

@@ -1,27 +1,25 @@
-"""One save: what is asked for, and what one rank knows of it while it is under way."""
+"""One save as it is asked for, and whether it may start: what every rank answers, and what rank 0 makes of the answers."""
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from safe_ckpt.core.directory.catalog import Catalog
 from safe_ckpt.core.directory.retention import RetentionPolicy
 from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import Manifest
-from safe_ckpt.core.formats.write_task import WriteTask
-from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.core.saving.streamed_files import FileStream
-from safe_ckpt.core.staging.buffer import SharedBuffer
-from safe_ckpt.core.staging.copy import StagingCopy
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.durable import Link
+from safe_ckpt.errors import SafeCheckpointError, to_wire
+
+if TYPE_CHECKING:
+    from safe_ckpt.core.saving.job import SaveJob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,16 +96,6 @@ class Streamed(Content):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copies(Content):
-    """Files are copied as they are, and nothing else."""
-
-    def __post_init__(self) -> None:
-        """Raise ``ValueError`` for planned files."""
-        if self.files:
-            raise ValueError("files: only copies are written here")
-
-
-@dataclass(frozen=True, kw_only=True)
 class FileByFile(Content):
     """Files are handed over one by one, after ``save`` has returned; on every rank.
 
@@ -124,7 +112,7 @@ class FileByFile(Content):
 
     @property
     def writes(self) -> bool:
-        """It may: nobody knows yet."""
+        """It may write; that is not known yet."""
         return True
 
 
@@ -181,7 +169,7 @@ class OnCommit:
             are kept in the new one; None for none.
         links: further names of a single file.
         pointers: small files elsewhere that are replaced once the checkpoint has its name, in this order.
-        catalog: learns of the commit; None where nobody keeps one.
+        catalog: gets the commit; None for no catalog.
         retention: decides what is deleted then; None deletes nothing.
     """
 
@@ -238,91 +226,53 @@ class SaveRequest:
         return self.destination.path.name
 
 
-@dataclass(kw_only=True)
-class SaveJob:
-    """A save under way, on one rank.
+def answer(request: SaveRequest, earlier: tuple[str, SafeCheckpointError] | None, rank: int) -> dict[str, Any]:
+    """What a rank answers: how much it will write, and which earlier failure it knows of.
 
-    Attributes:
-        manifest: what is known of it before a byte is written.
-        writers: the ranks that write.
-        needed_bytes: what all ranks together will write; 0 for files that come one by one.
-        tasks: what this rank writes.
-        copy: what fills the buffer; the writing follows it.
-        read: set when the files to be copied have been read, or never will be.
-        streamed: written straight from the tensors, while the caller waits; there is no buffer then.
-        error: what went wrong on this rank after the agreement.
-        stall_s: how long the call held the caller.
-        started: when the caller called, on the monotonic clock; its deadline counts from when its turn comes.
-        agreed_s: how long after that the ranks had agreed.
-        call: the number of the call that began it.
-        begun: whether its background phases have begun.
+    Args:
+        request: this rank's own.
+        earlier: the ``op_id`` and the error of a save that failed and was not reported yet; None for none.
+        rank: this rank.
+
+    Raises:
+        Exception: why it cannot plan its content.
     """
+    if request.error is not None:
+        raise request.error
+    failure = None
+    if earlier is not None:
+        failure = {"op_id": earlier[0], "error": to_wire(earlier[1], rank=rank, phase="save")}
+    return {"bytes": request.content.new_bytes, "writes": request.content.writes, "earlier": failure}
 
-    request: SaveRequest
-    manifest: Manifest
-    writers: tuple[int, ...]
-    needed_bytes: int
-    handle: SaveHandle
-    buffer: SharedBuffer | None = None
-    tasks: Sequence[WriteTask] = ()
-    copy: StagingCopy | None = None
-    read: threading.Event = field(default_factory=threading.Event)
-    streamed: bool = False
-    error: BaseException | None = None
-    stall_s: float = 0.0
-    started: float = field(default_factory=time.monotonic)
-    agreed_s: float = 0.0
-    call: int = 0
-    begun: bool = False
 
-    @property
-    def name(self) -> str:
-        """The checkpoint's name."""
-        return self.request.name
+def decide(request: SaveRequest, answers: Mapping[int, Any], *, busy: bool) -> dict[str, Any]:
+    """What rank 0 makes of the answers.
 
-    @property
-    def path(self) -> Path:
-        """The checkpoint's final name."""
-        return self.request.destination.path
+    Args:
+        request: rank 0's own.
+        answers: what ``answer`` returned on every rank.
+        busy: as many saves are in flight as may be, and this one is not to wait.
 
-    @property
-    def workspace(self) -> Workspace:
-        """The directory that is held."""
-        return self.request.destination.workspace
-
-    @property
-    def overlap(self) -> OverlapPlan | None:
-        """Which tensors may be copied after ``save`` has returned; None for none."""
-        content = self.request.content
-        return content.overlap if isinstance(content, Snapshot) else None
-
-    @property
-    def stream(self) -> FileStream | None:
-        """Takes the files of this rank where they come one by one."""
-        content = self.request.content
-        return content.stream if isinstance(content, FileByFile) else None
-
-    @property
-    def known_bytes(self) -> int:
-        """What is known to be needed: of files that come one by one, those of this rank that came."""
-        return self.needed_bytes or (self.stream.size_bytes if self.stream is not None else 0)
-
-    @property
-    def op_id(self) -> str:
-        """Unique to this save; its pending directory is named after it."""
-        return self.manifest.op_id
-
-    @property
-    def staged(self) -> Path:
-        """Where the checkpoint is built: it has its final name already, in a folder of its own."""
-        return self.workspace.pending / self.op_id / self.name
-
-    @property
-    def folders(self) -> list[Path]:
-        """Every directory into which files are written, the innermost first."""
-        return [*(self.folder / name for name in self.request.content.folders), self.folder]
-
-    @property
-    def folder(self) -> Path:
-        """The directory into which files are written."""
-        return self.staged if self.request.destination.kind == "directory" else self.staged.parent
+    Returns:
+        ``earlier``: the failed save that every rank reports instead of starting this one. Or the ``manifest`` of the save that
+        may start, the ``writers``, and the ``needed_bytes`` of all of them. Nothing when the save is skipped.
+    """
+    ranks = sorted(answers)
+    for rank in ranks:
+        if answers[rank]["earlier"]:
+            return {"earlier": answers[rank]["earlier"]}
+    if busy:
+        return {}
+    manifest = Manifest(
+        name=request.name,
+        sequence=request.destination.workspace.next_sequence(),
+        step=request.facts.step,
+        world_size=len(ranks),
+        metrics=dict(request.facts.metrics),
+        notes=dict(request.facts.notes),
+    )
+    return {
+        "manifest": manifest.to_json(),
+        "writers": [rank for rank in ranks if answers[rank]["writes"]],
+        "needed_bytes": sum(answers[rank]["bytes"] for rank in ranks),
+    }

@@ -1,7 +1,7 @@
 """Resuming: which checkpoint, agreed by all ranks, and nothing applied before all of them have verified what they need.
 
-A checkpoint is treated as corrupt only if bytes differ, and differ again when they are read once more. What
-cannot be read is an error on all ranks. What is not there is waited for, and then passed over, but not treated as corrupt.
+A checkpoint is treated as corrupt only if bytes differ, and differ again in a second read. An unreadable file is an error on
+all ranks. A missing file is waited for; then the checkpoint is skipped, but not treated as corrupt.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from safe_ckpt.errors import (
     IncompleteCheckpointError,
     NoValidCheckpointError,
     SafeCheckpointError,
-    named,
+    naming,
 )
 
 logger = logging.getLogger(__name__)
@@ -64,15 +64,15 @@ def choose(
 ) -> Chosen | None:
     """Find the newest checkpoint that every rank can read and verify. Every rank calls this.
 
-    A damaged one is passed over on all ranks and, once an older one has been found good, moved into quarantine. One of which
-    a file stays missing is passed over as well, and stays where it is.
+    All ranks skip a corrupt one, and move it into quarantine once an older one was verified. One with a missing file is
+    skipped as well, and stays where it is.
 
     Args:
         engine: where the ranks meet.
         workspace: the directory that is held.
         list_candidates: lists what there is; called on rank 0.
         load: reads a candidate; called on every rank.
-        view: what else must be equal on all ranks.
+        view: further values that must be equal on all ranks.
 
     Returns:
         The choice, or None when there never was a checkpoint.
@@ -82,50 +82,42 @@ def choose(
         SafeCheckpointError: a checkpoint could not be read, on every rank. It is not treated as corrupt then.
     """
     with engine.together():
-        return _choose(engine, workspace, list_candidates, load, view)
-
-
-def _choose(
-    engine: Engine,
-    workspace: Workspace,
-    list_candidates: Callable[[], Sequence[Candidate]],
-    load: Load,
-    view: Mapping[str, object] | None,
-) -> Chosen | None:
-    begun = time.monotonic()
-    plan = engine.agree(
-        "resume",
-        must_match={"directory": workspace.path, **(view or {})},
-        decide=lambda _: _survey(workspace, listed(list_candidates, engine.config.timeouts)),
-    )
-    rejected: dict[str, str] = dict(plan["rejected"])
-    damaged: dict[str, str] = {name: rejected[name] for name in plan["damaged"]}
-    for name in plan["missing"]:
-        logger.warning("%s is passed over: %s", workspace.path / name, rejected[name])
-    for name in plan["order"]:
-        path = workspace.path / name
-        info = CheckpointInfo.from_json(plan["infos"][name])
-        loaded, verdict = _try(engine, path, load, ours=info.verified)
-        if verdict is None:
-            engine.agree(
-                "resume from", must_match={"name": name}, decide=lambda _: _quarantine(engine, workspace, damaged)
-            )
-            seconds = time.monotonic() - begun
-            engine.emit(
-                events.Resumed(
-                    rank=engine.rank, path=str(path), step=info.step, seconds=seconds, rejected=len(rejected)
+        begun = time.monotonic()
+        plan = engine.agree(
+            "resume",
+            must_match={"directory": workspace.path, **(view or {})},
+            decide=lambda _: _survey(workspace, listed(list_candidates, engine.config.timeouts)),
+        )
+        rejected: dict[str, str] = dict(plan["rejected"])
+        damaged: dict[str, str] = {name: rejected[name] for name in plan["damaged"]}
+        for name in plan["missing"]:
+            logger.warning("%s is passed over: %s", workspace.path / name, rejected[name])
+        for name, facts in plan["infos"].items():
+            path = workspace.path / name
+            info = CheckpointInfo.from_json(facts)
+            loaded, verdict = _try(engine, path, load, ours=info.verified)
+            if verdict is None:
+                engine.agree(
+                    "resume from", must_match={"name": name}, decide=lambda _: _quarantine(engine, workspace, damaged)
                 )
+                seconds = time.monotonic() - begun
+                engine.emit(
+                    events.Resumed(
+                        rank=engine.rank, path=str(path), step=info.step, seconds=seconds, rejected=len(rejected)
+                    )
+                )
+                return Chosen(info=info, loaded=loaded)
+            rejected[name] = verdict["why"]
+            if verdict["damaged"]:
+                damaged[name] = verdict["why"]
+            logger.warning(
+                "%s %s: %s", path, "cannot be used" if verdict["damaged"] else "is passed over", verdict["why"]
             )
-            return Chosen(info=info, loaded=loaded)
-        rejected[name] = verdict["why"]
-        if verdict["damaged"]:
-            damaged[name] = verdict["why"]
-        logger.warning("%s %s: %s", path, "cannot be used" if verdict["damaged"] else "is passed over", verdict["why"])
-    if rejected or plan["quarantined"]:
-        seen = {**rejected, **dict.fromkeys(plan["quarantined"], "in quarantine")}
-        message = "there are checkpoints, but none is usable. Repair one, or delete them all to start afresh"
-        raise NoValidCheckpointError(path=str(workspace.path), message=message, rejected=seen)
-    return None
+        if rejected or plan["quarantined"]:
+            seen = {**rejected, **dict.fromkeys(plan["quarantined"], "in quarantine")}
+            message = "there are checkpoints, but none is usable. Repair one, or delete them all to start afresh"
+            raise NoValidCheckpointError(path=str(workspace.path), message=message, rejected=seen)
+        return None
 
 
 def check(engine: Engine, path: Path, load: Load) -> None:
@@ -172,12 +164,12 @@ def listed(list_candidates: Callable[[], Sequence[Candidate]], timeouts: Timeout
             message = "%s has no manifest, unlike those before it: if it is not another tool's, %s is missing"
             logger.warning(message, candidate.path, candidate.missing)
         elif candidate.missing in missed:
-            presence.is_gone(candidate.missing)  # raises where that cannot be told
+            presence.is_gone(candidate.missing)  # raises if that is unknown
     return candidates
 
 
 def _missed(candidates: Sequence[Candidate]) -> list[Path]:
-    """What should perhaps be there: also the manifest of what looks like another tool's and has a higher number than ours."""
+    """Files that may be missing: also the manifest of what looks like another tool's and has a higher number than ours."""
     ours = [c.step if c.step >= 0 else c.manifest.step for c in candidates if c.manifest is not None]
     return [
         c.missing
@@ -191,7 +183,6 @@ def _survey(workspace: Workspace, candidates: Sequence[Candidate]) -> dict[str, 
     infos = {_name(workspace, c): _info(c).to_json() for c in ordered}
     rejected = {_name(workspace, c): c.problem for c in candidates if c.problem}
     return {
-        "order": list(infos),
         "infos": infos,
         "rejected": rejected,
         "damaged": [_name(workspace, c) for c in candidates if c.damaged],
@@ -234,17 +225,14 @@ def _try(engine: Engine, path: Path, load: Load, *, ours: bool) -> tuple[Any, di
     def read() -> dict[str, str]:
         nonlocal loaded
         try:
-            if engine.rank != 0:
-                _await_files(engine, path, seen)
-            loaded = _read(path, load, Patience(engine.config.timeouts))
+            with naming(rank=engine.rank, phase=f"reading {path}"):
+                if engine.rank != 0:
+                    _await_files(engine, path, seen)
+                loaded = _read(path, load, Patience(engine.config.timeouts))
         except IncompleteCheckpointError as error:
             return {"missing": str(error)}
         except CorruptCheckpointError as error:
             return {"bad": str(error)}
-        except SafeCheckpointError:
-            raise
-        except Exception as error:
-            raise named(error, rank=engine.rank, phase=f"reading {path}") from error
         return {}
 
     verdict = engine.coordinator.agree(
@@ -285,16 +273,16 @@ def _names_in(path: Path) -> list[str]:
 
 
 def _await_files(engine: Engine, path: Path, seen: Mapping[str, Any]) -> None:
-    # What rank 0 sees and this rank does not, or what still looks as it did before it was replaced, is late, not lost:
-    # caches of network file systems lag behind.
+    # Caches of network file systems lag behind. So this rank waits for files that rank 0 sees, and for the replacement of an
+    # old manifest.
     rank = engine.rank
     deadline = time.monotonic() + min(_VISIBLE_S, engine.config.timeouts.barrier_s / 2)
     for file in [path, *(path / name for name in seen["files"])]:
         if not await_visible(file, max(0.0, deadline - time.monotonic())):
-            raise _not_shared(rank, file)
+            raise DirectoryNotSharedError(path=str(file), rank=rank, ranks=(rank,))
     while seen["op_id"] and _op_id(path) != seen["op_id"]:
         if time.monotonic() >= deadline:
-            raise _not_shared(rank, path)
+            raise DirectoryNotSharedError(path=str(path), rank=rank, ranks=(rank,))
         time.sleep(0.05)
 
 
@@ -303,11 +291,6 @@ def _op_id(path: Path) -> str:
         return read_manifest(path).op_id
     except (SafeCheckpointError, FileNotFoundError):
         return ""
-
-
-def _not_shared(rank: int, path: Path) -> DirectoryNotSharedError:
-    message = "the ranks must share the directory: use a file system that all hosts mount"
-    return DirectoryNotSharedError(path=str(path), message=message, rank=rank, ranks=(rank,))
 
 
 def _judge(answers: Mapping[int, Any]) -> dict[str, Any] | None:
@@ -321,7 +304,7 @@ def _judge(answers: Mapping[int, Any]) -> dict[str, Any] | None:
 def _read(path: Path, load: Load, patience: Patience) -> Any:
     """Load, and again when a file was missing and came back, or once when bytes differed.
 
-    A mismatch that a second reading from the disk does not show was the memory's or the network's.
+    If a second read from the disk shows no mismatch, the memory or the network was at fault.
     """
     differed = False
     while True:

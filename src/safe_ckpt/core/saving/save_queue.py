@@ -8,25 +8,36 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
 
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator
-from safe_ckpt.core.coordination.two_phase import TwoPhaseCommit
+from safe_ckpt.core.coordination.mailbox import TwoPhaseCommit
 from safe_ckpt.core.directory import retention
+from safe_ckpt.core.directory.catalog import WEIGHTS
 from safe_ckpt.core.directory.retention import Decision
 from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import CheckpointInfo
-from safe_ckpt.core.saving import save_events
 from safe_ckpt.core.saving.commit_protocol import CommitProtocol
-from safe_ckpt.core.saving.request import SaveJob
+from safe_ckpt.core.saving.job import SaveJob
+from safe_ckpt.core.saving.request import SaveRequest
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.worker_thread import Background, Refused
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
-from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, SafeCheckpointError, SaveError
+from safe_ckpt.errors import (
+    CommitOutcomeUnknown,
+    CoordinationError,
+    PeerLostError,
+    RendezvousTimeout,
+    SafeCheckpointError,
+    SaveError,
+)
 from safe_ckpt.hooks.emitter import Emitter
 
 logger = logging.getLogger(__name__)
@@ -44,6 +55,7 @@ class SaveQueue:
         give_back: takes the buffer of a save that is over.
 
     Attributes:
+        writer: writes this rank's files.
         stop_by: when the job must be over, on the monotonic clock; a save that is not done by then is given up.
         last_save_s: how long the last committed save took, from the call to its commit; 0 when there was none.
     """
@@ -60,8 +72,8 @@ class SaveQueue:
         self._config = config
         self._emit = emit
         self._give_back = give_back
-        self._writer = WriterSupervisor(config.writer, config.timeouts, self._respawned)
-        coordinator.movers.append(self._writer.progress)
+        self.writer = WriterSupervisor(config.writer, config.timeouts, self._respawned)
+        coordinator.movers.append(self.writer.progress)
         self._background = Background("safe_ckpt-save", self._work)
         self._concluded: list[TwoPhaseCommit] = []
         self._open: list[SaveJob] = []
@@ -71,30 +83,25 @@ class SaveQueue:
         self.last_save_s = 0.0
         self._giving_up = threading.Event()
 
-    @property
-    def writer(self) -> WriterSupervisor:
-        """What writes this rank's files."""
-        return self._writer
-
     def start(self) -> None:
         """Start the thread and the writer process ahead of the first save. On any thread."""
         self._background.start()
-        self._writer.start()
+        self.writer.start()
 
     def put(self, job: SaveJob) -> None:
-        """Hand over a save whose snapshot is laid out. Whatever happens here, it comes to an end."""
+        """Put a save whose snapshot is planned into the queue. Its handle gets an outcome, whatever happens here."""
         self._open.append(job)
         try:
             self._hand_over(job)
         except BaseException:
-            self._hand_over(job)  # interrupted, before it was in the queue or after: the second one is passed over
+            self._hand_over(job)  # interrupted: it may be in the queue already, and then this one is ignored
             raise
 
     def _hand_over(self, job: SaveJob) -> None:
         try:
             self._background.put(job)
         except Refused as error:
-            # No more threads to be had, or closed by another thread: the other ranks learn of it from here.
+            # The system gives no more threads, or another thread closed this. The other ranks learn of it from here.
             if job.copy is not None:
                 job.copy.abandon()
             if job.error is None:
@@ -114,8 +121,8 @@ class SaveQueue:
             if not self._background.is_current:  # a collector may call this from anywhere
                 self._drain(within_s)
         finally:
-            self._coordinator.movers.remove(self._writer.progress)
-            self._writer.close()
+            self._coordinator.movers.remove(self.writer.progress)
+            self.writer.close()
             self._store_client.close()
 
     def _drain(self, within_s: float | None) -> None:
@@ -139,12 +146,12 @@ class SaveQueue:
                 self._abandon()
 
     def _abandon(self) -> None:
-        """The thread sits in something that does not end: whoever waits for its saves gets an error."""
+        """The thread is in a call that does not end. Give an error to those who wait for its saves."""
         cause = "this rank shut down while the disk did not answer"
         for number, job in enumerate(list(self._open)):
-            kind = SaveError if number else CommitOutcomeUnknown  # the first one may be anywhere
+            kind = SaveError if number else CommitOutcomeUnknown  # the first one may be committed or not
             error = kind(name=job.name, cause=cause, rank=self._coordinator.rank, phase="shutdown")
-            self._emit(save_events.refused(job.request, error, self._coordinator.rank, time.monotonic() - job.started))
+            self._emit(failed(job.request, error, self._coordinator.rank, time.monotonic() - job.started))
             job.handle.finish(None, error)
 
     def _work(self, job: SaveJob) -> None:
@@ -166,8 +173,8 @@ class SaveQueue:
         give_up = functools.partial(self._check_giving_up, job.name)
         reporting = [rank for rank in job.writers if rank != 0]
         two_phase = TwoPhaseCommit(self._coordinator, self._store_client, job.op_id, reporting, give_up, job.call)
-        phases = CommitProtocol(job, two_phase, self._writer, self._config, self._coordinator.rank, give_up)
-        self._emit(save_events.agreed(job, self._coordinator.rank))
+        phases = CommitProtocol(job, two_phase, self.writer, self._config, self._coordinator.rank, give_up)
+        self._emit(_agreed(job, self._coordinator.rank))
         info, failure = None, None
         try:
             info = phases.run()
@@ -180,7 +187,7 @@ class SaveQueue:
         if info is not None:
             self.last_save_s = time.monotonic() - job.started
         # Here and not on the caller's thread: hooks write to files.
-        self._emit.emit(save_events.over(job, phases, info, failure, self._coordinator.rank))
+        self._emit.emit(_outcome(job, phases, info, failure, self._coordinator.rank))
         if info is not None and self._coordinator.rank == 0:
             self._retain(job, info)
         self._conclude(job, info, failure)
@@ -204,7 +211,7 @@ class SaveQueue:
             decision = retention.after_commit(info, on_commit.catalog, on_commit.retention)
             if decision is not None:
                 self._carry_out(decision, job.workspace, begun)
-        except Exception:  # the save is committed; tidying up must not turn it into a failure
+        except Exception:  # the save is committed, and must not fail because of the cleaning up
             logger.warning("could not remove old checkpoints after %s", info.path, exc_info=True)
         job.workspace.drop_pending(job.op_id)
 
@@ -212,7 +219,7 @@ class SaveQueue:
         rank = self._coordinator.rank
         if decision.to_delete:
             workspace.confirm()
-        sizes = {path: save_events.occupied_bytes(path) for path in decision.to_delete}
+        sizes = {path: _occupied_bytes(path) for path in decision.to_delete}
         gone = workspace.discard(decision.to_delete)
         for path in gone:
             self._emit(events.Removed(rank=rank, path=str(path)))
@@ -253,3 +260,83 @@ class SaveQueue:
         if self.stop_by is not None and time.monotonic() > self.stop_by:
             cause = f"the {self._config.signal_grace_s:.0f} s after the signal (signal_grace_s) are over"
             raise SaveError(name=name, cause=cause, rank=self._coordinator.rank, phase="shutdown")
+
+
+def _agreed(job: SaveJob, rank: int) -> events.Agreed:
+    at = _since_epoch(job.started + job.agreed_s)
+    return events.Agreed(rank=rank, at=at, name=job.name, step=job.request.facts.step, seconds=job.agreed_s)
+
+
+def _outcome(
+    job: SaveJob, phases: CommitProtocol, info: CheckpointInfo | None, failure: SafeCheckpointError | None, rank: int
+) -> Iterator[events.Event]:
+    """The events of ``job`` once its outcome is known."""
+    now = time.monotonic()
+    facts: dict[str, Any] = {"rank": rank, "name": job.name, "step": job.request.facts.step}
+    size = sum(task.length for task in job.tasks)
+    copied = job.copy is not None and job.copy.error is None
+    if copied or (job.streamed and phases.write_s):
+        stall_s = job.stall_s or now - job.started
+        at = _since_epoch(job.started + stall_s)
+        mode: Literal["eager", "overlapped"] = "eager" if job.overlap is None else "overlapped"
+        yield events.Snapshotted(
+            **facts, at=at, size_bytes=size, stall_s=stall_s, mode="streamed" if job.streamed else mode
+        )
+    if phases.written_bytes:
+        at = _since_epoch(phases.written_at)
+        yield events.Written(**facts, at=at, size_bytes=phases.written_bytes, seconds=phases.write_s)
+    if failure is not None:
+        yield failed(job.request, failure, rank, now - job.started)
+    elif info is not None:
+        notes = job.request.facts.notes
+        yield events.Committed(
+            **facts,
+            path=str(info.path),
+            sequence=info.sequence,
+            size_bytes=info.size_bytes,
+            seconds=now - job.started,
+            weights_only=notes.get("adapter") == WEIGHTS or bool(notes.get("weights_only")),
+        )
+
+
+def _occupied_bytes(path: Path) -> int:
+    """How much deleting ``path`` gives back: not what has another name besides. 0 where that is not known; never raises."""
+    try:
+        if path.is_symlink() or not path.is_dir():
+            return _own_bytes(os.lstat(path))
+        return sum(_own_bytes(entry.lstat()) for entry in path.rglob("*"))
+    except OSError:
+        return 0
+
+
+def _own_bytes(stat: os.stat_result) -> int:
+    return stat.st_size if stat.st_nlink == 1 else 0  # a directory has several
+
+
+def failed(request: SaveRequest, error: SafeCheckpointError, rank: int, seconds: float) -> events.Failed:
+    """The event of a save that failed ``seconds`` after the call."""
+    return events.Failed(
+        rank=rank,
+        name=request.name,
+        step=request.facts.step,
+        error=str(error),
+        phase=str(getattr(error, "phase", "")),
+        seconds=seconds,
+        missing=_missing(error),
+        outcome_unknown=isinstance(error, CommitOutcomeUnknown),
+    )
+
+
+def _missing(error: BaseException) -> tuple[int, ...]:
+    """The ranks that did not come or were lost, also where that is only what the error comes from."""
+    for cause in (error, error.__cause__):
+        if isinstance(cause, RendezvousTimeout):
+            return tuple(cause.missing)
+        if isinstance(cause, PeerLostError):
+            return tuple(cause.ranks)
+    return ()
+
+
+def _since_epoch(moment: float) -> float:
+    """A moment of the monotonic clock in seconds since the epoch."""
+    return time.time() - (time.monotonic() - moment)

@@ -1,4 +1,4 @@
-"""Takes snapshots: owns the memory they lie in, makes it ready ahead, and sees to it that each copy comes to its end."""
+"""Takes snapshots: owns their memory, allocates it ahead of time, and ends every copy that was begun."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from collections.abc import Callable
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.cuda import Cuda
-from safe_ckpt.core.saving.request import SaveJob, Streamed
+from safe_ckpt.core.saving.job import SaveJob
+from safe_ckpt.core.saving.request import Streamed
 from safe_ckpt.core.staging import optimizer_gate, snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
-from safe_ckpt.core.staging.copy import StagingCopy
+from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.staging.worker_thread import Background, Refused
 from safe_ckpt.errors import NotEnoughSpaceError, RendezvousTimeout, SaveError
 
@@ -54,10 +55,8 @@ class Stager:
             return
         if self._preparing is not None and self._preparing.is_alive():
             return
-        buffers, device = (
-            list(self._free),
-            self._cuda.device(),
-        )  # a new thread stands on device 0, which may be another rank's
+        buffers = list(self._free)
+        device = self._cuda.device()  # a new thread stands on device 0, which may be another rank's
 
         def work() -> None:
             try:
@@ -74,55 +73,51 @@ class Stager:
         self._preparing.start()
 
     def lay_out(self, job: SaveJob) -> None:
-        """Plan the copy of ``job``. What goes wrong is in ``job.error``: every rank learns of it through the save's verdict."""
+        """Plan the copy of ``job``. An error goes into ``job.error``; every rank gets it through the save's verdict."""
         content = job.request.content
         limit = self._config.max_host_bytes
+        place = str(job.folder), job.manifest.to_json()
         if job.stream is not None:
-            job.stream.bind(str(job.folder), job.manifest.to_json())
+            job.stream.bind(*place)
             job.error = None
             return
-        if isinstance(content, Streamed) or (limit is not None and snapshot.arena_bytes(content.files) > limit):
-            job.tasks = snapshot.list_tasks(content.files, str(job.folder), job.manifest.to_json())
+        if isinstance(content, Streamed) or (limit is not None and snapshot.buffer_bytes(content.files) > limit):
+            job.tasks = snapshot.list_tasks(content.files, *place)
             job.streamed, job.error = True, None
             try:
-                # It is read on another thread, whose streams know nothing of this one's.
+                # Another thread reads the tensors, and its streams do not wait for those of this thread.
                 self._cuda.settle(tensor for image in content.files for _, tensor in image.tensors)
             except Exception as error:  # as the docstring says
                 job.error = error
             return
         job.buffer = self._take_buffer()
         try:
-            planned = snapshot.lay_out(
-                content.files,
-                job.buffer,
-                str(job.folder),
-                job.manifest.to_json(),
-                name=job.name,
-                overlap_plan=job.overlap,
+            job.tasks, job.copy = snapshot.lay_out(
+                content.files, job.buffer, *place, name=job.name, overlap_plan=job.overlap
             )
-            job.tasks, job.copy, job.error = planned.tasks, planned.copy, None
+            job.error = None
         except Exception as error:  # as the docstring says
             job.error = error
 
     def copy(self, job: SaveJob) -> None:
-        """Copy what cannot wait; the rest on a thread, behind the gate. Without a buffer wait until all is written."""
+        """Copy now what may change; the rest on a thread, behind the gate. Without a buffer wait until all is written."""
         copy, content = job.copy, job.request.content
         if copy is not None and job.overlap is not None:
             optimizer_gate.close(copy, self._config.timeouts.barrier_s)
         if isinstance(content, Streamed) and content.feed is not None:
             content.feed(job)
         elif job.streamed:
-            self._await_stream(job)
+            self._await(job, job.handle.wait_snapshot)  # what is not written yet must not change
         elif copy is not None and copy.run():
             try:
                 self._free_aside().put(job)
                 self._last = weakref.ref(copy)
-            except Refused:  # no more threads to be had: then at once
+            except Refused:  # the system gives no more threads: copy now
                 _finish(job)
         elif not content.copies:
             job.handle.mark_snapshot_taken()
         if content.copies:
-            self._await_copies(job)
+            self._await(job, lambda: self._await_copies(job))
         job.stall_s = time.monotonic() - job.started
 
     def give_back(self, buffer: SharedBuffer) -> None:
@@ -145,7 +140,7 @@ class Stager:
 
     def _take_buffer(self) -> SharedBuffer:
         if self._preparing is not None:
-            # It makes ready what is needed here; a buffer must not grow under a copy.
+            # It allocates what is needed here, and a buffer must not grow during a copy.
             self._preparing.join(self._config.timeouts.barrier_s)
             if self._preparing.is_alive():
                 return SharedBuffer()
@@ -154,30 +149,25 @@ class Stager:
     def _free_aside(self) -> Background[SaveJob]:
         last = self._last() if self._last is not None else None
         if last is not None and last.error is not None and not last.wait(0):
-            # It was given up and does not end (a device, a mount that hangs): those after it need not wait for it.
+            # It was given up and does not end (a device or a mount hangs). Later copies need not wait for it.
             self._aside.end()
             self._aside = Background("safe_ckpt-copy", _finish)
         return self._aside
 
     def _await_copies(self, job: SaveJob) -> None:
-        limit = time.monotonic() + self._config.timeouts.lengthy_s
-        try:
-            # Over the save, too: it may have failed before anything was read.
-            while not job.read.wait(_LOOK_S) and not job.handle.done():
-                if time.monotonic() > limit:
-                    raise RendezvousTimeout(
-                        phase=f"copying files of {job.name}", seconds=self._config.timeouts.lengthy_s
-                    )
-        except BaseException:
-            job.error = SaveError(name=job.name, cause="interrupted", rank=self._rank, phase="snapshot")
-            raise
+        limit_s = self._config.timeouts.lengthy_s
+        limit = time.monotonic() + limit_s
+        # The save may be over before anything was read: it may have failed.
+        while not job.read.wait(_LOOK_S) and not job.handle.done():
+            if time.monotonic() > limit:
+                raise RendezvousTimeout(phase=f"copying files of {job.name}", seconds=limit_s)
         job.handle.mark_snapshot_taken()
 
-    def _await_stream(self, job: SaveJob) -> None:
+    def _await(self, job: SaveJob, wait: Callable[[], None]) -> None:
+        """Wait; when that is interrupted the caller goes on, and the save fails on every rank."""
         try:
-            job.handle.wait_snapshot()
+            wait()
         except BaseException:
-            # The caller goes on, and what is not written yet may change.
             job.error = SaveError(name=job.name, cause="interrupted", rank=self._rank, phase="snapshot")
             raise
 
@@ -186,5 +176,5 @@ def _finish(job: SaveJob) -> None:
     if job.copy is not None:
         job.copy.run_deferred()
         if not job.copy.wait(0):
-            return  # another thread is at it, and will say so
+            return  # another thread completes it
     job.handle.mark_snapshot_taken()

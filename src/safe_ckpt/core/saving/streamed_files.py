@@ -1,4 +1,4 @@
-"""Files of one save that come one by one: each is copied at once, on the caller's thread, and written in the background."""
+"""Files of one save that are handed over one by one: the caller's thread copies each at once, the background writes it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from safe_ckpt.core.formats.file_plan import FilePlan
-from safe_ckpt.core.formats.write_task import WriteTask
+from safe_ckpt.core.formats.file_plan import FilePlan, WriteTask
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.errors import SafeCheckpointError
@@ -21,6 +20,9 @@ class FileStream:
 
     Args:
         pool: memory of earlier saves, to be used again; this gives back to it.
+
+    Attributes:
+        size_bytes: how much was handed over until now.
     """
 
     def __init__(self, pool: list[SharedBuffer]) -> None:
@@ -30,12 +32,7 @@ class FileStream:
         self._place: tuple[str, Mapping[str, Any]] = ("", {})
         self._ended = False
         self._error: SafeCheckpointError | None = None
-        self._size_bytes = 0
-
-    @property
-    def size_bytes(self) -> int:
-        """How much was handed over until now."""
-        return self._size_bytes
+        self.size_bytes = 0
 
     def bind(self, folder: str, manifest: Mapping[str, Any]) -> None:
         """Where the files go. For the engine, before the first one comes."""
@@ -48,22 +45,22 @@ class FileStream:
             NotEnoughSpaceError: the machine has not that much memory left.
         """
         with self._turn:
-            self._size_bytes += image.length
-            buffer = self._buffer_for(snapshot.arena_bytes([image]))
+            self.size_bytes += image.length
+            buffer = self._buffer_for(snapshot.buffer_bytes([image]))
         try:
             tasks = snapshot.take([image], buffer, *self._place)
         except BaseException:
             buffer.close()
             raise
         with self._turn:
-            if self._ended:  # the save failed meanwhile, and its handle says so
+            if self._ended:  # the save failed meanwhile, and its handle has the error
                 self._pool.append(buffer)
             else:
                 self._waiting.append((buffer, tasks))
             self._turn.notify_all()
 
     def _buffer_for(self, size_bytes: int) -> SharedBuffer:
-        """The smallest that is large enough, else the largest, which grows: so each stays about as large as one file."""
+        """The smallest that is large enough, else the largest, which grows. So each stays about as large as one file."""
         self._pool.sort(key=lambda buffer: buffer.size)
         fitting = next((buffer for buffer in self._pool if buffer.size >= size_bytes), None)
         if fitting is None:

@@ -51,14 +51,12 @@ class _Unpickler(pickle.Unpickler):
     """Builds DCP's records and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        known = name in _RECORDS.get(module, ()) or (module == "torch" and isinstance(_dtype(name), torch.dtype))
+        known = name in _RECORDS.get(module, ()) or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        )
         if not known:
             raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
         return super().find_class(module, name)
-
-
-def _dtype(name: str) -> object:
-    return getattr(torch, name, None)
 
 
 class _Planner(DefaultLoadPlanner):

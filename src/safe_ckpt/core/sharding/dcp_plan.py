@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from safe_ckpt.core.coordination.log_entry import Scatter
 from safe_ckpt.core.formats import dcp
-from safe_ckpt.core.formats.file_plan import FilePlan
+from safe_ckpt.core.formats.file_plan import FilePlan, bytes_image
 from safe_ckpt.core.formats.torch_archive import pickle_state
 from safe_ckpt.core.sharding import dtensor, plan_data
 from safe_ckpt.errors import SaveError, StateError
@@ -173,9 +173,7 @@ class ShardPlanner:
         files: list[FilePlan] = []
         for folder, item in parts.items.items():
             files += _lay_out(folder, item, self._agreed[folder].kept, self._coordinator.rank)
-        for folder, data in parts.metadata.items():
-            files.append(FilePlan(path=_under(folder, METADATA), length=len(data), pieces=[(0, data)]))
-        return files
+        return [*files, *(bytes_image(_under(folder, METADATA), data) for folder, data in parts.metadata.items())]
 
     def _plan(self, folder: str, state: Any) -> _Local:
         if self._strict:
@@ -270,7 +268,7 @@ def _entries(
 
 def _kind(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...]]:
     if item.tensor_data is None:
-        raise StateError(key=item.index.fqn, message="its planned entry says nothing of a tensor")
+        raise StateError(key=item.index.fqn, message="its planned entry describes no tensor")
     return item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
 
 

@@ -1,6 +1,6 @@
 """Facts about tensors of which every rank has a part: DTensor, and the older ShardedTensor.
 
-Their classes are not imported here: where nobody has imported them there are none, and importing them takes its time.
+Their classes are not imported here, which takes long. If they were never imported, there are no such tensors.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import hashlib
 import uuid
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,13 +20,11 @@ from safe_ckpt.config import Timeouts
 from safe_ckpt.core.coordination import process_groups, timeouts
 from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
 from safe_ckpt.core.coordination.log_entry import Scatter, refuse_differences
+from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.sharding import dtensor, gather_plan, gather_transport
 from safe_ckpt.core.sharding.gather_plan import Chunk, GatherPlan
 from safe_ckpt.core.sharding.gather_rounds import RoundBarrier
 from safe_ckpt.errors import ConfigError, StateError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 STAGING_BYTES = 32 << 20
 _TIMEOUTS = Timeouts(peer_stall_s=20)
@@ -136,7 +134,6 @@ class _Gather:
                 reductions -= partial
                 full = self._begin(index) if self._coordinator.rank == 0 else None
                 if full is not None:
-                    self._take_own(index, full)
                     self._take(index, full)
                 while done < self._ends[index]:
                     barrier.enter(f"gather of {where}")
@@ -191,8 +188,13 @@ class _Gather:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
 
     def _begin(self, index: int) -> torch.Tensor:
+        """The whole tensor, with what rank 0 has of it."""
         tensor = self.tensors[self._names[index]]
-        return torch.empty(tuple(tensor.shape), dtype=self._wire_dtype(tensor))
+        full = torch.empty(tuple(tensor.shape), dtype=self._wire_dtype(tensor))
+        own = self._rounds.own[index]
+        if own is not None:
+            dtensor.cut(full, *own).copy_(self._local_of(index))
+        return full
 
     def _reduce(self, index: int, barrier: RoundBarrier, timeout_s: float) -> bool:
         tensor = self.tensors[self._names[index]]
@@ -211,11 +213,6 @@ class _Gather:
         if self._local[0] != index:
             self._local = index, dtensor.local_of(self.tensors[self._names[index]]).contiguous()
         return self._local[1]
-
-    def _take_own(self, index: int, full: torch.Tensor) -> None:
-        own = self._rounds.own[index]
-        if own is not None:
-            dtensor.cut(full, *own).copy_(self._local_of(index))
 
     def _take(self, index: int, full: torch.Tensor) -> None:
         """On rank 0: what has come goes where it belongs."""

@@ -1,8 +1,8 @@
 """The signals of one streamed gather: when the next round begins, and why there will be none.
 
-A round begins when every rank has said that it is there; the writing rank says so when it has room. So a rank that left, or
-whose storage is slow, is waited for here, in the store, and no collective is entered that somebody will not join. Used on the
-thread that gathers; issues no collectives.
+A round begins when every rank has reported that it is ready; the writing rank is ready when it has room. So the ranks wait
+here, in the store, for a rank that left or whose storage is slow. No rank enters a collective that another will not join. Used
+on the thread that gathers; issues no collectives.
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ class RoundBarrier:
         op_id: unique to this gather.
         timeout_s: how long the writing rank may take between two rounds.
         late_s: how long the others may take, who have nothing to do meanwhile.
+
+    Attributes:
+        alone: whether there is no other rank.
     """
 
     def __init__(self, coordinator: Coordinator, op_id: str, *, timeout_s: float, late_s: float) -> None:
         self._coordinator = coordinator
+        self.alone = coordinator.size == 1
         self._store_client = coordinator.store_client("gather")
         self._mailbox = Mailbox(self._store_client, f"gather/{op_id}", range(coordinator.size))
         self._read = f"gather/{op_id}/read"
@@ -44,14 +48,9 @@ class RoundBarrier:
         self._looked = time.monotonic()
         if coordinator.rank == 0 and coordinator.stale:
             stale, coordinator.stale = coordinator.stale, []
-            self._store_client.call(lambda store: [store.delete_key(key) for key in stale], phase="gather")
+            self._store_client.delete(stale, phase="gather")
             coordinator.receipts.drop(*stale)
         self._needed = [0] if coordinator.rank else list(range(1, coordinator.size))
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is no other rank."""
-        return self._coordinator.size == 1
 
     def enter(self, phase: str) -> None:
         """Wait until every rank is here for the next round.
@@ -61,6 +60,8 @@ class RoundBarrier:
             RendezvousTimeout: some ranks did not come; names them.
             PeerLostError: a rank died or stopped.
         """
+        if self.alone:
+            return
         number, rank = self._next, self._coordinator.rank
         over = [number - 2] if rank == 0 and number > 1 else []  # all have passed that one
         self._mailbox.post(rank, number + 1, phase=phase, turn=number, drop=over)
@@ -77,7 +78,7 @@ class RoundBarrier:
 
     def look(self) -> None:
         """Called again and again within a round. Raises as ``enter`` does when it will not end."""
-        if time.monotonic() < self._looked + _LOOK_S:
+        if self.alone or time.monotonic() < self._looked + _LOOK_S:
             return
         self._looked = time.monotonic()
         self._check_peers()
@@ -91,7 +92,7 @@ class RoundBarrier:
         self._done = self._next
 
     def leave(self, error: BaseException, where: str) -> None:
-        """Tell the others why there will be no further round with this rank."""
+        """Report to the other ranks why there will be no further round with this rank."""
         rank = self._coordinator.rank
         if isinstance(error, GeneratorExit):
             reason = f"rank {rank} left the gather at {where}: its loop ended early or raised"
@@ -99,7 +100,8 @@ class RoundBarrier:
         if self._reported:
             return
         if rank == 0:
-            self._await_readers(self._coordinator.size - 1 - _lost_with(error, rank))
+            # The store ends with rank 0, which stays until the others have read why there is no further round.
+            self._coordinator.receipts.expect(self._read, self._coordinator.size - 1 - _lost_with(error, rank))
         wire = to_wire(error, rank=rank, phase=f"gather: {where}")
         # Also in the round that this rank waited for: where it begins all the same, the others look for the next one within.
         turns = range(self._begun, self._next + 1)
@@ -121,16 +123,12 @@ class RoundBarrier:
         self._reported = True
         error = from_wire(reason["error"])
         if self._coordinator.rank == 0:
-            self._await_readers(self._coordinator.size - 1 - max(1, _lost_with(error, 0)))
+            self._coordinator.receipts.expect(self._read, self._coordinator.size - 1 - max(1, _lost_with(error, 0)))
         else:
             self._store_client.acknowledge(self._read, phase="gather")
         raise error
 
-    def _await_readers(self, count: int) -> None:
-        # The store goes with rank 0: it stays until the others have read why there is no further round.
-        self._coordinator.receipts.expect(self._read, count)
-
 
 def _lost_with(error: BaseException, rank: int) -> int:
-    """How many other ranks will not read what is said of it."""
+    """How many other ranks will not read the report."""
     return len(set(getattr(error, "ranks", getattr(error, "missing", ()))) - {rank})

@@ -8,18 +8,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from safe_ckpt.core.coordination import process_groups
+from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.cuda import Cuda
 from safe_ckpt.errors import PeerLostError, RendezvousTimeout
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
 _FIRST_NAP_S = 0.0001
@@ -51,18 +49,7 @@ def to_rank_0(
     """
     sent = [outgoing.numel(), *[0] * (len(splits) - 1)]
     work: Any = dist.all_to_all_single(incoming, outgoing, list(splits), sent, group=group, async_op=True)
-    deadline = time.monotonic() + timeout_s
-    nap_s = _FIRST_NAP_S
-    try:
-        while not work.is_completed():
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
-            look()
-            if time.monotonic() > deadline:
-                raise RendezvousTimeout(phase="gather: a round", seconds=timeout_s)
-    except BaseException:
-        _abort(group)
-        raise
+    _poll(work.is_completed, "gather: a round", [group], look, timeout_s)
     work.wait()
 
 
@@ -91,17 +78,30 @@ def watched(
             result.set_exception(error)
 
     threading.Thread(target=run, name="safe_ckpt-collective", daemon=True).start()
-    deadline = time.monotonic() + timeout_s
+    _poll(result.done, "gather: a reduction", groups, look, timeout_s)
+    return result.result()
+
+
+def _poll(
+    done: Callable[[], bool],
+    phase: str,
+    groups: Sequence[ProcessGroup | None],
+    look: Callable[[], None],
+    timeout_s: float,
+) -> None:
+    """Wait for a collective of ``groups``. They are given up when it does not end."""
+    deadline, nap_s = time.monotonic() + timeout_s, _FIRST_NAP_S
     try:
-        while not wait([result], timeout=_LONGEST_NAP_S).done:
+        while not done():
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
             look()
             if time.monotonic() > deadline:
-                raise RendezvousTimeout(phase="gather: a reduction", seconds=timeout_s)
+                raise RendezvousTimeout(phase=phase, seconds=timeout_s)
     except BaseException:
         for group in groups:
             _abort(group)
         raise
-    return result.result()
 
 
 def refuse_if_given_up(group: ProcessGroup | None) -> None:

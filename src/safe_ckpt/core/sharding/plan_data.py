@@ -1,7 +1,7 @@
-"""DCP's save plans as plain data: what a rank tells rank 0 goes through a store that whoever reaches its port can write to.
+"""DCP's save plans as plain data: they go from each rank to rank 0 through a store that strangers may be able to write to.
 
-So nothing here can make reading run anything: names come from fixed tables, numbers and lengths have bounds, and what is
-unknown is an error that names it. Not every field of torch's classes is in every release that is supported.
+So reading it can execute nothing: names come from fixed tables, numbers and lengths have bounds, and anything unknown is an
+error that names it. Not every field of torch's classes is in every supported release.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _refuse_fields(key: str, value: Any, known: Sequence[str]) -> None:
 
 
 class _Reader:
-    """Takes apart what another rank said."""
+    """Checks what another rank reported."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -40,7 +40,7 @@ class TensorQueue:
         Args:
             name: its name.
             tensor: not used by the caller afterwards.
-            check: called now and then; raises when nobody takes any more.
+            check: called now and then; raises when the writing has ended.
 
         Raises:
             SaveError: it was not taken in time.

@@ -1,8 +1,8 @@
 """Shared memory that holds one snapshot. It is laid out as the files will be, so writing it needs no second copy.
 
-An anonymous memory file (``memfd``): it has no name, so nothing is left behind by a killed job, and direct I/O works from it.
-Its pages are allocated before they are written to: where memory is short that is an error, not a SIGBUS, nor a visit of
-the out-of-memory killer. Its first page says how far it is filled, so that writing can begin before copying ends.
+An anonymous memory file (``memfd``): it has no name, so a killed job leaves nothing behind, and direct I/O works from it. Its
+pages are allocated before they are written to: a lack of memory is an error, not a SIGBUS or a kill by the out-of-memory
+killer. Its first page says how far it is filled, so that writing can begin before copying ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import errno
 import itertools
 import mmap
 import os
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -46,9 +45,8 @@ class SharedBuffer:
     def __init__(self) -> None:
         self.id = next(_ids)
         self.size = 0
-        self._fd = _anonymous_file()
-        self._map: mmap.mmap | None = None
-        self._bytes: torch.Tensor | None = None
+        self._fd = os.memfd_create("safe_ckpt", os.MFD_CLOEXEC)
+        self._mapped: tuple[mmap.mmap, torch.Tensor] | None = None
         self._growing = threading.RLock()  # pre-faulting ahead of a save happens on another thread than the save
         self._unpin: Callable[[], None] | None = None
         self._unpinnable = False
@@ -76,27 +74,25 @@ class SharedBuffer:
                     raise
                 raise _does_not_fit(size - self.size, free or 0) from error
             # The old mapping may still be looked at by tensors; it goes when they do.
-            self._map = fresh
-            self._bytes = torch.frombuffer(fresh, dtype=torch.uint8)
+            self._mapped = fresh, torch.frombuffer(fresh, dtype=torch.uint8)
             self.size = size
 
     @property
     def memory(self) -> mmap.mmap:
         """The mapped memory."""
-        if self._map is None:
-            self.reserve(1)
-        if self._map is None:
-            raise ValueError("the shared buffer was closed")
-        return self._map
+        return self._open()[0]
 
     @property
     def bytes(self) -> torch.Tensor:
         """The mapped memory as a tensor of shape ``(size,)`` and type ``uint8``."""
-        if self._bytes is None:
+        return self._open()[1]
+
+    def _open(self) -> tuple[mmap.mmap, torch.Tensor]:
+        if self._mapped is None:
             self.reserve(1)
-        if self._bytes is None:
+        if self._mapped is None:
             raise ValueError("the shared buffer was closed")
-        return self._bytes
+        return self._mapped
 
     def mark(self, end: int) -> None:
         """Say that everything before ``end`` is in place and will not change."""
@@ -114,8 +110,8 @@ class SharedBuffer:
             cuda: the devices.
         """
         with self._growing:
-            if self._unpin is None and self._bytes is not None and not self._unpinnable:
-                self._unpin = cuda.register(self._bytes.data_ptr(), self.size, device)
+            if self._unpin is None and self._mapped is not None and not self._unpinnable:
+                self._unpin = cuda.register(self.bytes.data_ptr(), self.size, device)
                 self._unpinnable = self._unpin is None
             return self._unpin is not None
 
@@ -124,11 +120,11 @@ class SharedBuffer:
         return self._fd
 
     def close(self) -> None:
-        """Free the memory once nobody looks at it any more."""
+        """Free the memory once no tensor uses it any more."""
         self._closing = True
         with self._growing:
             self._release_pinned()
-            self._map = self._bytes = None
+            self._mapped = None
             self.size = 0
             if self._fd >= 0:
                 os.close(self._fd)
@@ -142,7 +138,7 @@ class SharedBuffer:
         try:
             self._populate(torch.frombuffer(fresh, dtype=torch.uint8).data_ptr(), size)
         except BaseException:
-            os.ftruncate(self._fd, self.size)  # what it got so far goes back: training goes on
+            os.ftruncate(self._fd, self.size)  # give back what was allocated: training goes on
             raise
         return fresh
 
@@ -197,13 +193,6 @@ def _map(start: int, length: int) -> bool:
     if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     return False
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("safe_ckpt", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:  # unlinked at once: nothing to clean up either
-        return os.dup(file.fileno())
 
 
 def _does_not_fit(needed: int, free: int) -> NotEnoughSpaceError:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from safe_ckpt.core.staging.copy import StagingCopy
 from safe_ckpt.core.staging.overlap import KNOWN
+from safe_ckpt.core.staging.snapshot import StagingCopy
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +72,6 @@ def _pass() -> None:
 
 
 def _forget() -> None:
-    # A forked process has neither the threads that copy nor anything to save.
+    # A forked process has no threads that copy, and nothing to save.
     global _pending, _lock
     _pending, _lock = (), threading.Lock()

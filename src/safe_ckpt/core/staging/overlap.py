@@ -7,7 +7,7 @@ state. Everything else, such as buffers, frozen parameters, teachers, counters a
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -16,22 +16,8 @@ from safe_ckpt.core.sharding.dtensor import local_of
 _SAMPLE_BYTES = 64
 
 
-class MutationDetector:
-    """Remembers versions and samples of tensors as they are now.
-
-    Args:
-        tensors: what to watch, each with the name to give in messages. Names need not be unique.
-    """
-
-    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._seen = [(name, tensor, tensor._version, _sample(tensor)) for name, tensor in tensors]
-
-    def changed(self) -> str:
-        """The name of a tensor that is not what it was; empty when there is none."""
-        for name, tensor, version, sample in self._seen:
-            if tensor._version != version or _sample(tensor) != sample:
-                return name
-        return ""
+MutationDetector = Callable[[], str]
+"""Returns the name of a tensor that has changed; "" when none has."""
 
 
 def _sample(tensor: torch.Tensor) -> bytes:
@@ -45,7 +31,7 @@ def _sample(tensor: torch.Tensor) -> bytes:
     return b"".join(ctypes.string_at(start + place, _SAMPLE_BYTES) for place in places)
 
 
-_OPTIMIZERS = (
+_OPTIMIZERS = [
     "Adadelta",
     "Adafactor",
     "Adagrad",
@@ -59,7 +45,7 @@ _OPTIMIZERS = (
     "RMSprop",
     "Rprop",
     "SGD",
-)
+]
 KNOWN: frozenset[type] = frozenset(
     kind for name in _OPTIMIZERS if (kind := getattr(torch.optim, name, None)) is not None
 )
@@ -99,10 +85,10 @@ class OverlapPlan:
                 for key, value in optimizer.state.get(stepped_one, {}).items():
                     if isinstance(value, torch.Tensor) and value.dim() > 0:
                         tensors.append((f"optimizer state {key} of parameter {index}{of}", local_of(value)))
-        # Not one that is tied to such a one either.
+        # A tensor that shares memory with one of these is not deferred either.
         homes = {_home(tensor) for tensor in map(local_of, changing) if _is_plain(tensor)}
         placed = [(name, tensor, _home(tensor)) for name, tensor in tensors if _is_plain(tensor)]
-        # Whatever is deferred is watched: equal modules have parameters of the same names.
+        # Every deferred tensor is watched. Equal modules have parameters of the same names.
         self._tensors = [(name, tensor) for name, tensor, home in placed if home not in homes]
         self._storages = {home for _, _, home in placed} - homes
 
@@ -111,8 +97,16 @@ class OverlapPlan:
         return bool(tensor.numel()) and _home(tensor) in self._storages
 
     def detector(self) -> MutationDetector:
-        """Remembers what they are now."""
-        return MutationDetector(self._tensors)
+        """Remember versions and samples of the tensors as they are now."""
+        seen = [(name, tensor, tensor._version, _sample(tensor)) for name, tensor in self._tensors]
+
+        def changed() -> str:
+            for name, tensor, version, sample in seen:
+                if tensor._version != version or _sample(tensor) != sample:
+                    return name
+            return ""
+
+        return changed
 
     def __bool__(self) -> bool:
         return bool(self._storages)

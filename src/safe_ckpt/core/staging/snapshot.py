@@ -1,36 +1,40 @@
-"""The plan of a snapshot: where in the shared buffer each file lies, what is copied there, and what the writer makes of it."""
+"""A snapshot: where in the shared buffer each file lies, and the copying of the tensors to their places there.
+
+It is copied at once, or what is known not to change yet on a thread of its own. While it is copied it is marked how far the
+shared buffer is filled without a gap, so the writer process follows right behind.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.core.formats.file_plan import FilePlan
+from safe_ckpt.core.cuda import Cuda, DeviceCopies, TensorCopy
+from safe_ckpt.core.formats.file_plan import FilePlan, WriteTask
 from safe_ckpt.core.formats.manifest import RECORD_NAME
-from safe_ckpt.core.formats.write_task import WriteTask
 from safe_ckpt.core.staging.buffer import SharedBuffer
-from safe_ckpt.core.staging.copy import StagingCopy
-from safe_ckpt.core.staging.device_copies import TensorCopy
-from safe_ckpt.core.staging.overlap import OverlapPlan
+from safe_ckpt.core.staging.overlap import MutationDetector, OverlapPlan
 from safe_ckpt.core.staging.progress import FIRST_BYTE
 from safe_ckpt.core.storage.direct_io import PAGE
+from safe_ckpt.errors import SaveError
+
+if TYPE_CHECKING:
+    import torch
+
+_PIECE = 16 << 20  # the writer may begin after so many bytes
+_THREADS_FROM = 1 << 20  # below this torch's own copy costs more in dispatch than it gains by its threads
+# Giving the interpreter lock away may cost milliseconds until it comes back; so much is copied in a few microseconds, unless it
+# lies in a mapped file that has yet to be read.
+_LOCKED_BELOW = 32 << 10
+
+_memmove_locked = ctypes.PyDLL(None).memmove
+_memmove_locked.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove_locked.restype = ctypes.c_void_p
 
 
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """A snapshot to be taken.
-
-    Attributes:
-        tasks: what to write once it is, file by file.
-        copy: fills the shared buffer.
-    """
-
-    tasks: Sequence[WriteTask]
-    copy: StagingCopy
-
-
-def arena_bytes(images: Sequence[FilePlan]) -> int:
+def buffer_bytes(images: Sequence[FilePlan]) -> int:
     """How much of a shared buffer the images take."""
     return FIRST_BYTE + sum(_rounded(image.length) for image in images)
 
@@ -43,7 +47,7 @@ def lay_out(
     *,
     name: str = "",
     overlap_plan: OverlapPlan | None = None,
-) -> Snapshot:
+) -> tuple[list[WriteTask], StagingCopy]:
     """Make room for everything and fill in all but the tensors.
 
     Args:
@@ -54,10 +58,13 @@ def lay_out(
         name: of the checkpoint, for messages.
         overlap_plan: which tensors may be copied later; None for none.
 
+    Returns:
+        What to write, file by file, and what fills the shared buffer.
+
     Raises:
         NotEnoughSpaceError: the machine has not that much memory left.
     """
-    buffer.reserve(arena_bytes(images))
+    buffer.reserve(buffer_bytes(images))
     memory = buffer.memory
     moves: list[TensorCopy] = []
     tasks = list_tasks(images, folder, manifest)
@@ -70,7 +77,7 @@ def lay_out(
             moves.append(TensorCopy(offset=base + offset, tensor=tensor, deferred=deferred))
     end = max((task.offset + task.length for task in tasks), default=FIRST_BYTE)
     detector = overlap_plan.detector() if overlap_plan is not None and any(move.deferred for move in moves) else None
-    return Snapshot(tasks=tasks, copy=StagingCopy(name, buffer, moves, end, detector))
+    return tasks, StagingCopy(name, buffer, moves, end, detector)
 
 
 def list_tasks(images: Sequence[FilePlan], folder: str, manifest: Mapping[str, Any]) -> list[WriteTask]:
@@ -99,12 +106,188 @@ def take(images: Sequence[FilePlan], buffer: SharedBuffer, folder: str, manifest
     Raises:
         NotEnoughSpaceError: the machine has not that much memory left.
     """
-    snapshot = lay_out(images, buffer, folder, manifest)
-    snapshot.copy.run()
-    if snapshot.copy.error is not None:
-        raise snapshot.copy.error
-    return list(snapshot.tasks)
+    tasks, copy = lay_out(images, buffer, folder, manifest)
+    copy.run()
+    if copy.error is not None:
+        raise copy.error
+    return tasks
 
 
 def _rounded(size: int) -> int:
     return -(-size // PAGE) * PAGE
+
+
+class StagingCopy:
+    """The filling of one shared buffer. ``run`` copies what cannot wait, ``run_deferred`` the rest.
+
+    Args:
+        name: of the checkpoint, for messages.
+        buffer: filled with everything but the tensors already.
+        moves: in the order of their offsets.
+        end: where the last file image ends, to the byte.
+        detector: tells of what changed although it should not have; None when nothing is deferred.
+        cuda: the devices; None for those of this machine.
+
+    Attributes:
+        error: why the shared buffer is not, and will not be, what was to be saved.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        buffer: SharedBuffer,
+        moves: Sequence[TensorCopy],
+        end: int,
+        detector: MutationDetector | None = None,
+        cuda: Cuda | None = None,
+    ) -> None:
+        self.error: Exception | None = None
+        self._name = name
+        self._buffer = buffer
+        self._now = [move for move in moves if not move.deferred]
+        self._later = [move for move in moves if move.deferred]
+        self._end = end
+        self._detector = detector
+        self._memory: torch.Tensor | None = buffer.bytes  # held: it must stay mapped under the copying
+        self._stopped = False
+        self._taken_over = False
+        self._claiming = threading.Lock()
+        self._marked = 0
+        self._over = threading.Event()
+        self._checking = threading.Lock()
+        self._devices = DeviceCopies(buffer, cuda)
+        buffer.mark(0)
+
+    def run(self) -> bool:
+        """Copy what cannot wait, on the caller's thread. What goes wrong is in ``error``.
+
+        Returns:
+            Whether the rest is left for ``run_deferred``, which must be called then.
+        """
+        if self._over.is_set():
+            return False
+        left, held = False, self._later[0].offset if self._later else self._end
+        try:
+            self._devices.begin(self._later)
+            self._copy(self._now, held, aside=False)
+            self._mark(held)
+            left = bool(self._later) and self.error is None
+        except Exception as error:
+            self.fail(error)
+        except BaseException:
+            self.fail(SaveError(name=self._name, cause="interrupted", phase="snapshot"))
+            raise
+        finally:
+            if not left:
+                self._close()
+        return left
+
+    def abandon(self) -> None:
+        """The caller was interrupted and copies no more."""
+        self.fail(SaveError(name=self._name, cause="interrupted", phase="snapshot"))
+        if self._claim():
+            self._close()
+
+    def run_deferred(self) -> None:
+        """Copy the rest, on any thread; nothing if it was abandoned before."""
+        if not self._claim():
+            return
+        try:
+            # Not to its very end: the save must not succeed before the tensors were checked for changes.
+            self._copy(self._later, self._end - 1, aside=True)
+            self._check_unchanged()
+            self._mark(self._end)
+        except Exception as error:  # it belongs to the thread that saves
+            self.fail(error)
+        except BaseException:
+            self.fail(SaveError(name=self._name, cause="interrupted", phase="snapshot"))
+            raise
+        finally:
+            self._close()
+
+    def fail(self, error: Exception) -> None:
+        """Give it up; the first reason counts, and none once it is over."""
+        if self.error is None and not self._over.is_set():
+            self.error = error
+        self._stopped = True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until nothing reads the tensors or fills the shared buffer any more. Returns whether that is so."""
+        return self._over.wait(timeout_s)
+
+    def pass_gate(self, timeout_s: float) -> None:
+        """Return when the tensors may change: at once if their devices keep the order. Called before they change."""
+        if self._devices.order(self._later):
+            self._check_unchanged()
+        elif not self._over.wait(timeout_s):
+            cause = f"the copy was not complete after {timeout_s:.0f} s (timeouts.barrier_s) and training went on"
+            self.fail(SaveError(name=self._name, cause=cause, phase="snapshot"))
+
+    def _claim(self) -> bool:
+        # An interrupt may come while the rest is handed to a thread. Only one of the two may finish the copy.
+        with self._claiming:
+            first, self._taken_over = not self._taken_over, True
+        return first
+
+    def _close(self) -> None:
+        try:
+            # Before it is over: a copy that a device has not finished would land in the next snapshot.
+            self._devices.forget()
+        except Exception as error:  # the device is lost, and with it whatever was under way
+            self.fail(error)
+        finally:
+            self._over.set()
+            self._now, self._later, self._detector = [], [], None  # let go of the tensors, and of the shared buffer
+            self._memory = None
+
+    def _check_unchanged(self) -> None:
+        with self._checking:  # the second caller waits: the step that follows changes what the detector looks at
+            detector, self._detector = self._detector, None
+            changed = detector() if detector is not None else ""
+            if changed:
+                cause = f"{changed} changed while it was copied, outside an optimizer's step. "
+                cause += 'Change it after handle.wait_snapshot(), or use snapshot="eager"'
+                self.fail(SaveError(name=self._name, cause=cause, phase="snapshot"))
+
+    def _copy(self, moves: Sequence[TensorCopy], held: int, *, aside: bool) -> None:
+        """Copy, up to ``held`` as far as marks go. ``aside``: while training goes on, on one core and with the writer behind.
+
+        While the caller waits it is the other way round: torch's threads help, and the writer does not take their memory
+        bandwidth yet.
+        """
+        memory = self._memory
+        if memory is None:
+            return
+        base = memory.data_ptr()
+        for move in moves:
+            if self._stopped:
+                return
+            size = move.size
+            if self._devices.takes(move):
+                self._devices.copy(move)
+            elif not move.tensor.is_contiguous() or (not aside and size >= _THREADS_FROM):
+                move.into(memory)
+            elif size < _LOCKED_BELOW:
+                _memmove_locked(base + move.offset, move.tensor.data_ptr(), size)
+            else:
+                self._memmove(move, base, held if aside else 0)
+            end = min(move.offset + size, held)
+            if aside and end - self._marked >= _PIECE:
+                self._mark(end)
+        self._devices.settle()
+
+    def _memmove(self, move: TensorCopy, base: int, held: int) -> None:
+        source, size = move.tensor.data_ptr(), move.size
+        for start in range(0, size, _PIECE):
+            if self._stopped:
+                return
+            length = min(_PIECE, size - start)
+            ctypes.memmove(base + move.offset + start, source + start, length)  # without the interpreter lock
+            if held and length == _PIECE:
+                self._mark(min(move.offset + start + length, held))
+
+    def _mark(self, end: int) -> None:
+        self._devices.settle()
+        if not self._stopped:
+            self._marked = end
+            self._buffer.mark(end)

@@ -1,6 +1,6 @@
 """A thread that does one thing after the other.
 
-It stays: starting one takes as long as the interpreter lock is not to be had, which is milliseconds on a busy machine.
+It is kept, because starting a thread waits for the interpreter lock, which takes milliseconds on a busy machine.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Background(Generic[_T]):
                 thread.start()
                 self._thread = thread
             except BaseException as error:
-                # Ctrl-C while it waited for the thread, which may run all the same: it ends, and the next one is another.
+                # Ctrl-C came while this waited for the thread, which may run. It ends, and the next start makes another one.
                 self._thread = None
                 waiting.put(None)
                 if isinstance(error, RuntimeError):
@@ -93,7 +93,7 @@ class Background(Generic[_T]):
         return self._thread is threading.current_thread()
 
     def forget(self) -> None:
-        """In a process that was forked: the thread is not there, and whoever was within a call never leaves it."""
+        """In a forked process: the thread does not exist, and a lock that another thread held is never released."""
         self._changing, self._thread, self._ended = threading.RLock(), None, True
 
     def join(self, timeout_s: float) -> None:
@@ -108,7 +108,7 @@ class Background(Generic[_T]):
                 return
             try:
                 self._work(item)
-            except BaseException:  # those who come after it still need the thread
+            except BaseException:  # later work still needs the thread
                 logger.exception("%s failed", self._name)
             del item  # an idle thread must not keep alive what it worked on
 

@@ -106,7 +106,7 @@ def plan(state: Mapping[str, Any], *, rank: int) -> Plan:
 def optimizers_last(state: Mapping[str, Any]) -> list[str]:
     """The names, those of optimizers behind the others.
 
-    After a forward without backward FSDP2 has put other parameters into its modules; asking for their state undoes it.
+    After a forward without backward FSDP2 has replaced the parameters of its modules. Asking for their state undoes that.
     """
     return sorted(state, key=lambda name: isinstance(state[name], torch.optim.Optimizer))
 
@@ -146,7 +146,7 @@ def expected_bytes(state: Mapping[str, Any], *, rank: int) -> int:
     try:
         values = [v for v in state.values() if rank == 0 or isinstance(v, PerRank) or dtensor.has_sharded(v)]
         total = sum(_expected_bytes(value.value if isinstance(value, PerRank) else value) for value in values)
-    except Exception:  # an estimate; parameters may have no size yet, and ``save`` says what is wrong
+    except Exception:  # this is an estimate: parameters may have no size yet, and ``save`` reports what is wrong
         return 0
     # Headers, and payloads begin at page boundaries.
     return total + min(total // 64, 48 << 20) + min(total, _SMALL_PARTS)
@@ -250,8 +250,8 @@ def files_for(manifest: Manifest, state: Mapping[str, Any], *, rank: int, path: 
 def files_in(folders: Iterable[str], manifest: Manifest) -> list[str]:
     """The files of sharded items, the largest first."""
     chosen = set(folders)
-    found = [entry for entry in manifest.files if entry.path.rpartition("/")[0] in chosen]
-    return [entry.path for entry in sorted(found, key=lambda entry: (-entry.size_bytes, entry.path))]
+    entries = [entry for entry in manifest.files if entry.path.rpartition("/")[0] in chosen]
+    return [entry.path for entry in sorted(entries, key=lambda entry: (-entry.size_bytes, entry.path))]
 
 
 def load_file(folder: Path, entry: FileEntry, item: Mapping[str, Any], name: str) -> Any:
@@ -278,6 +278,3 @@ def load_file(folder: Path, entry: FileEntry, item: Mapping[str, Any], name: str
     parse = safetensors.parse_safetensors if file.suffix == ".safetensors" else torch_archive.parse_archive
     loaded = parse(memory, entry.size_bytes)
     return loaded[name] if item["form"] == "tensor" else loaded
-
-
-__all__ = ["Item", "PerRank", "Plan", "Stateful", "files_for", "files_in", "load_file", "plan"]

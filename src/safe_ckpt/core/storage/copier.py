@@ -28,6 +28,7 @@ from safe_ckpt.core.storage.direct_io import (
     write_rest,
 )
 from safe_ckpt.core.storage.durable import WrittenFile
+from safe_ckpt.core.storage.presence import opened
 
 _AT_A_TIME = 4
 _CHUNK = 4 << 20
@@ -194,15 +195,12 @@ class _Batch:
 
     def _pour(self, copy: FileCopy, fd: int, *, direct: bool) -> str:
         """Read the source to its end, hash it, and write it unless the file system shares the blocks. Returns the digest."""
-        source = os.open(copy.source, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with opened(copy.source, os.O_RDONLY) as source:
             cloned, cached = _clone(source, fd), _is_cached(source)
             os.posix_fadvise(source, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             digest = self._move(copy, source, -1 if cloned else fd, direct=direct)
-            if not cached:  # nobody had it in memory, and nobody needs it there now
+            if not cached:  # it was not in the page cache before, and is not needed there now
                 os.posix_fadvise(source, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(source)
         return digest
 
     def _move(self, copy: FileCopy, source: int, fd: int, *, direct: bool) -> str:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from safe_ckpt.errors import SafeCheckpointError
+
 if TYPE_CHECKING:
     from safe_ckpt.config import WriterConfig
 
@@ -49,7 +51,10 @@ class WriteOptions:
 
 
 class ProgressReporter(Protocol):
-    """Where the writing tells how far it is; a watchdog reads it."""
+    """Receives the progress of the writing, for a watchdog."""
+
+    def begin(self, file_index: int) -> None:
+        """A file of the job begins."""
 
     def moved(self, count: int) -> None:
         """So many bytes were hashed or written."""
@@ -62,7 +67,10 @@ class ProgressReporter(Protocol):
 
 
 class Unwatched:
-    """A ``ProgressReporter`` that nobody reads."""
+    """A ``ProgressReporter`` without a watchdog."""
+
+    def begin(self, file_index: int) -> None:
+        """Nothing."""
 
     def moved(self, count: int) -> None:
         """Nothing."""
@@ -97,7 +105,7 @@ def refused_direct() -> dict[int, str]:
 
 
 def write_without_direct(device: int, path: str) -> None:
-    """From now on no file on this file system is opened with O_DIRECT in this process. Said once."""
+    """Open no more files on this file system with O_DIRECT in this process. Logged once."""
     with _learning:
         known = device in _without_direct
         _without_direct.setdefault(device, path)
@@ -124,6 +132,38 @@ def create_file(path: str, direct: bool, *, replace: bool = True) -> tuple[int, 
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
     return os.open(path, flags, 0o666), False
+
+
+def fill_new_file(
+    path: str, options: WriteOptions, progress: ProgressReporter, fill: Callable[[int, bool], int]
+) -> int:
+    """Create a file, have ``fill`` write it, and make its bytes durable. Returns how many they are.
+
+    Args:
+        path: where.
+        options: how.
+        progress: called at the fsync.
+        fill: gets the descriptor and whether it goes past the page cache; returns how many bytes it wrote.
+
+    Raises:
+        OSError: as the operating system says, with the path.
+    """
+    try:
+        fd, direct = create_file(path, options.direct, replace=options.replace)
+        try:
+            size = fill(fd, direct)
+            progress.entered("fsync")
+            os.fsync(fd)
+            on_disk = os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+    except SafeCheckpointError:
+        raise  # an error of the content, not of the disk, although some of them are OSErrors
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from error
+    if on_disk != size:
+        raise OSError(errno.EIO, f"{size} bytes were written but the file has {on_disk}", path)
+    return size
 
 
 def write_rest(fd: int, rest: bytes, offset: int, progress: ProgressReporter, *, direct: bool) -> None:

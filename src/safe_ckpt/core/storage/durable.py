@@ -1,8 +1,8 @@
-"""Making things durable and giving them their final name, in an order that makes any crash leave the old or the new.
+"""Make files durable and give them their final name, in an order in which any crash leaves the old or the new one.
 
-A new name is one rename. A file that exists is replaced by the same rename. A directory that exists cannot be: it is
-exchanged in one step where the kernel can, else moved aside and replaced, and ``root.Workspace`` repairs what a crash between
-the two leaves behind.
+A new name is one rename. The same rename replaces an existing file. An existing directory cannot be replaced so: it is
+exchanged in one step where the kernel can, else moved aside and replaced. ``workspace.Workspace`` repairs what a crash between
+the two steps leaves behind.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from safe_ckpt.core.storage.presence import opened
+from safe_ckpt.errors import NotEnoughSpaceError
 
 logger = logging.getLogger(__name__)
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-# What refuses a call and did nothing. An EIO, or a lost connection, may come from a server that has done it.
+# The errors of a call that did nothing. An EIO, or a lost connection, may come from a server that has done it.
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV, errno.ENOTTY)
 _NO_LINK = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK, errno.EINVAL)
 
@@ -37,11 +41,15 @@ class WrittenFile:
 
 def sync_directory(path: str) -> None:
     """Make the entries of a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)
+
+
+def sync_file(path: Path) -> int:
+    """Make the bytes of a file durable. Returns how many they are."""
+    with opened(path, os.O_RDONLY | os.O_NOFOLLOW) as fd:
+        os.fsync(fd)
+        return os.fstat(fd).st_size
 
 
 def make_directory(path: Path) -> None:
@@ -54,14 +62,11 @@ def make_directory(path: Path) -> None:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Write a small file and fsync it; its directory entry is the caller's to fsync."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-    try:
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
         view = memoryview(data)
         while view:
             view = view[os.write(fd, view) :]
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 class HalfCommittedError(OSError):
@@ -75,7 +80,7 @@ def publish_file(staged: Path, final: Path) -> None:
         OSError: it was not done; what had the name has it still.
         HalfCommittedError: it was done and then the disk refused to confirm it, or to undo it.
     """
-    replaced = _exists(final)
+    replaced = os.path.lexists(final)
     kept = _keep(staged, final) if replaced else None
 
     def undo() -> None:
@@ -130,7 +135,7 @@ def publish_directory(staged: Path, final: Path, aside: Path) -> None:
     """
     if staged.is_dir():
         sync_directory(str(staged))
-    if not _exists(final):
+    if not os.path.lexists(final):
         os.rename(staged, final)
         with _undone_by(lambda: os.rename(final, staged)):
             sync_directory(str(final.parent))
@@ -154,12 +159,12 @@ def publish_directory(staged: Path, final: Path, aside: Path) -> None:
 
 
 def _exchange_back(one: Path, other: Path) -> None:
-    if not exchange(one, other):  # it could a moment ago: taken for undone it would cost the old one
+    if not exchange(one, other):  # it worked a moment ago. To treat this as undone would delete the old one
         raise OSError(errno.EIO, "the exchange could not be taken back", str(one))
 
 
 def _tidy(action: Callable[[], object]) -> None:
-    # The new one is committed: what is left of the old one must not turn that into a failure.
+    # The new one is committed, and must not fail because of what is left of the old one.
     try:
         action()
     except OSError as error:
@@ -168,7 +173,7 @@ def _tidy(action: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def _undone_by(undo: Callable[[], object]) -> Iterator[None]:
-    # An error after a rename must not be taken for "nothing was done": the old one would be tidied away.
+    # An error after a rename does not mean that nothing was done. If it did, the old one would be deleted.
     try:
         yield
     except OSError as error:
@@ -199,7 +204,7 @@ def _replace(staged: Path, final: Path) -> None:
         near = final.with_name(f".{final.name}.{uuid.uuid4().hex}.tmp")
         try:
             shutil.copyfile(staged, near)
-            _sync_file(near)
+            sync_file(near)
             os.replace(near, final)
         finally:
             near.unlink(missing_ok=True)
@@ -275,7 +280,7 @@ def link_or_copy(existing: Path, staged: Path) -> None:
         if error.errno not in _NO_LINK:
             raise
         shutil.copyfile(existing, staged)
-        _sync_file(staged)
+        sync_file(staged)
 
 
 def remove_tree(path: Path) -> None:
@@ -287,18 +292,6 @@ def remove_tree(path: Path) -> None:
             path.unlink()
     except FileNotFoundError:
         pass
-
-
-def _exists(path: Path) -> bool:
-    return os.path.lexists(path)
-
-
-def _sync_file(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 _NOT_TOLD = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EOVERFLOW)
@@ -316,4 +309,27 @@ def free_bytes(path: Path) -> int | None:
         if error.errno in _NOT_TOLD:
             return None
         raise
-    return usage.free if usage.total else None  # what is full has a size; what has no size says nothing
+    return usage.free if usage.total else None  # a full file system has a size; without a size nothing is known
+
+
+def out_of_space(error: OSError, folder: Path, **facts: Any) -> NotEnoughSpaceError | None:
+    """The error of a file system that filled up, which has ``folder``, with these further fields; None for another error."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    free = 0
+    with contextlib.suppress(OSError):
+        free = free_bytes(folder) or 0
+    return NotEnoughSpaceError(code=error.errno, free_bytes=free, **facts)
+
+
+def require_space(path: Path, needed_bytes: int, why: str) -> None:
+    """Refuse to begin what cannot be finished.
+
+    Raises:
+        NotEnoughSpaceError: the file system of ``path`` has less free; its message is ``why``.
+    """
+    free = free_bytes(path)
+    if free is not None and needed_bytes > free:
+        raise NotEnoughSpaceError(
+            path=str(path), message=why, needed_bytes=needed_bytes, free_bytes=free, phase="prepare"
+        )

@@ -1,14 +1,16 @@
-"""Whether something is there. Only "there is no such entry" means that it is not; every other error is raised.
+"""Looking at files: is something there? Only "there is no such entry" means that it is not; every other error is raised.
 
-``pathlib`` takes some errors for a no, and since Python 3.14 all of them: then a disk that fails for a moment makes a good
-checkpoint one that never was.
+``pathlib`` treats some errors as "not there", and since Python 3.14 all of them. So a disk that fails for a moment would make a
+good checkpoint vanish.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 _TAIL_BYTES = (1 << 16) + 22  # of a zip archive: the longest comment, and the end record before it
@@ -20,6 +22,16 @@ class ShortReadError(OSError):
 
     def __init__(self, path: str, at: int) -> None:
         super().__init__(errno.EIO, f"a read ended at {at}, before the file does", path)
+
+
+@contextlib.contextmanager
+def opened(path: Path | str, flags: int, mode: int = 0o666, dir_fd: int | None = None) -> Iterator[int]:
+    """The descriptor of a file, which is closed in the end; for the arguments see ``os.open``."""
+    fd = os.open(path, flags | os.O_CLOEXEC, mode, dir_fd=dir_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def is_there(path: Path) -> bool:
@@ -66,7 +78,7 @@ def is_gone(path: Path) -> bool:
 
 
 def ends_as_archive(path: Path) -> bool:
-    """As ``zipfile.is_zipfile``, which takes every error for a no.
+    """As ``zipfile.is_zipfile``, which treats every error as "no".
 
     Raises:
         OSError: it could not be read.

@@ -20,7 +20,7 @@ import xxhash
 
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.coordination.processes import process_state
-from safe_ckpt.core.formats.write_task import WriteTask
+from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.progress import Progress, ProgressPage, new_page
 from safe_ckpt.core.storage.copier import FileCopy
@@ -66,6 +66,27 @@ class WriteJob:
     def paths(self) -> list[str]:
         """What is there afterwards, in the order of the results."""
         return [*(copy.path for copy in self.copies), *(task.path for task in self.files)]
+
+
+class StallWatch:
+    """How long a writer has made no progress. Time in which this process itself stood still does not count.
+
+    Args:
+        beats: a number that changes as long as the writer makes progress.
+    """
+
+    def __init__(self, beats: int) -> None:
+        self._beats = beats
+        self._since = time.monotonic()
+
+    def stalled_s(self, beats: int, asked: float) -> float:
+        """The time since the last progress; ``asked`` is when this look began, on the monotonic clock."""
+        looked = time.monotonic()
+        if beats != self._beats:
+            self._beats, self._since = beats, looked
+        elif looked - asked > _ABSENT_S:  # this process was stopped or very busy, and the writer perhaps with it
+            self._since += looked - asked
+        return looked - self._since
 
 
 class WriterEnded(Exception):
@@ -133,7 +154,7 @@ class WriterClient:
         """
         self._jobs += 1
         self._send(job, plan)
-        standing, since = self._page.read(), time.monotonic()
+        watch = StallWatch(self.beats())
         while True:
             asked = time.monotonic()
             readable, _, _ = select.select([self._socket], [], [], _POLL_S)
@@ -142,14 +163,11 @@ class WriterClient:
                 return _results(reply, job)
             if self._process.poll() is not None:
                 raise self._ended(self._how_it_ended(job))
-            now, looked = self._page.read(), time.monotonic()
-            if now.beats != standing.beats:
-                standing, since = now, looked
-            elif looked - asked > _ABSENT_S:  # this process itself stood still, and the writer perhaps with it
-                since += looked - asked
+            now = self._page.read()
+            stalled_s = watch.stalled_s(now.beats, asked)
             state = process_state(self._process.pid)
             limit_s = _limit_s(timeouts, now.phase, state)
-            if looked - since > limit_s:
+            if stalled_s > limit_s:
                 why = " (it is stopped)" if state in _STOPPED else self._stack()
                 how = f"made no progress for {limit_s:g} s {_where(now, job)}{why}"
                 raise WriterEnded(how, self._process.pid, stalled=True)

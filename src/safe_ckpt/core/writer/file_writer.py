@@ -7,6 +7,7 @@ hashing runs one step ahead of the writing, on a thread of its own, because both
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import os
 import threading
@@ -16,19 +17,20 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from safe_ckpt.core.formats import zip_archive
-from safe_ckpt.core.formats.write_task import WriteTask, closing_of
-from safe_ckpt.core.formats.zip_archive import Record
-from safe_ckpt.core.storage.checksum import RecordDigest
+from safe_ckpt.core.formats.file_plan import WriteTask, closing_of
+from safe_ckpt.core.formats.zip_archive import Record, RecordDigest
+from safe_ckpt.core.staging.progress import read_mark
+from safe_ckpt.core.storage.copier import FileCopy, copy_files
 from safe_ckpt.core.storage.direct_io import (
     PAGE,
     ProgressReporter,
     WriteOptions,
-    create_file,
+    fill_new_file,
     once_more_after_eio,
     write_all,
     write_rest,
 )
-from safe_ckpt.core.storage.durable import WrittenFile
+from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
 
 logger = logging.getLogger(__name__)
 _NEXT_LOOK_S = 0.0005
@@ -37,6 +39,33 @@ _HASH_BYTES = 1 << 20  # so that it stays in the cache from one hash to the next
 
 Ready = Callable[[], int]
 """How far the shared buffer is filled: everything before this offset is in place."""
+
+
+def write_files(
+    copies: Sequence[FileCopy],
+    files: Sequence[WriteTask],
+    directories: Sequence[str],
+    buffer: memoryview,
+    options: WriteOptions,
+    progress: ProgressReporter,
+) -> list[WrittenFile]:
+    """Do what one job asks for: copy files, write files from the shared buffer, and make the directories durable.
+
+    Returns:
+        What is on disk now, the copies first.
+
+    Raises:
+        OSError: as the operating system says, with the path.
+    """
+    written = copy_files(copies, options, progress)
+    ready = functools.partial(read_mark, buffer)
+    for number, task in enumerate(files, len(copies)):
+        progress.begin(number)
+        written.append(write_file(task, buffer, options, progress, ready))
+    for directory in directories:
+        progress.entered("fsync")
+        sync_directory(directory)
+    return written
 
 
 def write_file(
@@ -63,21 +92,14 @@ def _write_file(
     progress.entered("write")
     image = buffer[task.offset : task.offset + task.length]
     hasher = _Hasher(task, image, options.chunk_bytes, progress, ready)
+
+    def fill(fd: int, direct: bool) -> int:
+        return _write_image(fd, image, hasher, options, progress, direct=direct)
+
     try:
-        fd, direct = create_file(task.path, options.direct, replace=options.replace)
-        try:
-            size = _write_image(fd, image, hasher, options, progress, direct=direct)
-            progress.entered("fsync")
-            os.fsync(fd)
-            on_disk = os.fstat(fd).st_size
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, task.path) from error
+        size = fill_new_file(task.path, options, progress, fill)
     finally:
         hasher.stop()
-    if on_disk != size:
-        raise OSError(errno.EIO, f"{size} bytes were written but the file has {on_disk}", task.path)
     return WrittenFile(path=task.path, size_bytes=size, xxh3_128=hasher.digest)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
-import functools
 import json
 import mmap
 import os
@@ -22,12 +21,11 @@ import threading
 import time
 from typing import Any
 
-from safe_ckpt.core.formats.write_task import WriteTask
-from safe_ckpt.core.staging.progress import ProgressPage, read_mark
-from safe_ckpt.core.storage.copier import FileCopy, copy_files
+from safe_ckpt.core.formats.file_plan import WriteTask
+from safe_ckpt.core.staging.progress import ProgressPage
+from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.direct_io import WriteOptions, refused_direct
-from safe_ckpt.core.storage.durable import sync_directory
-from safe_ckpt.core.writer.file_writer import write_file
+from safe_ckpt.core.writer.file_writer import write_files
 
 STACK_SIGNAL = signal.SIGUSR2
 _WATCH_S = 1.0
@@ -57,7 +55,7 @@ def main(socket_fd: int, control_fd: int, niceness: int, parent: int) -> None:
 
 
 def _watch(parent: int) -> None:
-    # A process that the parent forked, such as a loader's worker, may hold the other end of the socket open.
+    # A process that the parent forked, such as a data loader's worker, may hold the other end of the socket open.
     while os.getppid() == parent:
         time.sleep(_WATCH_S)
     os._exit(0)
@@ -71,9 +69,8 @@ def _receive(connection: socket.socket, jobs: queue.SimpleQueue[dict[str, Any]],
         except OSError:
             data, fds = b"", []
         if not data:
-            os._exit(
-                0
-            )  # the parent is gone: whatever is half written lies in ``pending`` and is swept at the next start
+            # The parent is gone. What is half written lies in ``pending`` and is swept at the next start.
+            os._exit(0)
         buffer += data
         while b"\n" in buffer:
             line, _, buffer = buffer.partition(b"\n")
@@ -96,16 +93,11 @@ def _serve(
         options = WriteOptions(**plan["options"])
         page.begin(0)
         copies = [FileCopy.from_json(entry) for entry in plan["copies"]]
-        written = copy_files(copies, options, page)
-        memory = memoryview(_mapped(job, buffers, maps)) if plan["files"] else memoryview(b"")
-        ready = functools.partial(read_mark, memory)
-        for index, entry in enumerate(plan["files"], len(copies)):
-            page.begin(index)
-            written.append(write_file(WriteTask.from_json(entry), memory, options, page, ready))
+        tasks = [WriteTask.from_json(entry) for entry in plan["files"]]
+        memory = memoryview(_mapped(job, buffers, maps)) if tasks else memoryview(b"")
+        written = write_files(copies, tasks, plan["directories"], memory, options, page)
         results = [[result.path, result.size_bytes, result.xxh3_128] for result in written]
-        for directory in plan["directories"]:
-            sync_directory(directory)
-        # Nobody reads a log of this process: its parent says what was found.
+        # Nobody reads a log of this process, so its parent logs which file systems refused direct writes.
         return {"files": results, "refused_direct": list(refused_direct().items())}
     except OSError as error:
         if error.errno == errno.ENOMEM:

@@ -6,30 +6,26 @@ The caller waits meanwhile, so nothing changes under it, and no writer process i
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
-import os
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 import xxhash
 
 from safe_ckpt.core.formats import zip_archive
-from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
-from safe_ckpt.core.formats.write_task import WriteTask, closing_of
-from safe_ckpt.core.storage.checksum import RecordDigest
+from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, WriteTask, closing_of
+from safe_ckpt.core.formats.zip_archive import RecordDigest
 from safe_ckpt.core.storage.direct_io import (
     PAGE,
     ProgressReporter,
     WriteOptions,
-    create_file,
+    fill_new_file,
     once_more_after_eio,
     write_all,
     write_rest,
 )
 from safe_ckpt.core.storage.durable import WrittenFile
-from safe_ckpt.errors import SafeCheckpointError
 
 _PIECE = 1 << 20  # hashed at a time
 
@@ -57,21 +53,11 @@ def _stream_file(
 ) -> WrittenFile:
     progress.entered("write")
     content = _Content(image, task)
-    try:
-        fd, direct = create_file(task.path, options.direct)
-        try:
-            size = _pour(fd, content, buffer_bytes, progress, direct=direct)
-            progress.entered("fsync")
-            os.fsync(fd)
-            on_disk = os.fstat(fd).st_size
-        finally:
-            os.close(fd)
-    except SafeCheckpointError:
-        raise  # of what is streamed, not of the disk, although some of them are OSErrors
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, task.path) from error
-    if on_disk != size:
-        raise OSError(errno.EIO, f"{size} bytes were written but the file has {on_disk}", task.path)
+
+    def fill(fd: int, direct: bool) -> int:
+        return _pour(fd, content, buffer_bytes, progress, direct=direct)
+
+    size = fill_new_file(task.path, options, progress, fill)
     return WrittenFile(path=task.path, size_bytes=size, xxh3_128=content.whole.hexdigest())
 
 
@@ -94,19 +80,25 @@ def _pour(fd: int, content: _Content, buffer_bytes: int, progress: ProgressRepor
     return written + filled
 
 
-@dataclass
 class _Content:
     """The bytes of a file in order, hashed as they are handed out."""
 
-    image: FilePlan
-    task: WriteTask
-    whole: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+    def __init__(self, image: FilePlan, task: WriteTask) -> None:
+        self.whole = xxhash.xxh3_128()
+        self._task = task
+        self._length = image.length
+        parts: list[tuple[int, int, bytes | torch.Tensor | LazyTensor]] = [
+            *((at, len(data), data) for at, data in image.pieces),
+            *((at, tensor.numel() * tensor.element_size(), tensor) for at, tensor in image.tensors),
+            *((at, lazy.size_bytes, lazy) for at, lazy in image.lazies),
+        ]
+        self._parts = deque(sorted(parts, key=lambda part: part[0]))
 
     def pieces(self) -> Iterator[memoryview]:
         for piece in self._body():
             self.whole.update(piece)
             yield piece
-        if self.task.records is not None:
+        if self._task.records is not None:
             comment = zip_archive.COMMENT_PREFIX + self.whole.hexdigest().encode()
             self.whole.update(comment)
             yield memoryview(comment)
@@ -114,10 +106,10 @@ class _Content:
     def _body(self) -> Iterator[memoryview]:
         crcs: dict[str, int] = {}
         hashes: dict[str, str] = {}
-        if self.task.records is None:
-            yield from self._between(0, self.image.length)
+        if self._task.records is None:
+            yield from self._between(0, self._length)
             return
-        for record in self.task.records:
+        for record in self._task.records:
             digest = RecordDigest()
             yield from self._between(record.header_offset, record.data_offset)
             end = record.data_offset + record.size
@@ -126,29 +118,19 @@ class _Content:
                 yield piece
             yield memoryview(zip_archive.descriptor(digest.crc, record.size))
             crcs[record.name], hashes[record.name] = digest.crc, digest.hexdigest()
-        yield memoryview(closing_of(self.task, self.image.length, crcs, hashes))
+        yield memoryview(closing_of(self._task, self._length, crcs, hashes))
 
     def _between(self, start: int, end: int) -> Iterator[memoryview]:
         """The image's bytes from ``start`` to ``end``; zeros where nothing was placed."""
         at = start
-        while self._next < len(self._parts) and self._parts[self._next][0] < end:
-            offset, size, source = self._parts[self._next]
-            self._next += 1
+        while self._parts and self._parts[0][0] < end:
+            offset, size, source = self._parts.popleft()
             if offset > at:
                 yield memoryview(bytes(offset - at))
             yield from _slices(source)
             at = offset + size
         if at < end:
             yield memoryview(bytes(end - at))
-
-    def __post_init__(self) -> None:
-        parts: list[tuple[int, int, bytes | torch.Tensor | LazyTensor]] = [
-            (at, len(data), data) for at, data in self.image.pieces
-        ]
-        parts += [(at, tensor.numel() * tensor.element_size(), tensor) for at, tensor in self.image.tensors]
-        parts += [(at, lazy.size_bytes, lazy) for at, lazy in self.image.lazies]
-        self._parts = sorted(parts, key=lambda part: part[0])
-        self._next = 0
 
 
 def _slices(source: bytes | torch.Tensor | LazyTensor) -> Iterator[memoryview]:
@@ -170,6 +152,6 @@ def _slices(source: bytes | torch.Tensor | LazyTensor) -> Iterator[memoryview]:
 def _fetched(lazy: LazyTensor) -> torch.Tensor:
     tensor = lazy.fetch()
     if tensor.is_meta or tuple(tensor.shape) != lazy.shape or tensor.dtype != lazy.dtype:
-        found = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-        raise ValueError(f"a tensor was announced as {lazy.shape} {lazy.dtype} and is {found}")
+        fetched = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        raise ValueError(f"a tensor was announced as {lazy.shape} {lazy.dtype} and is {fetched}")
     return tensor

@@ -1,31 +1,26 @@
 """The parent's side of the writer process: start it, hand it jobs, watch it, replace it.
 
-Nothing here can block for longer than its deadline: the job lies in shared memory and only a short line crosses a
-non-blocking socket; progress is read from a shared page. A writer that dies or makes no progress is killed and replaced, and
-the same snapshot is written again to new files. After ``max_respawns`` deaths the parent writes by itself; after as many
-stalls the save fails, because whatever stalls the process would stall its parent too. A small job takes less time than to
-start the process: a thread does it.
+Nothing here can block for longer than its deadline: the job lies in shared memory, only a short line crosses a non-blocking
+socket, and progress is read from a shared page. A writer that dies or makes no progress is killed and replaced, and the same
+snapshot is written again to new files. After ``max_respawns`` deaths the parent writes by itself. After as many stalls the
+save fails, because the parent would stall too. A thread writes a small job, which takes less time than to start the process.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
 
 from safe_ckpt.config import Timeouts, WriterConfig
-from safe_ckpt.core.formats.file_plan import FilePlan
-from safe_ckpt.core.formats.write_task import WriteTask
-from safe_ckpt.core.staging.progress import read_mark
+from safe_ckpt.core.formats.file_plan import FilePlan, WriteTask
 from safe_ckpt.core.staging.worker_thread import Refused
-from safe_ckpt.core.storage.copier import copy_files
-from safe_ckpt.core.storage.direct_io import PAGE, WriteOptions
+from safe_ckpt.core.storage.direct_io import PAGE, Unwatched, WriteOptions
 from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
 from safe_ckpt.core.writer.client import WriteJob, WriterClient, WriterEnded
-from safe_ckpt.core.writer.file_writer import write_file
+from safe_ckpt.core.writer.file_writer import write_files
 from safe_ckpt.core.writer.stream_writer import stream_file
 from safe_ckpt.core.writer.thread import WriterThread
 from safe_ckpt.errors import WriterError
@@ -51,11 +46,11 @@ class WriterSupervisor:
         self._thread = WriterThread()
         self._starting = threading.Lock()  # it may be started ahead of a save, on another thread
         self._closed = False
-        self._moves = 0
+        self.moves = 0  # of writing in this process
         self._options = WriteOptions.of(config)
 
     def start(self) -> None:
-        """Start the process ahead of the first job. Where that fails, this process writes by itself, and says so."""
+        """Start the process ahead of the first job. If that fails, this process writes by itself, and logs that."""
         with self._starting:
             if self._child is not None or self._closed:
                 return
@@ -72,7 +67,7 @@ class WriterSupervisor:
     def progress(self) -> int:
         """A number that changes as long as bytes move."""
         child = self._child
-        return self._moves + self._thread.progress() + (child.beats() if child is not None else 0)
+        return self.moves + self._thread.progress() + (child.beats() if child is not None else 0)
 
     def write(self, job: WriteJob, stop: Callable[[], None]) -> list[WrittenFile]:
         """Write all files of ``job`` and make them durable.
@@ -123,7 +118,7 @@ class WriterSupervisor:
         Raises:
             OSError: the file system refused.
         """
-        progress = _OwnProgress(self._moving(stop), stop)
+        progress = _OwnProgress(self, stop)
         size = min(most_bytes or _STREAM_BYTES, _STREAM_BYTES) // PAGE * PAGE
         results = [
             stream_file(image, task, size, self._options, progress) for image, task in zip(images, files, strict=True)
@@ -147,7 +142,7 @@ class WriterSupervisor:
         return not job.copies and not self.needs_process(sum(task.length for task in job.files))
 
     def _write_aside(self, job: WriteJob, stop: Callable[[], None]) -> list[WrittenFile] | None:
-        """On the thread; None where it does not come back, or there is none to be had."""
+        """Write on the thread; None if it does not return, or the system gives no more threads."""
         try:
             return self._thread.run(job, self._options, self._timeouts, stop)
         except Refused:
@@ -168,22 +163,9 @@ class WriterSupervisor:
         return json.dumps(plan).encode()
 
     def _write_here(self, job: WriteJob, stop: Callable[[], None]) -> list[WrittenFile]:
-        progress = _OwnProgress(self._moving(stop), stop)
-        results = copy_files(job.copies, self._options, progress)
-        if job.buffer is not None:
-            memory = memoryview(job.buffer.memory)
-            ready = functools.partial(read_mark, memory)
-            results += [write_file(task, memory, self._options, progress, ready) for task in job.files]
-        for directory in job.directories:
-            sync_directory(directory)
-        return results
-
-    def _moving(self, stop: Callable[[], None]) -> Callable[[], None]:
-        def move() -> None:
-            self._moves += 1
-            stop()
-
-        return move
+        memory = memoryview(job.buffer.memory if job.buffer is not None else b"")
+        progress = _OwnProgress(self, stop)
+        return write_files(job.copies, job.files, job.directories, memory, self._options, progress)
 
     def _drop_child(self) -> None:
         child, self._child = self._child, None
@@ -191,18 +173,21 @@ class WriterSupervisor:
             child.kill()
 
 
-class _OwnProgress:
-    def __init__(self, move: Callable[[], None], stop: Callable[[], None]) -> None:
-        self._move = move
+class _OwnProgress(Unwatched):
+    """Of writing in this process: it counts for the supervisor, and ends when ``stop`` raises."""
+
+    def __init__(self, supervisor: WriterSupervisor, stop: Callable[[], None]) -> None:
+        self._supervisor = supervisor
         self._stop = stop
 
     def moved(self, count: int) -> None:
         del count
-        self._move()
+        self._supervisor.moves += 1
+        self._stop()
 
     def entered(self, phase: str) -> None:
         del phase
-        self._move()
+        self.moved(0)
 
     def waiting(self) -> None:
         self._stop()

@@ -1,31 +1,28 @@
-"""What writes a small snapshot: a thread of this process, for which a process of its own would take longer than the writing.
+"""A thread of this process that writes small snapshots: to start a process would take longer than the writing.
 
-It is watched like one. It cannot be killed, so one that does not come back from the kernel is left behind, and a process writes
-the same snapshot again. When it does come back it may finish the call that it was in, so it makes no call that could harm
-a file of somebody else's: it creates files where none are, and neither removes nor replaces any. Whatever stands in its way,
-or goes wrong on the disk, it leaves to the process.
+It is watched like the process. It cannot be killed. If it does not return from the kernel, it is abandoned, and a process
+writes the same snapshot again. When it returns, it may finish the call that it was in. So it makes no call that could harm
+another file: it creates new files, and neither removes nor replaces any. If a file is in its way, or the disk fails, it leaves
+the job to the process.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import errno
-import functools
 import os
 import threading
 import time
 from collections.abc import Callable
 
 from safe_ckpt.config import Timeouts
-from safe_ckpt.core.staging.progress import read_mark
 from safe_ckpt.core.staging.worker_thread import Background
-from safe_ckpt.core.storage.direct_io import WriteOptions
-from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
-from safe_ckpt.core.writer.client import WriteJob, WriterEnded
-from safe_ckpt.core.writer.file_writer import write_file
+from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
+from safe_ckpt.core.storage.durable import WrittenFile
+from safe_ckpt.core.writer.client import StallWatch, WriteJob, WriterEnded
+from safe_ckpt.core.writer.file_writer import write_files
 
 _POLL_S = 0.1
-_ABSENT_S = 1.0
 # Once more, in a new file, or with other memory: for a process.
 _AGAIN = (errno.EIO, errno.EEXIST, errno.ENOMEM)
 
@@ -35,7 +32,8 @@ class WriterThread:
 
     def __init__(self) -> None:
         self._background = Background("safe_ckpt-write", _Task.work)
-        self._moves = 0
+        self._task: _Task | None = None  # the one that is written now
+        self._moves = 0  # of those before it
 
     def run(
         self, job: WriteJob, options: WriteOptions, timeouts: Timeouts, stop: Callable[[], None]
@@ -54,11 +52,12 @@ class WriterThread:
             Refused: the system gives no more threads.
         """
         task = _Task(job, dataclasses.replace(options, replace=False, direct=False))
+        self._task = task
         self._background.put(task)
         try:
             self._watch(task, job.name, timeouts, stop)
         finally:
-            self._moves += 1
+            self._task, self._moves = None, self._moves + task.beats + 1
             if not task.over.is_set():
                 self._leave(task)
         failure = task.failure
@@ -69,26 +68,21 @@ class WriterThread:
         return task.results
 
     def _watch(self, task: _Task, name: str, timeouts: Timeouts, stop: Callable[[], None]) -> None:
-        seen, since = task.beats, time.monotonic()
+        watch = StallWatch(task.beats)
         while True:
             asked = time.monotonic()
             if task.over.wait(_POLL_S):
                 return
-            looked = time.monotonic()
-            if task.beats != seen:
-                self._moves += 1
-                seen, since = task.beats, looked
-            elif looked - asked > _ABSENT_S:  # this process was stopped, or very busy, and so was the thread
-                since += looked - asked
             limit_s = timeouts.fsync_stall_s if task.phase == "fsync" else timeouts.writer_stall_s
-            if looked - since > limit_s:
+            if watch.stalled_s(task.beats, asked) > limit_s:
                 how = f"made no progress for {limit_s:g} s in phase {task.phase} of {name}"
                 raise WriterEnded(how, os.getpid(), stalled=True)
             stop()
 
     def progress(self) -> int:
         """A number that changes as long as bytes move."""
-        return self._moves
+        task = self._task
+        return self._moves + (task.beats if task is not None else 0)
 
     def close(self) -> None:
         """End the thread, when it has done what it does. One that idles is over by then."""
@@ -103,11 +97,11 @@ class WriterThread:
 
 
 class _Abandoned(Exception):
-    """Nobody waits for this any more, and its memory may be another save's."""
+    """The job was given up, and its memory may be used by another save."""
 
 
-class _Task:
-    """One job on its way; implements ``direct_io.ProgressReporter``."""
+class _Task(Unwatched):
+    """One job on its way, and how far it is."""
 
     def __init__(self, job: WriteJob, options: WriteOptions) -> None:
         self._job = job
@@ -121,37 +115,27 @@ class _Task:
 
     def work(self) -> None:
         """On the thread."""
+        job = self._job
         try:
-            if self._job.buffer is not None:
-                self._write(memoryview(self._job.buffer.memory))
-        except BaseException as error:  # it belongs to whoever waits
+            memory = memoryview(job.buffer.memory if job.buffer is not None else b"")
+            self.results = write_files((), job.files, job.directories, memory, self._options, self)
+        except BaseException as error:  # raised in the thread that waits
             self.failure = error
         finally:
             self.over.set()
 
-    def _write(self, memory: memoryview) -> None:
-        ready = functools.partial(read_mark, memory)
-        for file in self._job.files:
-            self.results.append(write_file(file, memory, self._options, self, ready))
-        for directory in self._job.directories:
-            self.entered("fsync")
-            sync_directory(directory)
-
     def moved(self, count: int) -> None:
         """So many bytes were hashed or written."""
         del count
-        self._beat()
+        self.beats += 1
+        self.waiting()
 
     def entered(self, phase: str) -> None:
         """A phase began."""
         self.phase = phase
-        self._beat()
+        self.moved(0)
 
     def waiting(self) -> None:
         """There is nothing to write yet."""
         if self.abandoned:
             raise _Abandoned
-
-    def _beat(self) -> None:
-        self.beats += 1
-        self.waiting()
