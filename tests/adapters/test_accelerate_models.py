@@ -354,7 +354,7 @@ def test_beside_checkpoints_the_old_weights_stay_until_the_new_ones_are_durable(
     assert (tmp_path / "model.safetensors").read_bytes() == before
 
 
-def test_beside_checkpoints_no_index_speaks_of_a_mixture(tmp_path, handle, monkeypatch):
+def test_an_index_beside_checkpoints_names_one_save_only(tmp_path, handle, monkeypatch):
     """Shards of equal names: the old index is gone before the first is replaced, the new one comes behind the last."""
     (tmp_path / "checkpoint-1").mkdir()
     index, publish_file, seen = tmp_path / "model.safetensors.index.json", durable.publish_file, []

@@ -31,7 +31,7 @@ def test_the_hooks_of_model_checkpoint_have_the_known_signatures(name):
 
 
 @PACKAGE
-def test_the_beliefs_that_are_restored_exist(name):
+def test_the_attributes_that_are_restored_exist(name):
     """Every field of the shadow is a field of a fresh ModelCheckpoint."""
     from safe_ckpt.lightning.callback_state import _FIELDS
 

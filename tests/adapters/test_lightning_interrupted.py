@@ -15,7 +15,7 @@ from lightning_runs import QUICK, Stop, module_class, names, package, stop_at, t
 from kit import warm
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.saving.handle import SaveHandle
+from safe_ckpt.core.saving.job import SaveHandle
 from safe_ckpt.lightning import SafeCheckpointCallback
 from support import writers_of
 

@@ -153,7 +153,7 @@ def test_damage_moves_to_the_older_one(tmp_path):
     assert (tmp_path / ".safe_ckpt/quarantine/epoch=1-step=6.ckpt").exists()
 
 
-def test_when_all_are_damaged_nothing_is_invented(tmp_path):
+def test_no_undamaged_checkpoint_is_an_error(tmp_path):
     """No silent fresh start over checkpoints that cannot be read."""
     run(tmp_path, {}, {"max_epochs": 1}, seed=1)
     (tmp_path / "epoch=0-step=3.ckpt").write_bytes(b"PK\3\4")

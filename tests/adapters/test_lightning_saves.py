@@ -157,7 +157,7 @@ def test_weights_of_a_manual_optimization_swap(tmp_path):
 
 
 def test_two_callbacks_share_one_directory(tmp_path):
-    """A best-of and a periodic callback in one directory: one pipeline, both sets of files, both sets of beliefs."""
+    """A best-of and a periodic callback in one directory: one pipeline, both sets of files, the attributes of both."""
     second = SafeCheckpointCallback(
         dirpath=tmp_path, every_n_train_steps=4, save_top_k=-1, filename="p{step}", config=QUICK
     )
@@ -208,7 +208,7 @@ def test_at_every_instant_one_checkpoint_is_there(tmp_path):
 
 @needs_root
 @pytest.mark.parametrize("async_save", [True, False])
-def test_a_failed_save_leaves_every_belief_as_it_was(tmp_path, async_save):
+def test_a_failed_save_leaves_every_attribute_as_it_was(tmp_path, async_save):
     """The disk is full at the third save: best, last and top-k name what exists, "last" loads, and the error is typed."""
     pl = package("lightning.pytorch")
     with small_disk(tmp_path / "disk", "6m") as disk:

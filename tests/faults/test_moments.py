@@ -155,7 +155,7 @@ def test_what_cannot_be_read_is_an_error(tmp_path, name, syscalls, error):
 
 
 def test_a_name_that_is_listed_and_cannot_be_opened_is_an_error(tmp_path):
-    """ENOENT of a file that its directory names: somebody's cache contradicts itself, which condemns nothing."""
+    """ENOENT of a file that its directory names: a client's cache is stale. Nothing is treated as corrupt."""
     exp = tmp_path / "exp"
     newest = saved(exp)
     said, stderr = refusing(tmp_path, exp, "openat,newfstatat,lstat,stat,statx", "ENOENT", newest / "manifest.json")

@@ -384,7 +384,7 @@ def _blind_to_the_newest(rank, path):
             return error.ranks
 
 
-def test_what_one_rank_cannot_see_is_not_condemned(tmp_path):
+def test_what_one_rank_cannot_see_is_not_treated_as_corrupt(tmp_path):
     """A network file system that does not show the newest checkpoint to one rank: an error, on all, and no quarantine."""
     assert values(spawn_ranks(_blind_to_the_newest, 2, tmp_path)) == [(1,), (1,)]
     assert steps(tmp_path) == ["step-00000001", "step-00000002"]

@@ -473,7 +473,7 @@ def test_damage_is_found_on_whichever_rank_reads_it(tmp_path, damage):
 
 
 def test_another_shape_is_refused_and_nothing_is_changed(tmp_path):
-    """The error names the item, and the checkpoint is not condemned for it."""
+    """The error names the item, and the checkpoint is not treated as corrupt."""
     values(spawn_ranks(_save_two, 2, str(tmp_path)))
     for kind, text in values(spawn_ranks(_resume_only, 2, str(tmp_path), (9, 18))):
         assert kind is RestoreError

@@ -28,7 +28,7 @@ from safe_ckpt.core.storage import durable, presence
 if TYPE_CHECKING:
     from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
     from safe_ckpt.core.saving.engine import Engine
-    from safe_ckpt.core.saving.handle import SaveHandle
+    from safe_ckpt.core.saving.job import SaveHandle
 
 __all__ = [
     "HIDDEN",

@@ -52,7 +52,7 @@ def test_a_damaged_file_is_named(tmp_path, damage):
 
 
 def test_extra_files_do_no_harm(tmp_path):
-    """A file that the manifest does not know, such as .nfs0001, condemns nothing."""
+    """A file that the manifest does not know, such as .nfs0001, is not treated as damage."""
     made = checkpoint(tmp_path, {"a.bin": b"abc"})
     (tmp_path / ".nfs0001").write_bytes(b"?")
     verify(tmp_path, made)

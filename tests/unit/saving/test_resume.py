@@ -85,7 +85,7 @@ def test_damage_in_what_is_not_restored_counts_too(tmp_path):
         assert ckpt.resume(target).step == 1
 
 
-def test_when_nothing_is_usable_nothing_is_invented(tmp_path):
+def test_no_usable_checkpoint_is_an_error(tmp_path):
     """All damaged: an error with every reason, nothing moved, nothing started afresh; likewise with quarantine alone."""
     with Checkpointer(tmp_path, config()) as ckpt:
         ckpt.save(1, {"a": 1}).result(timeout_s=20)
@@ -100,7 +100,7 @@ def test_when_nothing_is_usable_nothing_is_invented(tmp_path):
 
 
 @needs_root
-def test_an_unreadable_file_condemns_nothing():
+def test_an_unreadable_file_is_not_treated_as_corrupt():
     """An I/O error while reading is raised as such: the checkpoint stays where it is."""
     with tempfile.TemporaryDirectory() as folder:
         _unreadable(Path(folder))
