@@ -1,22 +1,18 @@
 """``register`` in one process: what is written, what is read, what is refused, what is left behind."""
 
-import contextlib
 import copy
 import gc
 import json
 import logging
 import os
 import pickle
-import random
 import threading
 from dataclasses import replace
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 from accelerate.tracking import GeneralTracker
-from accelerate.utils import DataLoaderConfiguration
 from safetensors.torch import load_file
 
 from accelerate_runs import (
@@ -96,88 +92,6 @@ def test_what_was_saved_is_what_is_loaded(tmp_path, safe):
         assert training.fingerprint() == expected
         assert accelerator.save_iteration == 2
         assert accelerator.save_state().name == "checkpoint_2"
-
-
-class Drawing(torch.utils.data.Dataset):
-    """Draws from every generator while a batch is fetched."""
-
-    def __len__(self):
-        return 24
-
-    def __getitem__(self, index):
-        noise = torch.rand(1) + random.random() + numpy.random.rand()
-        return (torch.full((4,), float(index)) + noise.float(),)
-
-
-@pytest.mark.parametrize("seedable", [False, True])
-@pytest.mark.parametrize("at", [1, 3, 5, 6, 8, 12])
-@pytest.mark.parametrize("plain", [True, False])
-def test_a_resume_in_mid_epoch_is_exact(tmp_path, seedable, at, plain):
-    """From any step, also in the first epoch and at the end of one: the same batches, random numbers and bits."""
-    config = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=seedable)
-
-    def run(folder, *, stops):
-        with registered(folder, dataloader_config=config) as (accelerator, _):
-            training = Training(accelerator, data=None if plain else Drawing())
-            if not stops:
-                training.scramble()
-                with contextlib.suppress(NoValidCheckpointError):
-                    accelerator.load_state()
-
-            def after(count):
-                if count == at:
-                    accelerator.save_state()
-                    if stops == "there":
-                        raise KeyboardInterrupt
-
-            with contextlib.suppress(KeyboardInterrupt):
-                for epoch in range(training.counter.count // 6, 3):
-                    if plain:
-                        training.loader.set_epoch(epoch)
-                    training.epoch(after)
-            found = training.counter.count, training.fingerprint()
-        forget()
-        return found
-
-    straight = run(tmp_path / "straight", stops="never")
-    assert run(tmp_path / "broken", stops="there")[0] == at
-    assert run(tmp_path / "broken", stops=None) == straight
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_accelerators_that_prepare_one_loader(tmp_path, order):
-    """One saves in mid-epoch where the other has resumed, and the resume is exact; both gone, the loader is as it was."""
-
-    def run(folder, *, load=None, save=(None, 0)):
-        with fresh():
-            both = [make(folder / name, dataloader_config=stateful()) for name in ("one", "other")]
-            handles = [register(accelerator, CONFIG) for accelerator in both]
-            training = Training(both[0])
-            parts = (training.model, training.head, training.optimizer, training.other, training.scheduler)
-            assert both[1].prepare(*parts, training.loader)[-1] is training.loader
-            both[1].register_for_checkpointing(training.counter)
-            if load is not None:
-                training.scramble()
-                both[load].load_state()
-
-            losses = []
-            with contextlib.suppress(KeyboardInterrupt):
-                for epoch in range(training.counter.count // 6, 2):
-                    training.loader.set_epoch(epoch)
-                    for batch in training.loader:
-                        losses.append(training.step(batch))
-                        if save == (training.counter.count, save[1]):
-                            both[save[1]].save_state()
-                            raise KeyboardInterrupt
-            for number in order:
-                handles[number].remove()
-            assert "__iter__" not in vars(training.loader.base_dataloader)
-            return losses
-
-    straight = run(tmp_path / "straight")
-    assert run(tmp_path / "broken", save=(2, 0)) == straight[:2]
-    assert run(tmp_path / "broken", load=0, save=(4, 1)) == straight[2:4]
-    assert run(tmp_path / "broken", load=1) == straight[4:]
 
 
 def test_stock_checkpoints_are_loaded_with_a_warning(tmp_path, caplog):
