@@ -33,11 +33,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno as _errno
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -384,15 +383,22 @@ def _tree(root: type[SafeCheckpointError]) -> dict[str, type[SafeCheckpointError
     return kinds
 
 
-@contextlib.contextmanager
-def naming(*, rank: int, phase: str, path: object = "?") -> Iterator[None]:
-    """Raise what is no error of ours as ``named`` has it."""
-    try:
-        yield
-    except SafeCheckpointError:
-        raise
-    except Exception as error:
-        raise named(error, rank=rank, phase=phase, path=path) from error
+class naming:  # noqa: N801 - called as contextlib's own are
+    """A context that raises a foreign exception as ``named`` has it.
+
+    No generator: contextlib takes a RuntimeError whose cause is a StopIteration for its own, and lets the StopIteration go on.
+    """
+
+    def __init__(self, *, rank: int, phase: str, path: object = "?") -> None:
+        self._rank, self._phase, self._path = rank, phase, path
+
+    def __enter__(self) -> None:
+        """Nothing is done at the beginning."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Name it."""
+        if isinstance(error, Exception) and not isinstance(error, SafeCheckpointError):
+            raise named(error, rank=self._rank, phase=self._phase, path=self._path) from error
 
 
 def named(error: BaseException, *, rank: int, phase: str, path: object = "?") -> SafeCheckpointError:

@@ -4,7 +4,7 @@ import pickle
 import pytest
 
 from safe_ckpt import errors
-from safe_ckpt.errors import SafeCheckpointError, from_wire, to_wire
+from safe_ckpt.errors import SafeCheckpointError, from_wire, naming, to_wire
 
 SAMPLES = {
     "pid": 7,
@@ -80,6 +80,17 @@ def test_foreign_errors_cross_with_their_facts():
     other = from_wire(to_wire(KeyError("loss"), rank=1, phase="save"))
     assert "KeyError" in str(other)
     assert "rank 1" in str(other)
+
+
+@pytest.mark.parametrize("error", [KeyError("loss"), StopIteration(3), StopAsyncIteration(), RuntimeError("no")])
+def test_a_foreign_error_is_named_whatever_it_is(error):
+    """Rank and phase are in the error, also of a StopIteration, which would end a caller's loop in silence."""
+    with (
+        pytest.raises(errors.UnexpectedError, match="rank 1 failed in reading") as caught,
+        naming(rank=1, phase="reading"),
+    ):
+        raise error
+    assert caught.value.__cause__ is error
 
 
 def test_timeout_names_phase_seconds_and_ranks():

@@ -61,18 +61,18 @@ class PrometheusHook(SaveHook):
 
     def on_event(self, event: events.Event) -> None:
         """Count; write when one of the numbers changed."""
-        if isinstance(event, events.Respawned):
-            self._values["respawns_total"] += 1
-            self._write()
-        elif isinstance(event, events.Quarantined):
-            self._values["quarantined_total"] += 1
-            self._write()
+        counter = {events.Respawned: "respawns_total", events.Quarantined: "quarantined_total"}.get(type(event))
+        if counter is not None:
+            with self._lock:
+                self._values[counter] += 1
+                self._write()
 
     def on_save(self, save: Save) -> None:
         """Count and write."""
         if not save.only_renamed:
-            self._count(save)
-            self._write()
+            with self._lock:
+                self._count(save)
+                self._write()
 
     def _count(self, save: Save) -> None:
         values, outcome = self._values, save.outcome

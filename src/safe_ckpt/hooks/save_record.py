@@ -47,17 +47,18 @@ class SaveHook:
         """Take one event."""
         with self._lock:
             save = self._ended_by(event)
-            if save is None:
-                self.on_event(event)
-            else:
-                self.on_save(save)
+        # Without the lock: an exporter may hang, and holds up no other event.
+        if save is None:
+            self.on_event(event)
+        else:
+            self.on_save(save)
 
     def on_save(self, save: Save) -> None:
-        """A save is over. Called under the lock."""
+        """A save is over. Called on the thread of the event."""
         raise NotImplementedError
 
     def on_event(self, event: events.Event) -> None:
-        """Any event that ends no save. Called under the lock."""
+        """Any event that ends no save. Called on the thread of the event."""
 
     def _ended_by(self, event: events.Event) -> Save | None:
         if isinstance(event, events.Snapshotted):

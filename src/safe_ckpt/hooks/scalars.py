@@ -40,12 +40,16 @@ class ScalarsHook(SaveHook):
     def on_event(self, event: events.Event) -> None:
         """Count."""
         if isinstance(event, events.Respawned):
-            self._respawns += 1
+            with self._lock:
+                self._respawns += 1
 
     def on_save(self, save: Save) -> None:
         """Keep its numbers."""
-        if save.only_renamed:
-            return
+        if not save.only_renamed:
+            with self._lock:
+                self._keep(save)
+
+    def _keep(self, save: Save) -> None:
         values: dict[str, float] = {}
         if isinstance(save.outcome, events.Committed):
             values = {"ckpt/seconds": save.outcome.seconds, "ckpt/bytes": float(save.outcome.size_bytes)}

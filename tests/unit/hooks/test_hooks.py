@@ -314,6 +314,23 @@ def test_the_meter_counts(telemetry):
     assert [(point.count, point.sum) for point in metrics["safe_ckpt.save.stall"]] == [(3, 1.5)]
 
 
+def test_an_exporter_that_hangs_holds_up_no_other_event(telemetry):
+    """Another thread's event is taken while a span is still being exported."""
+    hook, going, on = telemetry[0], threading.Event(), threading.Event()
+    hook._trace = lambda save: (going.set(), on.wait(30))
+    committed = Committed(rank=0, name="a", step=1, path="a", sequence=1, size_bytes=3, seconds=1.0)
+    hanging = threading.Thread(target=hook, args=[committed])
+    hanging.start()
+    assert going.wait(30)
+    other = threading.Thread(target=hook, args=[Agreed(rank=0, name="b", step=2, seconds=0.1)])
+    other.start()
+    other.join(30)
+    taken = not other.is_alive()
+    on.set()
+    hanging.join(30)
+    assert taken
+
+
 def test_without_opentelemetry_the_error_says_what_to_install(monkeypatch):
     """At construction, not at the first save."""
     assert [type(hook) for hook in asked_for(Telemetry(opentelemetry=True))] == [OpenTelemetryHook]

@@ -1,8 +1,10 @@
 """Small snapshots: no process is started for them, and nothing of what a process promises is lost."""
 
 import errno
+import gc
 import os
 import threading
+import weakref
 
 import pytest
 import torch
@@ -11,7 +13,11 @@ from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.saving import commit_protocol
+from safe_ckpt.core.staging.worker_thread import Refused
+from safe_ckpt.core.storage.direct_io import WriteOptions
 from safe_ckpt.core.writer import file_writer
+from safe_ckpt.core.writer.client import WriteJob
+from safe_ckpt.core.writer.thread import WriterThread
 from safe_ckpt.errors import SaveError
 from support import writers_of
 
@@ -135,3 +141,20 @@ def test_an_input_output_error(tmp_path, monkeypatch):
         assert ckpt.save(1, {"w": {"t": torch.ones(1000)}}).result(timeout_s=20).step == 1
         assert failed
         assert ckpt.save(2, {"w": {"t": torch.ones(1000)}}).result(timeout_s=20).step == 2
+
+
+def test_a_job_that_gets_no_thread_is_not_kept(monkeypatch):
+    """Where the system gives no thread, nothing of the job stays: not its memory, not its manifest."""
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    writer = WriterThread()
+    job = WriteJob(name="n", rank=0)
+    kept = weakref.ref(job)
+    with pytest.raises(Refused):
+        writer.run(job, WriteOptions.of(WriterConfig()), Timeouts(), lambda: None)
+    del job
+    gc.collect()
+    assert kept() is None
+
+
+def no_thread(_):
+    raise RuntimeError("can't start new thread")

@@ -345,10 +345,11 @@ class Coordinator:
         except BaseException as error:
             # The other ranks wait for this verdict, so they get the cause before this rank unwinds.
             wire = to_wire(error, rank=0, phase=entry.kind)
-            present = entry.fail(wire)
+            entry.fail(wire)
             # After a rank was lost the rest may still be on their way here. They must learn which one it was.
             lost = len(error.ranks) if isinstance(error, PeerLostError) else 0
-            self.receipts.expect(entry.read, self.size - 1 - lost if lost else present, self.call, instead_of="log/")
+            reads = self.size - 1 - lost if lost else entry.present()
+            self.receipts.expect(entry.read, reads, self.call, instead_of="log/")
             self._ended += entry.keys(answers=True)
             if isinstance(error, Exception) and not isinstance(error, CoordinationError):
                 raise from_wire(wire) from error

@@ -151,6 +151,8 @@ class Heartbeat:
             self._forgive()
             try:
                 self._beat(count)
+                if self._stop.is_set():
+                    return  # the end may have given up joining this thread, and closed the connection: no new one
                 self._look()
             except (PeerLostError, KeyTimeout) as error:
                 self._judge_silence(str(error))

@@ -127,14 +127,13 @@ class LogEntry:
         self.put("/verdict", {"shared": True})
         return result.by_rank.get(0)
 
-    def fail(self, wire: Mapping[str, Any]) -> int:
-        """Rank 0: publish the error. What still waits for answers, on a connection that was left, ends.
-
-        Returns:
-            How many ranks have answered.
-        """
+    def fail(self, wire: Mapping[str, Any]) -> None:
+        """Rank 0: publish the error. What still waits for answers, on a connection that was left, ends."""
         self.put("/verdict", {"error": wire})
         self._answers.wake({}, phase=self.kind)
+
+    def present(self) -> int:
+        """Rank 0: how many other ranks have answered."""
         return len(self._answers.messages(phase=self.kind))
 
     def take_share(self) -> Any:

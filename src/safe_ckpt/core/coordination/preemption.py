@@ -75,10 +75,10 @@ class Preemption:
         self._unwrap = unwrap
         self._previous: dict[int, Any] = {}
         self.stop: Stop | None = None
-        self._store_client = coordinator.store_client("stop")
         if threading.current_thread() is not threading.main_thread():
             message = "signals can be watched only by what is opened on the main thread"
             raise ConfigError(key="save_on_signals", message=message)
+        self._store_client = coordinator.store_client("stop")
         for name in config.save_on_signals:
             number = signal.Signals[name]
             self._previous[number] = signal.signal(number, self._on_signal)

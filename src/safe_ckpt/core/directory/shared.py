@@ -217,8 +217,14 @@ class Patience:
         Raises:
             OSError: it is not known.
         """
-        _await(lambda: _size_of(file) == size_bytes, file, self.left_s, look)
-        size = _size_of(file)
+        size = -1
+
+        def is_sized() -> bool:
+            nonlocal size
+            size = _size_of(file)  # each look costs a request to the server of a network file system
+            return size == size_bytes
+
+        _await(is_sized, file, self.left_s, look)
         return size if size >= 0 or presence.is_gone(file) else _size_of(file)
 
 
@@ -234,7 +240,7 @@ def _await(done: Callable[[], bool], path: Path, timeout_s: float, look: Callabl
         if time.monotonic() >= deadline:
             return False
         look()
-        time.sleep(pause_s)
+        time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         # Network file systems cache what a directory holds; listing the parent makes them look again.
         for folder in (path.parent.parent, path.parent):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
 from safe_ckpt.core.writer.file_writer import write_file
-from safe_ckpt.errors import naming
+from safe_ckpt.errors import SafeCheckpointError, named
 
 
 def save_archive(
@@ -45,15 +46,20 @@ def save_archive(
     buffer = SharedBuffer()
     near = path.with_name(f".{path.name}.{manifest.op_id}.tmp")
     try:
-        with naming(rank=rank, phase=f"saving {path.name}", path=path):
+        try:
             durable.make_directory(path.parent)
             plan = file_plan.single(image, near.name)
             (task,) = snapshot.take([plan], buffer, str(path.parent), manifest.to_json())
             options = WriteOptions(direct=True, chunk_bytes=8 << 20, flush_every_bytes=64 << 20)
             result = write_file(task, memoryview(buffer.memory), options, Unwatched())
             durable.publish_file(near, path)
+        except SafeCheckpointError:
+            raise
+        except OSError as error:
+            raise named(error, rank=rank, phase=f"saving {path.name}", path=path) from error
     finally:
-        near.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what was raised says more
+            near.unlink(missing_ok=True)
         buffer.close()
     info = CheckpointInfo.of(manifest, path, result.size_bytes)
     commit_order.note(info)

@@ -52,8 +52,8 @@ class WriterThread:
             Refused: the system gives no more threads.
         """
         task = _Task(job, dataclasses.replace(options, replace=False, direct=False))
-        self._task = task
         self._background.put(task)
+        self._task = task
         try:
             self._watch(task, job.name, timeouts, stop)
         finally:
