@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import weakref
 
 import numpy
 import pytest
@@ -73,6 +74,25 @@ def test_a_resume_in_mid_epoch_is_exact(tmp_path, seedable, at, plain):
     straight = run(tmp_path / "straight", stops="never")
     assert run(tmp_path / "broken", stops="there")[0] == at
     assert run(tmp_path / "broken", stops=None) == straight
+
+
+def test_a_batch_is_let_go(tmp_path):
+    """A watched loader keeps no reference to a batch that the loop has let go of."""
+    made = []
+
+    class Batch:
+        pass
+
+    def collate(samples):
+        batch = Batch()
+        made.append(weakref.ref(batch))
+        return batch
+
+    with registered(tmp_path, dataloader_config=stateful()) as (accelerator, _):
+        loader = accelerator.prepare(torch.utils.data.DataLoader(Drawing(), batch_size=2, collate_fn=collate))
+        batches = iter(loader.base_dataloader.__iter__())  # as Accelerate calls it
+        assert isinstance(next(batches), Batch)
+        assert [batch() for batch in made] == [None]
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

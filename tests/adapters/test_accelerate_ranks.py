@@ -266,6 +266,49 @@ def test_what_differs_between_ranks_is_refused_by_all(tmp_path):
     assert said[1] == [*own, "KeyError True True", listed, "DesyncError False True"]
 
 
+def test_a_rank_that_the_users_own_code_could_not_meet_is_an_error_of_all(tmp_path):
+    """A pre-hook on one rank raises RendezvousTimeout, as a Checkpointer of its own would: every rank raises it at once."""
+    body = """
+        from safe_ckpt.errors import RendezvousTimeout
+        accelerator = make(folder)
+        handle = register(accelerator, CONFIG)
+        training = Training(accelerator)
+        def hook(models, weights, output_dir):
+            if rank == 1:
+                raise RendezvousTimeout(phase="mine", seconds=1.0, missing=(7,))
+        removable = accelerator.register_save_state_pre_hook(hook)
+        begun = time.monotonic()
+        try:
+            accelerator.save_state()
+        except RendezvousTimeout as error:
+            say("mine" in str(error), time.monotonic() - begun < 10)
+        removable.remove()
+        accelerator.save_state(async_save=False)
+        say("SAVED")
+        accelerator.end_training()
+    """
+    assert run(tmp_path, body, tmp_path / "exp") == {0: ["True True", "SAVED"], 1: ["True True", "SAVED"]}
+
+
+def test_a_missing_name_on_one_rank_is_an_error_of_all(tmp_path):
+    """save_state() without a path on one rank alone: every rank raises, and the next save works."""
+    body = """
+        accelerator = make(None)
+        handle = register(accelerator, CONFIG)
+        training = Training(accelerator)
+        begun = time.monotonic()
+        try:
+            accelerator.save_state(None if rank == 1 else folder / "a")
+        except SafeCheckpointError as error:
+            say(type(error).__name__, "output_dir" in str(error), time.monotonic() - begun < 10)
+        accelerator.save_state(folder / "b", async_save=False)
+        say("SAVED")
+        accelerator.end_training()
+    """
+    said = run(tmp_path, body, tmp_path / "exp")
+    assert said == {rank: ["ConfigError True True", "SAVED"] for rank in range(2)}
+
+
 def test_handles_give_everything_back_on_every_rank(tmp_path):
     """After remove() on two ranks there is no process, no thread and no shared memory of ours; training goes on."""
     body = """

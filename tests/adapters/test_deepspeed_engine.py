@@ -36,6 +36,7 @@ from deepspeed_engine_runs import (
     put,
     read,
     save,
+    save_checkpoint,
     signal_writer,
     state_of,
     tag_of,
@@ -225,6 +226,20 @@ def test_the_tag_appears_in_commit_and_not_before(tmp_path):
         assert engine.commit(info) is True
         assert complete(tmp_path / "run", 2)
         assert latest(tmp_path / "run") == tag_of(1)
+
+
+def test_swap_files_that_deepspeed_copies_are_in_the_tag(tmp_path):
+    """What DeepSpeed puts below the tag itself, past its checkpoint engine, before the commit is in the committed tag."""
+    folder = tmp_path / tag_of(1) / "offloaded_tensors" / "rank0"
+    with opened() as engine:
+        info = begin(engine, tmp_path, 1)
+        folder.mkdir(parents=True)
+        (folder / "0.tensor.swp").write_bytes(b"swapped")
+        put(engine, tmp_path, 1)
+        save_checkpoint(engine)
+        assert engine.commit(info) is True
+    assert (folder / "0.tensor.swp").read_bytes() == b"swapped"
+    assert sorted(os.listdir(tmp_path / tag_of(1))) == ["manifest.json", MODEL, "offloaded_tensors"]
 
 
 def test_what_is_on_disk_is_the_value_at_save(tmp_path):

@@ -1,6 +1,7 @@
 """Saving from a Trainer: what is on disk, when, and what the callback believes."""
 
 import copy
+import errno
 import json
 import os
 import pickle
@@ -14,6 +15,7 @@ import torch
 from lightning_runs import PACKAGES, QUICK, fingerprint, fit, module_class, names, package, trainer
 
 from safe_ckpt import CheckpointConfig, Retention, WriterConfig
+from safe_ckpt.adapters import Engine
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import (
@@ -22,8 +24,10 @@ from safe_ckpt.errors import (
     DirectoryError,
     DirectoryInUseError,
     NotEnoughSpaceError,
+    SafeCheckpointError,
 )
 from safe_ckpt.lightning import SafeCheckpointCallback, resumable
+from safe_ckpt.lightning.directories import TrainerDirectories
 from support import needs_root, small_disk, writers_of
 
 
@@ -379,6 +383,32 @@ def test_what_cannot_work_is_refused_at_once(tmp_path):
 
     with pytest.raises(ConfigError, match="Sharded"):
         fit(tmp_path, settings={"strategy": Sharded(device=torch.device("cpu"))})
+
+
+def test_a_listing_that_fails_takes_no_directory_away(tmp_path, monkeypatch):
+    """When a second kind of file cannot be listed, the directory stays held; a first listing that fails holds nothing."""
+    engine = Engine(QUICK)
+    directories, lock = TrainerDirectories(engine), tmp_path / ".safe_ckpt/lock"
+
+    def fails(*_):
+        raise OSError(errno.EIO, "no answer")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("safe_ckpt.adapters.directories.catalog.list_files", fails)
+        with pytest.raises(SafeCheckpointError):
+            directories.hold(tmp_path, ".ckpt")
+    assert tmp_path not in directories
+    assert not lock.exists()
+    directories.hold(tmp_path, ".ckpt")
+    with monkeypatch.context() as broken:
+        broken.setattr("safe_ckpt.adapters.directories.catalog.list_files", fails)
+        with pytest.raises(SafeCheckpointError):
+            directories.hold(tmp_path, ".pt")
+    assert tmp_path in directories
+    assert lock.exists()
+    directories.hold(tmp_path, ".pt")
+    engine.close()
+    assert not lock.exists()
 
 
 def test_a_directory_in_use_is_refused(tmp_path):

@@ -59,6 +59,20 @@ def test_lightning_loggers_hear_of_every_save(tmp_path):
     assert {*COMMITTED, "train_loss"} <= set(header)
 
 
+def test_lightning_loggers_that_break_at_a_commit_have_the_numbers(tmp_path):
+    """A logger whose after_save_checkpoint raises has the numbers of that save."""
+
+    class Down(Log):
+        def after_save_checkpoint(self, checkpoint_callback):
+            raise ValueError("the logger is down")
+
+    log = Down(tmp_path / "logs")
+    with pytest.raises(ValueError, match="the logger is down"):
+        fit(tmp_path / "ckpt", log)
+    assert log.heard[0][0] == 3
+    assert set(log.heard[0][1]) == COMMITTED
+
+
 def test_lightning_loggers_hear_of_a_failure(tmp_path):
     """A save that failed counts, and fit still ends with its error."""
 

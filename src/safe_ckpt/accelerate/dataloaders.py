@@ -187,15 +187,21 @@ def _fetched(
         then: what they are set to after it.
     """
     while True:
-        if first is not None:
-            contents.restore_random_states(first)
-        watched.ahead = contents.random_states(0, devices=False)
         try:
-            batch = next(iterator)
+            yield _fetch(iterator, watched, first, then)  # never bound to a name here: the loop lets go of it
         except StopIteration:
             return
-        finally:
-            if then is not None:
-                contents.restore_random_states(then)
-            first = then = None
-        yield batch
+        first = then = None
+
+
+def _fetch(
+    iterator: Iterator[Any], watched: _Watched, first: Mapping[str, Any] | None, then: Mapping[str, Any] | None
+) -> Any:
+    if first is not None:
+        contents.restore_random_states(first)
+    watched.ahead = contents.random_states(0, devices=False)
+    try:
+        return next(iterator)
+    finally:
+        if then is not None:
+            contents.restore_random_states(then)

@@ -160,17 +160,21 @@ class CheckpointDirectory:
             DesyncError: the ranks gave different paths.
         """
         directory = self.hold_automatic()
-        named = None if directory is not None else _named(output_dir)
         iteration = self._accelerator.project_configuration.iteration
 
+        values: dict[str, object] = {}  # filled by ``check``, which runs before the ranks compare
+
+        def check() -> bool:
+            values["output_dir"] = _named(output_dir) if directory is None else "automatic"
+            return hooks
+
         def decide(answers: Mapping[int, Any]) -> dict[str, Any]:
-            if named is not None:
-                refuse(named, ADAPTER, _is_stock, empty=True)
+            if directory is None:
+                refuse(_named(output_dir), ADAPTER, _is_stock, empty=True)
             number = iteration if directory is None else max(iteration, next_number(directory.workspace.path))
             return {"number": number, "hooks": any(answers.values())}
 
-        values = {"output_dir": named or "automatic"}
-        agreed = self._engine.agree("name", must_match=values, local=lambda: hooks, decide=decide)
+        agreed = self._engine.agree("name", must_match=values, local=check, decide=decide)
         number = agreed["number"]
         if directory is not None:
             path, step = directory.workspace.path / f"checkpoint_{number}", number

@@ -280,6 +280,7 @@ class Handle(AttachedHandle):
         return self._accelerator.project_dir if project.automatic_checkpoint_naming else None
 
     def _land(self) -> None:
+        """Wait until nothing is in flight, whatever came of it, and report it."""
         self._engine.settle()
         self._trackers.report()
 
@@ -287,9 +288,11 @@ class Handle(AttachedHandle):
         if self.closed:
             return
         try:
-            super()._end(by, quiet=quiet)
+            if not quiet:
+                self._land()  # the trackers end with the training
         finally:
             self._patch.give_back("save_model")  # needs no registration: from here on it is stock's
+            super()._end(by, quiet=quiet)
 
     def _refuse_copy(self, call: str) -> None:
         if self.ended == "copy":

@@ -53,7 +53,7 @@ class ShardedStates:
             files = self._shards.files(states, attempt)
             return Planned(files=files, folders=list(states), error=attempt.error)
         files = []
-        with attempt:
+        with attempt.meeting():
             files = self._gathered(states, attempt)
         return Planned(files=files, error=attempt.error)
 

@@ -1,6 +1,6 @@
 """The adapter interface: all that a framework adapter may import, in one place.
 
-The names here are what every adapter needs; ``docs/start/write-an-adapter.md`` explains them with an adapter of 55 lines.
+The names here are what every adapter needs; ``docs/start/write-an-adapter.md`` explains them with an adapter of 59 lines.
 The modules ``directories``, ``handle``, ``layouts``, ``patch`` and ``planning`` have the rest; ``extras`` has what one or two
 adapters need.
 

@@ -125,16 +125,8 @@ class AttachedHandle:
         """Finish what is in flight and give the directories back; with ``quiet`` another exception is on its way."""
         if self.ended:
             return
-        try:
-            if not quiet:
-                self._land()
-        finally:
-            self.ended = by
-            self._core.close(quiet=quiet, within_s=self.config.timeouts.shutdown_s if quiet else None)
-
-    def _land(self) -> None:
-        """Wait until nothing is in flight, whatever came of it."""
-        self._core.settle()
+        self.ended = by
+        self._core.close(quiet=quiet, within_s=self.config.timeouts.shutdown_s if quiet else None)
 
     def _detach(self) -> bool:
         """Leave the object as it was. Returns whether this handle was on it."""

@@ -57,7 +57,8 @@ __all__ = [
 class Attempt:
     """A context that keeps what this rank raises while it plans a save: the other ranks must learn of it first.
 
-    What the ranks raise because they did not meet is raised at once.
+    It also keeps what says that other ranks did not come: the user's code may meet them by itself. Use ``meeting`` around
+    agreements of this save.
 
     Attributes:
         error: the first error; None so far.
@@ -70,10 +71,25 @@ class Attempt:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, CoordinationError):
+        if not isinstance(error, Exception):
             return False
         self.error = self.error or error
         return True
+
+    def meeting(self) -> _Meeting:
+        """The same for a block in which all ranks meet: what they raise because they did not meet is raised at once."""
+        return _Meeting(self)
+
+
+class _Meeting:
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+
+    def __enter__(self) -> Attempt:
+        return self._attempt
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        return not isinstance(error, CoordinationError) and self._attempt.__exit__(kind, error, trace)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +186,7 @@ class Shards:
 
             barrier_s = self._engine.config.timeouts.barrier_s
             self._planner = ShardPlanner(self._engine.coordinator, barrier_s=barrier_s, strict=False)
-        with attempt:
+        with attempt.meeting():
             return self._planner.images(states, attempt.error)
         return []
 

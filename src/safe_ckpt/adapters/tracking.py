@@ -46,7 +46,7 @@ class Tracking:
         Args:
             handle: its outcome.
             step: the user's own; None for that of the save.
-            at_end: called before it is reported, with what was committed; with None when it failed.
+            at_end: called once it is reported, with what was committed; or before that, with None, when it failed.
         """
         self._flights.append(_Flight(handle, step, at_end))
 
@@ -74,12 +74,17 @@ class Tracking:
             self._report(flight)
 
     def _report(self, flight: _Flight) -> None:
-        """A logger that fails is logged: a committed save must not look like a failed one."""
         if flight not in self._flights:
             return  # a signal handler that saves came first
         self._flights.remove(flight)
-        handle = flight.handle
-        flight.at_end(handle.outcome)
+        if flight.handle.outcome is None:
+            flight.at_end(None)  # nothing that counts on the save is seen by a logger
+        self._log(flight.handle, flight.step)
+        if flight.handle.outcome is not None:
+            flight.at_end(flight.handle.outcome)
+
+    def _log(self, handle: SaveHandle, step: int | None) -> None:
+        """A logger that fails is logged: a committed save must not look like a failed one."""
         scalars = self._hook.take(handle.name) if self._hook is not None else None
         values: dict[str, Any] = dict(scalars.values) if scalars is not None else {}
         info = handle.outcome if self._facts else None
@@ -91,7 +96,7 @@ class Tracking:
             return
         for name, log in self._sinks():
             try:
-                log(values, step=about.step if flight.step is None else flight.step)
+                log(values, step=about.step if step is None else step)
             except Exception:
                 logger.warning("%s could not log the save of %s", name, handle.name, exc_info=True)
 

@@ -24,7 +24,7 @@ from safe_ckpt.adapters.directories import manifest_of, verify_entry
 from safe_ckpt.adapters.extras import FileByFile, FileStream, SharedBuffer
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.deepspeed.arguments import check_settings
-from safe_ckpt.deepspeed.directories import ADAPTER, CheckpointDirectory, is_state, step_of
+from safe_ckpt.deepspeed.directories import ADAPTER, CheckpointDirectory, step_of
 from safe_ckpt.deepspeed.save import agree_place, latest_pointer
 from safe_ckpt.errors import ClosedError, ConfigError, NotEnoughSpaceError, SafeCheckpointError, SaveError, StateError
 from safe_ckpt.events import Hook
@@ -109,7 +109,7 @@ class SafeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 notes={"adapter": ADAPTER, "latest": bool(info.save_latest), "tag": tag},
                 must_match={"save_latest": str(info.save_latest)},
                 on_commit=OnCommit(
-                    carry=lambda name: not is_state(name),
+                    carry=lambda name: not name.endswith("_states.pt"),  # swap files are put there by DeepSpeed itself
                     pointers=latest_pointer(top, tag, wanted=info.save_latest),
                     retention=self._directories.retention,
                 ),

@@ -131,11 +131,12 @@ def renaming(examined: Examined) -> list[Finding]:
     moved = folder / ("c" if exchanged else "b") / "moved"
     if (folder / "new").exists() or moved.read_text() != "new":
         return [fail("rename", "a renamed file is not what it was", "choose a directory on another file system")]
-    text = "replaces a file in one step and moves directories"
     if exchanged:
-        return [ok("rename", f"{text}, exchanges two names", exchange=True)]
+        text = "replaces a file in one step, moves directories, and exchanges two names"
+        return [ok("rename", text, exchange=True)]
     advice = "replacing a directory takes two renames here; the next start repairs what a crash leaves between them"
-    return [ok("rename", f"{text}, but cannot exchange two names", advice, exchange=False)]
+    text = "replaces a file in one step and moves directories, but cannot exchange two names"
+    return [ok("rename", text, advice, exchange=False)]
 
 
 def links(examined: Examined) -> list[Finding]:

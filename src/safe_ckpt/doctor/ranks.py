@@ -69,9 +69,10 @@ def follow(world: World, path: Path, options: Options) -> None:
     timeout_s = options.timeout_s
     with _coordinator(world, timeout_s) as (coordinator, store):
         try:
-            examined = look_at(path, replace(options, timeout_s=timeout_s / 3))
+            examined = replace(look_at(path, replace(options, timeout_s=timeout_s / 3)), options=options)
         except StuckError:
-            examined = Examined(asked=Path(os.path.abspath(path)), existing=path, options=options)
+            asked = Path(os.path.abspath(path))
+            examined = Examined(asked=asked, existing=asked, options=options, state_bytes=options.state_bytes)
         shown = coordinator.agree("doctor", timeout_s=timeout_s, local=lambda: _self(path))
         answer = _look(examined.asked, shown, coordinator.rank, timeout_s)
         answer["findings"] = [finding.to_json() for finding in run_checks(examined, ON_MACHINE)]

@@ -51,7 +51,7 @@ def planned(
     form = strategies.form_of(trainer.strategy)
     if form is not None and form.engine:
         collected = Planned()
-        with attempt:
+        with attempt.meeting():
             collected = strategies.collect_engine(engine, trainer.strategy, checkpoint)
         return dataclasses.replace(collected, error=attempt.error or collected.error)
     if form is not None and form.sharded:
@@ -106,7 +106,7 @@ def _sharded(
 def _gathered(
     engine: Engine, trainer: Any, checkpoint: dict[str, Any] | None, attempt: Attempt
 ) -> dict[str, Any] | None:
-    with attempt:
+    with attempt.meeting():
         engine.agree("gather", local=reraise(attempt.error), phase="planning the save")
         return strategies.whole(engine, trainer, checkpoint or {})
     return None

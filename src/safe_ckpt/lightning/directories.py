@@ -31,15 +31,22 @@ class TrainerDirectories:
         """Take a directory of checkpoints; a second callback may name the same one, also with another ``suffix``."""
         if (directory, suffix) in self._listed:
             return
+        is_held = directory in self._workspaces
         workspace = self._take(directory)
 
-        def look() -> None:
+        def look(_: object) -> None:
             listed = resume.listed(
                 lambda: catalog.list_files(directory, suffix, is_lightning_directory), self._engine.config.timeouts
             )
             workspace.start_after(catalog.newest_sequence(listed))
 
-        self._engine.take_stock(workspace, {"directory": directory, "suffix": suffix}, look)
+        try:
+            self._engine.agree("list", must_match={"directory": directory, "suffix": suffix}, decide=look)
+        except BaseException:
+            if not is_held:  # without a listing its order of commits would restart
+                del self._workspaces[directory]
+                self._engine.let_go(workspace)
+            raise
         self._listed.add((directory, suffix))
 
     def hold_beside(self, path: Path, sequence: int) -> None:

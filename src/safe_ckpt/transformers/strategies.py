@@ -135,7 +135,7 @@ class Sharing:
 
         engine = trainer.model_wrapped
         parts: list[Planned] = []
-        with attempt:
+        with attempt.meeting():
             parts += [nested.collect(self._core, {tag: engine}, **options) for tag, options in noted.tags.items()]
         return Planned.joined([*parts, Planned(error=attempt.error)])
 
