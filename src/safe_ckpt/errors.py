@@ -33,6 +33,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno as _errno
 import functools
 import os
@@ -383,20 +384,13 @@ def _tree(root: type[SafeCheckpointError]) -> dict[str, type[SafeCheckpointError
     return kinds
 
 
-class naming:  # noqa: N801 - called as contextlib's own are
-    """A context that raises a foreign exception as ``named`` has it.
-
-    No generator: contextlib takes a RuntimeError whose cause is a StopIteration for its own, and lets the StopIteration go on.
-    """
+class naming(contextlib.AbstractContextManager["naming"]):  # noqa: N801 - called as contextlib's own are
+    """Raise a foreign exception as ``named`` has it. As a generator it would let a ``StopIteration`` go on as it is."""
 
     def __init__(self, *, rank: int, phase: str, path: object = "?") -> None:
         self._rank, self._phase, self._path = rank, phase, path
 
-    def __enter__(self) -> None:
-        """Nothing is done at the beginning."""
-
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Name it."""
         if isinstance(error, Exception) and not isinstance(error, SafeCheckpointError):
             raise named(error, rank=self._rank, phase=self._phase, path=self._path) from error
 
