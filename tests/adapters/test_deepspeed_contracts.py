@@ -70,7 +70,7 @@ def test_a_private_part_is_as_it_was(part):
 
 
 def test_no_private_part_is_used_without_a_contract():
-    """Who uses one more private part of DeepSpeed says here what for."""
+    """Every private part of DeepSpeed that we use is listed with the reason."""
     known = {part.name for part in PARTS}
     assert {name: where for name, where in private_names("deepspeed").items() if name not in known} == {}
 
