@@ -69,6 +69,7 @@ class Entry:
     module: str
     name: str
     options: tuple[Any, ...] = ()
+    copies_first: bool = False  # before its call returns
 
 
 ENTRIES = {
@@ -81,11 +82,11 @@ ENTRIES = {
     "torch_checkpointing": Entry("asynchronous peer", "torch_checkpointing_peer", "Manager"),
     "torch_checkpointing prewarmed": Entry("asynchronous peer", "torch_checkpointing_peer", "Prewarmed"),
     "torch_checkpointing direct I/O": Entry("asynchronous peer", "torch_checkpointing_peer", "DirectIO"),
-    "DCP async_save thread": Entry("asynchronous peer", "dcp_peer", "Dcp", ("thread", False)),
-    "DCP async_save process": Entry("asynchronous peer", "dcp_peer", "Dcp", ("process", False)),
+    "DCP async_save thread": Entry("asynchronous peer", "dcp_peer", "Dcp", ("thread", False), copies_first=True),
+    "DCP async_save process": Entry("asynchronous peer", "dcp_peer", "Dcp", ("process", False), copies_first=True),
     "DCP async_save thread, async staging": Entry("asynchronous peer", "dcp_peer", "Dcp", ("thread", True)),
     "DCP async_save process, async staging": Entry("asynchronous peer", "dcp_peer", "Dcp", ("process", True)),
-    "Lightning AsyncCheckpointIO": Entry("asynchronous peer", "torch_save_peer", "LightningAsync"),
+    "Lightning AsyncCheckpointIO": Entry("asynchronous peer", "torch_save_peer", "LightningAsync", copies_first=True),
     "torch.save + fsync": Entry("synchronous peer", "torch_save_peer", "TorchSave"),
 }
 

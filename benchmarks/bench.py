@@ -1,9 +1,11 @@
 """Everything that is measured about speed: a table, JSON, plots. What ``make bench`` runs.
 
-Every way to save runs in a fresh process, in every round, with the other cores quiet and loaded, in shuffled order; what
-the disk and the memory can do is measured in the same rounds. A way that cannot run is listed with its error.
+Every way to save runs in a fresh process, in every round, in two training loops, with the other cores quiet and loaded, in
+shuffled order; what the disk and the memory can do is measured in the same rounds. A way that cannot run is listed with its
+error.
 
     python benchmarks/bench.py --quick
+    python benchmarks/bench.py --load quiet --load "2 burners" --training memory-bound
     python benchmarks/bench.py --only "safe_ckpt eager" --only "DCP async_save thread"
 """
 
@@ -19,10 +21,11 @@ import machine
 import plots
 import runner
 from figures import Figures
+from machine import LOADS
 from report import markdown
+from training import KINDS
 
 REFERENCE = "reference"
-MODES = ("quiet", "loaded")
 
 
 def extra_commands(options: argparse.Namespace) -> dict[str, tuple[object, ...]]:
@@ -44,7 +47,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--saves", type=int, default=3, help="per round and way, after the first one")
     parser.add_argument("--only", action="append", metavar="NAME", help="a way to save, or a script beside this one")
-    parser.add_argument("--mode", action="append", choices=MODES, help="quiet, loaded; both if not given")
+    parser.add_argument("--load", action="append", choices=LOADS, help="what else the machine does; all if not given")
+    parser.add_argument("--training", action="append", choices=KINDS, help="which loop; all if not given")
     parser.add_argument("--quick", action="store_true", help="128 MiB, one round: to see that it works")
     parser.add_argument("--no-plots", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("docs"), help="for bench.json, bench.md and img/")
@@ -53,6 +57,8 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.quick:
         options.mebibytes, options.rounds, options.saves = 128, 1, 2
+        options.load = options.load or ["quiet", "1 burner"]
+    options.load, options.training = options.load or list(LOADS), options.training or list(KINDS)
     known = [*backends.ENTRIES, *extra_commands(options)]
     unknown = [name for name in options.only or () if name not in known]
     if unknown:
@@ -88,19 +94,21 @@ def measure_loops(options: argparse.Namespace, ways: list[str], results: dict[st
         raise SystemExit(calibrated["error"])
     failed: set[str] = set()
     for number in range(options.rounds):
-        jobs = [(way, mode) for way in [*ways, REFERENCE] for mode in options.mode or MODES]
-        for way, mode in random.sample(jobs, len(jobs)):
+        jobs = [(way, kind, load) for way in ways for kind in options.training for load in options.load]
+        jobs += [(REFERENCE, "", load) for load in options.load]
+        for way, kind, load in random.sample(jobs, len(jobs)):
             if way in failed:
                 continue
-            say(f"round {number + 1} of {options.rounds}: {way}, {mode}")
-            with machine.burning(mode == "loaded"):
+            say(f"round {number + 1} of {options.rounds}: {way}, {kind}, {load}")
+            with machine.burning(LOADS[load].burners):
                 if way == REFERENCE:
                     run = runner.run("reference.py", *sized, "--times", options.saves, timeout_s=options.timeout_s)
+                    results["references"].append({**run, "way": way, "round": number, "load": load})
                 else:
-                    loop = ("--way", way, *sized, "--batch", calibrated["batch"], "--saves", options.saves)
+                    sizes = (*sized, "--batch", calibrated["batch"], "--saves", options.saves)
+                    loop = ("--way", way, "--training", kind, "--workers", LOADS[load].workers, *sizes)
                     run = runner.run("loop.py", *loop, timeout_s=options.timeout_s)
-            kind = "references" if way == REFERENCE else "loops"
-            results[kind].append({**run, "way": way, "round": number, "mode": mode})
+                    results["loops"].append({**run, "way": way, "round": number, "training": kind, "load": load})
             if "error" in run:
                 say(run["error"])
                 failed.add(way)

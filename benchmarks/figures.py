@@ -3,11 +3,13 @@
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import backends
+from machine import LOADS
 
 GIB = 1 << 30
+FIRST_SAVE = "first save, call + step"
 Results = Mapping[str, Any]
 
 
@@ -32,13 +34,32 @@ def _each(column: str) -> Callable[[Results], list[float]]:
 COLUMNS: dict[str, Callable[[Results], list[float]]] = {
     "call": _each("call_s"),
     "gate": _each("gate_s"),
-    "stolen": _each("stolen_s"),
+    "first step": _each("first_step_s"),
+    "other steps": _each("other_steps_s"),
     "lost": _each("lost_s"),
     "durable": _each("durable_s"),
     "durable x O_DIRECT": lambda run: [save["durable_s"] / save["direct_s"] for save in run["saves"]],
     "call + gate": lambda run: [save["call_s"] + save["gate_s"] for save in run["saves"]],
-    "first call + gate": lambda run: [run["first"]["call_s"] + run["first"]["gate_s"]],
+    FIRST_SAVE: lambda run: [sum(run["first"][part] for part in ("call_s", "gate_s", "first_step_s"))],
 }
+
+
+class Mode(NamedTuple):
+    """Which loop, and what else the machine did."""
+
+    training: str
+    load: str
+
+    def __str__(self) -> str:
+        return f"{self.training}, {self.load}"
+
+    @property
+    def is_quiet(self) -> bool:
+        return self.load == "quiet"
+
+
+def _mode_of(run: Results) -> Mode:
+    return Mode(run["training"], run["load"])
 
 
 class Figures:
@@ -51,7 +72,9 @@ class Figures:
     def __init__(self, results: Results) -> None:
         self.results = results
         self.loops = [run for run in results["loops"] if "error" not in run]
-        self.modes = [mode for mode in ("quiet", "loaded") if any(run["mode"] == mode for run in self.loops)]
+        self.modes = sorted(
+            {_mode_of(run) for run in self.loops}, key=lambda mode: (mode.training, [*LOADS].index(mode.load))
+        )
         self.ways = [way for way in backends.ENTRIES if any(run["way"] == way for run in self.loops)]
 
     def errors(self) -> dict[str, str]:
@@ -62,15 +85,17 @@ class Figures:
                 found.setdefault(run["way"], run["error"])
         return found
 
-    def seconds(self, way: str, mode: str, column: str) -> Spread | None:
+    def seconds(self, way: str, mode: Mode, column: str) -> Spread | None:
         """Over all saves of all rounds."""
-        values = [s for run in self.loops if (run["way"], run["mode"]) == (way, mode) for s in COLUMNS[column](run)]
+        values = [s for run in self._runs(way, mode) for s in COLUMNS[column](run)]
         return Spread.of(values) if values else None
 
-    def per_gib(self, way: str, mode: str, column: str) -> Spread | None:
-        found = self.seconds(way, mode, column)
-        scale = GIB / self.state_bytes
-        return found and Spread(found.median * scale, found.low * scale, found.high * scale)
+    def per_gib(self, way: str, mode: Mode, column: str) -> Spread | None:
+        values = [s * GIB / run["state_bytes"] for run in self._runs(way, mode) for s in COLUMNS[column](run)]
+        return Spread.of(values) if values else None
+
+    def _runs(self, way: str, mode: Mode) -> list[Results]:
+        return [run for run in self.loops if run["way"] == way and _mode_of(run) == mode]
 
     @property
     def state_bytes(self) -> int:
@@ -78,38 +103,45 @@ class Figures:
         asked_for = self.results["settings"]["mebibytes"] << 20
         return int(next((run["state_bytes"] for run in runs if "error" not in run), asked_for))
 
-    def reference(self, column: str, mode: str) -> Spread | None:
+    def reference(self, column: str, mode: Mode) -> Spread | None:
         """``memcpy_s``, ``first_touch_s`` or ``direct_write_s``."""
-        runs = [run for run in self.results["references"] if run["mode"] == mode and "error" not in run]
+        runs = [run for run in self.results["references"] if run["load"] == mode.load and "error" not in run]
         values = [seconds for run in runs for seconds in run[column]]
         return Spread.of(values) if values else None
 
     def best_peer(
-        self, column: str, mode: str, kinds: Iterable[str], without: tuple[str, ...] = ()
+        self, column: str, mode: Mode, kinds: Iterable[str], *, copying_first: bool = False
     ) -> tuple[str, float] | None:
-        """The peer with the lowest median, and that median."""
+        """The peer with the lowest median, and that median.
+
+        Args:
+            column: of ``COLUMNS``.
+            mode: in which it ran.
+            kinds: of peers.
+            copying_first: only those that copy the state before their call returns.
+        """
         found = []
         for way in self.ways:
-            spread = self.seconds(way, mode, column)
-            if backends.ENTRIES[way].kind in kinds and spread and not way.endswith(without):
+            spread, entry = self.seconds(way, mode, column), backends.ENTRIES[way]
+            if entry.kind in kinds and spread and (entry.copies_first or not copying_first):
                 found.append((spread.median, way))
         return (min(found)[1], min(found)[0]) if found else None
 
-    def ratio(self, way: str, mode: str, column: str, base: float | None) -> float | None:
+    def ratio(self, way: str, mode: Mode, column: str, base: float | None) -> float | None:
         """Of medians. None without a base; noise can make what was stolen negative, and then there is no ratio."""
         spread = self.seconds(way, mode, column)
         return spread.median / base if spread and base is not None and base > 0 else None
 
     def memory(self, way: str, column: str) -> int | None:
-        """The most over all rounds."""
-        return max((int(run["memory"][column]) for run in self.loops if run["way"] == way), default=None)
+        """The most over all rounds without loaders, whose workers are children of the process as well."""
+        runs = [run for run in self.loops if run["way"] == way and not LOADS[run["load"]].workers]
+        return max((int(run["memory"][column]) for run in runs), default=None)
 
 
 ASYNCHRONOUS = ("asynchronous peer",)
-PEERS = ("asynchronous peer", "synchronous peer")
 
 
-def ratios(figures: Figures, way: str, mode: str) -> dict[str, float | None]:
+def ratios(figures: Figures, way: str, mode: Mode) -> dict[str, float | None]:
     """The columns of the table that compare."""
 
     def best(column: str, kinds: Iterable[str]) -> float | None:
@@ -122,9 +154,7 @@ def ratios(figures: Figures, way: str, mode: str) -> dict[str, float | None]:
     memcpy = of(figures.reference("memcpy_s", mode))
     return {
         "lost x best async peer": figures.ratio(way, mode, "lost", best("lost", ASYNCHRONOUS)),
-        "first call + gate x best peer": figures.ratio(
-            way, mode, "first call + gate", best("first call + gate", PEERS)
-        ),
+        "first save x best async peer": figures.ratio(way, mode, FIRST_SAVE, best(FIRST_SAVE, ASYNCHRONOUS)),
         # Each save against raw writes right before and after it.
         "durable x O_DIRECT": of(figures.seconds(way, mode, "durable x O_DIRECT")),
         "durable x best async peer": figures.ratio(way, mode, "durable", best("durable", ASYNCHRONOUS)),

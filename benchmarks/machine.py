@@ -1,4 +1,4 @@
-"""The machine that figures belong to, and how to keep its other core busy."""
+"""The machine that figures belong to, and how to keep its cores busy."""
 
 import contextlib
 import datetime
@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -35,17 +36,26 @@ while os.getppid() == int(sys.argv[1]):
 """
 
 
+@dataclass(frozen=True)
+class Load:
+    """What the machine does beside training: processes that compute without pause, and workers of a DataLoader."""
+
+    burners: int = 0
+    workers: int = 0
+
+
+LOADS = {"quiet": Load(), "1 burner": Load(burners=1), "2 burners": Load(burners=2), "2 loaders": Load(workers=2)}
+
+
 @contextlib.contextmanager
-def burning(loaded: bool) -> Iterator[None]:
-    """With ``loaded``, another process computes without pause."""
-    if not loaded:
+def burning(processes: int) -> Iterator[None]:
+    """So many other processes compute without pause."""
+    command = [sys.executable, "-c", _BURN, str(os.getpid())]
+    with contextlib.ExitStack() as stack:
+        for _ in range(processes):
+            burner = stack.enter_context(subprocess.Popen(command))
+            stack.callback(burner.kill)
         yield
-        return
-    with subprocess.Popen([sys.executable, "-c", _BURN, str(os.getpid())]) as burner:
-        try:
-            yield
-        finally:
-            burner.kill()
 
 
 def _version(name: str) -> str | None:

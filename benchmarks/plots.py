@@ -5,7 +5,7 @@ from typing import Any
 
 from figures import Figures
 
-PARTS = {"call": "tab:blue", "gate": "tab:orange", "stolen": "tab:red"}
+PARTS = {"call": "tab:blue", "gate": "tab:orange", "first step": "tab:red", "other steps": "tab:pink"}
 
 
 def draw(figures: Figures, folder: Path) -> list[Path]:
@@ -38,7 +38,7 @@ def _costs(figures: Figures, path: Path) -> Path:
             left = 0.0
             for part, color in PARTS.items():
                 found = figures.per_gib(way, mode, part)
-                width = max(0.0, found.median) if found else 0.0  # stolen is a difference and may be below zero
+                width = max(0.0, found.median) if found else 0.0  # a difference, which may be below zero
                 axis.barh(row, width, left=left, color=color, label=part if row == 0 else None)
                 left += width
             lost = figures.per_gib(way, mode, "lost")
@@ -64,7 +64,7 @@ def _durable(figures: Figures, path: Path) -> Path:
             if found:
                 error = [[found.median - found.low], [found.high - found.median]]
                 place, color = row + number * height, f"C{number}"
-                label = mode if row == 0 else None
+                label = str(mode) if row == 0 else None
                 axis.barh(place, found.median, height, xerr=error, color=color, ecolor="gray", label=label)
         limit = figures.reference("direct_write_s", mode)
         if limit:

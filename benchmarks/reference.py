@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from disk import faulted_memory, first_touch_seconds, rounded_to_pages, sync_file, write_direct
-from training import Training, copy_seconds
+from training import copy_seconds, make
 
 
 def direct_write_seconds(folder: Path, size: int, *, times: int) -> list[float]:
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--calibrate", action="store_true", help="also print the batch that loops should use")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"))
     options = parser.parse_args()
-    training = Training(options.mebibytes, 0 if options.calibrate else 8)
+    training = make("compute-bound", options.mebibytes, 0 if options.calibrate else 8)
     copies = copy_seconds(list(training.tensors()), times=options.times + 1)[1:]
     fresh = [first_touch_seconds(training.state_bytes) for _ in range(options.times)]
     options.folder.mkdir(parents=True, exist_ok=True)

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import backends
-from figures import GIB, Figures, Spread, ratios
+from figures import FIRST_SAVE, GIB, Figures, Mode, Spread, ratios
 from targets import MIB, all_targets
 
-SECONDS = ("call", "gate", "stolen", "lost", "durable", "first call + gate")
+SECONDS = ("call", "gate", "first step", "other steps", "lost", "durable", FIRST_SAVE)
 
 
 def markdown(figures: Figures, plots: Iterable[str] = ()) -> str:
@@ -29,12 +29,12 @@ def _heading(figures: Figures) -> str:
         f"Python {machine['python']}, {versions}.\n"
         f"{figures.state_bytes / MIB:.0f} MiB of parameters and Adam state, {settings['rounds']} rounds, each with a first "
         f"save and {settings['saves']} further ones, every backend in a fresh process, in shuffled order.\n"
-        "Seconds per GiB: medians with (lowest to highest). Lost = call + gate + stolen from the steps until durable."
+        "Seconds per GiB: medians with (lowest to highest). Lost = call + gate + what the first step, and the others until "
+        "durable, took longer than undisturbed ones."
     )
 
 
-def _table_of(figures: Figures, mode: str) -> str:
-    title = "Quiet: the other cores are free" if mode == "quiet" else "Loaded: another process keeps a core busy"
+def _table_of(figures: Figures, mode: Mode) -> str:
     columns = list(ratios(figures, "", mode))
     rows = []
     for way in figures.ways:
@@ -43,16 +43,16 @@ def _table_of(figures: Figures, mode: str) -> str:
         seconds = [_spread(figures.per_gib(way, mode, column)) for column in SECONDS]
         rows.append([way, *seconds, *map(_ratio, ratios(figures, way, mode).values())])
     rows += _references(figures, mode, len(columns))
-    return f"## {title}\n\n" + _table(["", *SECONDS, *columns], rows)
+    return f"## {str(mode).capitalize()}\n\n" + _table(["", *SECONDS, *columns], rows)
 
 
-def _references(figures: Figures, mode: str, ratio_columns: int) -> list[list[str]]:
+def _references(figures: Figures, mode: Mode, ratio_columns: int) -> list[list[str]]:
     rows = []
     scale = GIB / figures.state_bytes
     known = (
         ("memcpy, warm", "memcpy_s", 0),
         ("first touch of fresh memory", "first_touch_s", 0),
-        ("O_DIRECT write + fsync", "direct_write_s", 4),
+        ("O_DIRECT write + fsync", "direct_write_s", 5),
     )
     for name, column, place in known:
         found = figures.reference(column, mode)
@@ -66,10 +66,12 @@ def _references(figures: Figures, mode: str, ratio_columns: int) -> list[list[st
 def _targets(figures: Figures) -> str:
     rows = []
     for target in all_targets(figures):
-        measured = "" if target.measured is None else f"{target.measured:.2f} {target.unit}"
+        if target.measured is None:
+            continue
+        measured = f"{target.measured:.2f} {target.unit}"
         limit = f"{'at least' if target.at_least else 'at most'} {target.at_most:g} {target.unit}"
         rows.append([target.name, limit, measured, target.verdict, target.note])
-    return "## Targets\n\n" + _table(["", "target", "measured", "", "against, or further"], rows)
+    return "## Targets\n\nOf those that this run decides:\n\n" + _table(["", "target", "measured", "", "against, or further"], rows)
 
 
 def _memory(figures: Figures) -> str:

@@ -25,7 +25,7 @@ import runner
 import safetensors.torch
 import torch
 from disk import evict, first_touch_seconds
-from training import Training
+from training import Training, make
 
 from safe_ckpt import Checkpointer
 
@@ -86,7 +86,7 @@ BACKED_X_STATE = 3  # what was read in the page cache, a copy of it, and the sta
 
 
 def measure(way: str, mebibytes: int, folder: Path, *, backed: bool) -> dict[str, Any]:
-    training = Training(mebibytes, batch=8)
+    training = make("compute-bound", mebibytes, batch=8)
     torch.set_num_threads(os.cpu_count() or 1)
     expected = training.digest()
     groups = [dict(group) for group in training.optimizer.param_groups]
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--from", type=Path, dest="source", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.write:
-        write_all(Training(options.mebibytes, batch=8), options.write)
+        write_all(make("compute-bound", options.mebibytes, batch=8), options.write)
         print("{}")
     elif options.load:
         print(json.dumps(measure(options.load, options.mebibytes, options.source, backed=options.backed)))

@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from figures import ASYNCHRONOUS, PEERS, Figures
+from figures import ASYNCHRONOUS, FIRST_SAVE, Figures, Mode
 
 MIB = 1 << 20
 OVERLAPPED, EAGER = "safe_ckpt overlapped", "safe_ckpt eager"
-# A method that no tutorial mentions, and an option that is documented to require CUDA.
-BEYOND_THEIR_DOCUMENTATION = ("prewarmed", "async staging")
 ADAPTERS = (
     "safe_ckpt Lightning .ckpt overlapped",
     "safe_ckpt Lightning .ckpt eager",
@@ -46,34 +44,35 @@ def all_targets(figures: Figures) -> list[Target]:
     found = []
     for mode in figures.modes:
         found += _training(figures, mode)
-    return [*found, *_durable(figures), *_memory(figures), *_extras(figures)]
+        found += _durable(figures, mode)
+    return [*found, *_memory(figures), *_extras(figures)]
 
 
-def _training(figures: Figures, mode: str) -> list[Target]:
+def _training(figures: Figures, mode: Mode) -> list[Target]:
     lost = figures.best_peer("lost", mode, ASYNCHRONOUS)
-    first = figures.best_peer("first call + gate", mode, PEERS)
-    usual = figures.best_peer("first call + gate", mode, PEERS, without=BEYOND_THEIR_DOCUMENTATION)
+    copying = figures.best_peer("lost", mode, ASYNCHRONOUS, copying_first=True)
+    first = figures.best_peer(FIRST_SAVE, mode, ASYNCHRONOUS)
     memcpy = figures.reference("memcpy_s", mode)
     stop = figures.seconds(OVERLAPPED, mode, "call + gate")
-    name = "first call + gate"
+    found = [
+        _against(f"{way}: lost per save x best async peer, {mode}", figures, (way, mode, "lost"), lost, 0.8)
+        for way in (OVERLAPPED, EAGER)
+    ]
     return [
-        Target(
-            f"lost per save x best async peer, {mode}",
-            figures.ratio(OVERLAPPED, mode, "lost", lost and lost[1]),
-            0.8,
-            note=lost[0] if lost else "",
+        *found,
+        _against(
+            f"{EAGER}: the same x best async peer that copies first, {mode}",
+            figures,
+            (EAGER, mode, "lost"),
+            copying,
+            1.0,
         ),
-        Target(
-            f"{name} x best peer as its documentation has it, {mode}",
-            figures.ratio(OVERLAPPED, mode, name, usual and usual[1]),
-            0.2,
-            note=usual[0] if usual else "",
-        ),
-        Target(
-            f"{name} x best peer, prewarmed by hand or staging on a thread, {mode}",
-            figures.ratio(OVERLAPPED, mode, name, first and first[1]),
-            0.2,
-            note=first[0] if first else "",
+        _against(
+            f"first save: call + first step x best async peer, {mode}",
+            figures,
+            (OVERLAPPED, mode, FIRST_SAVE),
+            first,
+            0.5,
         ),
         Target(
             f"overlapped call + gate, {mode}",
@@ -90,26 +89,30 @@ def _training(figures: Figures, mode: str) -> list[Target]:
     ]
 
 
-def _durable(figures: Figures) -> list[Target]:
-    peer = figures.best_peer("durable", "quiet", ASYNCHRONOUS)
+def _against(
+    name: str, figures: Figures, which: tuple[str, Mode, str], peer: tuple[str, float] | None, limit: float
+) -> Target:
+    return Target(name, figures.ratio(*which, peer and peer[1]), limit, note=peer[0] if peer else "")
+
+
+def _durable(figures: Figures, mode: Mode) -> list[Target]:
+    peer = figures.best_peer("durable", mode, ASYNCHRONOUS)
     found = []
     for way in (OVERLAPPED, EAGER):
-        found += [
-            _against_the_disk(figures, way, 1.25),
-            Target(
-                f"{way}: durable x best async peer",
-                figures.ratio(way, "quiet", "durable", peer and peer[1]),
-                0.6,
-                note=peer[0] if peer else "",
-            ),
-        ]
-    return [*found, *(_against_the_disk(figures, way, 1.4) for way in ADAPTERS)]
+        found.append(_against(f"{way}: durable x best async peer, {mode}", figures, (way, mode, "durable"), peer, 0.6))
+        if mode.is_quiet:
+            found.append(_against_the_disk(figures, way, mode, 1.25))
+            continue
+        quiet = figures.seconds(way, mode._replace(load="quiet"), "durable")
+        ratio = figures.ratio(way, mode, "durable", quiet.median if quiet else None)
+        found.append(Target(f"{way}: durable x its own when quiet, {mode}", ratio, 3))
+    return [*found, *(_against_the_disk(figures, way, mode, 1.4) for way in ADAPTERS if mode.is_quiet)]
 
 
-def _against_the_disk(figures: Figures, way: str, limit: float) -> Target:
-    spread = figures.seconds(way, "quiet", "durable x O_DIRECT")
+def _against_the_disk(figures: Figures, way: str, mode: Mode, limit: float) -> Target:
+    spread = figures.seconds(way, mode, "durable x O_DIRECT")
     note = f"{spread.low:.2f} to {spread.high:.2f}" if spread else ""
-    return Target(f"{way}: durable x O_DIRECT", spread.median if spread else None, limit, note=note)
+    return Target(f"{way}: durable x O_DIRECT, {mode}", spread.median if spread else None, limit, note=note)
 
 
 def _memory(figures: Figures) -> list[Target]:

@@ -1,4 +1,4 @@
-"""A training loop that is the same every time: an MLP with AdamW, of a given size of parameters and Adam state."""
+"""Training loops that are the same every time, of a given size of parameters and Adam state."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import xxhash
 
+PARAMETERS = 48
+FORWARD_BACKWARD_S = 0.05
+CALIBRATING = 200
 FORWARD_X_COPY = 6.0  # with every core busy the copy takes a multiple of its time alone
 
 
@@ -20,30 +23,25 @@ class Step:
 
 
 class Training:
-    """Deterministic; runs on one thread, so that the other cores are free or busy as the benchmark wants it.
+    """A model that is trained on one thread, so that the other cores are free or busy as the benchmark wants it.
 
     Args:
-        mebibytes: size of parameters and Adam state together, about.
-        batch: rows per step; 0 chooses it so that forward and backward last clearly longer than a copy of the state.
+        model: what is trained.
+        optimizer: of its parameters.
+        work: forward and backward.
+        batch: rows per step, where it was chosen; else 0.
     """
 
-    def __init__(self, mebibytes: int, batch: int = 0) -> None:
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
-        parameters = mebibytes * (1 << 20) // 12
-        self._width = max((w for w in (256, 512, 1024, 2048) if parameters // (w * w) >= 8), default=256)
-        layers = max(1, round(parameters / (self._width * (self._width + 1))))
-        blocks = [(torch.nn.Linear(self._width, self._width), torch.nn.Tanh()) for _ in range(layers)]
-        self.model = torch.nn.Sequential(*(part for block in blocks for part in block))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self._rows(batch or 8)
-        self._begun = self._updating = 0.0
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, work: Callable[[], None], batch: int = 0
+    ) -> None:
+        self.model, self.optimizer, self.work, self.batch = model, optimizer, work, batch
+        self._updating = 0.0
         self.step()  # makes Adam's state
-        self.batch = batch or self._calibrate()
 
     def step(self, gate: Callable[[], None] | None = None) -> Step:
         begun = time.perf_counter()
-        self.forward_backward()
+        self.work()
         # Moved to the end of the optimizer's hooks, so that whatever else waits in a hook has waited when it runs.
         hook = self.optimizer.register_step_pre_hook(self._mark)
         gated = time.perf_counter()
@@ -52,11 +50,6 @@ class Training:
         self.optimizer.step()
         hook.remove()
         return Step(time.perf_counter() - begun, self._updating - gated)
-
-    def forward_backward(self) -> None:
-        # Gradients keep their memory: fresh pages in every step would only add noise.
-        self.optimizer.zero_grad(set_to_none=False)
-        torch.nn.functional.mse_loss(self.model(self._inputs), self._targets).backward()
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from (parameter.data for parameter in self.model.parameters())
@@ -85,22 +78,82 @@ class Training:
     def _mark(self, *_: Any) -> None:
         self._updating = time.perf_counter()
 
-    def _rows(self, batch: int) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self._inputs = torch.randn(batch, self._width, generator=generator)
-        self._targets = torch.randn(batch, self._width, generator=generator)
 
-    def _calibrate(self) -> int:
-        copy_s = min(copy_seconds(list(self.tensors()), times=3))
-        batch = 8
-        while True:
-            self._rows(batch)
-            self.forward_backward()
-            begun = time.perf_counter()
-            self.forward_backward()
-            if time.perf_counter() - begun >= FORWARD_X_COPY * copy_s:
-                return batch
-            batch += batch // 2
+def make(kind: str, mebibytes: int, batch: int = 0) -> Training:
+    """Deterministic.
+
+    Args:
+        kind: one of ``KINDS``.
+        mebibytes: size of parameters and Adam state together, about.
+        batch: rows per step of the first kind; 0 chooses it so that forward and backward last clearly longer than a copy of
+            the state.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return KINDS[kind](mebibytes, batch)
+
+
+def _compute_bound(mebibytes: int, batch: int) -> Training:
+    """An MLP: forward and backward are most of a step."""
+    parameters = mebibytes * (1 << 20) // 12
+    width = max((w for w in (256, 512, 1024, 2048) if parameters // (w * w) >= 8), default=256)
+    layers = max(1, round(parameters / (width * (width + 1))))
+    blocks = [(torch.nn.Linear(width, width), torch.nn.Tanh()) for _ in range(layers)]
+    model = torch.nn.Sequential(*(part for block in blocks for part in block))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    rows = {"inputs": torch.empty(0), "targets": torch.empty(0)}
+
+    def choose(batch: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        rows.update({name: torch.randn(batch, width, generator=generator) for name in rows})
+
+    def work() -> None:
+        # Gradients keep their memory: fresh pages in every step would only add noise.
+        optimizer.zero_grad(set_to_none=False)
+        torch.nn.functional.mse_loss(model(rows["inputs"]), rows["targets"]).backward()
+
+    choose(batch or 8)
+    training = Training(model, optimizer, work, batch)
+    if not batch:
+        training.batch = _calibrate(training, choose)
+    return training
+
+
+def _memory_bound(mebibytes: int, batch: int) -> Training:
+    """The optimizer is most of a step: it waits for memory, while forward and backward touch none of the state."""
+    del batch
+    count = max(1, mebibytes * (1 << 20) // 12 // PARAMETERS)
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(count)) for _ in range(PARAMETERS))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(count)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, foreach=True)
+    left, right = torch.randn(256, 256), torch.randn(256, 256)
+    begun = time.perf_counter()
+    for _ in range(CALIBRATING):
+        torch.mm(left, right)
+    times = max(1, round(FORWARD_BACKWARD_S * CALIBRATING / (time.perf_counter() - begun)))
+
+    def work() -> None:
+        for _ in range(times):
+            torch.mm(left, right)
+
+    return Training(model, optimizer, work)
+
+
+KINDS = {"compute-bound": _compute_bound, "memory-bound": _memory_bound}
+
+
+def _calibrate(training: Training, choose: Callable[[int], None]) -> int:
+    copy_s = min(copy_seconds(list(training.tensors()), times=3))
+    batch = 8
+    while True:
+        choose(batch)
+        training.work()
+        begun = time.perf_counter()
+        training.work()
+        if time.perf_counter() - begun >= FORWARD_X_COPY * copy_s:
+            return batch
+        batch += batch // 2
 
 
 def copy_seconds(tensors: list[torch.Tensor], *, times: int) -> list[float]:
