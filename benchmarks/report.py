@@ -71,7 +71,9 @@ def _targets(figures: Figures) -> str:
         measured = f"{target.measured:.2f} {target.unit}"
         limit = f"{'at least' if target.at_least else 'at most'} {target.at_most:g} {target.unit}"
         rows.append([target.name, limit, measured, target.verdict, target.note])
-    return "## Targets\n\nOf those that this run decides:\n\n" + _table(["", "target", "measured", "", "against, or further"], rows)
+    return "## Targets\n\nOf those that this run decides:\n\n" + _table(
+        ["", "target", "measured", "", "against, or further"], rows
+    )
 
 
 def _memory(figures: Figures) -> str:
