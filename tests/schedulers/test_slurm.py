@@ -1,8 +1,12 @@
 """A job under a real SLURM: it is told to go, goes, is started again by SLURM, and ends as one that nobody disturbed."""
 
 import contextlib
+import functools
+import os
 import re
+import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -126,9 +130,39 @@ def test_twice_and_the_other_way(cluster, undisturbed, script, sign):
 def test_the_time_limit_itself(cluster, undisturbed):
     """``#SBATCH --time`` and ``--signal`` as SLURM applies them: the job runs over its limit and ends as it should."""
     job = cluster.submit("train.py", "runs/limit", options=("--time=1", "--signal=USR1@55"))
+    cluster.wait_for(job, "step 100")
+    # SLURM looks at the limits every 30 s, and a fast machine would be done by then.
+    ranks = _python_running("train.py runs/limit")
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in ranks:
+        cluster.slurm.wait_until(
+            functools.partial(_has_been_sent, signal.SIGUSR1, pid), WAIT_S, "the signal of the limit"
+        )
+    for pid in ranks:
+        with contextlib.suppress(ProcessLookupError):  # SLURM may have let it go on itself
+            os.kill(pid, signal.SIGCONT)
     cluster.wait_for(job, "SIGUSR1")
     cluster.wait_for(job, "resumed from")
     assert cluster.weights(job) == cluster.weights(undisturbed["train.py"])
+
+
+def _python_running(words):
+    """Process ids, without those of the srun that started them."""
+    found = subprocess.run(
+        ["pgrep", "--full", "--", f"^[^ ]*python[^ ]* {words}"], capture_output=True, text=True, check=True
+    )
+    return [int(pid) for pid in found.stdout.split()]
+
+
+def _has_been_sent(number, pid):
+    """Whether a stopped process will get a signal when it goes on, or went on."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return True
+    pending = re.findall(r"^S(?:ig|hd)Pnd:\s*(\w+)", status, re.MULTILINE)
+    return "T (stopped)" not in status or any(int(mask, 16) >> (number - 1) & 1 for mask in pending)
 
 
 def test_nothing_is_left_of_a_slurm():
