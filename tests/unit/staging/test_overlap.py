@@ -319,8 +319,8 @@ def test_a_save_that_fails_at_once_holds_no_step(tmp_path, monkeypatch):
     """The save is given up while its copy is about to begin: the next step does not wait for a copy that never comes."""
     running = StagingCopy.run
 
-    def run(self):
-        left = running(self)
+    def run(self, *args):
+        left = running(self, *args)
         self.fail(SaveError(name="x", cause="elsewhere"))
         return left
 
@@ -358,11 +358,23 @@ def test_without_threads_to_be_had_the_copy_is_made_at_once(tmp_path, monkeypatc
         assert same(states({"model": net, "optimizer": optimizer}), expected)
 
 
+def hang_once(monkeypatch):
+    """The next copy that is made beside training hangs in its middle, until what is returned is set."""
+    until, copying, left = threading.Event(), StagingCopy._copy, [True]
+
+    def copy_late(self, moves, held, *, aside):
+        if aside and left:
+            left.clear()
+            until.wait(60)
+        copying(self, moves, held, aside=aside)
+
+    monkeypatch.setattr(StagingCopy, "_copy", copy_late)
+    return until
+
+
 def test_a_copy_that_never_ends_does_not_hold_training_for_ever(tmp_path, monkeypatch):
     """After barrier_s the step goes on; the save has failed, since its copy was not complete."""
-    stuck = threading.Event()
-    copying = StagingCopy.run_deferred
-    monkeypatch.setattr(StagingCopy, "run_deferred", lambda self: (stuck.wait(30), copying(self)))
+    stuck = hang_once(monkeypatch)
     net, optimizer = trained()
     config = CheckpointConfig.from_mapping({"snapshot": "overlapped", "timeouts": {"barrier_s": 0.5}})
     with Checkpointer(tmp_path, config) as ckpt:
@@ -375,15 +387,7 @@ def test_a_copy_that_never_ends_does_not_hold_training_for_ever(tmp_path, monkey
 
 def test_a_copy_that_hangs_does_not_hold_up_the_next_saves(tmp_path, monkeypatch):
     """A copy that does not come back, from a mount or a device that hangs, costs its own save, not those after it."""
-    hanging, copying, number = threading.Event(), StagingCopy.run_deferred, []
-
-    def run_deferred(self):
-        number.append(self)
-        if len(number) == 1:
-            hanging.wait(60)
-        copying(self)
-
-    monkeypatch.setattr(StagingCopy, "run_deferred", run_deferred)
+    hanging = hang_once(monkeypatch)
     net, optimizer = trained()
     config = {"snapshot": "overlapped", "timeouts": {"barrier_s": 5, "shutdown_s": 2}}
     with Checkpointer(tmp_path, CheckpointConfig.from_mapping(config)) as ckpt:
@@ -395,6 +399,26 @@ def test_a_copy_that_hangs_does_not_hold_up_the_next_saves(tmp_path, monkeypatch
         train(net, optimizer)
         assert handle.result(timeout_s=60).step == 2
         hanging.set()
+
+
+def test_a_thread_that_does_not_come_to_run_holds_no_step(tmp_path, monkeypatch):
+    """On a busy machine the thread that copies may wait for a core: at the gate another one begins in its place."""
+    starved, copying = threading.Event(), StagingCopy.run_deferred
+
+    def run_deferred(self):
+        if threading.current_thread().name == "safe_ckpt-copy":
+            starved.wait(60)
+        copying(self)
+
+    monkeypatch.setattr(StagingCopy, "run_deferred", run_deferred)
+    net, optimizer = trained()
+
+    def go_on():
+        train(net, optimizer)
+        assert not starved.is_set()
+        starved.set()
+
+    assert saved(tmp_path, {"model": net, "optimizer": optimizer}, go_on)
 
 
 def interrupt_once(monkeypatch, name, *, after):

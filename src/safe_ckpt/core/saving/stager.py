@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import threading
 import time
@@ -38,7 +40,8 @@ class Stager:
         self._rank = rank
         self._free = [SharedBuffer() for _ in range(config.max_in_flight)]
         self._preparing: threading.Thread | None = None
-        self._aside = Background("safe_ckpt-copy", _finish)
+        self._aside = Background("safe_ckpt-copy", _call)
+        self._helper = Background("safe_ckpt-help", _call)
         self._last: weakref.ref[StagingCopy] | None = None  # the one that was put in last
         self._giving_back = threading.Lock()
         self._closed = False
@@ -61,6 +64,7 @@ class Stager:
         def work() -> None:
             try:
                 self._aside.start()
+                self._helper.start()
                 begin()
                 for buffer in buffers:
                     buffer.reserve(size_bytes)
@@ -108,12 +112,13 @@ class Stager:
             content.feed(job)
         elif job.streamed:
             self._await(job, job.handle.wait_snapshot)  # what is not written yet must not change
-        elif copy is not None and copy.run():
+        elif copy is not None and copy.run(self._ask_for_help):
+            finish = functools.partial(self._finish, job)
             try:
-                self._free_aside().put(job)
+                self._free_aside().put(finish)
                 self._last = weakref.ref(copy)
             except Refused:  # the system gives no more threads: copy now
-                _finish(job)
+                finish()
         elif not content.copies:
             job.handle.mark_snapshot_taken()
         if content.copies:
@@ -130,9 +135,11 @@ class Stager:
 
     def close(self) -> None:
         """Free the memory, and let the thread that copies end."""
-        self._aside.end()
-        if not self._aside.is_current:  # a collector may call this from anywhere
-            self._aside.join(_END_S)
+        for thread in (self._aside, self._helper):
+            thread.end()
+        for thread in (self._aside, self._helper):
+            if not thread.is_current:  # a collector may call this from anywhere
+                thread.join(_END_S)
         with self._giving_back:
             self._closed = True
         for buffer in self._free:
@@ -146,12 +153,24 @@ class Stager:
                 return SharedBuffer()
         return self._free.pop() if self._free else SharedBuffer()
 
-    def _free_aside(self) -> Background[SaveJob]:
+    def _ask_for_help(self, help_copying: Callable[[], None]) -> None:
+        with contextlib.suppress(Refused):  # it is faster with, and works without
+            self._helper.put(help_copying)
+
+    def _finish(self, job: SaveJob) -> None:
+        if job.copy is not None:
+            job.copy.run_deferred()
+            # The one that helps may have begun it.
+            if not job.copy.wait(self._config.timeouts.barrier_s):
+                return
+        job.handle.mark_snapshot_taken()
+
+    def _free_aside(self) -> Background[Callable[[], None]]:
         last = self._last() if self._last is not None else None
         if last is not None and last.error is not None and not last.wait(0):
             # It was given up and does not end (a device or a mount hangs). Later copies need not wait for it.
             self._aside.end()
-            self._aside = Background("safe_ckpt-copy", _finish)
+            self._aside = Background("safe_ckpt-copy", _call)
         return self._aside
 
     def _await_copies(self, job: SaveJob) -> None:
@@ -172,9 +191,5 @@ class Stager:
             raise
 
 
-def _finish(job: SaveJob) -> None:
-    if job.copy is not None:
-        job.copy.run_deferred()
-        if not job.copy.wait(0):
-            return  # another thread completes it
-    job.handle.mark_snapshot_taken()
+def _call(work: Callable[[], None]) -> None:
+    work()

@@ -1,15 +1,20 @@
 """A snapshot: where in the shared buffer each file lies, and the copying of the tensors to their places there.
 
-It is copied at once, or what is known not to change yet on a thread of its own. While it is copied it is marked how far the
-shared buffer is filled without a gap, so the writer process follows right behind.
+It is copied at once, or what is known not to change yet on a thread of its own. Two threads share one copy where both have time
+for it: one begins at the front, the other at the back. While it is copied it is marked how far the shared buffer is filled
+without a gap, so the writer process follows right behind.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
 
 from safe_ckpt.core.cuda import Cuda, DeviceCopies, TensorCopy
 from safe_ckpt.core.formats.file_plan import FilePlan, WriteTask
@@ -20,15 +25,14 @@ from safe_ckpt.core.staging.progress import FIRST_BYTE
 from safe_ckpt.core.storage.direct_io import PAGE
 from safe_ckpt.errors import SaveError
 
-if TYPE_CHECKING:
-    import torch
-
 _PIECE = 16 << 20  # the writer may begin after so many bytes
 _THREADS_FROM = 1 << 20  # below this torch's own copy costs more in dispatch than it gains by its threads
 # Giving the interpreter lock away may cost milliseconds until it comes back; so much is copied in a few microseconds, unless it
 # lies in a mapped file that has yet to be read.
 _LOCKED_BELOW = 32 << 10
+_HELP_FROM = 32 << 20  # below this the copy is over before another thread has woken up
 
+# Without the interpreter lock is ``ctypes.memmove``.
 _memmove_locked = ctypes.PyDLL(None).memmove
 _memmove_locked.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove_locked.restype = ctypes.c_void_p
@@ -117,8 +121,14 @@ def _rounded(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
+_Piece = tuple[TensorCopy, int, int]
+"""A tensor, the first byte of it to copy, and how many; -1 for all of it, in the way that its kind needs."""
+
+
 class StagingCopy:
     """The filling of one shared buffer. ``run`` copies what cannot wait, ``run_deferred`` the rest.
+
+    Of a copy in host memory another thread may take pieces from the back: ``help``.
 
     Args:
         name: of the checkpoint, for messages.
@@ -150,16 +160,23 @@ class StagingCopy:
         self._detector = detector
         self._memory: torch.Tensor | None = buffer.bytes  # held: it must stay mapped under the copying
         self._stopped = False
+        self._handed_over = False  # whether ``run`` has left the rest to whoever comes first
         self._taken_over = False
         self._claiming = threading.Lock()
         self._marked = 0
         self._over = threading.Event()
         self._checking = threading.Lock()
+        self._helping = threading.Lock()
+        self._pieces: deque[_Piece] = deque()  # those that another thread may take
+        self._ask_for_help: Callable[[Callable[[], None]], None] | None = None
         self._devices = DeviceCopies(buffer, cuda)
         buffer.mark(0)
 
-    def run(self) -> bool:
+    def run(self, ask_for_help: Callable[[Callable[[], None]], None] | None = None) -> bool:
         """Copy what cannot wait, on the caller's thread. What goes wrong is in ``error``.
+
+        Args:
+            ask_for_help: has what it is given called on another thread, now or later; not asked where it would not be faster.
 
         Returns:
             Whether the rest is left for ``run_deferred``, which must be called then.
@@ -169,9 +186,12 @@ class StagingCopy:
         left, held = False, self._later[0].offset if self._later else self._end
         try:
             self._devices.begin(self._later)
+            self._ask_for_help = ask_for_help
+            if ask_for_help is not None and _is_worth_help(self._now):
+                ask_for_help(self.help)
             self._copy(self._now, held, aside=False)
             self._mark(held)
-            left = bool(self._later) and self.error is None
+            left = self._handed_over = bool(self._later) and self.error is None
         except Exception as error:
             self.fail(error)
         except BaseException:
@@ -190,8 +210,10 @@ class StagingCopy:
 
     def run_deferred(self) -> None:
         """Copy the rest, on any thread; nothing if it was abandoned before."""
-        if not self._claim():
-            return
+        if self._claim():
+            self._run_deferred()
+
+    def _run_deferred(self) -> None:
         try:
             # Not to its very end: the save must not succeed before the tensors were checked for changes.
             self._copy(self._later, self._end - 1, aside=True)
@@ -219,9 +241,32 @@ class StagingCopy:
         """Return when the tensors may change: at once if their devices keep the order. Called before they change."""
         if self._devices.order(self._later):
             self._check_unchanged()
-        elif not self._over.wait(timeout_s):
+            return
+        if self._ask_for_help is not None and self._handed_over and not self._over.is_set():
+            # Not this thread itself: in the middle of it a signal's handler may wait for this save.
+            self._ask_for_help(self.help)
+        if not self._over.wait(timeout_s):
             cause = f"the copy was not complete after {timeout_s:.0f} s (timeouts.barrier_s) and training went on"
             self.fail(SaveError(name=self._name, cause=cause, phase="snapshot"))
+
+    def help(self) -> None:
+        """Copy from the back what another thread copies from the front. On a thread that runs no signal's handlers."""
+        if self._handed_over:
+            self.run_deferred()  # the one that should has not come to run yet
+        if not self._helping.acquire(blocking=False):
+            return  # somebody helps, or nothing is left
+        try:
+            memory, pieces = self._memory, self._pieces
+            while memory is not None and not self._stopped:
+                try:
+                    piece = pieces.pop()
+                except IndexError:
+                    break
+                self._copy_piece(piece, memory)
+        except Exception as error:  # it belongs to the thread that saves
+            self.fail(error)
+        finally:
+            self._helping.release()
 
     def _claim(self) -> bool:
         # An interrupt may come while the rest is handed to a thread. Only one of the two may finish the copy.
@@ -231,8 +276,9 @@ class StagingCopy:
 
     def _close(self) -> None:
         try:
-            # Before it is over: a copy that a device has not finished would land in the next snapshot.
-            self._devices.forget()
+            # Before it is over: what another thread or a device has not finished would land in the next snapshot.
+            with self._helping:
+                self._devices.forget()
         except Exception as error:  # the device is lost, and with it whatever was under way
             self.fail(error)
         finally:
@@ -258,36 +304,48 @@ class StagingCopy:
         memory = self._memory
         if memory is None:
             return
-        base = memory.data_ptr()
-        for move in moves:
-            if self._stopped:
-                return
-            size = move.size
-            if self._devices.takes(move):
-                self._devices.copy(move)
-            elif not move.tensor.is_contiguous() or (not aside and size >= _THREADS_FROM):
-                move.into(memory)
-            elif size < _LOCKED_BELOW:
-                _memmove_locked(base + move.offset, move.tensor.data_ptr(), size)
-            else:
-                self._memmove(move, base, held if aside else 0)
-            end = min(move.offset + size, held)
+        alone = aside or torch.get_num_threads() == 1
+        pieces = deque(piece for move in moves for piece in self._cut(move, alone=alone))
+        if all(length >= 0 for _, _, length in pieces):
+            self._pieces = pieces
+        while not self._stopped:
+            try:
+                piece = pieces.popleft()
+            except IndexError:
+                break  # not ``while pieces``: the one that helps may take the last one in between
+            self._copy_piece(piece, memory)
+            move, start, length = piece
+            end = min(move.offset + (start + length if length >= 0 else move.size), held)
             if aside and end - self._marked >= _PIECE:
                 self._mark(end)
-        self._devices.settle()
+        # What the other one has begun: at most one piece, unless the source's memory hangs, and then its thread does.
+        with self._helping:
+            self._devices.settle()
 
-    def _memmove(self, move: TensorCopy, base: int, held: int) -> None:
-        source, size = move.tensor.data_ptr(), move.size
-        for start in range(0, size, _PIECE):
-            if self._stopped:
-                return
-            length = min(_PIECE, size - start)
-            ctypes.memmove(base + move.offset + start, source + start, length)  # without the interpreter lock
-            if held and length == _PIECE:
-                self._mark(min(move.offset + start + length, held))
+    def _cut(self, move: TensorCopy, *, alone: bool) -> list[_Piece]:
+        size = move.size
+        if self._devices.takes(move) or not move.tensor.is_contiguous() or (not alone and size >= _THREADS_FROM):
+            return [(move, 0, -1)]
+        return [(move, start, min(_PIECE, size - start)) for start in range(0, size, _PIECE)]
+
+    def _copy_piece(self, piece: _Piece, memory: torch.Tensor) -> None:
+        move, start, length = piece
+        if length >= 0:
+            copy = ctypes.memmove if length >= _LOCKED_BELOW else _memmove_locked
+            copy(memory.data_ptr() + move.offset + start, move.tensor.data_ptr() + start, length)
+        elif self._devices.takes(move):
+            self._devices.copy(move)
+        else:
+            move.into(memory)
 
     def _mark(self, end: int) -> None:
         self._devices.settle()
         if not self._stopped:
             self._marked = end
             self._buffer.mark(end)
+
+
+def _is_worth_help(moves: Sequence[TensorCopy]) -> bool:
+    """Whether two threads copy faster than one: torch's own do not, and there is a core for the other."""
+    alone = torch.get_num_threads() == 1 and len(os.sched_getaffinity(0)) > 1
+    return alone and sum(move.size for move in moves if move.tensor.is_cpu) >= _HELP_FROM
