@@ -1,5 +1,6 @@
 """One copy that two threads share: every byte is there once it is over, whoever was faster, and nothing is written after."""
 
+import contextlib
 import random
 import threading
 
@@ -70,8 +71,9 @@ def test_every_byte_is_copied(deferred):
         buffer.close()
 
 
-def test_it_is_not_over_while_a_piece_is_copied(monkeypatch):
-    """The one at the back is slow with its last piece: until then the copy is not over, and not marked to its end."""
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_it_is_not_over_while_a_piece_is_copied(monkeypatch, interrupted):
+    """The one at the back is slow with its last piece: until then it is not over, also if Ctrl-C ends the one at the front."""
     moves, expected, end = moves_of(40, deferred=False)
     buffer = SharedBuffer()
     buffer.reserve(end)
@@ -86,10 +88,16 @@ def test_it_is_not_over_while_a_piece_is_copied(monkeypatch):
         elif not begun.is_set():
             helper.start()
             begun.wait(30)
+            if interrupted:
+                raise KeyboardInterrupt
         copying(self, piece, memory)
 
+    def run():
+        with contextlib.suppress(KeyboardInterrupt):
+            copy.run()
+
     monkeypatch.setattr(StagingCopy, "_copy_piece", copy_piece)
-    front = threading.Thread(target=copy.run)
+    front = threading.Thread(target=run)
     front.start()
     assert begun.wait(30)
     front.join(0.2)  # it must not end: a longer look would only find it more surely
@@ -99,7 +107,8 @@ def test_it_is_not_over_while_a_piece_is_copied(monkeypatch):
     front.join(30)
     helper.join(30)
     assert copy.wait(0)
-    assert buffer.bytes[FIRST_BYTE:end].equal(expected)
+    assert (copy.error is not None) == interrupted
+    assert interrupted or buffer.bytes[FIRST_BYTE:end].equal(expected)
     buffer.close()
 
 
