@@ -30,6 +30,7 @@ _THREADS_FROM = 1 << 20  # below this torch's own copy costs more in dispatch th
 # Giving the interpreter lock away may cost milliseconds until it comes back; so much is copied in a few microseconds, unless it
 # lies in a mapped file that has yet to be read.
 _LOCKED_BELOW = 32 << 10
+_BLOCK = 2 << 20
 _HELP_FROM = 32 << 20  # below this the copy is over before another thread has woken up
 
 # Without the interpreter lock is ``ctypes.memmove``.
@@ -68,14 +69,15 @@ def lay_out(
     Raises:
         NotEnoughSpaceError: the machine has not that much memory left.
     """
-    buffer.reserve(buffer_bytes(images))
-    memory = buffer.memory
+    # Memory for copies from devices is pinned, so all of it is allocated before.
+    on_host = all(tensor.is_cpu for image in images for _, tensor in image.tensors)
+    buffer.reserve(buffer_bytes(images), ready=not on_host)
     moves: list[TensorCopy] = []
     tasks = list_tasks(images, folder, manifest)
     for image, task in zip(images, tasks, strict=True):
         base = task.offset
         for offset, data in image.pieces:
-            memory[base + offset : base + offset + len(data)] = data
+            buffer.put(base + offset, data)
         for offset, tensor in image.tensors:
             deferred = overlap_plan is not None and overlap_plan.covers(tensor)
             moves.append(TensorCopy(offset=base + offset, tensor=tensor, deferred=deferred))
@@ -168,6 +170,7 @@ class StagingCopy:
         self._checking = threading.Lock()
         self._helping = threading.Lock()
         self._pieces: deque[_Piece] = deque()  # those that another thread may take
+        self._allocated: set[int] = set()  # blocks of a fresh buffer
         self._ask_for_help: Callable[[Callable[[], None]], None] | None = None
         self._devices = DeviceCopies(buffer, cuda)
         buffer.mark(0)
@@ -304,7 +307,7 @@ class StagingCopy:
         memory = self._memory
         if memory is None:
             return
-        alone = aside or torch.get_num_threads() == 1
+        alone = aside or self._buffer.fresh or torch.get_num_threads() == 1
         pieces = deque(piece for move in moves for piece in self._cut(move, alone=alone))
         if all(length >= 0 for _, _, length in pieces):
             self._pieces = pieces
@@ -330,13 +333,26 @@ class StagingCopy:
 
     def _copy_piece(self, piece: _Piece, memory: torch.Tensor) -> None:
         move, start, length = piece
+        offset, fresh = move.offset + start, self._buffer.fresh
+        if length >= _LOCKED_BELOW and fresh:
+            self._buffer.write(offset, move.tensor.data_ptr() + start, length)
+            return
+        if fresh:
+            self._allocate(offset, length if length >= 0 else move.size)
         if length >= 0:
             copy = ctypes.memmove if length >= _LOCKED_BELOW else _memmove_locked
-            copy(memory.data_ptr() + move.offset + start, move.tensor.data_ptr() + start, length)
+            copy(memory.data_ptr() + offset, move.tensor.data_ptr() + start, length)
         elif self._devices.takes(move):
             self._devices.copy(move)
         else:
             move.into(memory)
+
+    def _allocate(self, offset: int, length: int) -> None:
+        """Have memory there before the first access. Of small tensors for many at a time: a call for each would be slow."""
+        for block in range(offset // _BLOCK, (offset + length - 1) // _BLOCK + 1):
+            if block not in self._allocated:
+                self._buffer.allocate(block * _BLOCK, _BLOCK)
+                self._allocated.add(block)
 
     def _mark(self, end: int) -> None:
         self._devices.settle()
