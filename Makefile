@@ -50,8 +50,8 @@ test-schedulers: .venv/ready
 test-all: .venv/ready  ## the same with the tests marked thorough
 	$(MAKE) --no-print-directory test MORE=--all
 
-faults: .venv/ready  ## the whole fault matrix, printed with counts: about 20 minutes
-	SAFE_CKPT_THOROUGH=1 $(BIN)/python -m pytest -q tests/faults
+faults: .venv/ready  ## the whole fault matrix, printed with counts: more than an hour on two cores
+	SAFE_CKPT_THOROUGH=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal tests/faults
 
 test-deepspeed: RUNNER = $(DEEPSPEED)/python
 test-deepspeed: .venv/deepspeed  ## the DeepSpeed adapter with real engines on the CPU

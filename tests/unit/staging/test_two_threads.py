@@ -12,6 +12,7 @@ from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.progress import FIRST_BYTE, read_mark
 from safe_ckpt.core.staging.snapshot import StagingCopy
+from safe_ckpt.errors import SaveError
 
 PIECE = 256
 SIZES = (1, 255, 256, 257, 4096, 0, 100_000)
@@ -42,33 +43,79 @@ def moves_of(seed, *, deferred):
     return moves, torch.cat(expected), at
 
 
+def watch_marks(monkeypatch, buffer, expected):
+    """Everything before a mark must be in place when the mark is set: the writer reads it."""
+    marking, wrong = SharedBuffer.mark, []
+
+    def mark(self, end):
+        if not buffer.bytes[FIRST_BYTE : max(end, FIRST_BYTE)].equal(expected[: max(end - FIRST_BYTE, 0)]):
+            wrong.append(end)
+        marking(self, end)
+
+    monkeypatch.setattr(SharedBuffer, "mark", mark)
+    return wrong
+
+
 @pytest.mark.parametrize("deferred", [False, True], ids=["eager", "overlapped"])
-def test_every_byte_is_copied(deferred):
-    """60 states, each with both threads at once: what lies in the shared buffer is the state, and it is marked to its end."""
+def test_every_byte_is_copied(monkeypatch, deferred):
+    """60 states, each with both threads at once: what lies in the shared buffer is the state, and no mark runs ahead of it."""
     for seed in range(60):
         moves, expected, end = moves_of(seed, deferred=deferred)
         buffer = SharedBuffer()
         buffer.reserve(end)
         copy = StagingCopy("c", buffer, moves, end)
         helpers = []
+        with monkeypatch.context() as patch:
+            wrong = watch_marks(patch, buffer, expected)
 
-        def ask(work, helpers=helpers):
-            helpers.append(threading.Thread(target=work))
-            helpers[-1].start()
+            def ask(work, helpers=helpers):
+                helpers.append(threading.Thread(target=work))
+                helpers[-1].start()
 
-        if copy.run(ask):
-            thread = threading.Thread(target=copy.run_deferred)
-            thread.start()
-            copy.pass_gate(30)
-            thread.join(30)
+            if copy.run(ask):
+                thread = threading.Thread(target=copy.run_deferred)
+                thread.start()
+                copy.pass_gate(30)
+                thread.join(30)
+        assert not wrong
         assert copy.error is None
         assert copy.wait(0)
         assert buffer.bytes[FIRST_BYTE:end].equal(expected)
         assert read_mark(memoryview(buffer.memory)) == end
         for helper in helpers:
             helper.join(30)
-        assert helpers or deferred
+        assert helpers
         buffer.close()
+
+
+def test_thousands_of_small_tensors_are_shared_as_well(monkeypatch):
+    """The one that helps is asked when there is something to take, however long it took to cut the state into pieces."""
+    moves = [
+        TensorCopy(offset=FIRST_BYTE + 300 * n, tensor=torch.full((300,), n % 251, dtype=torch.uint8))
+        for n in range(5000)
+    ]
+    expected, end = torch.cat([move.tensor for move in moves]), FIRST_BYTE + 300 * len(moves)
+    buffer = SharedBuffer()
+    buffer.reserve(end)
+    copy = StagingCopy("c", buffer, moves, end)
+    helped, copying, helpers = threading.Event(), StagingCopy._copy_piece, []
+
+    def copy_piece(self, piece):
+        if threading.current_thread() in helpers:
+            helped.set()
+        elif helpers:
+            helped.wait(30)  # not to be done before the other one has begun
+        copying(self, piece)
+
+    def ask(work):
+        helpers.append(threading.Thread(target=work))
+        helpers[-1].start()
+
+    monkeypatch.setattr(StagingCopy, "_copy_piece", copy_piece)
+    copy.run(ask)
+    assert helped.is_set()
+    assert buffer.bytes[FIRST_BYTE:end].equal(expected)
+    buffer.close()
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
@@ -81,7 +128,7 @@ def test_it_is_not_over_while_a_piece_is_copied(monkeypatch, interrupted):
     begun, go_on, copying = threading.Event(), threading.Event(), StagingCopy._copy_piece
     helper = threading.Thread(target=copy.help)
 
-    def copy_piece(self, piece, memory):
+    def copy_piece(self, piece):
         if threading.current_thread() is helper:
             begun.set()
             go_on.wait(30)
@@ -90,7 +137,7 @@ def test_it_is_not_over_while_a_piece_is_copied(monkeypatch, interrupted):
             begun.wait(30)
             if interrupted:
                 raise KeyboardInterrupt
-        copying(self, piece, memory)
+        copying(self, piece)
 
     def run():
         with contextlib.suppress(KeyboardInterrupt):
@@ -112,8 +159,10 @@ def test_it_is_not_over_while_a_piece_is_copied(monkeypatch, interrupted):
     buffer.close()
 
 
-def test_an_error_of_the_one_that_helps_fails_the_save(monkeypatch):
-    """It does not get lost on another thread."""
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("kind", [MemoryError, SystemExit])
+def test_an_error_of_the_one_that_helps_fails_the_save(monkeypatch, kind):
+    """Nothing gets lost on another thread: the piece that it had taken is in nobody's hands."""
     moves, _, end = moves_of(40, deferred=False)
     buffer = SharedBuffer()
     buffer.reserve(end)
@@ -121,20 +170,56 @@ def test_an_error_of_the_one_that_helps_fails_the_save(monkeypatch):
     helper, copying = threading.Thread(target=copy.help), StagingCopy._copy_piece
     helped = threading.Event()
 
-    def copy_piece(self, piece, memory):
+    def copy_piece(self, piece):
         if threading.current_thread() is helper:
             helped.set()
-            raise MemoryError("no more")
+            raise kind("no more")
         if not helped.is_set():
             helper.start()
             helped.wait(30)
-        copying(self, piece, memory)
+        copying(self, piece)
 
     monkeypatch.setattr(StagingCopy, "_copy_piece", copy_piece)
     copy.run()
     helper.join(30)
-    assert isinstance(copy.error, MemoryError)
+    assert isinstance(copy.error, kind if issubclass(kind, Exception) else SaveError)
     assert copy.wait(0)
+    assert read_mark(memoryview(buffer.memory)) < end
+    buffer.close()
+
+
+def test_ctrl_c_again_and_again_does_not_end_it_early(monkeypatch):
+    """Each Ctrl-C ends what the caller waits for; it is over when the other thread has let go of its piece, and not before."""
+    moves, _, end = moves_of(40, deferred=False)
+    buffer = SharedBuffer()
+    buffer.reserve(end)
+    copy = StagingCopy("c", buffer, moves, end)
+    begun, go_on, copying = threading.Event(), threading.Event(), StagingCopy._copy_piece
+    helper = threading.Thread(target=copy.help)
+
+    def copy_piece(self, piece):
+        if threading.current_thread() is helper:
+            begun.set()
+            go_on.wait(30)
+        elif not begun.is_set():
+            helper.start()
+            begun.wait(30)
+        copying(self, piece)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StagingCopy, "_copy_piece", copy_piece)
+    monkeypatch.setattr(copy._nobody_helps, "wait", interrupt)  # where the one at the front waits for the other
+    with pytest.raises(KeyboardInterrupt):
+        copy.run()
+    for _ in range(3):
+        copy.abandon()
+        assert not copy.wait(0)
+    go_on.set()
+    assert copy.wait(30)
+    assert copy.error is not None
+    helper.join(30)
     buffer.close()
 
 

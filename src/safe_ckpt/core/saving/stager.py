@@ -40,7 +40,6 @@ class Stager:
         self._rank = rank
         self._free = [SharedBuffer() for _ in range(config.max_in_flight)]
         self._preparing: threading.Thread | None = None
-        self._in_a_hurry = threading.Event()  # a save needs memory: none is made ready meanwhile
         self._aside = Background("safe_ckpt-copy", _call)
         self._helper = Background("safe_ckpt-help", _call)
         self._last: weakref.ref[StagingCopy] | None = None  # the one that was put in last
@@ -68,8 +67,8 @@ class Stager:
                 self._helper.start()
                 begin()
                 for buffer in buffers:
-                    buffer.reserve(size_bytes, unless=self._in_a_hurry.is_set)
-                    if device is not None and not buffer.fresh:
+                    buffer.reserve(size_bytes)
+                    if device is not None:
                         buffer.pin(device, self._cuda)
             except (NotEnoughSpaceError, OSError, ValueError, RuntimeError) as error:
                 logger.info("the first save could not be made ready for: %s", error)
@@ -95,7 +94,6 @@ class Stager:
             except Exception as error:  # as the docstring says
                 job.error = error
             return
-        self._in_a_hurry.set()
         job.buffer = self._take_buffer()
         try:
             job.tasks, job.copy = snapshot.lay_out(
@@ -104,8 +102,6 @@ class Stager:
             job.error = None
         except Exception as error:  # as the docstring says
             job.error = error
-        finally:
-            self._in_a_hurry.clear()
 
     def copy(self, job: SaveJob) -> None:
         """Copy now what may change; the rest on a thread, behind the gate. Without a buffer wait until all is written."""
@@ -131,29 +127,14 @@ class Stager:
 
     def give_back(self, buffer: SharedBuffer) -> None:
         """The save that used it is over. Called on the background thread."""
-        if buffer.short:
-            buffer.close()  # gives back what it got
-            buffer = SharedBuffer()
         with self._giving_back:
             if not self._closed:
                 self._free.append(buffer)
-                if buffer.fresh:
-                    self._ask_for_help(functools.partial(self._make_ready, buffer))
                 return
         buffer.close()  # of a save that was given up at the end
 
-    def _make_ready(self, buffer: SharedBuffer) -> None:
-        with self._giving_back:
-            if buffer not in self._free:
-                return
-        try:
-            buffer.reserve(buffer.size, unless=self._in_a_hurry.is_set)
-        except (NotEnoughSpaceError, OSError, ValueError) as error:
-            logger.info("the next save could not be made ready for: %s", error)
-
     def close(self) -> None:
-        """Free the memory, and let the threads that copy end."""
-        self._in_a_hurry.set()
+        """Free the memory, and let the thread that copies end."""
         for thread in (self._aside, self._helper):
             thread.end()
         for thread in (self._aside, self._helper):
@@ -172,9 +153,9 @@ class Stager:
                 return SharedBuffer()
         return self._free.pop() if self._free else SharedBuffer()
 
-    def _ask_for_help(self, work: Callable[[], None]) -> None:
+    def _ask_for_help(self, help_copying: Callable[[], None]) -> None:
         with contextlib.suppress(Refused):  # it is faster with, and works without
-            self._helper.put(work)
+            self._helper.put(help_copying)
 
     def _finish(self, job: SaveJob) -> None:
         if job.copy is not None:
@@ -189,7 +170,8 @@ class Stager:
         if last is not None and last.error is not None and not last.wait(0):
             # It was given up and does not end (a device or a mount hangs). Later copies need not wait for it.
             self._aside.end()
-            self._aside = Background("safe_ckpt-copy", _call)
+            self._helper.end()
+            self._aside, self._helper = Background("safe_ckpt-copy", _call), Background("safe_ckpt-help", _call)
         return self._aside
 
     def _await_copies(self, job: SaveJob) -> None:

@@ -48,8 +48,6 @@ class FileStream:
             self.size_bytes += image.length
             buffer = self._buffer_for(snapshot.buffer_bytes([image]))
         try:
-            if buffer.fresh:  # it comes a second time: from now on copying into mapped memory is faster
-                buffer.reserve(buffer.size)
             tasks = snapshot.take([image], buffer, *self._place)
         except BaseException:
             buffer.close()

@@ -1,8 +1,8 @@
 """A snapshot: where in the shared buffer each file lies, and the copying of the tensors to their places there.
 
-It is copied at once, or what is known not to change yet on a thread of its own. Two threads share one copy where both have time
-for it: one begins at the front, the other at the back. While it is copied it is marked how far the shared buffer is filled
-without a gap, so the writer process follows right behind.
+It is copied at once, or what is known not to change yet on a thread of its own. Where that is faster a second thread helps: one
+begins at the front, the other at the back. While it is copied it is marked how far the shared buffer is filled without a gap,
+so the writer process follows right behind.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ _THREADS_FROM = 1 << 20  # below this torch's own copy costs more in dispatch th
 # Giving the interpreter lock away may cost milliseconds until it comes back; so much is copied in a few microseconds, unless it
 # lies in a mapped file that has yet to be read.
 _LOCKED_BELOW = 32 << 10
-_BLOCK = 2 << 20
 _HELP_FROM = 32 << 20  # below this the copy is over before another thread has woken up
 
 # Without the interpreter lock is ``ctypes.memmove``.
@@ -69,15 +68,14 @@ def lay_out(
     Raises:
         NotEnoughSpaceError: the machine has not that much memory left.
     """
-    # Memory for copies from devices is pinned, so all of it is allocated before.
-    on_host = all(tensor.is_cpu for image in images for _, tensor in image.tensors)
-    buffer.reserve(buffer_bytes(images), ready=not on_host)
+    buffer.reserve(buffer_bytes(images))
+    memory = buffer.memory
     moves: list[TensorCopy] = []
     tasks = list_tasks(images, folder, manifest)
     for image, task in zip(images, tasks, strict=True):
         base = task.offset
         for offset, data in image.pieces:
-            buffer.put(base + offset, data)
+            memory[base + offset : base + offset + len(data)] = data
         for offset, tensor in image.tensors:
             deferred = overlap_plan is not None and overlap_plan.covers(tensor)
             moves.append(TensorCopy(offset=base + offset, tensor=tensor, deferred=deferred))
@@ -162,15 +160,18 @@ class StagingCopy:
         self._detector = detector
         self._memory: torch.Tensor | None = buffer.bytes  # held: it must stay mapped under the copying
         self._stopped = False
-        self._handed_over = False  # whether ``run`` has left the rest to whoever comes first
+        self._rest_is_left = False  # by ``run``, to whoever comes first
         self._taken_over = False
         self._claiming = threading.Lock()
         self._marked = 0
         self._over = threading.Event()
         self._checking = threading.Lock()
-        self._helping = threading.Lock()
         self._pieces: deque[_Piece] = deque()  # those that another thread may take
-        self._allocated: set[int] = set()  # blocks of a fresh buffer
+        self._entering = threading.Lock()  # of the one that helps; never held for long
+        self._nobody_helps = threading.Event()
+        self._nobody_helps.set()
+        self._gate_waits = False
+        self._to_be_closed = threading.Event()
         self._ask_for_help: Callable[[Callable[[], None]], None] | None = None
         self._devices = DeviceCopies(buffer, cuda)
         buffer.mark(0)
@@ -179,7 +180,7 @@ class StagingCopy:
         """Copy what cannot wait, on the caller's thread. What goes wrong is in ``error``.
 
         Args:
-            ask_for_help: has what it is given called on another thread, now or later; not asked where it would not be faster.
+            ask_for_help: has what it is given called on another thread; asked where two are faster, or when a gate waits.
 
         Returns:
             Whether the rest is left for ``run_deferred``, which must be called then.
@@ -190,11 +191,9 @@ class StagingCopy:
         try:
             self._devices.begin(self._later)
             self._ask_for_help = ask_for_help
-            if ask_for_help is not None and _is_worth_help(self._now):
-                ask_for_help(self.help)
             self._copy(self._now, held, aside=False)
             self._mark(held)
-            left = self._handed_over = bool(self._later) and self.error is None
+            left = self._rest_is_left = bool(self._later) and self.error is None
         except Exception as error:
             self.fail(error)
         except BaseException:
@@ -245,31 +244,41 @@ class StagingCopy:
         if self._devices.order(self._later):
             self._check_unchanged()
             return
-        if self._ask_for_help is not None and self._handed_over and not self._over.is_set():
+        self._gate_waits = True
+        ask_for_help = self._ask_for_help
+        if ask_for_help is not None and self._rest_is_left and not self._over.is_set():
             # Not this thread itself: in the middle of it a signal's handler may wait for this save.
-            self._ask_for_help(self.help)
+            ask_for_help(self.help)
         if not self._over.wait(timeout_s):
             cause = f"the copy was not complete after {timeout_s:.0f} s (timeouts.barrier_s) and training went on"
             self.fail(SaveError(name=self._name, cause=cause, phase="snapshot"))
 
     def help(self) -> None:
         """Copy from the back what another thread copies from the front. On a thread that runs no signal's handlers."""
-        if self._handed_over:
+        if self._rest_is_left:
             self.run_deferred()  # the one that should has not come to run yet
-        if not self._helping.acquire(blocking=False):
-            return  # somebody helps, or nothing is left
+        with self._entering:
+            if self._to_be_closed.is_set() or not self._pieces or not self._nobody_helps.is_set():
+                return
+            self._nobody_helps.clear()
         try:
-            memory, pieces = self._memory, self._pieces
-            while memory is not None and not self._stopped:
+            while not self._stopped and not self._to_be_closed.is_set():
                 try:
-                    piece = pieces.pop()
+                    piece = self._pieces.pop()
                 except IndexError:
                     break
-                self._copy_piece(piece, memory)
+                self._copy_piece(piece)
         except Exception as error:  # it belongs to the thread that saves
             self.fail(error)
+        except BaseException:
+            self.fail(SaveError(name=self._name, cause="interrupted", phase="snapshot"))
+            raise
         finally:
-            self._helping.release()
+            with self._entering:
+                self._nobody_helps.set()
+                last = self._to_be_closed.is_set()
+            if last:
+                self._let_go()
 
     def _claim(self) -> bool:
         # An interrupt may come while the rest is handed to a thread. Only one of the two may finish the copy.
@@ -278,16 +287,24 @@ class StagingCopy:
         return first
 
     def _close(self) -> None:
+        """The caller copies no more. If another thread has a piece in its hands, it is over when that is done. Never waits."""
+        with self._entering:
+            self._to_be_closed.set()
+            last = self._nobody_helps.is_set()
+        if last:
+            self._let_go()
+
+    def _let_go(self) -> None:
         try:
-            # Before it is over: what another thread or a device has not finished would land in the next snapshot.
-            with self._helping:
-                self._devices.forget()
+            # Before it is over: a copy that a device has not finished would land in the next snapshot.
+            self._devices.forget()
         except Exception as error:  # the device is lost, and with it whatever was under way
             self.fail(error)
         finally:
             self._over.set()
-            self._now, self._later, self._detector = [], [], None  # let go of the tensors, and of the shared buffer
-            self._memory = None
+            # Let go of the tensors, of the shared buffer, and of whoever owns the threads.
+            self._now, self._later, self._detector, self._ask_for_help = [], [], None, None
+            self._pieces, self._memory = deque(), None
 
     def _check_unchanged(self) -> None:
         with self._checking:  # the second caller waits: the step that follows changes what the detector looks at
@@ -301,58 +318,53 @@ class StagingCopy:
     def _copy(self, moves: Sequence[TensorCopy], held: int, *, aside: bool) -> None:
         """Copy, up to ``held`` as far as marks go. ``aside``: while training goes on, on one core and with the writer behind.
 
-        While the caller waits it is the other way round: torch's threads help, and the writer does not take their memory
-        bandwidth yet.
+        While the caller waits it is the other way round: torch's threads help, or one of ours if torch uses one, and the writer
+        does not take their memory bandwidth yet.
         """
-        memory = self._memory
-        if memory is None:
+        if self._memory is None:
             return
-        alone = aside or self._buffer.fresh or torch.get_num_threads() == 1
-        pieces = deque(piece for move in moves for piece in self._cut(move, alone=alone))
-        if all(length >= 0 for _, _, length in pieces):
+        one_thread = aside or torch.get_num_threads() == 1
+        pieces = deque(piece for move in moves for piece in self._cut(move, one_thread=one_thread))
+        if not any(self._is_on_device(piece) for piece in pieces):
             self._pieces = pieces
+            # Not before: it would find nothing to do, and leave.
+            if self._ask_for_help is not None and (self._gate_waits if aside else one_thread and _is_long(moves)):
+                self._ask_for_help(self.help)
         while not self._stopped:
             try:
                 piece = pieces.popleft()
             except IndexError:
                 break  # not ``while pieces``: the one that helps may take the last one in between
-            self._copy_piece(piece, memory)
+            self._copy_piece(piece)
             move, start, length = piece
             end = min(move.offset + (start + length if length >= 0 else move.size), held)
             if aside and end - self._marked >= _PIECE:
                 self._mark(end)
-        # What the other one has begun: at most one piece, unless the source's memory hangs, and then its thread does.
-        with self._helping:
-            self._devices.settle()
+        # At most one piece, unless the source's memory hangs, and then its thread does.
+        self._nobody_helps.wait()
+        self._devices.settle()
 
-    def _cut(self, move: TensorCopy, *, alone: bool) -> list[_Piece]:
+    def _is_on_device(self, piece: _Piece) -> bool:
+        move, _, length = piece
+        return length < 0 and self._devices.takes(move)
+
+    def _cut(self, move: TensorCopy, *, one_thread: bool) -> list[_Piece]:
         size = move.size
-        if self._devices.takes(move) or not move.tensor.is_contiguous() or (not alone and size >= _THREADS_FROM):
+        if self._devices.takes(move) or not move.tensor.is_contiguous() or (not one_thread and size >= _THREADS_FROM):
             return [(move, 0, -1)]
         return [(move, start, min(_PIECE, size - start)) for start in range(0, size, _PIECE)]
 
-    def _copy_piece(self, piece: _Piece, memory: torch.Tensor) -> None:
-        move, start, length = piece
-        offset, fresh = move.offset + start, self._buffer.fresh
-        if length >= _LOCKED_BELOW and fresh:
-            self._buffer.write(offset, move.tensor.data_ptr() + start, length)
+    def _copy_piece(self, piece: _Piece) -> None:
+        memory, (move, start, length) = self._memory, piece
+        if memory is None:
             return
-        if fresh:
-            self._allocate(offset, length if length >= 0 else move.size)
         if length >= 0:
             copy = ctypes.memmove if length >= _LOCKED_BELOW else _memmove_locked
-            copy(memory.data_ptr() + offset, move.tensor.data_ptr() + start, length)
+            copy(memory.data_ptr() + move.offset + start, move.tensor.data_ptr() + start, length)
         elif self._devices.takes(move):
             self._devices.copy(move)
         else:
             move.into(memory)
-
-    def _allocate(self, offset: int, length: int) -> None:
-        """Have memory there before the first access. Of small tensors for many at a time: a call for each would be slow."""
-        for block in range(offset // _BLOCK, (offset + length - 1) // _BLOCK + 1):
-            if block not in self._allocated:
-                self._buffer.allocate(block * _BLOCK, _BLOCK)
-                self._allocated.add(block)
 
     def _mark(self, end: int) -> None:
         self._devices.settle()
@@ -361,7 +373,6 @@ class StagingCopy:
             self._buffer.mark(end)
 
 
-def _is_worth_help(moves: Sequence[TensorCopy]) -> bool:
-    """Whether two threads copy faster than one: torch's own do not, and there is a core for the other."""
-    alone = torch.get_num_threads() == 1 and len(os.sched_getaffinity(0)) > 1
-    return alone and sum(move.size for move in moves if move.tensor.is_cpu) >= _HELP_FROM
+def _is_long(moves: Sequence[TensorCopy]) -> bool:
+    """Whether the copy takes long enough for a second thread to wake up and take its part, on a core of its own."""
+    return len(os.sched_getaffinity(0)) > 1 and sum(move.size for move in moves) >= _HELP_FROM
