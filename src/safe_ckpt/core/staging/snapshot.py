@@ -159,6 +159,7 @@ class StagingCopy:
         self._end = end
         self._detector = detector
         self._memory: torch.Tensor | None = buffer.bytes  # held: it must stay mapped under the copying
+        self._address = buffer.bytes.data_ptr()
         self._stopped = False
         self._rest_is_left = False  # by ``run``, to whoever comes first
         self._taken_over = False
@@ -324,8 +325,8 @@ class StagingCopy:
         if self._memory is None:
             return
         one_thread = aside or torch.get_num_threads() == 1
-        pieces = deque(piece for move in moves for piece in self._cut(move, one_thread=one_thread))
-        if not any(self._is_on_device(piece) for piece in pieces):
+        pieces, on_host = self._cut(moves, one_thread=one_thread)
+        if on_host:
             self._pieces = pieces
             # Not before: it would find nothing to do, and leave.
             if self._ask_for_help is not None and (self._gate_waits if aside else one_thread and _is_long(moves)):
@@ -336,35 +337,41 @@ class StagingCopy:
             except IndexError:
                 break  # not ``while pieces``: the one that helps may take the last one in between
             self._copy_piece(piece)
-            move, start, length = piece
-            end = min(move.offset + (start + length if length >= 0 else move.size), held)
-            if aside and end - self._marked >= _PIECE:
-                self._mark(end)
+            if aside:
+                move, start, length = piece
+                end = min(move.offset + (start + length if length >= 0 else move.size), held)
+                if end - self._marked >= _PIECE:
+                    self._mark(end)
         # At most one piece, unless the source's memory hangs, and then its thread does.
         self._nobody_helps.wait()
         self._devices.settle()
 
-    def _is_on_device(self, piece: _Piece) -> bool:
-        move, _, length = piece
-        return length < 0 and self._devices.takes(move)
-
-    def _cut(self, move: TensorCopy, *, one_thread: bool) -> list[_Piece]:
-        size = move.size
-        if self._devices.takes(move) or not move.tensor.is_contiguous() or (not one_thread and size >= _THREADS_FROM):
-            return [(move, 0, -1)]
-        return [(move, start, min(_PIECE, size - start)) for start in range(0, size, _PIECE)]
+    def _cut(self, moves: Sequence[TensorCopy], *, one_thread: bool) -> tuple[deque[_Piece], bool]:
+        """The pieces, and whether all of them lie in host memory."""
+        pieces: deque[_Piece] = deque()
+        on_host = True
+        for move in moves:
+            size = move.size
+            if self._devices.takes(move):
+                on_host = False
+                pieces.append((move, 0, -1))
+            elif not move.tensor.is_contiguous() or (not one_thread and size >= _THREADS_FROM):
+                pieces.append((move, 0, -1))
+            elif size <= _PIECE:
+                pieces.append((move, 0, size))
+            else:
+                pieces.extend((move, start, min(_PIECE, size - start)) for start in range(0, size, _PIECE))
+        return pieces, on_host
 
     def _copy_piece(self, piece: _Piece) -> None:
-        memory, (move, start, length) = self._memory, piece
-        if memory is None:
-            return
+        move, start, length = piece
         if length >= 0:
             copy = ctypes.memmove if length >= _LOCKED_BELOW else _memmove_locked
-            copy(memory.data_ptr() + move.offset + start, move.tensor.data_ptr() + start, length)
+            copy(self._address + move.offset + start, move.tensor.data_ptr() + start, length)
         elif self._devices.takes(move):
             self._devices.copy(move)
-        else:
-            move.into(memory)
+        elif self._memory is not None:
+            move.into(self._memory)
 
     def _mark(self, end: int) -> None:
         self._devices.settle()
