@@ -154,15 +154,19 @@ class Stager:
         return self._free.pop() if self._free else SharedBuffer()
 
     def _ask_for_help(self, help_copying: Callable[[], None]) -> None:
+        if self._aside.is_current or self._helper.is_current:
+            self._helper.offer(help_copying)
+            return
         with contextlib.suppress(Refused):  # it is faster with, and works without
             self._helper.put(help_copying)
 
     def _finish(self, job: SaveJob) -> None:
         if job.copy is not None:
-            job.copy.run_deferred()
-            # The one that helps may have begun it.
-            if not job.copy.wait(self._config.timeouts.barrier_s):
-                return
+            # Not only ``run_deferred``: the one that helps may have begun it, and then this one helps.
+            job.copy.help()
+            while not job.copy.wait(self._config.timeouts.barrier_s):
+                if job.copy.error is not None:
+                    return
         job.handle.mark_snapshot_taken()
 
     def _free_aside(self) -> Background[Callable[[], None]]:

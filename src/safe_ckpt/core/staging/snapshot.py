@@ -169,10 +169,9 @@ class StagingCopy:
         self._checking = threading.Lock()
         self._pieces: deque[_Piece] = deque()  # those that another thread may take
         self._entering = threading.Lock()  # of the one that helps; never held for long
-        self._nobody_helps = threading.Event()
-        self._nobody_helps.set()
+        self._helping = threading.Lock()  # held by the one that helps
         self._gate_waits = False
-        self._to_be_closed = threading.Event()
+        self._to_be_closed = False
         self._ask_for_help: Callable[[Callable[[], None]], None] | None = None
         self._devices = DeviceCopies(buffer, cuda)
         buffer.mark(0)
@@ -197,6 +196,8 @@ class StagingCopy:
             left = self._rest_is_left = bool(self._later) and self.error is None
         except Exception as error:
             self.fail(error)
+            with self._helping:  # the caller may free what is still read
+                pass
         except BaseException:
             self.fail(SaveError(name=self._name, cause="interrupted", phase="snapshot"))
             raise
@@ -259,25 +260,26 @@ class StagingCopy:
         if self._rest_is_left:
             self.run_deferred()  # the one that should has not come to run yet
         with self._entering:
-            if self._to_be_closed.is_set() or not self._pieces or not self._nobody_helps.is_set():
+            if self._is_closing() or not self._pieces or not self._helping.acquire(blocking=False):
                 return
-            self._nobody_helps.clear()
         try:
-            while not self._stopped and not self._to_be_closed.is_set():
+            while not self._stopped and not self._is_closing():
                 try:
                     piece = self._pieces.pop()
                 except IndexError:
                     break
                 self._copy_piece(piece)
         except Exception as error:  # it belongs to the thread that saves
+            self._stopped = True  # first of all: the piece that was taken is in nobody's hands
             self.fail(error)
         except BaseException:
+            self._stopped = True
             self.fail(SaveError(name=self._name, cause="interrupted", phase="snapshot"))
             raise
         finally:
             with self._entering:
-                self._nobody_helps.set()
-                last = self._to_be_closed.is_set()
+                self._helping.release()
+                last = self._is_closing()
             if last:
                 self._let_go()
 
@@ -287,11 +289,14 @@ class StagingCopy:
             first, self._taken_over = not self._taken_over, True
         return first
 
+    def _is_closing(self) -> bool:
+        return self._to_be_closed
+
     def _close(self) -> None:
         """The caller copies no more. If another thread has a piece in its hands, it is over when that is done. Never waits."""
         with self._entering:
-            self._to_be_closed.set()
-            last = self._nobody_helps.is_set()
+            self._to_be_closed = True
+            last = not self._helping.locked()
         if last:
             self._let_go()
 
@@ -302,6 +307,8 @@ class StagingCopy:
         except Exception as error:  # the device is lost, and with it whatever was under way
             self.fail(error)
         finally:
+            if self.error is None and self._marked != self._end:  # a second Ctrl-C came before the first one was noted
+                self.error = SaveError(name=self._name, cause="interrupted", phase="snapshot")
             self._over.set()
             # Let go of the tensors, of the shared buffer, and of whoever owns the threads.
             self._now, self._later, self._detector, self._ask_for_help = [], [], None, None
@@ -343,7 +350,8 @@ class StagingCopy:
                 if end - self._marked >= _PIECE:
                     self._mark(end)
         # At most one piece, unless the source's memory hangs, and then its thread does.
-        self._nobody_helps.wait()
+        with self._helping:
+            pass
         self._devices.settle()
 
     def _cut(self, moves: Sequence[TensorCopy], *, one_thread: bool) -> tuple[deque[_Piece], bool]:

@@ -76,6 +76,15 @@ class Background(Generic[_T]):
             if self._ended:
                 raise Refused(f"{self._name} was ended")
 
+    def offer(self, item: _T) -> None:
+        """Have it done if the thread runs; else never. Unlike ``put`` this waits for no lock.
+
+        A thread that others wait for needs that: one of them may hold the lock, in ``put``, while a signal's handler or the
+        garbage collector waits for a save.
+        """
+        if self._thread is not None and not self._ended:
+            self._waiting.put(item)
+
     def end(self) -> None:
         """Let the thread end when it has done all that was put in. Does not wait for that."""
         with self._changing:
