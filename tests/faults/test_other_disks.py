@@ -241,11 +241,11 @@ LARGE_PAGES = """
     seen = []
     real = buffer._map
 
-    def strict_map(start, length):
+    def strict_map(start, length, advice):
         if length % 65536:
             raise ValueError(f"length {length}")
         seen.append(length)
-        return real(start, length)
+        return real(start, length, advice)
 
     buffer._map = strict_map
     from safe_ckpt import Checkpointer

@@ -176,11 +176,11 @@ def test_a_preparation_never_grows_an_arena_that_is_in_use(tmp_path, monkeypatch
     growing, go_on = threading.Event(), threading.Event()
     reserve = SharedBuffer.reserve
 
-    def slow(self, size):
+    def slow(self, size, **how):
         if threading.current_thread().name == "safe_ckpt-prepare":
             growing.set()
             go_on.wait(30)
-        reserve(self, size)
+        reserve(self, size, **how)
 
     monkeypatch.setattr(SharedBuffer, "reserve", slow)
     with Checkpointer(tmp_path, CheckpointConfig()) as ckpt:
@@ -195,11 +195,11 @@ def test_a_checkpointer_that_nobody_holds_does_not_wait_for_its_memory(tmp_path,
     """Dropped while memory is made ready for it: its directory can be opened again at once."""
     growing, go_on, gone_on, reserve = threading.Event(), threading.Event(), threading.Event(), SharedBuffer.reserve
 
-    def slow(self, size):
+    def slow(self, size, **how):
         growing.set()
         go_on.wait(30)
         gone_on.set()
-        reserve(self, size)
+        reserve(self, size, **how)
 
     monkeypatch.setattr(SharedBuffer, "reserve", slow)
     ckpt = Checkpointer(tmp_path, CheckpointConfig())

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import threading
 
 import pytest
@@ -77,17 +78,67 @@ def allocated_bytes(fd):
 
 @pytest.mark.parametrize("by_faults", [True, False], ids=["huge pages on advice", "not on advice"])
 @pytest.mark.parametrize("can_map", [True, False], ids=["populating", "older kernel"])
-def test_all_of_an_arena_is_allocated_before_it_is_filled(monkeypatch, by_faults, can_map):
+@pytest.mark.parametrize("waiting", [True, False], ids=["training waits", "ahead"])
+def test_all_of_an_arena_is_allocated_before_it_is_filled(monkeypatch, by_faults, can_map, waiting):
     """Whatever the kernel can and the machine is set to: memory that is short is an error of reserve, never a SIGBUS later."""
     monkeypatch.setattr(buffer, "_huge_on_advice", lambda: by_faults)
     if not can_map:
-        monkeypatch.setattr(buffer, "_map", lambda start, length: False)
+        monkeypatch.setattr(buffer, "_map", lambda *_: False)
     made = SharedBuffer()
-    for size in (GRANULE + 5, 9 * GRANULE):
-        made.reserve(size)
+    for size in (GRANULE + 5, 9 * GRANULE, 41 * GRANULE):
+        made.reserve(size, waiting=waiting)
         assert made.size == -(-size // GRANULE) * GRANULE
         assert allocated_bytes(made.fileno()) >= made.size
         made.bytes[-1] = 1
+    made.close()
+
+
+@pytest.mark.parametrize("waiting", [True, False], ids=["training waits", "ahead"])
+def test_the_first_copy_finds_every_page_mapped(waiting):
+    """Filling what was reserved costs no page faults, whichever way it was made ready."""
+    made = SharedBuffer()
+    made.reserve(48 * GRANULE, waiting=waiting)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    made.bytes.fill_(1)
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    assert faults < made.size // resource.getpagesize() // 20
+    made.close()
+
+
+@pytest.mark.parametrize("half", ["first", "second"])
+def test_memory_that_runs_out_on_one_of_two_threads_is_given_back(monkeypatch, half):
+    """Training waits, and two threads make memory ready: what one of them does not get is a named error of both."""
+    made, mapping, caller = SharedBuffer(), buffer._map, threading.current_thread()
+    made.reserve(GRANULE)
+    made.bytes[:7] = 3
+
+    def short(*of):
+        if (threading.current_thread() is caller) == (half == "first"):
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return mapping(*of)
+
+    monkeypatch.setattr(buffer, "_map", short)
+    with pytest.raises(NotEnoughSpaceError):
+        made.reserve(48 * GRANULE, waiting=True)
+    assert made.size == os.fstat(made.fileno()).st_size == GRANULE
+    assert made.bytes[:7].tolist() == [3] * 7
+    monkeypatch.setattr(buffer, "_map", mapping)
+    made.reserve(48 * GRANULE, waiting=True)
+    assert allocated_bytes(made.fileno()) >= 48 * GRANULE
+    made.close()
+
+
+def test_without_a_second_thread_memory_is_made_ready_by_one(monkeypatch):
+    """The system gives no more threads: the caller does all of it."""
+
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    made = SharedBuffer()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        made.reserve(48 * GRANULE, waiting=True)
+    assert allocated_bytes(made.fileno()) >= 48 * GRANULE
     made.close()
 
 

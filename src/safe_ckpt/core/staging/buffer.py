@@ -15,6 +15,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -28,8 +29,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _ids = itertools.count(1)
 GRANULE = 2 << 20
 _SMALL_GRANULE = 64 << 10
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; the mmap module does not name it
+# MADV_POPULATE_READ and MADV_POPULATE_WRITE, Linux 5.14; the mmap module does not name them.
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
 _POPULATE_STEP = 8 << 20
+_TWO_THREADS_FROM = 64 << 20
 _ZEROS = bytes(1 << 20)
 _SHMEM_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
@@ -52,8 +55,12 @@ class SharedBuffer:
         self._unpinnable = False
         self._closing = False
 
-    def reserve(self, size: int) -> None:
+    def reserve(self, size: int, *, waiting: bool = False) -> None:
         """Make room for ``size`` bytes, all of it allocated and mapped; what was in it may be lost. Never shrinks.
+
+        Args:
+            size: bytes.
+            waiting: training waits for this: two threads do it, in the quickest way. Else nobody is to notice.
 
         Raises:
             NotEnoughSpaceError: this machine has not that much memory left.
@@ -68,7 +75,7 @@ class SharedBuffer:
                 raise _does_not_fit(size - self.size, free)
             self._release_pinned()
             try:
-                fresh = self._allocate(size)
+                fresh = self._allocate(size, waiting=waiting)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                     raise
@@ -130,32 +137,46 @@ class SharedBuffer:
                 os.close(self._fd)
                 self._fd = -1
 
-    def _allocate(self, size: int) -> mmap.mmap:
+    def _allocate(self, size: int, *, waiting: bool) -> mmap.mmap:
         os.ftruncate(self._fd, size)
         fresh = mmap.mmap(self._fd, size)
         with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages for shared memory
             fresh.madvise(mmap.MADV_HUGEPAGE)
         try:
-            self._populate(torch.frombuffer(fresh, dtype=torch.uint8).data_ptr(), size)
+            self._populate(torch.frombuffer(fresh, dtype=torch.uint8).data_ptr(), size, waiting=waiting)
         except BaseException:
             os.ftruncate(self._fd, self.size)  # give back what was allocated: training goes on
             raise
         return fresh
 
-    def _populate(self, address: int, size: int) -> None:
-        # Through the file first: faults hold the lock of the process's address space while the machine looks for memory,
-        # and whatever training allocates meanwhile waits for it (on a virtual machine, seconds per GiB). Where huge pages
-        # are given on advice, only faults get them.
-        by_faults = _huge_on_advice()
-        if not by_faults:
-            self._fill(size)
+    def _populate(self, address: int, size: int, *, waiting: bool) -> None:
+        # Faults hold the lock of the process's address space while the machine looks for memory, and whatever training
+        # allocates meanwhile waits for it (on a virtual machine, seconds per GiB). Where training waits anyway that does no harm,
+        # and where huge pages are given on advice, only faults get them. Else through the file first.
+        if waiting or _huge_on_advice():
+            by_two = waiting and size >= _TWO_THREADS_FROM
+            if not (self._map_by_two(address, size) if by_two else self._map_all(address, size, _POPULATE_WRITE)):
+                self._fill(size)
+            return
+        self._fill(size)
+        self._map_all(address, size, _POPULATE_READ)  # maps several pages with each fault, and they can be written to
+
+    def _map_by_two(self, address: int, size: int) -> bool:
+        middle = size // 2 // _POPULATE_STEP * _POPULATE_STEP
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                rest = pool.submit(self._map_all, address + middle, size - middle, _POPULATE_WRITE)
+            except RuntimeError:  # the system gives no more threads
+                return self._map_all(address, size, _POPULATE_WRITE)
+            return self._map_all(address, middle, _POPULATE_WRITE) and rest.result()
+
+    def _map_all(self, address: int, size: int, advice: int) -> bool:
+        """Returns False with an older kernel: the first copy maps what is allocated then."""
         for at in range(0, size, _POPULATE_STEP):
             self._refuse_if_closing()
-            if not _map(address + at, min(_POPULATE_STEP, size - at)):
-                # An older kernel: the first copy maps what is allocated now.
-                if by_faults:
-                    self._fill(size)
-                return
+            if not _map(address + at, min(_POPULATE_STEP, size - at), advice):
+                return False
+        return True
 
     def _fill(self, size: int) -> None:
         for at in range(self.size, size, len(_ZEROS)):
@@ -186,9 +207,9 @@ def _write_zeros(fd: int, at: int, length: int) -> None:
         done += os.pwrite(fd, _ZEROS[: length - done], at + done)
 
 
-def _map(start: int, length: int) -> bool:
+def _map(start: int, length: int, advice: int) -> bool:
     """Map pages, which allocates what is not; the first copy would pay for it otherwise. Returns whether the kernel can."""
-    if not _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _POPULATE_WRITE):
+    if not _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice):
         return True
     if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))

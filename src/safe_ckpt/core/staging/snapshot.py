@@ -68,7 +68,7 @@ def lay_out(
     Raises:
         NotEnoughSpaceError: the machine has not that much memory left.
     """
-    buffer.reserve(buffer_bytes(images))
+    buffer.reserve(buffer_bytes(images), waiting=True)
     memory = buffer.memory
     moves: list[TensorCopy] = []
     tasks = list_tasks(images, folder, manifest)
