@@ -37,9 +37,9 @@ def check_program(seed, folder):
             found["met a change"] += digest(program.state) != expected[step]  # NaN stays NaN
             handle.result(timeout_s=60)
             program.train()
-        for step in expected:
+        for step, was in expected.items():
             ckpt.resume(program.state, step=step)
-            assert digest(program.state) == expected[step], (seed, step, program.changes)
+            assert digest(program.state) == was, (seed, step, program.changes)
             found["exact"] += 1
     return found
 

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Timeouts
+from safe_ckpt.core.coordination import store
 from safe_ckpt.core.formats import dcp as distcp
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.sharding import dcp_load, dcp_plan
@@ -506,3 +507,35 @@ def test_an_entry_is_what_torch_load_reads(dtype, shape):
     assert loaded.shape == tensor.shape
     assert torch.equal(raw(loaded), raw(tensor))
     assert len(around.head) % around.alignment == 0
+
+
+def _save_many(rank, folder, count, part_bytes):
+    store._PART_BYTES, store._MOST_PARTS = part_bytes, 60_000
+    store._COMPRESSED_FROM = min(store._COMPRESSED_FROM, part_bytes)
+    mesh = init_device_mesh("cpu", (2,))
+    rows = torch.arange(count, dtype=torch.float32).mul_(2).add_(rank).split(1)
+    state = {
+        f"layer.{number}.weight": DTensor.from_local(row.clone(), mesh, [Shard(0)], run_check=False)
+        for number, row in enumerate(rows)
+    }
+    with Checkpointer(folder, CONFIG) as ckpt:
+        ckpt.save(1, {"w": state}).result(timeout_s=60)
+        keys = ckpt._engine.coordinator._calls.call(lambda store: store._store.num_keys(), phase="test")
+        for value in state.values():
+            value.to_local().zero_()
+        assert ckpt.resume({"w": state}).step == 1
+    assert all(value.to_local().equal(row) for value, row in zip(state.values(), rows, strict=True))
+    return keys
+
+
+@pytest.mark.parametrize(
+    ("count", "part_bytes"),
+    [
+        (300, 64),
+        pytest.param(45_000, 4 << 20, marks=[pytest.mark.thorough, pytest.mark.timeout(300)]),
+    ],
+)
+def test_plans_above_the_limit_of_the_store(tmp_path, count, part_bytes):
+    """A state whose plan is larger than one value of the store may be: saved and resumed, and nothing of it stays there."""
+    for keys in values(spawn_ranks(_save_many, 2, tmp_path, count, part_bytes, timeout_s=250)):
+        assert keys < 60

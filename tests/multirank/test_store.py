@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import pickle
+import random
 import socket
 import subprocess
 import sys
@@ -16,8 +17,9 @@ import torch.distributed as dist
 from safe_ckpt import CheckpointConfig, Checkpointer, Network, Timeouts
 from safe_ckpt.core.coordination import network, process_groups
 from safe_ckpt.core.coordination.coordinator import open_coordinator
+from safe_ckpt.core.coordination import store as store_module
 from safe_ckpt.core.coordination.store import SealedStore
-from safe_ckpt.errors import ConfigError, SafeCheckpointError, TamperedError
+from safe_ckpt.errors import ConfigError, MessageTooLargeError, SafeCheckpointError, TamperedError
 from safe_ckpt.testing import free_port, spawn_ranks, values
 from support import run_script
 
@@ -51,6 +53,54 @@ def test_a_value_of_somebody_else_is_refused():
         ours.multi_get(["a", "b"])
     with pytest.raises(TamperedError):
         SealedStore(store, "another").get("a")
+
+
+def test_values_above_the_limit_of_the_store_go_in_parts():
+    """A TCPStore refuses more than 8 MiB: what compresses goes whole, the rest in parts, and all of it is deleted with its key."""
+    store = process_groups.host_store(network.listen("127.0.0.1", 0))
+    ours, theirs = SealedStore(store, "secret"), SealedStore(store, "secret")
+    before = store.num_keys()
+    dense, again = (random.Random(seed).randbytes(11 << 20).hex() for seed in (1, 2))
+    ours.set("dense", dense)
+    ours.set("even", "x" * (40 << 20))
+    ours.multi_set(["a", "b"], ["1", again])
+    assert store.num_keys() > before + 4
+    assert theirs.get("dense") == dense.encode()
+    assert theirs.get("even") == b"x" * (40 << 20)
+    assert theirs.multi_get(["a", "b", "dense"]) == [b"1", again.encode(), dense.encode()]
+    ours.set("dense", "small now")
+    assert theirs.get("dense") == b"small now"
+    for key, deleter in (("dense", ours), ("even", theirs), ("a", theirs), ("b", theirs)):
+        deleter.delete_key(key)
+    assert store.num_keys() == before
+
+
+def test_parts_of_somebody_else_are_refused():
+    """A part that is changed, or not there: an error that names the key, at once."""
+    store = process_groups.host_store(network.listen("127.0.0.1", 0))
+    ours = SealedStore(store, "secret")
+    value = random.Random(3).randbytes(9 << 20).hex()
+    ours.set("a", value)
+    store.set("a/part/1", bytes(store.get("a/part/0")))
+    with pytest.raises(TamperedError, match="^a: "):
+        ours.get("a")
+    ours.set("a", value)
+    store.delete_key("a/part/0")
+    begun = time.monotonic()
+    with pytest.raises(TamperedError, match="^a: "):
+        ours.get("a")
+    assert time.monotonic() - begun < 5
+
+
+def test_what_is_larger_than_can_be_sent_is_named(monkeypatch):
+    """Which value, how large it is, how large it may be; and nothing of it is written."""
+    monkeypatch.setattr(store_module, "_MOST_PARTS", 1)
+    store = process_groups.host_store(network.listen("127.0.0.1", 0))
+    with pytest.raises(MessageTooLargeError) as caught:
+        SealedStore(store, "secret").set("a", random.Random(4).randbytes(9 << 20).hex())
+    assert (caught.value.key, caught.value.limit_bytes) == ("a", 4 << 20)
+    assert caught.value.size_bytes > 9 << 20
+    assert not store.check(["a/part/0"])
 
 
 def _attacked(rank, folder):

@@ -1,5 +1,7 @@
 """The store in which ranks meet: authenticated values, and connections that cannot block their caller.
 
+A ``TCPStore`` refuses values above 8 MiB. So large ones are compressed, and cut into parts where that is not enough.
+
 A ``TCPStore`` has no authentication: anyone who reaches its port can read, write and delete. So every value is sealed with a
 secret that the ranks got through their process group's own store. A value of anybody else is detected when it is read. No
 value is ever executed: all are JSON. A stranger can still read, delete and count up. That can disturb a job, not control it.
@@ -18,6 +20,7 @@ import json
 import queue
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
@@ -26,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from safe_ckpt.errors import PeerLostError, SafeCheckpointError, TamperedError
+from safe_ckpt.errors import MessageTooLargeError, PeerLostError, SafeCheckpointError, TamperedError
 
 if TYPE_CHECKING:
     from safe_ckpt.core.coordination.process_groups import Store
@@ -39,6 +42,13 @@ _CONNECT_S = 30.0
 _PATIENCE = 3  # times answer_s while the host is known to be alive: after an outage TCP may wait as long again
 _MOST_LEFT = 3
 _SEAL_BYTES = 16
+_HEAD_BYTES = (
+    _SEAL_BYTES + 3
+)  # the seal, whether what follows is compressed, and the number of parts if it lies elsewhere
+_PLAIN, _COMPRESSED = b"=", b"z"
+_COMPRESSED_FROM = 64 << 10
+_PART_BYTES = 4 << 20
+_MOST_PARTS = 256
 
 
 class KeyValues(Protocol):
@@ -80,9 +90,14 @@ class SealedStore:
     def __init__(self, store: Store, secret: str) -> None:
         self._store = store
         self._secret = hashlib.sha256(secret.encode()).digest()
+        self._parts: dict[str, int] = {}  # of the keys that were seen here, so that they go with the key
 
     def set(self, key: str, value: str) -> None:
-        """Write a value."""
+        """Write a value.
+
+        Raises:
+            MessageTooLargeError: it is.
+        """
         self._store.set(key, self._sealed(key, value))  # type: ignore[arg-type] # the stubs know text only
 
     def get(self, key: str) -> bytes:
@@ -94,7 +109,11 @@ class SealedStore:
         return self._opened(key, bytes(self._store.get(key)))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
-        """Write several values."""
+        """Write several values.
+
+        Raises:
+            MessageTooLargeError: one of them is.
+        """
         sealed = [self._sealed(key, value) for key, value in zip(keys, values, strict=True)]
         self._store.multi_set(list(keys), sealed)  # type: ignore[attr-defined] # torch's stubs do not know it
 
@@ -121,24 +140,52 @@ class SealedStore:
 
     def delete_key(self, key: str) -> bool:
         """Drop a key. Returns whether it was there."""
+        for part in _part_keys(key, self._parts.pop(key, 0)):
+            self._store.delete_key(part)
         return self._store.delete_key(key)
 
     def _sealed(self, key: str, value: str) -> bytes:
-        data = value.encode()
-        return self._seal(key, data) + data
+        """What is written to the key itself. Its parts, if it has any, are written here: they must be there before it is."""
+        data, kind = value.encode(), _PLAIN
+        if len(data) > _COMPRESSED_FROM:
+            data, kind = zlib.compress(data, 1), _COMPRESSED
+        count = -(-len(data) // _PART_BYTES) if len(data) > _PART_BYTES else 0
+        if count > _MOST_PARTS:
+            raise MessageTooLargeError(key=key, size_bytes=len(data), limit_bytes=_MOST_PARTS * _PART_BYTES)
+        facts = kind + count.to_bytes(2, "big")
+        seal = self._seal(key, facts, data)
+        if not count:
+            return seal + facts + data
+        for number, part in enumerate(_part_keys(key, count)):
+            cut = data[number * _PART_BYTES : (number + 1) * _PART_BYTES]
+            self._store.set(part, cut)  # type: ignore[arg-type] # as above
+        self._remember(key, count)
+        return seal + facts
 
     def _opened(self, key: str, sealed: bytes) -> bytes:
-        seal, data = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
-        if not hmac.compare_digest(seal, self._seal(key, data)):
+        seal, facts, data = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:_HEAD_BYTES], sealed[_HEAD_BYTES:]
+        if count := int.from_bytes(facts[1:], "big"):
+            parts = _part_keys(key, min(count, _MOST_PARTS))
+            # Nobody waits for parts that a stranger has invented.
+            data = b"".join(map(bytes, self._store.multi_get(parts))) if self._store.check(parts) else b""
+            self._remember(key, count)
+        if not hmac.compare_digest(seal, self._seal(key, facts, data)):
             raise TamperedError(key=key)
-        return data
+        return zlib.decompress(data) if facts[:1] == _COMPRESSED else data
 
-    def _seal(self, key: str, data: bytes) -> bytes:
+    def _remember(self, key: str, count: int) -> None:
+        self._parts[key] = max(count, self._parts.get(key, 0))
+
+    def _seal(self, key: str, facts: bytes, data: bytes) -> bytes:
         # With the length of the key before it: no other key and value give the same bytes.
         name = key.encode()
-        seal = hashlib.blake2b(len(name).to_bytes(4, "big") + name, key=self._secret, digest_size=_SEAL_BYTES)
+        seal = hashlib.blake2b(len(name).to_bytes(4, "big") + name + facts, key=self._secret, digest_size=_SEAL_BYTES)
         seal.update(data)
         return seal.digest()
+
+
+def _part_keys(key: str, count: int) -> list[str]:
+    return [f"{key}/part/{number}" for number in range(count)]
 
 
 def read_present(store: KeyValues, keys: Sequence[str]) -> dict[str, bytes]:

@@ -151,8 +151,8 @@ class SharedBuffer:
 
     def _populate(self, address: int, size: int, *, waiting: bool) -> None:
         # Faults hold the lock of the process's address space while the machine looks for memory, and whatever training
-        # allocates meanwhile waits for it (on a virtual machine, seconds per GiB). Where training waits anyway that does no harm,
-        # and where huge pages are given on advice, only faults get them. Else through the file first.
+        # allocates meanwhile waits for it (on a virtual machine, seconds per GiB). Where training waits anyway they are the
+        # quickest way, and where huge pages are given on advice, only faults get them. Else through the file first.
         if waiting or _huge_on_advice():
             by_two = waiting and size >= _TWO_THREADS_FROM
             if not (self._map_by_two(address, size) if by_two else self._map_all(address, size, _POPULATE_WRITE)):
