@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Network, Timeouts
 from safe_ckpt.core.coordination import network, process_groups
-from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.coordination import store as store_module
+from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.coordination.store import SealedStore
 from safe_ckpt.errors import ConfigError, MessageTooLargeError, SafeCheckpointError, TamperedError
 from safe_ckpt.testing import free_port, spawn_ranks, values
@@ -56,7 +56,7 @@ def test_a_value_of_somebody_else_is_refused():
 
 
 def test_values_above_the_limit_of_the_store_go_in_parts():
-    """A TCPStore refuses more than 8 MiB: what compresses goes whole, the rest in parts, and all of it is deleted with its key."""
+    """A TCPStore refuses more than 8 MiB: what compresses goes whole, the rest in parts, and these are deleted with the key."""
     store = process_groups.host_store(network.listen("127.0.0.1", 0))
     ours, theirs = SealedStore(store, "secret"), SealedStore(store, "secret")
     before = store.num_keys()
@@ -82,12 +82,12 @@ def test_parts_of_somebody_else_are_refused():
     value = random.Random(3).randbytes(9 << 20).hex()
     ours.set("a", value)
     store.set("a/part/1", bytes(store.get("a/part/0")))
-    with pytest.raises(TamperedError, match="^a: "):
+    with pytest.raises(TamperedError, match=r"^a: "):
         ours.get("a")
     ours.set("a", value)
     store.delete_key("a/part/0")
     begun = time.monotonic()
-    with pytest.raises(TamperedError, match="^a: "):
+    with pytest.raises(TamperedError, match=r"^a: "):
         ours.get("a")
     assert time.monotonic() - begun < 5
 

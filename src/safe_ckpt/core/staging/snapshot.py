@@ -26,7 +26,7 @@ from safe_ckpt.core.storage.direct_io import PAGE
 from safe_ckpt.errors import SaveError
 
 _PIECE = 16 << 20  # the writer may begin after so many bytes
-# One copy of so many bytes goes past the processor's caches in glibc (from 3/4 of their size on), which takes a third less time.
+# A copy of so many bytes at a time goes past the processor's caches in glibc, and takes a third less time.
 _LARGE_PIECE = 256 << 20
 _THREADS_FROM = 1 << 20  # below this torch's own copy costs more in dispatch than it gains by its threads
 # Giving the interpreter lock away may cost milliseconds until it comes back; so much is copied in a few microseconds, unless it
