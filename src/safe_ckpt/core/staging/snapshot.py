@@ -26,8 +26,6 @@ from safe_ckpt.core.storage.direct_io import PAGE
 from safe_ckpt.errors import SaveError
 
 _PIECE = 16 << 20  # the writer may begin after so many bytes
-# A copy of so many bytes at a time goes past the processor's caches in glibc, and takes a third less time.
-_LARGE_PIECE = 256 << 20
 _THREADS_FROM = 1 << 20  # below this torch's own copy costs more in dispatch than it gains by its threads
 # Giving the interpreter lock away may cost milliseconds until it comes back; so much is copied in a few microseconds, unless it
 # lies in a mapped file that has yet to be read.
@@ -370,8 +368,7 @@ class StagingCopy:
             elif size <= _PIECE:
                 pieces.append((move, 0, size))
             else:
-                step = _LARGE_PIECE if size >= 4 * _LARGE_PIECE else _PIECE
-                pieces.extend((move, start, min(step, size - start)) for start in range(0, size, step))
+                pieces.extend((move, start, min(_PIECE, size - start)) for start in range(0, size, _PIECE))
         return pieces, on_host
 
     def _copy_piece(self, piece: _Piece) -> None:
