@@ -75,6 +75,7 @@ class Entry:
 ENTRIES = {
     "safe_ckpt overlapped": Entry("ours", "ours", "Directory", ("overlapped",)),
     "safe_ckpt eager": Entry("ours", "ours", "Directory", ("eager",)),
+    "safe_ckpt eager, not prepared": Entry("ours", "ours", "Unprepared", ("eager",)),
     "safe_ckpt Lightning .ckpt overlapped": Entry("ours", "ours", "SingleFile", ("overlapped",)),
     "safe_ckpt Lightning .ckpt eager": Entry("ours", "ours", "SingleFile", ("eager",)),
     "safe_ckpt accelerator.save_state overlapped": Entry("ours", "ours", "Accelerated", ("overlapped",)),

@@ -45,6 +45,13 @@ class Directory(Way):
         self._ckpt.close()
 
 
+class Unprepared(Directory):
+    """As a loop that calls neither ``prepare`` nor ``resume``: its first save allocates the memory."""
+
+    def prepare(self) -> None:
+        """Nothing."""
+
+
 class SingleFile(Way):
     """What ``SafeCheckpointCallback`` asks of the engine, without a Trainer around it."""
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from figures import Figures
+from figures import Figures, Mode
 
 PARTS = {"call": "tab:blue", "gate": "tab:orange", "first step": "tab:red", "other steps": "tab:pink"}
 
@@ -29,51 +29,72 @@ def _save(figure: Any, path: Path) -> Path:
     return path
 
 
+def _by_loop(figures: Figures) -> list[list[Mode]]:
+    """The modes, a list for each loop."""
+    return [
+        [mode for mode in figures.modes if mode.training == training]
+        for training in dict.fromkeys(mode.training for mode in figures.modes)
+    ]
+
+
 def _costs(figures: Figures, path: Path) -> Path:
+    """A row of plots for each loop, a column for each load, with one scale in each row."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(figures.modes), figsize=(6.5 * len(figures.modes), 5), squeeze=False)
-    for axis, mode in zip(axes[0], figures.modes, strict=True):
-        for row, way in enumerate(figures.ways):
-            left = 0.0
-            for part, color in PARTS.items():
-                found = figures.per_gib(way, mode, part)
-                width = max(0.0, found.median) if found else 0.0  # a difference, which may be below zero
-                axis.barh(row, width, left=left, color=color, label=part if row == 0 else None)
-                left += width
-            lost = figures.per_gib(way, mode, "lost")
-            if lost:
-                error = [[lost.median - lost.low], [lost.high - lost.median]]
-                axis.errorbar(lost.median, row, xerr=error, fmt="k.", label="lost" if row == 0 else None)
-        axis.set_yticks(range(len(figures.ways)), figures.ways)
-        axis.invert_yaxis()
-        axis.set_title(f"training time lost per save, {mode}")
-        axis.set_xlabel("seconds per GiB")
-        axis.legend()
+    loops = _by_loop(figures)
+    size = max(map(len, loops)), len(loops)
+    figure, axes = pyplot.subplots(
+        size[1], size[0], figsize=(4.5 + 3.5 * size[0], 1 + (1.2 + 0.35 * len(figures.ways)) * size[1]),
+        squeeze=False, sharey=True, sharex="row",
+    )  # fmt: skip
+    for row, loop in zip(axes, loops, strict=True):
+        for axis, mode in zip(row, loop, strict=False):
+            _cost(figures, mode, axis)
+    axes[0][0].legend(fontsize="small")
     return _save(figure, path)
+
+
+def _cost(figures: Figures, mode: Mode, axis: Any) -> None:
+    for row, way in enumerate(figures.ways):
+        left = 0.0
+        for part, color in PARTS.items():
+            found = figures.per_gib(way, mode, part)
+            width = max(0.0, found.median) if found else 0.0  # a difference, which may be below zero
+            axis.barh(row, width, left=left, color=color, label=part if row == 0 else None)
+            left += width
+        lost = figures.per_gib(way, mode, "lost")
+        if lost:
+            error = [[lost.median - lost.low], [lost.high - lost.median]]
+            axis.errorbar(lost.median, row, xerr=error, fmt="k.", label="lost" if row == 0 else None)
+    axis.set_yticks(range(len(figures.ways)), figures.ways)
+    axis.set_ylim(len(figures.ways) - 0.5, -0.5)
+    axis.set_title(str(mode), fontsize="medium")
+    axis.set_xlabel("training time lost per save, s per GiB")
 
 
 def _durable(figures: Figures, path: Path) -> Path:
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(8, 5))
-    height = 0.8 / len(figures.modes)
-    for number, mode in enumerate(figures.modes):
-        for row, way in enumerate(figures.ways):
-            found = figures.seconds(way, mode, "durable")
-            if found:
-                error = [[found.median - found.low], [found.high - found.median]]
-                place, color = row + number * height, f"C{number}"
-                label = str(mode) if row == 0 else None
-                axis.barh(place, found.median, height, xerr=error, color=color, ecolor="gray", label=label)
-        limit = figures.reference("direct_write_s", mode)
-        if limit:
-            axis.axvline(limit.median, color=f"C{number}", linestyle="--", label=f"O_DIRECT write, {mode}")
-    axis.set_yticks([row + 0.4 - height / 2 for row in range(len(figures.ways))], figures.ways)
-    axis.invert_yaxis()
-    axis.set_title("until durable")
-    axis.set_xlabel("seconds")
-    axis.legend()
+    loops = _by_loop(figures)
+    size = 8 * len(loops), 1.5 + 0.6 * len(figures.ways)
+    figure, axes = pyplot.subplots(1, len(loops), figsize=size, squeeze=False, sharey=True)
+    for axis, loop in zip(axes[0], loops, strict=True):
+        height = 0.8 / len(loop)
+        for number, mode in enumerate(loop):
+            for row, way in enumerate(figures.ways):
+                found = figures.seconds(way, mode, "durable")
+                if found:
+                    error = [[found.median - found.low], [found.high - found.median]]
+                    place, label = row + number * height, mode.load if row == 0 else None
+                    axis.barh(place, found.median, height, xerr=error, color=f"C{number}", ecolor="gray", label=label)
+            limit = figures.reference("direct_write_s", mode)
+            if limit:
+                axis.axvline(limit.median, color=f"C{number}", linestyle="--")
+        axis.set_yticks([row + 0.4 - height / 2 for row in range(len(figures.ways))], figures.ways)
+        axis.set_ylim(len(figures.ways) - 0.1, -0.2)
+        axis.set_title(f"until durable, {loop[0].training}; dashed: O_DIRECT")
+        axis.set_xlabel("seconds")
+        axis.legend()
     return _save(figure, path)
 
 

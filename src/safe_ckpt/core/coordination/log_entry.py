@@ -134,7 +134,7 @@ class LogEntry:
 
     def present(self) -> int:
         """Rank 0: how many other ranks have answered."""
-        return len(self._answers.messages(phase=self.kind))
+        return self._answers.posted(phase=self.kind)
 
     def take_share(self) -> Any:
         """Another rank: its share, if the verdict has shares."""
@@ -151,8 +151,8 @@ class LogEntry:
         return f"{self.name}/share/{rank}"
 
     def forget(self, before: Sequence[str]) -> None:
-        """Delete the answers to this entry, and the keys of entries ``before`` it."""
-        self._store_client.delete([*self._answers.keys(), *before], phase=self.kind)
+        """Have the answers to this entry deleted, and the keys of entries ``before`` it. Does not wait for that."""
+        self._store_client.begin_delete([*self._answers.keys(), *before], phase=self.kind)
 
     def keys(self, *, answers: bool = False) -> list[str]:
         """What is to be dropped when all have passed this entry, with the ``answers`` to it where ``forget`` did not."""

@@ -85,6 +85,10 @@ class Mailbox:
         reason: dict[str, Any] | None = json.loads(value)
         return reason
 
+    def posted(self, *, phase: str, turn: int = 0) -> int:
+        """How many senders have posted."""
+        return self._store_client.call(lambda store: store.add(self._count(turn), 0), phase=phase)
+
     def messages(self, *, phase: str) -> dict[int, Any]:
         """What has been posted so far, by rank."""
         keys = list(self._by_rank.values())
