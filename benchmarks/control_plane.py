@@ -53,6 +53,9 @@ class LocalStoreClient(StoreClient):
     def call(self, operation: Callable[[Any], Any], **_: Any) -> Any:
         return operation(self._store)
 
+    def begin(self, operation: Callable[[Any], Any], **_: Any) -> Any:
+        operation(self._store)
+
 
 class ThreadSession(Coordinator):
     """A session whose rank is a thread: its calls run on that thread, and nobody beats."""

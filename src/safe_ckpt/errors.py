@@ -14,7 +14,6 @@
     │   ├── RendezvousTimeout(TimeoutError)    some ranks did not arrive in time
     │   ├── PeerLostError(ConnectionError)     a rank died or stopped
     │   ├── DesyncError                        the ranks asked for different things
-    │   ├── MessageTooLargeError(ValueError)   what a rank had to tell the others is larger than can be sent
     │   └── TamperedError                      a value in the ranks' store is from nobody of this job
     ├── SaveError(RuntimeError)                a save failed and nothing was committed
     │   ├── WriterError                        the writer process died or stalled too often
@@ -204,19 +203,6 @@ class PeerLostError(CoordinationError, ConnectionError):
 
     def __str__(self) -> str:
         return f"{self.phase}: lost ranks {_listed(self.ranks)}: {self.reason}"
-
-
-@dataclass(eq=False, kw_only=True)
-class MessageTooLargeError(CoordinationError, ValueError):
-    """What a rank had to tell the others, under ``key``, is larger than can be sent."""
-
-    key: str
-    size_bytes: int
-    limit_bytes: int
-    _text = (
-        "{0.key}: {0.size_bytes} bytes, compressed, are to go from rank to rank, and {0.limit_bytes} are the most. Save fewer "
-        "tensors at a time, in several items or directories"
-    )
 
 
 @dataclass(eq=False, kw_only=True)

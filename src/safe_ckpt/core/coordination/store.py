@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from safe_ckpt.errors import MessageTooLargeError, PeerLostError, SafeCheckpointError, TamperedError
+from safe_ckpt.errors import PeerLostError, SafeCheckpointError, StateError, TamperedError
 
 if TYPE_CHECKING:
     from safe_ckpt.core.coordination.process_groups import Store
@@ -96,7 +96,7 @@ class SealedStore:
         """Write a value.
 
         Raises:
-            MessageTooLargeError: it is.
+            StateError: it is larger than can be sent.
         """
         self._store.set(key, self._sealed(key, value))  # type: ignore[arg-type] # the stubs know text only
 
@@ -112,7 +112,7 @@ class SealedStore:
         """Write several values.
 
         Raises:
-            MessageTooLargeError: one of them is.
+            StateError: one of them is larger than can be sent.
         """
         sealed = [self._sealed(key, value) for key, value in zip(keys, values, strict=True)]
         self._store.multi_set(list(keys), sealed)  # type: ignore[attr-defined] # torch's stubs do not know it
@@ -151,7 +151,9 @@ class SealedStore:
             data, kind = zlib.compress(data, 1), _COMPRESSED
         count = -(-len(data) // _PART_BYTES) if len(data) > _PART_BYTES else 0
         if count > _MOST_PARTS:
-            raise MessageTooLargeError(key=key, size_bytes=len(data), limit_bytes=_MOST_PARTS * _PART_BYTES)
+            most = _MOST_PARTS * _PART_BYTES
+            message = f"{len(data)} bytes are to go from rank to rank, {most} are the most: save fewer tensors at once"
+            raise StateError(key=key, message=message)
         facts = kind + count.to_bytes(2, "big")
         seal = self._seal(key, facts, data)
         if not count:
@@ -288,11 +290,11 @@ class StoreClient:
 
     def delete(self, keys: Iterable[str], *, phase: str) -> None:
         """Drop keys."""
-        self.begin_delete(keys, phase=phase).result()
+        self.call(lambda store: [store.delete_key(key) for key in keys], phase=phase)
 
-    def begin_delete(self, keys: Iterable[str], *, phase: str) -> Pending[list[bool]]:
+    def begin_delete(self, keys: Iterable[str], *, phase: str) -> None:
         """Have keys dropped. Each is a request: with thousands of ranks nobody should wait for that."""
-        return self.begin(lambda store: [store.delete_key(key) for key in keys], phase=phase)
+        self.begin(lambda store: [store.delete_key(key) for key in keys], phase=phase)
 
     def acknowledge(self, key: str, *, phase: str) -> None:
         """Increment ``key`` for a host that waits for it. It does not matter if the host has left already."""
