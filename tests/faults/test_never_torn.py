@@ -128,4 +128,5 @@ def test_a_loop_that_changes_everything_at_once(tmp_path, matrix, mode, inline, 
                 path, was = before
                 assert training.digest_of(path) == was, step
             before = handle.result(timeout_s=60).path, expected
+        assert training.digest_of(before[0]) == before[1]
     matrix("saves of a state that changes at once", f"snapshot: {mode}", {"exact": saves})

@@ -511,7 +511,6 @@ def test_an_entry_is_what_torch_load_reads(dtype, shape):
 
 def _save_many(rank, folder, count, part_bytes):
     store._PART_BYTES, store._MOST_PARTS = part_bytes, 60_000
-    store._COMPRESSED_FROM = min(store._COMPRESSED_FROM, part_bytes)
     mesh = init_device_mesh("cpu", (2,))
     rows = torch.arange(count, dtype=torch.float32).mul_(2).add_(rank).split(1)
     state = {

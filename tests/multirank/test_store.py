@@ -70,7 +70,8 @@ def test_values_above_the_limit_of_the_store_go_in_parts():
     assert theirs.multi_get(["a", "b", "dense"]) == [b"1", again.encode(), dense.encode()]
     ours.set("dense", "small now")
     assert theirs.get("dense") == b"small now"
-    for key, deleter in (("dense", ours), ("even", theirs), ("a", theirs), ("b", theirs)):
+    SealedStore(store, "secret").delete_key("b")  # one that has neither written nor read it
+    for key, deleter in (("dense", ours), ("even", theirs), ("a", theirs)):
         deleter.delete_key(key)
     assert store.num_keys() == before
 
@@ -84,6 +85,10 @@ def test_parts_of_somebody_else_are_refused():
     store.set("a/part/1", bytes(store.get("a/part/0")))
     with pytest.raises(TamperedError, match=r"^a: "):
         ours.get("a")
+    for count in (b"\x00\x01", b"\xff\xff"):  # invented altogether
+        store.set("b", bytes(16) + b"=" + count)
+        with pytest.raises(TamperedError, match=r"^b: "):
+            ours.get("b")
     ours.set("a", value)
     store.delete_key("a/part/0")
     begun = time.monotonic()
@@ -96,7 +101,7 @@ def test_what_is_larger_than_can_be_sent_is_named(monkeypatch):
     """Which value, how large it is, how large it may be; and nothing of it is written."""
     monkeypatch.setattr(store_module, "_MOST_PARTS", 1)
     store = process_groups.host_store(network.listen("127.0.0.1", 0))
-    with pytest.raises(StateError, match=r"a: \d{8} bytes are to go from rank to rank, 4194304 are the most"):
+    with pytest.raises(StateError, match=r"a: \d+ bytes are to go from rank to rank, 4194304 are the most"):
         SealedStore(store, "secret").set("a", random.Random(4).randbytes(9 << 20).hex())
     assert not store.check(["a/part/0"])
 

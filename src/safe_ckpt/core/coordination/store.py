@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import itertools
 import json
 import queue
 import threading
@@ -46,9 +47,8 @@ _HEAD_BYTES = (
     _SEAL_BYTES + 3
 )  # the seal, whether what follows is compressed, and the number of parts if it lies elsewhere
 _PLAIN, _COMPRESSED = b"=", b"z"
-_COMPRESSED_FROM = 64 << 10
-_PART_BYTES = 4 << 20
-_MOST_PARTS = 256
+_PART_BYTES = 4 << 20  # smaller values go as they are
+_MOST_PARTS, _ONE_BY_ONE = 256, 8
 
 
 class KeyValues(Protocol):
@@ -90,7 +90,6 @@ class SealedStore:
     def __init__(self, store: Store, secret: str) -> None:
         self._store = store
         self._secret = hashlib.sha256(secret.encode()).digest()
-        self._parts: dict[str, int] = {}  # of the keys that were seen here, so that they go with the key
 
     def set(self, key: str, value: str) -> None:
         """Write a value.
@@ -114,8 +113,9 @@ class SealedStore:
         Raises:
             StateError: one of them is larger than can be sent.
         """
-        sealed = [self._sealed(key, value) for key, value in zip(keys, values, strict=True)]
-        self._store.multi_set(list(keys), sealed)  # type: ignore[attr-defined] # torch's stubs do not know it
+        # One by one: it is not answered, so nothing waits. A single request of many MiB takes the store's host seconds.
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Read several values, all of which are there.
@@ -140,14 +140,17 @@ class SealedStore:
 
     def delete_key(self, key: str) -> bool:
         """Drop a key. Returns whether it was there."""
-        for part in _part_keys(key, self._parts.pop(key, 0)):
+        was_there = self._store.delete_key(key)
+        # Looked for, not remembered: another connection may have written it, and nobody may have read it.
+        parts = (_part_key(key, number) for number in range(_MOST_PARTS))
+        for part in itertools.takewhile(lambda part: self._store.check([part]), parts):
             self._store.delete_key(part)
-        return self._store.delete_key(key)
+        return was_there
 
     def _sealed(self, key: str, value: str) -> bytes:
         """What is written to the key itself. Its parts, if it has any, are written here: they must be there before it is."""
         data, kind = value.encode(), _PLAIN
-        if len(data) > _COMPRESSED_FROM:
+        if len(data) > _PART_BYTES:
             data, kind = zlib.compress(data, 1), _COMPRESSED
         count = -(-len(data) // _PART_BYTES) if len(data) > _PART_BYTES else 0
         if count > _MOST_PARTS:
@@ -158,25 +161,22 @@ class SealedStore:
         seal = self._seal(key, facts, data)
         if not count:
             return seal + facts + data
-        for number, part in enumerate(_part_keys(key, count)):
+        for number in range(count):
             cut = data[number * _PART_BYTES : (number + 1) * _PART_BYTES]
-            self._store.set(part, cut)  # type: ignore[arg-type] # as above
-        self._remember(key, count)
-        return seal + facts
+            self._store.set(_part_key(key, number), cut)  # type: ignore[arg-type] # as above
+        return seal + facts + self._seal(key, facts, seal)
 
     def _opened(self, key: str, sealed: bytes) -> bytes:
         seal, facts, data = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:_HEAD_BYTES], sealed[_HEAD_BYTES:]
         if count := int.from_bytes(facts[1:], "big"):
-            parts = _part_keys(key, min(count, _MOST_PARTS))
-            # Nobody waits for parts that a stranger has invented.
-            data = b"".join(map(bytes, self._store.multi_get(parts))) if self._store.check(parts) else b""
-            self._remember(key, count)
+            # First whether a rank of this job has cut it: nobody fetches what a stranger has invented, or waits for it.
+            parts = [_part_key(key, number) for number in range(count)]
+            if not hmac.compare_digest(data, self._seal(key, facts, seal)) or not self._store.check(parts):
+                raise TamperedError(key=key)
+            data = b"".join(map(bytes, self._store.multi_get(parts)))
         if not hmac.compare_digest(seal, self._seal(key, facts, data)):
             raise TamperedError(key=key)
         return zlib.decompress(data) if facts[:1] == _COMPRESSED else data
-
-    def _remember(self, key: str, count: int) -> None:
-        self._parts[key] = max(count, self._parts.get(key, 0))
 
     def _seal(self, key: str, facts: bytes, data: bytes) -> bytes:
         # With the length of the key before it: no other key and value give the same bytes.
@@ -186,18 +186,18 @@ class SealedStore:
         return seal.digest()
 
 
-def _part_keys(key: str, count: int) -> list[str]:
-    return [f"{key}/part/{number}" for number in range(count)]
+def _part_key(key: str, number: int) -> str:
+    return f"{key}/part/{number}"
 
 
 def read_present(store: KeyValues, keys: Sequence[str]) -> dict[str, bytes]:
     """The values of those ``keys`` that are there. A few requests where few are missing."""
-    if not keys:
-        return {}
-    if store.check(keys):
+    if keys and store.check(keys):
         return dict(zip(keys, store.multi_get(keys), strict=True))
+    if len(keys) <= _ONE_BY_ONE:
+        return {key: bytes(store.get(key)) for key in keys if store.check([key])}
     middle = len(keys) // 2
-    return {**read_present(store, keys[:middle]), **read_present(store, keys[middle:])} if middle else {}
+    return {**read_present(store, keys[:middle]), **read_present(store, keys[middle:])}
 
 
 class KeyTimeout(Exception):
@@ -238,6 +238,7 @@ class StoreClient:
         self._lock = threading.Lock()
         self._current: _Connection | None = None
         self._left: list[_Connection] = []
+        self._ended = False
 
     def call(
         self, operation: Callable[[KeyValues], _T], *, phase: str, wait_s: float = 0.0, check: Check | None = None
@@ -294,7 +295,8 @@ class StoreClient:
 
     def begin_delete(self, keys: Iterable[str], *, phase: str) -> None:
         """Have keys dropped. Each is a request: with thousands of ranks nobody should wait for that."""
-        self.begin(lambda store: [store.delete_key(key) for key in keys], phase=phase)
+        # A process that ends does not wait for it, and must not end in the middle of a request.
+        self.begin(lambda store: [store.delete_key(key) for key in keys if not self._ended], phase=phase)
 
     def acknowledge(self, key: str, *, phase: str) -> None:
         """Increment ``key`` for a host that waits for it. It does not matter if the host has left already."""
@@ -303,6 +305,7 @@ class StoreClient:
 
     def close(self) -> None:
         """Let the thread end. Waits for an idle thread, not for one that is in a call."""
+        self._ended = True
         with self._lock:
             connection, self._current = self._current, None
         if connection is not None:

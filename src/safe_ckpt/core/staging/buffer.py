@@ -15,7 +15,6 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -163,18 +162,39 @@ class SharedBuffer:
 
     def _map_by_two(self, address: int, size: int) -> bool:
         middle = size // 2 // _POPULATE_STEP * _POPULATE_STEP
-        with ThreadPoolExecutor(1) as pool:
-            try:
-                rest = pool.submit(self._map_all, address + middle, size - middle, _POPULATE_WRITE)
-            except RuntimeError:  # the system gives no more threads
-                return self._map_all(address, size, _POPULATE_WRITE)
-            return self._map_all(address, middle, _POPULATE_WRITE) and rest.result()
+        stop = threading.Event()
+        found: list[bool | OSError] = []
 
-    def _map_all(self, address: int, size: int, advice: int) -> bool:
-        """Returns False with an older kernel: the first copy maps what is allocated then."""
+        def other() -> None:
+            try:
+                found.append(self._map_all(address + middle, size - middle, _POPULATE_WRITE, stop))
+            except OSError as error:
+                found.append(error)
+                stop.set()
+
+        # No pool of threads: its lock may be held by what a signal's handler has interrupted, and the handler may save.
+        thread = threading.Thread(target=other, name="safe_ckpt-map", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system gives no more threads
+            return self._map_all(address, size, _POPULATE_WRITE)
+        try:
+            mapped = self._map_all(address, middle, _POPULATE_WRITE, stop)
+            thread.join()
+        finally:
+            stop.set()  # it must not go on in memory that is given back
+            while thread.is_alive():
+                thread.join()
+        for result in found:
+            if isinstance(result, OSError):
+                raise result
+        return mapped and all(found)
+
+    def _map_all(self, address: int, size: int, advice: int, stop: threading.Event | None = None) -> bool:
+        """Returns False with an older kernel, and when it was stopped: the first copy maps what is allocated then."""
         for at in range(0, size, _POPULATE_STEP):
             self._refuse_if_closing()
-            if not _map(address + at, min(_POPULATE_STEP, size - at), advice):
+            if (stop is not None and stop.is_set()) or not _map(address + at, min(_POPULATE_STEP, size - at), advice):
                 return False
         return True
 
