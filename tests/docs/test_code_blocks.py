@@ -17,6 +17,7 @@ NOT_RUN = {
     ("README.md", "make demo   # trains on real data"),
     ("docs/RELIABILITY.md", "   kill | at step | within a save"),
     ("docs/PERFORMANCE.md", "make bench "),
+    ("docs/PERFORMANCE.md", "python benchmarks/bench.py "),
     ("docs/reference/configuration.md", "python train.py fit "),
     # tests/schedulers run these.
     ("docs/clusters.md", "#!/bin/bash\n#SBATCH"),
