@@ -12,7 +12,7 @@ import torch.distributed as dist
 from entries import ENTRIES, entered
 from trials import sampled
 
-from safe_ckpt import CheckpointConfig, Timeouts, WriterConfig
+from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
 from safe_ckpt.core.saving.commit_protocol import CommitProtocol
 from safe_ckpt.errors import WriterError
 from safe_ckpt.testing import spawn_ranks, values
@@ -160,3 +160,14 @@ def test_a_disk_that_stalls_every_writer_is_an_error(tmp_path):
     )
     assert done.stdout.split() == ["step-00000001", "True", "True", "True", "2"], done.stderr
     assert issubclass(WriterError, RuntimeError)
+
+
+def test_it_is_nice_and_has_a_session_of_its_own(tmp_path):
+    """Training keeps its share of the processor: the writer yields to it, and is a group of its own to the scheduler."""
+    config = CheckpointConfig(timeouts=TIMES, writer=WriterConfig(niceness=5, inline_bytes=0))
+    with Checkpointer(tmp_path, config) as ckpt:
+        ckpt.save(1, {"n": 1}).result(timeout_s=50)
+        (pid,) = writers_of(os.getpid())
+        assert os.getsid(pid) == pid
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, pid) == min(own + 5, 19)

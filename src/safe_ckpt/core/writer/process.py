@@ -40,6 +40,10 @@ def main(socket_fd: int, control_fd: int, niceness: int, parent: int) -> None:
     faulthandler.register(STACK_SIGNAL, all_threads=True)
     with contextlib.suppress(OSError):  # a sandbox may forbid it; it is a courtesy
         os.nice(niceness)
+    with contextlib.suppress(OSError):
+        # A session of its own is a group of its own to the scheduler (sched_autogroup): what the writer takes is not taken from
+        # training's share alone, and other programs on the machine do not starve it.
+        os.setsid()
     connection = socket.socket(fileno=socket_fd)
     page = ProgressPage(control_fd)
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
