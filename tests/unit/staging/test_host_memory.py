@@ -132,6 +132,22 @@ def test_memory_that_runs_out_on_one_of_two_threads_is_given_back(monkeypatch, h
     made.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_a_thread_leaves_that_ends_without_a_word_is_allocated(monkeypatch):
+    """Its half was not mapped, and nothing says why: it is allocated all the same, not left to a SIGBUS."""
+    made, mapping, caller = SharedBuffer(), buffer._map, threading.current_thread()
+
+    def fail(*of):
+        if threading.current_thread() is not caller:
+            raise MemoryError
+        return mapping(*of)
+
+    monkeypatch.setattr(buffer, "_map", fail)
+    made.reserve(48 * GRANULE, waiting=True)
+    assert allocated_bytes(made.fileno()) >= 48 * GRANULE
+    made.close()
+
+
 def test_without_a_second_thread_memory_is_made_ready_by_one(monkeypatch):
     """The system gives no more threads: the caller does all of it."""
 

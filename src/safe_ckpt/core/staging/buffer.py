@@ -188,7 +188,7 @@ class SharedBuffer:
         for result in found:
             if isinstance(result, OSError):
                 raise result
-        return mapped and all(found)
+        return mapped and found == [True]  # it may also have ended without a word
 
     def _map_all(self, address: int, size: int, advice: int, stop: threading.Event | None = None) -> bool:
         """Returns False with an older kernel, and when it was stopped: the first copy maps what is allocated then."""
