@@ -121,9 +121,14 @@ class LogEntry:
         if not isinstance(result, Scatter):
             self.put("/verdict", {"ok": result})
             return result
-        keys = [self._share(rank) for rank in self._others]
-        values = [json.dumps(result.by_rank.get(rank)) for rank in self._others]
-        self._store_client.call(lambda store: store.multi_set(keys, values), phase=self.kind)
+        shares = {self._share(rank): json.dumps(result.by_rank.get(rank)) for rank in self._others}
+
+        def hand_out(store: KeyValues) -> None:
+            # One by one: it is not answered, so nothing waits. A single request of many MiB takes the store's host seconds.
+            for key, share in shares.items():
+                store.set(key, share)
+
+        self._store_client.call(hand_out, phase=self.kind)
         self.put("/verdict", {"shared": True})
         return result.by_rank.get(0)
 

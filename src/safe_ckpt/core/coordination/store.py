@@ -43,9 +43,8 @@ _CONNECT_S = 30.0
 _PATIENCE = 3  # times answer_s while the host is known to be alive: after an outage TCP may wait as long again
 _MOST_LEFT = 3
 _SEAL_BYTES = 16
-_HEAD_BYTES = (
-    _SEAL_BYTES + 3
-)  # the seal, whether what follows is compressed, and the number of parts if it lies elsewhere
+# Behind the seal: whether what follows is compressed, and the number of parts if it lies elsewhere.
+_HEAD_BYTES = _SEAL_BYTES + 3
 _PLAIN, _COMPRESSED = b"=", b"z"
 _PART_BYTES = 4 << 20  # smaller values go as they are
 _MOST_PARTS, _ONE_BY_ONE = 256, 8
@@ -59,9 +58,6 @@ class KeyValues(Protocol):
 
     def get(self, key: str) -> bytes:
         """Read a value; waits for it."""
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
-        """Write several values."""
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Read several values, all of which are there."""
@@ -106,16 +102,6 @@ class SealedStore:
             TamperedError: no rank of this job wrote it.
         """
         return self._opened(key, bytes(self._store.get(key)))
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
-        """Write several values.
-
-        Raises:
-            StateError: one of them is larger than can be sent.
-        """
-        # One by one: it is not answered, so nothing waits. A single request of many MiB takes the store's host seconds.
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Read several values, all of which are there.
