@@ -150,6 +150,19 @@ def writers_of(pid: int) -> list[int]:
     return found
 
 
+def share_copies(monkeypatch, *, piece_bytes: int, locked_below_bytes: int) -> None:
+    """Every copy is cut into many pieces and shared by two threads, as those of a large state are on several cores."""
+    import torch
+
+    from safe_ckpt.core.staging import snapshot
+
+    monkeypatch.setattr(snapshot, "_PIECE", piece_bytes)
+    monkeypatch.setattr(snapshot, "_LOCKED_BELOW", locked_below_bytes)
+    monkeypatch.setattr(snapshot, "_HELP_FROM", 1)
+    monkeypatch.setattr(snapshot.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
+
 def placements(mesh, choice: int, dims: int) -> list[object]:
     """One of all the ways to place a tensor of so many dimensions on a mesh."""
     from torch.distributed.tensor import Replicate, Shard
@@ -171,6 +184,7 @@ __all__ = [
     "placements",
     "processes_of_this_test",
     "run_script",
+    "share_copies",
     "small_disk",
     "start_script",
     "writer_processes",

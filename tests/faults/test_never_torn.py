@@ -9,7 +9,7 @@ from programs import Program, digest
 from safetensors.torch import load_file
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, WriterConfig
-from safe_ckpt.core.staging import snapshot
+from support import share_copies
 
 SAVES = 5
 
@@ -17,11 +17,7 @@ SAVES = 5
 @pytest.fixture(autouse=True)
 def shared_copies(monkeypatch):
     """Every copy is cut into many pieces and shared by two threads, as those of a large state are."""
-    monkeypatch.setattr(snapshot, "_PIECE", 1024)
-    monkeypatch.setattr(snapshot, "_LOCKED_BELOW", 600)
-    monkeypatch.setattr(snapshot, "_HELP_FROM", 1)
-    monkeypatch.setattr(snapshot.os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    share_copies(monkeypatch, piece_bytes=1024, locked_below_bytes=600)
 
 
 def check_program(seed, folder):

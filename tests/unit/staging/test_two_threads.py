@@ -10,12 +10,12 @@ import torch
 
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.cuda import TensorCopy
-from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.progress import FIRST_BYTE, read_mark
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.staging.worker_thread import Background
 from safe_ckpt.errors import SaveError
+from support import share_copies
 
 PIECE = 256
 SIZES = (1, 255, 256, 257, 4096, 0, 100_000)
@@ -24,11 +24,7 @@ SIZES = (1, 255, 256, 257, 4096, 0, 100_000)
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Many pieces, so that the two meet in all kinds of places; some are copied with the interpreter lock."""
-    monkeypatch.setattr(snapshot, "_PIECE", PIECE)
-    monkeypatch.setattr(snapshot, "_LOCKED_BELOW", 200)
-    monkeypatch.setattr(snapshot, "_HELP_FROM", 1)
-    monkeypatch.setattr(snapshot.os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    share_copies(monkeypatch, piece_bytes=PIECE, locked_below_bytes=200)
 
 
 def moves_of(seed, *, deferred):
@@ -44,6 +40,13 @@ def moves_of(seed, *, deferred):
         expected.append(tensor)
         at += size
     return moves, torch.cat(expected), at
+
+
+def begun_copy(moves, end):
+    """A shared buffer with room for all of them, and the copy that is to fill it."""
+    buffer = SharedBuffer()
+    buffer.reserve(end)
+    return buffer, StagingCopy("c", buffer, moves, end)
 
 
 def watch_marks(monkeypatch, buffer, expected):
@@ -64,9 +67,7 @@ def test_every_byte_is_copied(monkeypatch, deferred):
     """60 states, each with both threads at once: what lies in the shared buffer is the state, and no mark runs ahead of it."""
     for seed in range(60):
         moves, expected, end = moves_of(seed, deferred=deferred)
-        buffer = SharedBuffer()
-        buffer.reserve(end)
-        copy = StagingCopy("c", buffer, moves, end)
+        buffer, copy = begun_copy(moves, end)
         helpers = []
         with monkeypatch.context() as patch:
             wrong = watch_marks(patch, buffer, expected)
@@ -98,9 +99,7 @@ def test_thousands_of_small_tensors_are_shared_as_well(monkeypatch):
         for n in range(5000)
     ]
     expected, end = torch.cat([move.tensor for move in moves]), FIRST_BYTE + 300 * len(moves)
-    buffer = SharedBuffer()
-    buffer.reserve(end)
-    copy = StagingCopy("c", buffer, moves, end)
+    buffer, copy = begun_copy(moves, end)
     helped, copying, helpers = threading.Event(), StagingCopy._copy_piece, []
 
     def copy_piece(self, piece):
@@ -125,9 +124,7 @@ def test_thousands_of_small_tensors_are_shared_as_well(monkeypatch):
 def test_it_is_not_over_while_a_piece_is_copied(monkeypatch, interrupted):
     """The one at the back is slow with its last piece: until then it is not over, also if Ctrl-C ends the one at the front."""
     moves, expected, end = moves_of(40, deferred=False)
-    buffer = SharedBuffer()
-    buffer.reserve(end)
-    copy = StagingCopy("c", buffer, moves, end)
+    buffer, copy = begun_copy(moves, end)
     begun, go_on, copying = threading.Event(), threading.Event(), StagingCopy._copy_piece
     helper = threading.Thread(target=copy.help)
 
@@ -167,9 +164,7 @@ def test_it_is_not_over_while_a_piece_is_copied(monkeypatch, interrupted):
 def test_an_error_of_the_one_that_helps_fails_the_save(monkeypatch, kind):
     """Nothing gets lost on another thread: the piece that it had taken is in nobody's hands."""
     moves, _, end = moves_of(40, deferred=False)
-    buffer = SharedBuffer()
-    buffer.reserve(end)
-    copy = StagingCopy("c", buffer, moves, end)
+    buffer, copy = begun_copy(moves, end)
     helper, copying = threading.Thread(target=copy.help), StagingCopy._copy_piece
     helped = threading.Event()
 
@@ -194,9 +189,7 @@ def test_an_error_of_the_one_that_helps_fails_the_save(monkeypatch, kind):
 def test_ctrl_c_again_and_again_does_not_end_it_early(monkeypatch):
     """Each Ctrl-C ends what the caller waits for; it is over when the other thread has let go of its piece, and not before."""
     moves, _, end = moves_of(40, deferred=False)
-    buffer = SharedBuffer()
-    buffer.reserve(end)
-    copy = StagingCopy("c", buffer, moves, end)
+    buffer, copy = begun_copy(moves, end)
     begun, go_on, copying = threading.Event(), threading.Event(), StagingCopy._copy_piece
     helper = threading.Thread(target=copy.help)
 
@@ -227,9 +220,7 @@ def test_ctrl_c_again_and_again_does_not_end_it_early(monkeypatch):
 def test_help_that_comes_late_does_nothing():
     """The copy is over and its memory belongs to the next save: whoever comes now writes nothing and marks nothing."""
     moves, _, end = moves_of(40, deferred=True)
-    buffer = SharedBuffer()
-    buffer.reserve(end)
-    copy = StagingCopy("c", buffer, moves, end)
+    buffer, copy = begun_copy(moves, end)
     assert copy.run()
     copy.run_deferred()
     buffer.bytes[FIRST_BYTE:end] = 0
@@ -244,9 +235,7 @@ def test_help_that_comes_late_does_nothing():
 def test_it_returns_with_an_error_only_when_nobody_reads_any_more(monkeypatch):
     """The one at the front fails: the caller may free the state when the call returns, so the other one has let go of it."""
     moves, _, end = moves_of(40, deferred=False)
-    buffer = SharedBuffer()
-    buffer.reserve(end)
-    copy = StagingCopy("c", buffer, moves, end)
+    buffer, copy = begun_copy(moves, end)
     begun, go_on, copying = threading.Event(), threading.Event(), StagingCopy._copy_piece
     helper = threading.Thread(target=copy.help)
 
