@@ -8,7 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from typing_extensions import Self
 
 from safe_ckpt import versions
@@ -27,9 +26,12 @@ from safe_ckpt.core.saving.job import SaveHandle
 from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit, SaveRequest, Snapshot, Unplanned
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state import plan, restore
+from safe_ckpt.core.state.planner import Planner
 from safe_ckpt.errors import NoValidCheckpointError
 
 if TYPE_CHECKING:
+    import torch
+
     from safe_ckpt.core.coordination.process_groups import ProcessGroup
     from safe_ckpt.core.sharding.dcp_plan import ShardPlanner
     from safe_ckpt.events import Hook
@@ -72,6 +74,7 @@ class Checkpointer:
         try:
             self._workspace = self._engine.hold(self.directory)
             self._catalog = Catalog()
+            self._planner = Planner(self._engine.rank)
             self._shards: ShardPlanner | None = None
             self._exporter: Exporter | None = None
             # A checkpoint that is not visible for a moment must still count in the order of commits.
@@ -119,7 +122,7 @@ class Checkpointer:
         try:
             plan.check_step(step)
             numbers = plan.checked_metrics(metrics)
-            planned = plan.plan(state, rank=self._engine.rank)
+            planned = self._planner.plan(state)
         except Exception as problem:  # such as from a state_dict(): the other ranks must learn of it
             error = problem
         path = self.directory / catalog.step_name(number)
@@ -131,7 +134,7 @@ class Checkpointer:
             content = Unplanned(error=error)
         else:
             files = [*(item.image for item in planned.items), *images]
-            content = Snapshot(files=files, folders=list(planned.sharded), overlap=self._overlap_plan(state))
+            content = Snapshot(files=files, folders=list(planned.sharded), overlap=self._overlap_plan(state, planned))
         return self._engine.save(
             SaveRequest(
                 destination=Destination(workspace=self._workspace, path=path, kind="directory"),
@@ -166,14 +169,11 @@ class Checkpointer:
         except Exception as problem:  # on this rank alone: the others learn of it in the agreement on the save
             return [], problem
 
-    def _overlap_plan(self, state: Mapping[str, Any]) -> OverlapPlan | None:
+    def _overlap_plan(self, state: Mapping[str, Any], planned: plan.Plan) -> OverlapPlan | None:
         # A plain loop may change its parameters between two steps, so "auto" is eager here.
         if self.config.snapshot != "overlapped" or not isinstance(state, Mapping):
             return None
-        values = [value.value if isinstance(value, plan.PerRank) else value for value in state.values()]
-        modules = [value for value in values if isinstance(value, torch.nn.Module)]
-        optimizers = [value for value in values if isinstance(value, torch.optim.Optimizer)]
-        return OverlapPlan(modules, optimizers) or None
+        return self._planner.overlap(state, planned.views)
 
     def resume(self, state: Mapping[str, Any], *, step: int | None = None) -> CheckpointInfo | None:
         """Restore the newest valid checkpoint into ``state``, in place.

@@ -35,12 +35,12 @@ from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.request import Destination, Facts, OnCommit, SaveRequest, Snapshot
-from safe_ckpt.core.staging import snapshot
+from safe_ckpt.core.staging import copy_plan, snapshot
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.durable import Link
 
 # Every copy is shared by two threads, as those of a large state are.
-snapshot._PIECE, snapshot._HELP_FROM = 4096, 1
+copy_plan.PIECE_BYTES, snapshot._HELP_FROM = 4096, 1
 torch.set_num_threads(1)
 TIMES = Timeouts(lengthy_s=20, barrier_s=10, writer_stall_s=2, fsync_stall_s=2, peer_stall_s=2, shutdown_s=3)
 CONFIG = CheckpointConfig(

@@ -6,6 +6,7 @@ A plan is header bytes at offsets plus tensors at offsets. The shared buffer is 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import mmap
@@ -54,6 +55,10 @@ class FilePlan:
         tensors: offset -> tensor whose bytes go there, in its own order of elements if it is contiguous.
         lazies: offset -> tensor that is fetched for it; such a file can only be streamed.
         records: the members of a zip archive; None for a plain file.
+        manifest: of a file that carries its manifest inside.
+        layout: equal for plans whose tensors have the same addresses and places; None where that is not known.
+        fixed: how many of the ``pieces``, from the first on, are the same in every plan of that layout.
+        floats: where in the last piece the floats of the state lie; None if that is not known.
     """
 
     path: str
@@ -63,8 +68,11 @@ class FilePlan:
     lazies: Sequence[tuple[int, LazyTensor]] = ()
     records: tuple[Record, ...] | None = None
     manifest: Mapping[str, Any] | None = field(default=None)
+    layout: object = None
+    fixed: int = 0
+    floats: Sequence[int] | None = ()
 
-    @property
+    @functools.cached_property
     def total_bytes(self) -> int:
         """An upper bound of the file's size."""
         if self.records is None:

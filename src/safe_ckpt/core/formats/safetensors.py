@@ -95,7 +95,7 @@ def safetensors_image(
     described = {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in kept}
     head, places, length = _safetensors_head(described, metadata)
     placed = [(places[name], tensors[name].detach()) for name in kept if tensors[name].numel()]
-    return FilePlan(path=path, length=length, pieces=[(0, head)], tensors=placed)
+    return FilePlan(path=path, length=length, pieces=[(0, head)], tensors=placed, fixed=1)
 
 
 def named_safetensors_image(path: str, tensors: Mapping[str, LazyTensor | torch.Tensor]) -> FilePlan:

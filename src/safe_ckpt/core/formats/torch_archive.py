@@ -10,6 +10,8 @@ import codecs
 import io
 import mmap
 import pickle
+import secrets
+import struct
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +55,7 @@ STORAGES: Mapping[torch.dtype, Any] = {
 _NEVER_STORAGES = frozenset({str, float, bool, type(None), tuple, list, dict, OrderedDict, torch.Tensor})
 _SMALL_INT = 1 << 62
 ARCHIVE = "archive"
+_MOST_MARKS = 1000
 _MOST_STORAGES = 150_000  # with more, the directory of the archive is larger than ``manifest.open_archive`` reads
 
 
@@ -245,13 +248,20 @@ def _locate(obj: Any, key: str, error: Exception, *, strict: bool) -> tuple[str,
     return key, error
 
 
-def torch_image(path: str, obj: object, *, strict: bool, key: str) -> FilePlan:
+def torch_image(path: str, obj: object, *, strict: bool, key: str, floats: bool = False) -> FilePlan:
     """A torch archive. Storages first, at page-aligned offsets where they are large, then the pickled structure.
+
+    Args:
+        path: relative to the checkpoint.
+        obj: what is saved.
+        strict: refuse what ``torch.load(weights_only=True)`` would refuse.
+        key: the name of ``obj``, for messages.
+        floats: find out where in the file the floats of ``obj`` lie, which is plain data then; see ``FilePlan.floats``.
 
     Raises:
         StateError: something in ``obj`` cannot be saved; names where it is.
     """
-    pickled = pickle_state(obj, strict=strict, key=key)
+    pickled, places = _pickle_with_places(obj, strict=strict, key=key, floats=floats)
     if len(pickled.storages) > _MOST_STORAGES:
         message = f"{len(pickled.storages)} tensors are more than the {_MOST_STORAGES} that one file is read with"
         raise StateError(key=key, message=message)
@@ -272,9 +282,68 @@ def torch_image(path: str, obj: object, *, strict: bool, key: str) -> FilePlan:
         record = add(f"data/{name}", storage.nbytes())
         if storage.nbytes():
             tensors.append((record.data_offset, _bytes_of(storage)))
-    for name, data in (("data.pkl", pickled.data), ("byteorder", sys.byteorder.encode()), ("version", b"3\n")):
+    structure = add("data.pkl", len(pickled.data)).data_offset
+    for name, data in (("byteorder", sys.byteorder.encode()), ("version", b"3\n")):
         pieces.append((add(name, len(data)).data_offset, data))
-    return FilePlan(path=path, length=at, pieces=pieces, tensors=tensors, records=tuple(records))
+    pieces.append((structure, pickled.data))  # last: it may be another one in the next file of this layout
+    return FilePlan(
+        path=path,
+        length=at,
+        pieces=pieces,
+        tensors=tensors,
+        records=tuple(records),
+        floats=places,
+        fixed=len(pieces) - 1,
+    )
+
+
+def _pickle_with_places(obj: object, *, strict: bool, key: str, floats: bool) -> tuple[Pickled, Sequence[int] | None]:
+    """Pickled, and where in ``data.pkl`` its floats lie, in the order in which they are pickled; None if that is not known."""
+    found: list[float] = []
+    marks: list[bytes] = []
+    if floats:
+        marked = _with_marks(obj, found, marks)
+    if not 0 < len(found) <= _MOST_MARKS:
+        return pickle_state(obj, strict=strict, key=key), () if floats and not found else None
+    pickled = pickle_state(marked, strict=strict, key=key)
+    # A float is pickled as the letter G and its 8 bytes.
+    if any(pickled.data.count(b"G" + mark) != 1 for mark in marks):
+        return pickle_state(obj, strict=strict, key=key), None
+    places = [pickled.data.index(b"G" + mark) + 1 for mark in marks]
+    data = with_floats(pickled.data, places, struct.pack(f">{len(found)}d", *found))
+    return Pickled(data=data, storages=pickled.storages), places
+
+
+def _with_marks(obj: Any, found: list[float], marks: list[bytes]) -> Any:
+    """A copy of plain nested data with a number in the place of each float that is nowhere else."""
+    kind = type(obj)
+    if kind is float:
+        found.append(obj)
+        marks.append(b"C" + secrets.token_bytes(7))  # any such bytes are a finite number
+        return struct.unpack(">d", marks[-1])[0]
+    if kind is dict:
+        return {key: _with_marks(value, found, marks) for key, value in obj.items()}
+    if kind is OrderedDict:
+        copied = OrderedDict((key, _with_marks(value, found, marks)) for key, value in obj.items())
+        vars(copied).update(vars(obj))
+        return copied
+    if kind is list or kind is tuple:
+        return kind(_with_marks(value, found, marks) for value in obj)
+    return obj
+
+
+def with_floats(data: bytes, places: Sequence[int], floats: bytes) -> bytes:
+    """The same bytes with other floats.
+
+    Args:
+        data: pickled.
+        places: of the floats in it.
+        floats: 8 bytes for each, big-endian.
+    """
+    changed = bytearray(data)
+    for number, place in enumerate(places):
+        changed[place : place + 8] = floats[8 * number : 8 * number + 8]
+    return bytes(changed)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

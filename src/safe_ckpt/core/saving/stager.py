@@ -16,6 +16,7 @@ from safe_ckpt.core.saving.job import SaveJob
 from safe_ckpt.core.saving.request import Streamed
 from safe_ckpt.core.staging import optimizer_gate, snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
+from safe_ckpt.core.staging.copy_plan import KnownCopies
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.staging.worker_thread import Background, Refused
 from safe_ckpt.errors import NotEnoughSpaceError, RendezvousTimeout, SaveError
@@ -42,6 +43,7 @@ class Stager:
         self._preparing: threading.Thread | None = None
         self._aside = Background("safe_ckpt-copy", _call)
         self._helper = Background("safe_ckpt-help", _call)
+        self._known = KnownCopies()
         self._last: weakref.ref[StagingCopy] | None = None  # the one that was put in last
         self._giving_back = threading.Lock()
         self._closed = False
@@ -97,7 +99,7 @@ class Stager:
         job.buffer = self._take_buffer()
         try:
             job.tasks, job.copy = snapshot.lay_out(
-                content.files, job.buffer, *place, name=job.name, overlap_plan=job.overlap
+                content.files, job.buffer, *place, name=job.name, overlap_plan=job.overlap, known=self._known
             )
             job.error = None
         except Exception as error:  # as the docstring says

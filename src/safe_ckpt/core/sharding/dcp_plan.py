@@ -25,8 +25,10 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from safe_ckpt.core.coordination.log_entry import Scatter
 from safe_ckpt.core.formats import dcp
 from safe_ckpt.core.formats.file_plan import FilePlan, bytes_image
+from safe_ckpt.core.formats.file_template import FileTemplate
 from safe_ckpt.core.formats.torch_archive import pickle_state
 from safe_ckpt.core.sharding import dtensor, plan_data
+from safe_ckpt.core.sharding.sharded_item import ShardedItem
 from safe_ckpt.errors import SaveError, StateError
 
 if TYPE_CHECKING:
@@ -36,19 +38,41 @@ METADATA = ".metadata"
 _VERSION = "1.0.0"  # of DCP's format
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class _Local:
     """One item as this rank could write it.
 
     Attributes:
-        planner: finds the objects.
+        item: as it is now.
         plan: what this rank has.
         objects: the bytes of what is no tensor, by its place in the plan.
+        with_floats: those of them that have floats in them, and where in the state dict they lie.
+        planner: finds the tensors.
+        template: this rank's file, if it was laid out for ``kept``.
+        kept: which entries of the plan it has.
+        last: which objects are its last pieces.
     """
 
-    planner: DefaultSavePlanner
+    item: ShardedItem
     plan: SavePlan
     objects: Mapping[int, bytes]
+    with_floats: Mapping[int, Sequence[Any]]
+    planner: DefaultSavePlanner | None = None
+    template: FileTemplate | None = None
+    kept: Sequence[int] = ()
+    last: Sequence[int] = ()
+
+    def lookup(self, index: MetadataIndex) -> torch.Tensor:
+        """A tensor of this rank."""
+        if self.planner is None:
+            self.planner = DefaultSavePlanner()
+            self.planner.set_up_planner(dict(self.item.state_dict()), is_coordinator=False)
+        found: torch.Tensor = self.planner.lookup_object(index)
+        return found
+
+    def remembered(self) -> _Local:
+        """The same without tensors."""
+        return dataclasses.replace(self, item=dataclasses.replace(self.item, tensors=(), state_dict=dict), planner=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +128,7 @@ class ShardPlanner:
         self._barrier_s = barrier_s
         self._strict = strict
         self._agreed: dict[str, _Agreed] = {}
+        self._known: dict[str, _Local] = {}  # what was planned last, without tensors
         self._global: dict[str, _Global] = {}  # on rank 0
         self._written: dict[str, tuple[Any, bytes]] = {}  # on rank 0: the last metadata, and what it was made of
 
@@ -122,7 +147,7 @@ class ShardPlanner:
         """Agree on who writes what. Every rank calls this, on the thread that trains.
 
         Args:
-            states: folder (``""`` for the checkpoint's own) to the state dict that goes there.
+            states: folder (``""`` for the checkpoint's own) to the state dict that goes there, or to what is known of it.
             problem: why this rank has none to plan; every rank raises it.
             kind: of the agreement. A rank that knows of no shards, because it failed before, meets the others here when it is
                 that of the save that follows: all raise its error.
@@ -138,7 +163,10 @@ class ShardPlanner:
         def plan() -> dict[str, Any]:
             if problem is not None:
                 raise problem
-            local.update({folder: self._plan(folder, state) for folder, state in states.items()})
+            items = {n: s if isinstance(s, ShardedItem) else ShardedItem.of(s) for n, s in states.items()}
+            local.update(
+                {folder: self._recall(folder, item) or self._plan(folder, item) for folder, item in items.items()}
+            )
             return {folder: self._say(folder, item) for folder, item in local.items()}
 
         try:
@@ -152,6 +180,7 @@ class ShardPlanner:
             )
         except Exception:
             self._agreed.clear()
+            self._known.clear()
             raise
         for folder, item in local.items():
             kept = share[folder]["kept"]
@@ -171,11 +200,37 @@ class ShardPlanner:
             StateError: a tensor is not what was planned; names it.
         """
         files: list[FilePlan] = []
-        for folder, item in parts.items.items():
-            files += _lay_out(folder, item, self._agreed[folder].kept, self._coordinator.rank)
+        for folder, local in parts.items.items():
+            files += self._lay_out(folder, local, self._agreed[folder].kept)
         return [*files, *(bytes_image(_under(folder, METADATA), data) for folder, data in parts.metadata.items())]
 
-    def _plan(self, folder: str, state: Any) -> _Local:
+    def _lay_out(self, folder: str, local: _Local, kept: Sequence[int]) -> list[FilePlan]:
+        template = local.template
+        if template is not None and local.kept is kept:
+            changing = zip(local.last, template.image.pieces[template.image.fixed :], strict=True)
+            if all(len(local.objects[number]) == len(piece) for number, (_, piece) in changing):
+                return [template.filled(local.item.tensors, [local.objects[number] for number in local.last])]
+        files, last = _lay_out(folder, local, kept, self._coordinator.rank)
+        self._known.pop(folder, None)
+        if local.item.known is not None:
+            local.template = FileTemplate.of(files[0], local.item.tensors) if files else None
+            local.kept, local.last = kept, last
+            self._known[folder] = local.remembered()
+        return files
+
+    def _recall(self, folder: str, item: ShardedItem) -> _Local | None:
+        """What was planned last, if only values have changed since."""
+        known = self._known.get(folder)
+        if known is None or item.known is None or known.item.known is not item.known or item.at is None:
+            return None
+        objects = dict(known.objects)
+        if item.floats != known.item.floats:
+            for number, path in known.with_floats.items():
+                objects[number] = self._bytes_of(f"{folder}: {known.plan.items[number].index.fqn}", item.at(path))
+        return dataclasses.replace(known, item=item, objects=objects)
+
+    def _plan(self, folder: str, item: ShardedItem) -> _Local:
+        state = item.state_dict()
         if self._strict:
             _refuse_other_keys(folder, state)
         planner = DefaultSavePlanner()
@@ -183,12 +238,15 @@ class ShardPlanner:
         for fqn, value in planner.state_dict.items():
             _admit(f"{folder}: {fqn}", value)
         plan = planner.create_local_plan()
-        objects = {
-            number: self._bytes_of(f"{folder}: {item.index.fqn}", planner.lookup_object(item.index))
-            for number, item in enumerate(plan.items)
-            if item.type == WriteItemType.BYTE_IO
-        }
-        return _Local(planner=planner, plan=plan, objects=objects)
+        paths = plan.planner_data or {}
+        objects, with_floats = {}, {}
+        for number, entry in enumerate(plan.items):
+            if entry.type == WriteItemType.BYTE_IO:
+                name, value = entry.index.fqn, planner.lookup_object(entry.index)
+                objects[number] = self._bytes_of(f"{folder}: {name}", value)
+                if any(isinstance(leaf, float) for leaf in dtensor.leaves(value)):
+                    with_floats[number] = paths.get(name, (name,))
+        return _Local(item=item, plan=plan, objects=objects, with_floats=with_floats, planner=planner)
 
     def _bytes_of(self, key: str, value: object) -> bytes:
         pickle_state(value, strict=self._strict, key=key)  # says what cannot be saved, and where it is
@@ -198,7 +256,7 @@ class ShardPlanner:
 
     def _say(self, folder: str, item: _Local) -> dict[str, Any]:
         known = self._agreed.get(folder)
-        same = known is not None and known.plan == item.plan
+        same = known is not None and (known.plan is item.plan or known.plan == item.plan)
         return {
             "token": known.token if known is not None and same else None,
             "plan": None if same else plan_data.plan_to_json(item.plan),
@@ -290,18 +348,20 @@ def _metadata_of(folder: str, whole: _Global, reports: Mapping[int, Any]) -> byt
     return pickle.dumps(dataclasses.replace(whole.metadata, **facts))
 
 
-def _lay_out(folder: str, item: _Local, kept: Sequence[int], rank: int) -> list[FilePlan]:
+def _lay_out(folder: str, local: _Local, kept: Sequence[int], rank: int) -> tuple[list[FilePlan], list[int]]:
+    """This rank's file, if it has one, and the objects that are the last pieces of it."""
     pieces: list[tuple[int, bytes]] = []
+    objects: dict[int, tuple[int, bytes]] = {}
     tensors: list[tuple[int, torch.Tensor]] = []
     end = 0
-    lengths = {number: len(data) for number, data in item.objects.items()}
-    for entry, number, at, length in _entries(item.plan, kept, lengths):
+    lengths = {number: len(data) for number, data in local.objects.items()}
+    for entry, number, at, length in _entries(local.plan, kept, lengths):
         end = at + length
-        if number in item.objects:
-            pieces.append((at, item.objects[number]))
+        if number in local.objects:
+            objects[number] = at, local.objects[number]
             continue
         around = dcp.envelope(*_kind(entry))
-        tensor = item.planner.lookup_object(entry.index).detach().resolve_conj().resolve_neg()
+        tensor = local.lookup(entry.index).detach().resolve_conj().resolve_neg()
         if (tensor.dtype, tuple(tensor.shape)) != _kind(entry):
             message = f"planned as {_kind(entry)}, it is {tuple(tensor.shape)} {tensor.dtype}"
             raise StateError(key=f"{folder}: {entry.index.fqn}", message=message)
@@ -309,8 +369,11 @@ def _lay_out(folder: str, item: _Local, kept: Sequence[int], rank: int) -> list[
         if tensor.numel():
             tensors.append((at + len(around.head), tensor))
     if not end:
-        return []
-    return [FilePlan(path=_under(folder, _file_of(rank)), length=end, pieces=pieces, tensors=tensors)]
+        return [], []
+    path, fixed = _under(folder, _file_of(rank)), len(pieces)
+    return [FilePlan(path=path, length=end, pieces=[*pieces, *objects.values()], tensors=tensors, fixed=fixed)], list(
+        objects
+    )
 
 
 def _admit(key: str, value: object) -> None:

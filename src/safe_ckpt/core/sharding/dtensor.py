@@ -30,6 +30,11 @@ def is_sharded(value: object) -> bool:
     return isinstance(value, _classes("DTensor", "ShardedTensor"))
 
 
+def dtensor_class() -> tuple[type, ...]:
+    """DTensor, where it was imported."""
+    return _classes("DTensor")
+
+
 def is_dtensor(value: object) -> bool:
     """Whether ``value`` is a DTensor."""
     return isinstance(value, _classes("DTensor"))

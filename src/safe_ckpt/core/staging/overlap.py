@@ -6,29 +6,78 @@ state. Everything else, such as buffers, frozen parameters, teachers, counters a
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
 
 import torch
 
 from safe_ckpt.core.sharding.dtensor import local_of
 
 _SAMPLE_BYTES = 64
+_WORD = 8
+_Tensor: Any = torch.Tensor
+_VERSION = attrgetter("_version")
 
 
 MutationDetector = Callable[[], str]
 """Returns the name of a tensor that has changed; "" when none has."""
 
 
-def _sample(tensor: torch.Tensor) -> bytes:
-    """Some bytes at the start, in the middle and at the end; none of a tensor that is not in host memory."""
+class _Samples:
+    """Where in memory some bytes of every tensor lie: at its start, in the middle and at its end.
+
+    Of tensors that are not in host memory, or not contiguous, there are none. They are read by one gather of 8-byte words: tens
+    of thousands of tensors asked one by one would take longer than their copies.
+
+    Args:
+        tensors: their addresses are kept, and not they.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        words: list[int] = []
+        self._ends: list[tuple[int, int]] = []  # of what is of each tensor, among the words and among the odd ones
+        self._odd: list[tuple[int, int]] = []  # addresses and bytes of what cannot be read by words
+        for tensor in tensors:
+            start, spans = _sampled(tensor)
+            if all((start + place) % _WORD == length % _WORD == 0 for place, length in spans):
+                first = start // _WORD
+                words += [first + at for place, n in spans for at in range(place // _WORD, (place + n) // _WORD)]
+            else:
+                self._odd += [(start + place, length) for place, length in spans]
+            self._ends.append((len(words), len(self._odd)))
+        self._first = min(words, default=0)
+        self._words = torch.tensor(words, dtype=torch.int64) - self._first
+        self._span = max(words, default=-1) - self._first + 1
+
+    def read(self) -> tuple[torch.Tensor, list[bytes]]:
+        """The bytes as they are now. The tensors, or what took their place in the same memory, must be alive."""
+        odd = [ctypes.string_at(address, length) for address, length in self._odd]
+        if not self._span:
+            return self._words, odd
+        memory = (ctypes.c_int64 * self._span).from_address(self._first * _WORD)
+        return torch.frombuffer(memory, dtype=torch.int64).take(self._words), odd
+
+    def changed(self, then: tuple[torch.Tensor, list[bytes]]) -> int | None:
+        """The number of the first tensor of which something else is read now; None for none."""
+        (words, odd), (words_then, odd_then) = self.read(), then
+        if odd == odd_then and torch.equal(words, words_then):
+            return None
+        word = next(iter((words != words_then).nonzero().flatten().tolist()), len(words))
+        other = next((number for number, piece in enumerate(odd) if piece != odd_then[number]), len(odd))
+        return next(number for number, (end, end_odd) in enumerate(self._ends) if end > word or end_odd > other)
+
+
+def _sampled(tensor: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
+    """Where it begins, and what of it is looked at: places behind that, and bytes."""
     if not tensor.is_cpu or not tensor.is_contiguous():
-        return b""
+        return 0, []
     start, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
     if size <= 3 * _SAMPLE_BYTES:
-        return ctypes.string_at(start, size)
-    places = (0, size // 2, size - _SAMPLE_BYTES)
-    return b"".join(ctypes.string_at(start + place, _SAMPLE_BYTES) for place in places)
+        return start, [(0, size)]
+    return start, [(place, _SAMPLE_BYTES) for place in (0, size // 2 // _WORD * _WORD, size - _SAMPLE_BYTES)]
 
 
 _OPTIMIZERS = [
@@ -60,6 +109,9 @@ class OverlapPlan:
     Args:
         modules: those whose parameters are saved.
         optimizers: those whose state is saved, or that change the parameters.
+
+    Attributes:
+        token: the same for plans of which one is the ``renewed`` other.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -89,8 +141,25 @@ class OverlapPlan:
         homes = {_home(tensor) for tensor in map(local_of, changing) if _is_plain(tensor)}
         placed = [(name, tensor, _home(tensor)) for name, tensor in tensors if _is_plain(tensor)]
         # Every deferred tensor is watched. Equal modules have parameters of the same names.
-        self._tensors = [(name, tensor) for name, tensor, home in placed if home not in homes]
+        self._names = [name for name, _, home in placed if home not in homes]
+        self.watched: Sequence[torch.Tensor] = [tensor for _, tensor, home in placed if home not in homes]
         self._storages = {home for _, _, home in placed} - homes
+        self._samples: list[_Samples] = []  # shared with those that are renewed
+        self.token: object = object()
+
+    def renewed(self, tensors: Sequence[torch.Tensor]) -> OverlapPlan:
+        """The same plan for other objects with the same memory.
+
+        Args:
+            tensors: in the place of ``watched``.
+        """
+        again = copy.copy(self)
+        again.watched = tensors
+        return again
+
+    def without_tensors(self) -> OverlapPlan:
+        """To be remembered."""
+        return self.renewed(())
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in memory that may be copied later."""
@@ -98,13 +167,20 @@ class OverlapPlan:
 
     def detector(self) -> MutationDetector:
         """Remember versions and samples of the tensors as they are now."""
-        seen = [(name, tensor, tensor._version, _sample(tensor)) for name, tensor in self._tensors]
+        tensors, names = self.watched, self._names
+        if not self._samples:
+            self._samples.append(_Samples(tensors))
+        (samples,) = self._samples
+        versions, seen = list(map(_VERSION, tensors)), samples.read()
+        # They may be given other memory before this is asked, and addresses in the old one are read then.
+        held = list(map(_Tensor.untyped_storage, tensors))
 
         def changed() -> str:
-            for name, tensor, version, sample in seen:
-                if tensor._version != version or _sample(tensor) != sample:
-                    return name
-            return ""
+            now = list(map(_VERSION, tensors))
+            if now != versions:
+                return next(name for name, one, other in zip(names, now, versions, strict=True) if one != other)
+            number = samples.changed(seen) if held else None
+            return "" if number is None else names[number]
 
         return changed
 

@@ -19,14 +19,14 @@ import torch
 from safe_ckpt.core.cuda import Cuda, DeviceCopies, TensorCopy
 from safe_ckpt.core.formats.file_plan import FilePlan, WriteTask
 from safe_ckpt.core.formats.manifest import RECORD_NAME
+from safe_ckpt.core.staging import copy_plan
 from safe_ckpt.core.staging.buffer import SharedBuffer
+from safe_ckpt.core.staging.copy_plan import CopyPlan, KnownCopies, Piece
 from safe_ckpt.core.staging.overlap import MutationDetector, OverlapPlan
 from safe_ckpt.core.staging.progress import FIRST_BYTE
 from safe_ckpt.core.storage.direct_io import PAGE
 from safe_ckpt.errors import SaveError
 
-_PIECE = 16 << 20  # the writer may begin after so many bytes
-_THREADS_FROM = 1 << 20  # below this torch's own copy costs more in dispatch than it gains by its threads
 # Giving the interpreter lock away may cost milliseconds until it comes back; so much is copied in a few microseconds, unless it
 # lies in a mapped file that has yet to be read.
 _LOCKED_BELOW = 32 << 10
@@ -51,6 +51,7 @@ def lay_out(
     *,
     name: str = "",
     overlap_plan: OverlapPlan | None = None,
+    known: KnownCopies | None = None,
 ) -> tuple[list[WriteTask], StagingCopy]:
     """Make room for everything and fill in all but the tensors.
 
@@ -61,6 +62,7 @@ def lay_out(
         manifest: goes into files that carry their manifest inside.
         name: of the checkpoint, for messages.
         overlap_plan: which tensors may be copied later; None for none.
+        known: the last snapshot's plans.
 
     Returns:
         What to write, file by file, and what fills the shared buffer.
@@ -69,19 +71,49 @@ def lay_out(
         NotEnoughSpaceError: the machine has not that much memory left.
     """
     buffer.reserve(buffer_bytes(images), waiting=True)
-    memory = buffer.memory
-    moves: list[TensorCopy] = []
+    known = known or KnownCopies()
     tasks = list_tasks(images, folder, manifest)
-    for image, task in zip(images, tasks, strict=True):
-        base = task.offset
-        for offset, data in image.pieces:
-            memory[base + offset : base + offset + len(data)] = data
-        for offset, tensor in image.tensors:
-            deferred = overlap_plan is not None and overlap_plan.covers(tensor)
-            moves.append(TensorCopy(offset=base + offset, tensor=tensor, deferred=deferred))
+    key = _key(images, tasks, overlap_plan)
+    _fill_in(images, tasks, buffer, key)
     end = max((task.offset + task.length for task in tasks), default=FIRST_BYTE)
+    plans = known.recall(key, [tensor for image in images for _, tensor in image.tensors])
+    if plans is not None:
+        detector = overlap_plan.detector() if overlap_plan is not None and plans[1].rows else None
+        return tasks, StagingCopy(name, buffer, plans, end, detector)
+    moves = [
+        TensorCopy(
+            offset=task.offset + offset,
+            tensor=tensor.detach(),
+            deferred=bool(overlap_plan and overlap_plan.covers(tensor)),
+        )
+        for image, task in zip(images, tasks, strict=True)
+        for offset, tensor in image.tensors
+    ]
+    # Detached: a tensor of a known plan is the very one that training uses, and it may be given other memory.
     detector = overlap_plan.detector() if overlap_plan is not None and any(move.deferred for move in moves) else None
-    return tasks, StagingCopy(name, buffer, moves, end, detector)
+    copy = StagingCopy(name, buffer, moves, end, detector)
+    known.remember(key, copy.plans, [move.deferred for move in moves])
+    return tasks, copy
+
+
+def _key(images: Sequence[FilePlan], tasks: Sequence[WriteTask], overlap_plan: OverlapPlan | None) -> object:
+    """Equal for snapshots in which all tensors have the same addresses and places; None where that is not known."""
+    if any(image.layout is None and image.tensors for image in images):
+        return None
+    places = [
+        (image.layout, task.offset) for image, task in zip(images, tasks, strict=True) if image.layout is not None
+    ]
+    return places, None if overlap_plan is None else overlap_plan.token
+
+
+def _fill_in(images: Sequence[FilePlan], tasks: Sequence[WriteTask], buffer: SharedBuffer, key: object) -> None:
+    """What is known of the files already. What the last snapshot put to the same places is still there."""
+    memory, there = buffer.memory, key is not None and buffer.filled_for == key
+    buffer.filled_for = None
+    for image, task in zip(images, tasks, strict=True):
+        for offset, data in image.pieces[image.fixed :] if there else image.pieces:
+            memory[task.offset + offset : task.offset + offset + len(data)] = data
+    buffer.filled_for = key
 
 
 def list_tasks(images: Sequence[FilePlan], folder: str, manifest: Mapping[str, Any]) -> list[WriteTask]:
@@ -121,10 +153,6 @@ def _rounded(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
-_Piece = tuple[TensorCopy, int, int]
-"""A tensor, the first byte of it to copy, and how many; -1 for all of it, in the way that its kind needs."""
-
-
 class StagingCopy:
     """The filling of one shared buffer. ``run`` copies what cannot wait, ``run_deferred`` the rest.
 
@@ -133,7 +161,7 @@ class StagingCopy:
     Args:
         name: of the checkpoint, for messages.
         buffer: filled with everything but the tensors already.
-        moves: in the order of their offsets.
+        moves: in the order of their offsets; or what is copied now and what later.
         end: where the last file image ends, to the byte.
         detector: tells of what changed although it should not have; None when nothing is deferred.
         cuda: the devices; None for those of this machine.
@@ -146,7 +174,7 @@ class StagingCopy:
         self,
         name: str,
         buffer: SharedBuffer,
-        moves: Sequence[TensorCopy],
+        moves: Sequence[TensorCopy] | tuple[CopyPlan, CopyPlan],
         end: int,
         detector: MutationDetector | None = None,
         cuda: Cuda | None = None,
@@ -154,8 +182,8 @@ class StagingCopy:
         self.error: Exception | None = None
         self._name = name
         self._buffer = buffer
-        self._now = [move for move in moves if not move.deferred]
-        self._later = [move for move in moves if move.deferred]
+        self._devices = DeviceCopies(buffer, cuda)
+        self._now, self._later = self._planned(moves)
         self._end = end
         self._detector = detector
         self._memory: torch.Tensor | None = buffer.bytes  # held: it must stay mapped under the copying
@@ -167,14 +195,27 @@ class StagingCopy:
         self._marked = 0
         self._over = threading.Event()
         self._checking = threading.Lock()
-        self._pieces: deque[_Piece] = deque()  # those that another thread may take
+        self._pieces: deque[Piece] = deque()  # those that another thread may take
         self._entering = threading.Lock()  # of the one that helps; never held for long
         self._helping = threading.Lock()  # held by the one that helps
         self._gate_waits = False
         self._to_be_closed = False
         self._ask_for_help: Callable[[Callable[[], None]], None] | None = None
-        self._devices = DeviceCopies(buffer, cuda)
         buffer.mark(0)
+
+    def _planned(self, moves: Sequence[TensorCopy] | tuple[CopyPlan, CopyPlan]) -> tuple[CopyPlan, CopyPlan]:
+        now: list[TensorCopy] = []
+        later: list[TensorCopy] = []
+        for move in moves:
+            if isinstance(move, CopyPlan):
+                return moves  # type: ignore[return-value]
+            (later if move.deferred else now).append(move)
+        return CopyPlan.of(now, self._devices.takes), CopyPlan.of(later, self._devices.takes)
+
+    @property
+    def plans(self) -> tuple[CopyPlan, CopyPlan]:
+        """What is copied now and what later, as long as it is not over."""
+        return self._now, self._later
 
     def run(self, ask_for_help: Callable[[Callable[[], None]], None] | None = None) -> bool:
         """Copy what cannot wait, on the caller's thread. What goes wrong is in ``error``.
@@ -187,13 +228,13 @@ class StagingCopy:
         """
         if self._over.is_set():
             return False
-        left, held = False, self._later[0].offset if self._later else self._end
+        left, held = False, self._later.rows[0][1] if self._later.rows else self._end
         try:
-            self._devices.begin(self._later)
+            self._devices.begin(self._later.moves)
             self._ask_for_help = ask_for_help
             self._copy(self._now, held, aside=False)
             self._mark(held)
-            left = self._rest_is_left = bool(self._later) and self.error is None
+            left = self._rest_is_left = bool(self._later.rows) and self.error is None
         except Exception as error:
             self.fail(error)
             with self._helping:  # the caller may free what is still read
@@ -243,7 +284,7 @@ class StagingCopy:
 
     def pass_gate(self, timeout_s: float) -> None:
         """Return when the tensors may change: at once if their devices keep the order. Called before they change."""
-        if self._devices.order(self._later):
+        if not self._later.on_host and self._devices.order(self._later.moves):
             self._check_unchanged()
             return
         self._gate_waits = True
@@ -311,7 +352,8 @@ class StagingCopy:
                 self.error = SaveError(name=self._name, cause="interrupted", phase="snapshot")
             self._over.set()
             # Let go of the tensors, of the shared buffer, and of whoever owns the threads.
-            self._now, self._later, self._detector, self._ask_for_help = [], [], None, None
+            self._now = self._later = CopyPlan()
+            self._detector = self._ask_for_help = None
             self._pieces, self._memory = deque(), None
 
     def _check_unchanged(self) -> None:
@@ -323,7 +365,7 @@ class StagingCopy:
                 cause += 'Change it after handle.wait_snapshot(), or use snapshot="eager"'
                 self.fail(SaveError(name=self._name, cause=cause, phase="snapshot"))
 
-    def _copy(self, moves: Sequence[TensorCopy], held: int, *, aside: bool) -> None:
+    def _copy(self, plan: CopyPlan, held: int, *, aside: bool) -> None:
         """Copy, up to ``held`` as far as marks go. ``aside``: while training goes on, on one core and with the writer behind.
 
         While the caller waits it is the other way round: torch's threads help, or one of ours if torch uses one, and the writer
@@ -332,11 +374,11 @@ class StagingCopy:
         if self._memory is None:
             return
         one_thread = aside or torch.get_num_threads() == 1
-        pieces, on_host = self._cut(moves, one_thread=one_thread)
-        if on_host:
+        pieces = plan.pieces(self._devices.takes, one_thread=one_thread)
+        if plan.on_host:
             self._pieces = pieces
             # Not before: it would find nothing to do, and leave.
-            if self._ask_for_help is not None and (self._gate_waits if aside else one_thread and _is_long(moves)):
+            if self._ask_for_help is not None and (self._gate_waits if aside else one_thread and _is_long(plan)):
                 self._ask_for_help(self.help)
         while not self._stopped:
             try:
@@ -345,41 +387,23 @@ class StagingCopy:
                 break  # not ``while pieces``: the one that helps may take the last one in between
             self._copy_piece(piece)
             if aside:
-                move, start, length = piece
-                end = min(move.offset + (start + length if length >= 0 else move.size), held)
-                if end - self._marked >= _PIECE:
+                end = min(piece[1] + piece[2], held)
+                if end - self._marked >= copy_plan.PIECE_BYTES:
                     self._mark(end)
         # At most one piece, unless the source's memory hangs, and then its thread does.
         with self._helping:
             pass
         self._devices.settle()
 
-    def _cut(self, moves: Sequence[TensorCopy], *, one_thread: bool) -> tuple[deque[_Piece], bool]:
-        """The pieces, and whether all of them lie in host memory."""
-        pieces: deque[_Piece] = deque()
-        on_host = True
-        for move in moves:
-            size = move.size
-            if self._devices.takes(move):
-                on_host = False
-                pieces.append((move, 0, -1))
-            elif not move.tensor.is_contiguous() or (not one_thread and size >= _THREADS_FROM):
-                pieces.append((move, 0, -1))
-            elif size <= _PIECE:
-                pieces.append((move, 0, size))
-            else:
-                pieces.extend((move, start, min(_PIECE, size - start)) for start in range(0, size, _PIECE))
-        return pieces, on_host
-
-    def _copy_piece(self, piece: _Piece) -> None:
-        move, start, length = piece
-        if length >= 0:
+    def _copy_piece(self, piece: Piece) -> None:
+        source, offset, length = piece
+        if isinstance(source, int):
             copy = ctypes.memmove if length >= _LOCKED_BELOW else _memmove_locked
-            copy(self._address + move.offset + start, move.tensor.data_ptr() + start, length)
-        elif self._devices.takes(move):
-            self._devices.copy(move)
+            copy(self._address + offset, source, length)
+        elif self._devices.takes(source):
+            self._devices.copy(source)
         elif self._memory is not None:
-            move.into(self._memory)
+            source.into(self._memory)
 
     def _mark(self, end: int) -> None:
         self._devices.settle()
@@ -388,6 +412,6 @@ class StagingCopy:
             self._buffer.mark(end)
 
 
-def _is_long(moves: Sequence[TensorCopy]) -> bool:
+def _is_long(plan: CopyPlan) -> bool:
     """Whether the copy takes long enough for a second thread to wake up and take its part, on a core of its own."""
-    return len(os.sched_getaffinity(0)) > 1 and sum(move.size for move in moves) >= _HELP_FROM
+    return len(os.sched_getaffinity(0)) > 1 and plan.size_bytes >= _HELP_FROM

@@ -66,11 +66,13 @@ class Plan:
 
     Attributes:
         items: names that become one file.
-        sharded: names of which every rank has a part, with the state dicts that they become; the same on all ranks.
+        sharded: names of which every rank has a part; the same on all ranks.
+        views: the fingerprints of those that will be known next time.
     """
 
     items: Sequence[Item] = ()
     sharded: Mapping[str, Any] = field(default_factory=dict)
+    views: Mapping[str, Any] = field(default_factory=dict)
 
     def described(self, rank: int) -> dict[str, dict[str, Any]]:
         """What the manifest says of them."""
@@ -78,29 +80,6 @@ class Plan:
         if rank == 0:
             items.update({name: {"file": name, "per_rank": False, "form": SHARDED} for name in self.sharded})
         return items
-
-
-def plan(state: Mapping[str, Any], *, rank: int) -> Plan:
-    """Plan the files of this rank: what is shared on rank 0, what is per rank on every rank, what is sharded by all.
-
-    ``state_dict()`` is called on every rank, because for sharded objects it is a collective.
-
-    Raises:
-        StateError: something cannot be saved; names it.
-    """
-    if not isinstance(state, Mapping):
-        raise StateError(key="state", message=f"expected a mapping of names to objects, got {type(state).__name__}")
-    check_names(state)
-    items: list[Item] = []
-    sharded: dict[str, Any] = {}
-    for name in optimizers_last(state):
-        value = state[name]
-        inner, form = _resolve(name, value, state)
-        if not isinstance(value, PerRank) and dtensor.has_sharded(inner):
-            sharded[name] = inner
-        elif rank == 0 or isinstance(value, PerRank):
-            items.append(_plan_item(name, inner, form, rank if isinstance(value, PerRank) else None))
-    return Plan(items=items, sharded=sharded)
 
 
 def optimizers_last(state: Mapping[str, Any]) -> list[str]:
@@ -186,7 +165,7 @@ def check_names(state: Mapping[str, Any]) -> None:
         raise StateError(key="state", message="two names differ only in case: some file systems cannot tell them apart")
 
 
-def _resolve(name: str, value: Any, state: Mapping[str, Any]) -> tuple[Any, str]:
+def resolve(name: str, value: Any, state: Mapping[str, Any]) -> tuple[Any, str]:
     """What is saved of a value, and whether it is a single tensor."""
     inner = value.value if isinstance(value, PerRank) else value
     if isinstance(inner, torch.optim.Optimizer) and dtensor.has_sharded(inner):
@@ -202,22 +181,34 @@ def _resolve(name: str, value: Any, state: Mapping[str, Any]) -> tuple[Any, str]
     return inner, "value"
 
 
-def _plan_item(name: str, inner: Any, form: str, rank: int | None) -> Item:
+def plan_item(name: str, inner: Any, form: str, rank: int | None, *, floats: bool = False) -> Item:
+    """Plan one file.
+
+    Args:
+        name: of the item.
+        inner: what is saved of it.
+        form: as ``resolve`` has it.
+        rank: of an item of which every rank has its own; else None.
+        floats: see ``torch_image``.
+
+    Raises:
+        StateError: it cannot be saved; names where.
+    """
     stem = name if rank is None else f"{name}.rank{rank:05d}"
     key = f"state[{name!r}]"
     try:
-        image = _image(stem, inner, key)
+        image = _image(stem, inner, key, floats=floats)
     except (RecursionError, ValueError) as error:  # a cycle; a number of more digits than Python prints
         raise StateError(key=key, message=f"{type(error).__name__}: {error}") from error
     return Item(name=name, image=image, per_rank=rank is not None, form=form)
 
 
-def _image(stem: str, inner: Any, key: str) -> FilePlan:
+def _image(stem: str, inner: Any, key: str, *, floats: bool) -> FilePlan:
     if safetensors.fits_safetensors(inner):
         return safetensors.safetensors_image(f"{stem}.safetensors", inner)
     if file_plan.is_exact_json(inner):
         return file_plan.json_image(f"{stem}.json", inner)
-    return torch_archive.torch_image(f"{stem}.pt", inner, strict=True, key=key)
+    return torch_archive.torch_image(f"{stem}.pt", inner, strict=True, key=key, floats=floats)
 
 
 def files_for(manifest: Manifest, state: Mapping[str, Any], *, rank: int, path: Path) -> dict[str, str]:

@@ -1,0 +1,228 @@
+"""Plans a state, and remembers how: what is as it was at the save before is not planned again.
+
+A plan is remembered without its tensors. Its place is taken by the fingerprint of the item: where that is the same, so are all
+names, types, shapes, addresses and ties, and the old plan with the tensors of today is what planning would return. Numbers such
+as a learning rate are put to their places in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from safe_ckpt.core.formats.file_template import FileTemplate, numbers_of
+from safe_ckpt.core.formats.torch_archive import with_floats
+from safe_ckpt.core.sharding import dtensor
+from safe_ckpt.core.sharding.sharded_item import ShardedItem
+from safe_ckpt.core.staging.overlap import OverlapPlan
+from safe_ckpt.core.state import fingerprint, plan
+from safe_ckpt.core.state.fingerprint import Fingerprint, Remembered
+from safe_ckpt.core.state.plan import Item, PerRank, Plan
+from safe_ckpt.errors import StateError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Known:
+    """One item as it was planned last.
+
+    Attributes:
+        remembered: tells whether it is still the same.
+        per_rank: whether it was ``PerRank``.
+        item: its plan, without tensors; None where this rank writes nothing of it.
+        template: how its file gets the tensors of today.
+        float_bytes: the floats that are in it.
+    """
+
+    remembered: Remembered
+    per_rank: bool
+    item: Item | None = None
+    template: FileTemplate | None = None
+    float_bytes: bytes = b""
+
+
+class Planner:
+    """Plans the states that one ``Checkpointer`` saves. Used on the thread that trains.
+
+    Args:
+        rank: this rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._known: dict[str, _Known] = {}
+        self._overlap: tuple[object, OverlapPlan, Sequence[int]] | None = None
+
+    def plan(self, state: Mapping[str, Any]) -> Plan:
+        """Plan the files of this rank: what is shared on rank 0, what is per rank on every rank, what is sharded by all.
+
+        Where an item is not known, its ``state_dict()`` is called on every rank, because of sharded objects it is a collective.
+
+        Raises:
+            StateError: something cannot be saved; names it.
+        """
+        if not isinstance(state, Mapping):
+            raise StateError(key="state", message=f"expected a mapping of names to objects, got {type(state).__name__}")
+        plan.check_names(state)
+        views: dict[str, Fingerprint] = {}
+        items: list[Item] = []
+        sharded: dict[str, ShardedItem] = {}
+        try:
+            for name in plan.optimizers_last(state):
+                value = state[name]
+                now = self._fingerprint(value.value if isinstance(value, PerRank) else value, state, views)
+                found = self._one(name, value, state, now)
+                if now is not None and name in self._known:
+                    views[name] = now
+                if isinstance(found, ShardedItem):
+                    sharded[name] = found
+                elif found is not None:
+                    items.append(found)
+        finally:
+            self._known = {name: known for name, known in self._known.items() if name in state}
+        return Plan(items=items, sharded=sharded, views=views)
+
+    def overlap(self, state: Mapping[str, Any], views: Mapping[str, Any]) -> OverlapPlan | None:
+        """Which tensors of a state may be copied after ``save`` has returned; None for none.
+
+        Args:
+            state: as it was planned last.
+            views: of that plan.
+        """
+        named = {n: value.value if isinstance(value, PerRank) else value for n, value in state.items()}
+        modules = {n: value for n, value in named.items() if isinstance(value, torch.nn.Module)}
+        optimizers = {n: value for n, value in named.items() if isinstance(value, torch.optim.Optimizer)}
+        names = [*modules, *optimizers]
+        chosen = [views[name] for name in names if name in views]
+        if len(chosen) < len(names) or any(map(_may_change_elsewhere, chosen)):
+            self._overlap = None
+            return OverlapPlan(modules.values(), optimizers.values()) or None
+        key = [(name, self._known[name].remembered) for name in names]
+        tensors = list(chain.from_iterable(view.tensors for view in chosen))
+        if self._overlap is not None and self._overlap[0] == key:
+            _, known, numbers = self._overlap
+            return known.renewed(list(map(tensors.__getitem__, numbers))) or None
+        made = OverlapPlan(modules.values(), optimizers.values())
+        found = numbers_of(made.watched, tensors)
+        self._overlap = None if found is None else (key, made.renewed(()), found)
+        return made or None
+
+    def forget(self) -> None:
+        """Plan everything anew next time."""
+        self._known.clear()
+        self._overlap = None
+
+    def _one(
+        self, name: str, value: Any, state: Mapping[str, Any], now: Fingerprint | None
+    ) -> Item | ShardedItem | None:
+        per_rank = isinstance(value, PerRank)
+        inner = value.value if per_rank else value
+        known = self._known.get(name)
+        same = now is not None and known is not None and known.per_rank == per_rank and known.remembered.same_as(now)
+        if now is not None and now.sharded and not per_rank:
+            return self._sharded(name, inner, state, now, known.remembered if known is not None and same else None)
+        if same and now is not None and known is not None:
+            again = _again(known, now)
+            if again is not None or known.item is None:
+                return again
+        resolved, form = plan.resolve(name, value, state)
+        if not per_rank and dtensor.has_sharded(resolved):
+            self._known.pop(name, None)
+            return ShardedItem.of(resolved)
+        item = None
+        if self._rank == 0 or per_rank:
+            item = plan.plan_item(name, resolved, form, self._rank if per_rank else None, floats=now is not None)
+        return self._keep(name, item, now, per_rank=per_rank)
+
+    def _fingerprint(
+        self, inner: Any, state: Mapping[str, Any], views: Mapping[str, Fingerprint]
+    ) -> Fingerprint | None:
+        now = fingerprint.of(inner)
+        if now is not None and now.sharded and isinstance(inner, torch.optim.Optimizer):
+            now = self._by_names(now, inner, state, views)
+        return now
+
+    def _by_names(
+        self,
+        now: Fingerprint,
+        optimizer: torch.optim.Optimizer,
+        state: Mapping[str, Any],
+        views: Mapping[str, Fingerprint],
+    ) -> Fingerprint | None:
+        """Its state is saved by the names of its parameters: those, too, must be as they were."""
+        modules = [name for name in plan.modules_of(state) if name in views]
+        numbers = {id(p): number for number, p in enumerate(chain.from_iterable(views[n].whole for n in modules))}
+        owners = [numbers.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
+        if None in owners:
+            return None
+        facts = (*now.facts, owners, [self._known[name].remembered for name in modules if name in self._known])
+        return dataclasses.replace(now, facts=facts)
+
+    def _sharded(
+        self, name: str, inner: Any, state: Mapping[str, Any], now: Fingerprint, known: Remembered | None
+    ) -> ShardedItem:
+        remembered = known or now.remember()
+        if remembered is None:
+            self._known.pop(name, None)
+        else:
+            self._known[name] = _Known(remembered=remembered, per_rank=False)
+        return ShardedItem(
+            state_dict=lambda: plan.resolve(name, inner, state)[0],
+            known=remembered,
+            tensors=now.tensors,
+            floats=now.float_bytes,
+            at=functools.partial(_at, inner),
+        )
+
+    def _keep(self, name: str, item: Item | None, now: Fingerprint | None, *, per_rank: bool) -> Item | None:
+        self._known.pop(name, None)
+        remembered = now.remember() if now is not None else None
+        if now is None or remembered is None:
+            return item
+        if item is None:
+            self._known[name] = _Known(remembered=remembered, per_rank=per_rank)
+            return None
+        template = FileTemplate.of(item.image, now.tensors)
+        if template is None:
+            return item
+        item = dataclasses.replace(item, image=dataclasses.replace(template.image, tensors=item.image.tensors))
+        self._known[name] = _Known(
+            remembered=remembered,
+            per_rank=per_rank,
+            item=dataclasses.replace(item, image=template.image),
+            template=template,
+            float_bytes=now.float_bytes,
+        )
+        return item
+
+
+def _again(known: _Known, now: Fingerprint) -> Item | None:
+    """The item's plan with the tensors and the floats of today; None if that cannot be had from the known one."""
+    if known.item is None or known.template is None:
+        return None
+    places, last = known.template.image.floats, None
+    if now.float_bytes != known.float_bytes:
+        if places is None or 8 * len(places) != len(now.float_bytes):
+            return None
+        last = [with_floats(known.template.image.pieces[-1][1], places, now.float_bytes)]
+    return dataclasses.replace(known.item, image=known.template.filled(now.tensors, last))
+
+
+def _at(value: Any, path: Sequence[Any]) -> Any:
+    """What lies at a path of an item's state dict and has floats in it: of an optimizer that is in its groups."""
+    if isinstance(value, torch.optim.Optimizer):
+        value = {"param_groups": value.param_groups}
+    for key in path:
+        value = value[key]
+    return value
+
+
+def _may_change_elsewhere(view: Fingerprint) -> bool:
+    """Whether a parameter may change outside its optimizer's step, which a fingerprint does not tell."""
+    return view.normed or any(map(attrgetter("_post_accumulate_grad_hooks"), view.whole))

@@ -1,0 +1,304 @@
+"""What is as it was at the save before is not planned again, and whatever has changed is."""
+
+import collections
+import copy
+import math
+
+import pytest
+import torch
+
+from safe_ckpt import CheckpointConfig, Checkpointer
+from safe_ckpt.core.directory import catalog
+from safe_ckpt.core.state import plan
+from safe_ckpt.core.state.plan import PerRank
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(6, 6)
+        self.second = torch.nn.Linear(6, 6)
+        self.norm = torch.nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        return self.norm(self.second(self.first(x)))
+
+
+def trained(net, optimizer, seed=0):
+    torch.manual_seed(seed)
+    net(torch.randn(4, 6, dtype=next(net.parameters()).dtype)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def fresh():
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    trained(net, optimizer)
+    data = {"w": torch.randn(5), "deep": {"v": torch.randn(2, 3)}, "rate": 0.5, "count": 3, "on": True}
+    return {"net": net, "optimizer": optimizer, "data": data, "own": PerRank({"t": torch.randn(3)})}
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """The names that were planned."""
+    names, original = [], plan.plan_item
+
+    def note(name, *args, **options):
+        names.append(name)
+        return original(name, *args, **options)
+
+    monkeypatch.setattr(plan, "plan_item", note)
+    return names
+
+
+def flat(value, path=""):
+    if isinstance(value, dict):
+        return {k: v for key, inner in value.items() for k, v in flat(inner, f"{path}/{key}").items()}
+    if isinstance(value, list | tuple):
+        return {k: v for n, inner in enumerate(value) for k, v in flat(inner, f"{path}/{n}").items()}
+    return {path: value}
+
+
+def assert_same(one, other):
+    one, other = flat(one), flat(other)
+    assert list(one) == list(other)
+    for name, value in one.items():
+        if isinstance(value, torch.Tensor):
+            assert (value.dtype, value.shape) == (other[name].dtype, other[name].shape), name
+            assert value.detach().equal(other[name].detach()), name
+        else:
+            assert type(value) is type(other[name]), name
+            assert repr(value) == repr(other[name]), name  # also of numbers that are none
+
+
+def whole(state):
+    found = {}
+    for name, value in state.items():
+        inner = value.value if isinstance(value, PerRank) else value
+        found[name] = copy.deepcopy(inner.state_dict() if hasattr(inner, "state_dict") else inner)
+    return found
+
+
+def loaded(folder, step):
+    """What the files hold, read by torch and safetensors alone."""
+    from safetensors.torch import load_file
+
+    found = {}
+    for file in sorted((folder / catalog.step_name(step)).iterdir()):
+        if file.suffix == ".safetensors":
+            found[file.stem.partition(".")[0]] = load_file(file)
+        elif file.suffix == ".pt":
+            found[file.stem.partition(".")[0]] = torch.load(file, weights_only=True)
+    return found
+
+
+def values_only(state):
+    for parameter in state["net"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state["optimizer"].step()
+    state["data"]["w"].add_(1)
+    state["net"].norm.running_mean.add_(1)
+
+
+def floats(state):
+    state["optimizer"].param_groups[0]["lr"] = 0.05
+    state["optimizer"].param_groups[0]["betas"] = (0.8, math.nan)
+    state["data"]["rate"] = -0.0
+
+
+UNCHANGED = {"values": values_only, "floats": floats, "nothing": lambda state: None}
+
+
+@pytest.mark.parametrize("snapshot", ["eager", "overlapped"])
+@pytest.mark.parametrize("change", UNCHANGED)
+def test_what_has_the_same_names_types_shapes_and_places_is_not_planned_again(tmp_path, planned, change, snapshot):
+    """New values, a new learning rate, a number that is none: the known plan holds them, to the bit, save after save."""
+    state = fresh()
+    with Checkpointer(tmp_path, CheckpointConfig(snapshot=snapshot)) as ckpt:
+        ckpt.save(1, state).result(60)
+        assert set(planned) == set(state)
+        planned.clear()
+        for step in (2, 3):
+            UNCHANGED[change](state)
+            before = whole(state)
+            ckpt.save(step, state).result(60)
+            for name, saved in loaded(tmp_path, step).items():
+                assert_same(dict(sorted(flat(before[name]).items())), dict(sorted(flat(saved).items())))
+        assert planned == []
+
+
+def other_memory(state):
+    state["net"].first.weight.data = state["net"].first.weight.data.clone()
+
+
+def other_shape(state):
+    state["net"].first.bias.data = state["net"].first.bias.data.view(2, 3)
+
+
+def transposed(state):
+    state["net"].first.weight.data = state["net"].first.weight.data.t()
+
+
+def other_dtype(state):
+    state["net"].first.bias.data = state["net"].first.bias.data.view(torch.int32).view(torch.float32).to(torch.float64)
+
+
+def same_bytes_other_dtype(state):
+    state["net"].norm.num_batches_tracked.data = state["net"].norm.num_batches_tracked.data.view(torch.float64)
+
+
+def tied(state):
+    state["net"].second.weight = state["net"].first.weight
+
+
+def renamed(state):
+    state["net"].third = state["net"]._modules.pop("second")
+
+
+def swapped(state):
+    net = state["net"]
+    net.first, net.second = net.second, net.first
+
+
+def not_saved_any_more(state):
+    state["net"].norm.register_buffer("running_mean", state["net"].norm.running_mean, persistent=False)
+
+
+def hooked(state):
+    state["net"].register_state_dict_post_hook(lambda module, found, prefix, meta: found.__delitem__("first.bias"))
+
+
+def own_way(state):
+    state["net"].state_dict = lambda: {"only": torch.ones(2)}
+
+
+def without_bias(state):
+    state["net"].first.bias = None
+
+
+def emptied(state):
+    state["optimizer"].state.clear()
+
+
+def another_group(state):
+    state["optimizer"].add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+
+
+def another_option(state):
+    state["optimizer"].param_groups[0]["maximize"] = True
+
+
+def post_hook_of_the_optimizer(state):
+    state["optimizer"].register_state_dict_post_hook(lambda optimizer, found: {**found, "more": torch.ones(1)})
+
+
+def a_number(state):
+    state["data"]["count"] = 4
+
+
+def a_truth(state):
+    state["data"]["on"] = 1
+
+
+def another_key(state):
+    state["data"]["deep"]["u"] = state["data"]["deep"].pop("v")
+
+
+def another_kind(state):
+    state["data"]["deep"] = collections.OrderedDict(state["data"]["deep"])
+
+
+def view_of_one(state):
+    both = torch.cat([state["data"]["w"], state["data"]["deep"]["v"].flatten()])
+    state["data"]["w"], state["data"]["deep"]["v"] = both[:5], both[5:].view(2, 3)
+
+
+def learning(state):
+    state["data"]["w"].requires_grad_()
+
+
+def of_each_rank(state):
+    state["data"] = PerRank(state["data"])
+
+
+CHANGES = {
+    change: name
+    for name, changes in {
+        "net": [
+            *(other_memory, other_shape, transposed, other_dtype, same_bytes_other_dtype, tied, renamed, swapped),
+            *(not_saved_any_more, hooked, own_way, without_bias),
+        ],
+        "optimizer": [emptied, another_group, another_option, post_hook_of_the_optimizer],
+        "data": [a_number, a_truth, another_key, another_kind, view_of_one, learning, of_each_rank],
+    }.items()
+    for change in changes
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_whatever_has_changed_is_found_and_planned_anew(tmp_path, planned, change):
+    """A name, type, shape, stride, memory, tie, hook, group or number: the file is that of today, the rest is not planned."""
+    state = fresh()
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state).result(60)
+        ckpt.save(2, state).result(60)
+        planned.clear()
+        change(state)
+        before = whole(state)
+        ckpt.save(3, state).result(60)
+        assert planned == [CHANGES[change]]
+    for name, saved in loaded(tmp_path, 3).items():
+        expected, found = dict(sorted(flat(before[name]).items())), dict(sorted(flat(saved).items()))
+        if change is tied and name == "net":  # stored once, under the first name
+            assert found.pop("/second.weight", None) is None
+            expected.pop("/second.weight")
+        assert_same(expected, found)
+
+
+def test_tensors_that_came_apart_are_found(tmp_path, planned):
+    """What was tied and is not any more is stored twice."""
+    state = fresh()
+    tied(state)
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state).result(60)
+        state["net"].second.weight = torch.nn.Parameter(state["net"].second.weight.detach() + 1)
+        planned.clear()
+        ckpt.save(2, state).result(60)
+        assert planned == ["net"]
+    found = loaded(tmp_path, 2)["net"]
+    assert found["second.weight"].equal(found["first.weight"] + 1)
+
+
+def test_a_checkpointer_keeps_no_tensor_of_a_state_alive(tmp_path):
+    """Between two saves the memory of a model that was deleted is free."""
+    import gc
+    import weakref
+
+    with Checkpointer(tmp_path) as ckpt:
+        state = fresh()
+        for step in (1, 2, 3):
+            ckpt.save(step, state).result(60)
+        alive = [weakref.ref(p) for p in state["net"].parameters()]
+        alive += [weakref.ref(s.untyped_storage()) for s in flat(state["optimizer"].state_dict()["state"]).values()]
+        alive += [weakref.ref(state["net"])]
+        del state
+        gc.collect()
+        assert [ref() for ref in alive] == [None] * len(alive)
+
+
+def test_memory_that_a_tensor_leaves_while_it_is_copied_is_saved_as_it_was(tmp_path):
+    """A known plan reads by address: also where a parameter gets other memory before the copy is over."""
+    big = torch.nn.Linear(1500, 1500)
+    optimizer = torch.optim.SGD(big.parameters(), lr=0.1)
+    state = {"net": big, "optimizer": optimizer}
+    with Checkpointer(tmp_path, CheckpointConfig(snapshot="overlapped")) as ckpt:
+        ckpt.save(1, state).result(60)
+        for step in range(2, 12):
+            expected = big.weight.detach().clone()
+            handle = ckpt.save(step, state)
+            big.weight.data = torch.zeros_like(big.weight)
+            handle.result(60)
+            assert loaded(tmp_path, step)["net"]["weight"].equal(expected)
+            big.weight.data = expected + 1
