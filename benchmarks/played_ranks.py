@@ -218,6 +218,11 @@ class _Rows:
         return counts[-1]
 
 
+def way(*, every_request: bool) -> str:
+    """The name of these rows."""
+    return "played, every request" if every_request else "played"
+
+
 def played(ranks: int, rounds: int, *, every_request: bool = False, limit_s: float = LIMIT_S) -> dict[str, Any]:
     """Saves of a real rank 0 among so many ranks that are played: a row of the table."""
     lead, *players = forked(1 + PLAYERS, _process, ranks, rounds, every_request, limit_s=limit_s)
@@ -229,7 +234,7 @@ def played(ranks: int, rounds: int, *, every_request: bool = False, limit_s: flo
         return statistics.median(one[name] for one in saves)
 
     return {
-        "way": "played, every request" if every_request else "played",
+        "way": way(every_request=every_request),
         "ranks": ranks,
         "seconds": lead["seconds"],
         "requests_0": median("requests"),

@@ -95,7 +95,6 @@ def _answers(ends: list[connection.Connection], limit_s: float) -> dict[int, dic
 def _run(end: connection.Connection, target: Target, *arguments: Any) -> None:
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     torch.set_num_threads(1)
-    gc.disable()
     try:
         found = target(*arguments)
         end.send({**found, "private_bytes": private_bytes()})
