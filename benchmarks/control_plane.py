@@ -138,7 +138,9 @@ def measured(options: argparse.Namespace) -> Iterator[list[Row]]:
     for ranks in options.planning:
         import dcp_planning  # here: a rank of the others is to be as small as it can be
 
-        rows = _tried(PLANNING, "DCP and ours", dcp_planning.planning, ranks, options.tensors, **each)
+        ways = options.ways or dcp_planning.WAYS
+        more = {"ways": ways, **each}
+        rows = _tried(PLANNING, ", ".join(ways), dcp_planning.planning, ranks, options.tensors, options.rounds, **more)
         each = _each(rows, each)
         yield rows
     for ranks in options.ranks:
@@ -165,6 +167,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--every-request", action="store_true", help="played ranks read and count one by one")
     parser.add_argument("--tensors", type=int, default=200, help="of the state that is planned")
+    parser.add_argument("--ways", nargs="*", help='of planning: "DCP, no plan cache", "DCP, plan cache", "ours"')
     parser.add_argument("--limit-s", type=float, default=300.0, help="for one number of played ranks")
     parser.add_argument("--out", type=Path, help="a folder for JSON, tables and a plot")
     options = parser.parse_args(arguments)

@@ -186,7 +186,7 @@ def draw(found: Row, path: Path) -> Path:
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axis.grid(visible=True, which="major", alpha=0.3)
         if rows:
-            axis.legend(fontsize="small")
+            axis.legend(fontsize="small", loc="upper left")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

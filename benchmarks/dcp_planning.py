@@ -11,7 +11,7 @@ import pickle
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,35 +30,36 @@ from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.sharding.dcp_plan import ShardPlanner
 
 WAYS = ("DCP, no plan cache", "DCP, plan cache", "ours")
-SAVES = 3
 _FIRST_GUESS_BYTES = 24 << 20
 _ROWS, _COLUMNS = 4, 8  # of every rank's part of a tensor
 
 
-def planning(ranks: int, tensors: int, each_bytes: float = _FIRST_GUESS_BYTES) -> list[dict[str, Any]]:
-    """Plan a few saves on so many gloo processes: a row of the table for each way.
+def planning(
+    ranks: int, tensors: int, saves: int, ways: Sequence[str] = WAYS, each_bytes: float = _FIRST_GUESS_BYTES
+) -> list[dict[str, Any]]:
+    """Plan some saves on so many gloo processes: a row of the table for each way.
 
     Raises:
         Refused: they would not fit into memory.
     """
     refuse_too_many(ranks, each_bytes)
     _warm_up()
-    found = forked(ranks, _rank, tensors, limit_s=2 * LIMIT_S)
-    return [_row(way, [one["ways"][way] for one in found], found) for way in WAYS]
+    found = forked(ranks, _rank, tensors, saves, ways, limit_s=2 * LIMIT_S)
+    return [_row(way, [one["ways"][way] for one in found], found) for way in ways]
 
 
 def _row(way: str, ranks: list[dict[str, Any]], found: list[dict[str, Any]]) -> dict[str, Any]:
-    def median(name: str, save: int) -> float:
-        return statistics.median(one[name][save] for one in ranks[1:])
+    def medians(name: str) -> list[float]:
+        return [statistics.median(column) for column in zip(*(one[name][:2] for one in ranks[1:]), strict=True)]
 
     return {
         "way": way,
         "ranks": len(ranks),
         "seconds": [max(times) for times in zip(*(one["seconds"] for one in ranks), strict=True)],
-        "cpu_s": [median("cpu_s", 0), median("cpu_s", 1)],
+        "cpu_s": medians("cpu_s"),
         "cpu_0_s": ranks[0]["cpu_s"][:2],
-        "sent_bytes": [median("sent_bytes", 0), median("sent_bytes", 1)],
-        "requests": median("requests", 1),
+        "sent_bytes": medians("sent_bytes"),
+        "requests": medians("requests")[-1],
         "group_s": max(one["group_s"] for one in found),
         "private_bytes": statistics.median(one["private_bytes"] for one in found[1:]),
         "private_0_bytes": found[0]["private_bytes"],
@@ -84,23 +85,27 @@ def _state(ranks: int, tensors: int) -> dict[str, DTensor]:
     }
 
 
-def _rank(rank: int, ranks: int, listening: socket.socket, tensors: int) -> dict[str, Any]:
+def _rank(
+    rank: int, ranks: int, listening: socket.socket, tensors: int, saves: int, ways: Sequence[str]
+) -> dict[str, Any]:
     meeting = met(rank, listening)
     await_all(meeting, "group", ranks)
     begun = time.monotonic()
     dist.init_process_group("gloo", store=meeting, rank=rank, world_size=ranks)
     dist.barrier()
     group_s = time.monotonic() - begun
-    _plan_with_dcp(_state(ranks, 2), caching=False)  # whoever comes first would else connect for all
+    _plan_with_dcp(_state(ranks, 2), 1, caching=False)  # whoever comes first would else connect for all
     state = _state(ranks, tensors)
-    found = {way: _plan_with_dcp(state, caching=way == WAYS[1]) for way in WAYS[:2]}
-    return {"ways": {**found, WAYS[2]: _plan_with_ours(state)}, "group_s": group_s}
+    found = {way: _plan_with_dcp(state, saves, caching=way == WAYS[1]) for way in WAYS[:2] if way in ways}
+    if WAYS[2] in ways:
+        found[WAYS[2]] = _plan_with_ours(state, saves)
+    return {"ways": found, "group_s": group_s}
 
 
-def _measured(plan: Callable[[], object], tally: Tally | None = None) -> dict[str, list[float]]:
-    """Plan a few times, all ranks at once: seconds of each, CPU seconds of this process, and what it asked of the store."""
+def _measured(plan: Callable[[], object], saves: int, tally: Tally | None = None) -> dict[str, list[float]]:
+    """Plan some times, all ranks at once: seconds of each, CPU seconds of this process, and what it asked of the store."""
     found: dict[str, list[float]] = {"seconds": [], "cpu_s": [], "requests": [], "sent_bytes": []}
-    for _ in range(SAVES):
+    for _ in range(saves):
         asked, sent = (tally.calls.total(), tally.sent_bytes) if tally else (0, 0)
         dist.barrier()
         begun, cpu_s = time.monotonic(), time.process_time()
@@ -113,7 +118,7 @@ def _measured(plan: Callable[[], object], tally: Tally | None = None) -> dict[st
     return found
 
 
-def _plan_with_dcp(state: dict[str, DTensor], *, caching: bool) -> dict[str, list[float]]:
+def _plan_with_dcp(state: dict[str, DTensor], saves: int, *, caching: bool) -> dict[str, list[float]]:
     wrapper, sent = _DistWrapper(None, use_dist=True, coordinator_rank=0), []
 
     def plan() -> None:
@@ -129,18 +134,18 @@ def _plan_with_dcp(state: dict[str, DTensor], *, caching: bool) -> dict[str, lis
 
         planner.finish_plan(wrapper.reduce_scatter("plan", local_step, global_step))
 
-    found = _measured(plan)
+    found = _measured(plan, saves)
     for cache in ("save_plan", "all_plans", "global_plan", "metadata", "final_save_plan"):
         getattr(SavePlanner, f"_cached_{cache}").clear()
     # reduce_scatter is a gather and a scatter of objects; each is preceded by a collective for the sizes.
-    return {**found, "requests": [4] * SAVES, "sent_bytes": [len(pickle.dumps(one)) for one in sent]}
+    return {**found, "requests": [4] * saves, "sent_bytes": [len(pickle.dumps(one)) for one in sent]}
 
 
-def _plan_with_ours(state: dict[str, DTensor]) -> dict[str, list[float]]:
+def _plan_with_ours(state: dict[str, DTensor], saves: int) -> dict[str, list[float]]:
     tally = count_requests()
     coordinator = open_coordinator(None, Timeouts())
     planner = ShardPlanner(coordinator, barrier_s=LIMIT_S)
     coordinator.agree("start", timeout_s=LIMIT_S)
-    found = _measured(lambda: planner.agree({"": state}), tally)
+    found = _measured(lambda: planner.agree({"": state}), saves, tally)
     coordinator.release()
     return found
