@@ -3,6 +3,8 @@
 DCP's is what ``torch.distributed.checkpoint.state_dict_saver._save_state_dict`` does before it writes, less its storage's part:
 ``DefaultSavePlanner`` and one ``_DistWrapper.reduce_scatter`` over gloo. Ours is ``ShardPlanner.agree``. Every rank has its
 part of the same DTensors, over a mesh of all ranks. Ours also makes the bytes of ``.metadata``; DCP does so after writing.
+
+With TORCH_GLOO_LAZY_INIT=1 in the environment, gloo connects two ranks when they first talk, which makes large groups sooner.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def planning(
     Raises:
         Refused: they would not fit into memory.
     """
-    refuse_too_many(ranks, each_bytes)
+    refuse_too_many(ranks, max(each_bytes, _FIRST_GUESS_BYTES))  # the kernel needs some for gloo's connections, too
     _warm_up()
     found = forked(ranks, _rank, tensors, saves, ways, limit_s=2 * LIMIT_S)
     return [_row(way, [one["ways"][way] for one in found], found) for way in ways]
