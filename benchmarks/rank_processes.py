@@ -25,7 +25,7 @@ from safe_ckpt.core.coordination import process_groups
 Target = Callable[..., dict[str, Any]]
 _MOST_OF_MEMORY = 0.7  # of what is free; others use this machine, too
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_FIRST_GUESS_BYTES = 16 << 20
+_FIRST_GUESS_BYTES = 12 << 20
 _kept: list[Any] = []  # the stores of a child: they end with it
 
 
