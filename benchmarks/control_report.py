@@ -174,7 +174,7 @@ def draw(found: Row, path: Path) -> Path:
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.5))
+    figure, axes = pyplot.subplots(1, 2, figsize=(12, 5.5))
     for axis, section in zip(axes, (ROUNDS, PLANNING), strict=True):
         rows = [row for row in found["rows"] if row["section"] == section and "error" not in row]
         for number, way in enumerate(dict.fromkeys(row["way"] for row in rows)):
@@ -189,7 +189,7 @@ def draw(found: Row, path: Path) -> Path:
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axis.grid(visible=True, which="major", alpha=0.3)
         if rows:
-            axis.legend(fontsize="small", loc="upper left")
+            axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
