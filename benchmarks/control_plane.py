@@ -1,10 +1,20 @@
 """What it costs many ranks to act as one: agree on a save, report, commit. No files, no tensors, only the control plane.
 
-Every rank is a thread of this process with a store connection of its own, against one real TCPStore; the protocol objects are
-those of a real save (``Coordinator.agree``, ``TwoPhaseCommit``). All threads share one interpreter lock and few cores: the
-times are upper bounds, and what counts is their shape and the number of store operations per rank. Connecting takes longer.
+By default every rank is a thread of this process with a store connection of its own, against one real TCPStore; the protocol
+objects are those of a real save (``Coordinator.agree``, ``TwoPhaseCommit``). All threads share one interpreter lock and few
+cores: the times are upper bounds, and what counts is their shape and the number of store operations per rank.
 
-    python benchmarks/control_plane.py [ranks ...]
+``--processes``: every rank is a process with a real session. ``--played``: a real rank 0 among ranks that two processes play
+(``played_ranks.py``). ``--planning``: DCP's planning of a sharded save and ours (``dcp_planning.py``). ``--out``: a folder for
+a JSON file that later runs add to, the tables and a plot.
+
+torch looks up the name of every address that connects to a TCPStore, in its host's only thread. Where a name server is slow
+now and then, all ranks wait for it. The times are those of the store alone where /etc/hosts names ``::ffff:127.0.0.1``:
+
+    (cat /etc/hosts; echo ::ffff:127.0.0.1 localhost) > /tmp/hosts
+    sudo unshare -m sh -c 'mount --bind /tmp/hosts /etc/hosts && exec python benchmarks/control_plane.py --processes 16'
+
+    python benchmarks/control_plane.py [ranks ...] [--processes N ...] [--played N ...] [--planning N ...] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -16,45 +26,19 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import control_report
 import torch.distributed as dist
+from control_report import PLANNING, ROUNDS, Row
+from control_rounds import CountedStore, LocalStoreClient, save
 
 from safe_ckpt.core.coordination.coordinator import Coordinator
-from safe_ckpt.core.coordination.log_entry import Scatter
-from safe_ckpt.core.coordination.mailbox import Receipts, TwoPhaseCommit
+from safe_ckpt.core.coordination.mailbox import Receipts
 from safe_ckpt.core.coordination.store import StoreClient
-
-
-class CountedStore:
-    """A store that counts what is asked of it."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-        self.calls: Counter[str] = Counter()
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            self.calls[name] += 1
-            return getattr(self._store, name)(*args)
-
-        return call
-
-
-class LocalStoreClient(StoreClient):
-    """The store is in this process: calls run on the caller's thread."""
-
-    def __init__(self, store: Any) -> None:
-        super().__init__(lambda: store, name="local", answer_s=0.0)
-        self._store = store
-
-    def call(self, operation: Callable[[Any], Any], **_: Any) -> Any:
-        return operation(self._store)
-
-    def begin(self, operation: Callable[[Any], Any], **_: Any) -> Any:
-        operation(self._store)
 
 
 class ThreadSession(Coordinator):
@@ -73,53 +57,8 @@ class ThreadSession(Coordinator):
         return self._calls
 
 
-def save(coordinator: Coordinator, rounds: int, shares: bool) -> list[float]:
-    """One rank's part in ``rounds`` saves: seconds of each."""
-    answer = {"bytes": 1 << 30, "writes": True, "earlier": None}
-    found = []
-    for number in range(rounds):
-        begun = time.monotonic()
-        if shares:
-            coordinator.agree(
-                "shards",
-                timeout_s=60,
-                local=lambda: answer,
-                decide=lambda a: Scatter({rank: {"kept": [rank]} for rank in a}),
-            )
-        agreed = coordinator.agree(
-            "save",
-            must_match={"step": number},
-            timeout_s=60,
-            local=lambda: answer,
-            decide=lambda a: {"writers": len(a)},
-        )
-        two_phase = TwoPhaseCommit(
-            coordinator,
-            coordinator.store_client("phases"),
-            f"op{number}",
-            range(agreed["writers"]),
-            lambda: None,
-            coordinator.call,
-        )
-        entry = {"path": f"model/__{coordinator.rank}_0.distcp", "size_bytes": 1 << 30, "xxh3_128": "0" * 32}
-        if coordinator.rank == 0:
-            two_phase.prepared()
-            two_phase.report({"files": [entry], "items": {}})
-            reports = two_phase.reports(60)
-            two_phase.conclude({"ok": {"files": sum(len(report["files"]) for report in reports.values())}})
-        else:
-            two_phase.await_prepared(60)
-            two_phase.report({"files": [entry], "items": {}})
-            two_phase.verdict(60)
-        found.append(time.monotonic() - begun)
-        if coordinator.rank == 0:
-            while not two_phase.forget():
-                time.sleep(0.001)
-    return found
-
-
 def simulate(ranks: int, rounds: int = 3, *, shares: bool = True) -> tuple[list[float], list[Counter[str]]]:
-    """Run saves on that many ranks.
+    """Run saves on that many ranks, which are threads.
 
     Returns:
         The seconds of each save, of the slowest rank, and what each rank asked of the store.
@@ -152,26 +91,106 @@ def simulate(ranks: int, rounds: int = 3, *, shares: bool = True) -> tuple[list[
     return [max(times[number] for times in seconds) for number in range(rounds)], [store.calls for store in stores]
 
 
-def main() -> None:
-    """Print the curve."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("ranks", type=int, nargs="*", default=[16, 64, 256, 1024, 4096])
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+def threads_row(ranks: int, rounds: int) -> Row:
+    """A row of the table for ranks that are threads."""
     threading.stack_size(512 << 10)
     # Thousands of threads that wait for the interpreter lock would else wake up every 5 ms to ask for it.
+    interval_s = sys.getswitchinterval()
     sys.setswitchinterval(5.0)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    print(
-        f"{'ranks':>6} {'agree -> commit, s':>20} {'ms per rank':>12} {'jobs of a rank':>14} {'jobs of rank 0 / rank':>21}"
-    )
+    try:
+        times, calls = simulate(ranks, rounds)
+    finally:
+        sys.setswitchinterval(interval_s)
+        threading.stack_size(0)
+    own = [sum(call.values()) / rounds for call in calls]
+    return {"way": "threads", "ranks": ranks, "seconds": times, "requests": max(own[1:]), "requests_0": own[0]}
+
+
+def _tried(section: str, way: str, measure: Callable[..., Any], ranks: int, *args: Any, **kwargs: Any) -> list[Row]:
+    """The rows of one measurement, or one that says why there are none."""
+    begun = time.monotonic()
+    try:
+        found = measure(ranks, *args, **kwargs)
+        rows = found if isinstance(found, list) else [found]
+    except Exception as error:  # the larger ones may not fit, and what was measured before is to be kept
+        rows = [{"way": way, "ranks": ranks, "error": str(error).strip().splitlines()[-1]}]
+    rows = [{**row, "section": section, "took_s": time.monotonic() - begun} for row in rows]
+    for row in rows:
+        print(control_report.line(row), flush=True)
+    return rows
+
+
+def measured(options: argparse.Namespace) -> Iterator[list[Row]]:
+    """The rows of all that was asked for. What forks comes before what starts threads here."""
+    import played_ranks
+    import rank_processes
+
+    each: dict[str, float] = {}
+    for ranks in options.processes:
+        rows = _tried(ROUNDS, "processes", rank_processes.processes, ranks, options.rounds, **each)
+        each = _each(rows, each)
+        yield rows
+    for ranks in options.played:
+        saves, every = options.saves or options.rounds, options.every_request
+        way = played_ranks.way(every_request=every)
+        yield _tried(ROUNDS, way, played_ranks.played, ranks, saves, every_request=every, limit_s=options.limit_s)
+    each = {}
+    for ranks in options.planning:
+        import dcp_planning  # here: a rank of the others is to be as small as it can be
+
+        ways = options.ways or dcp_planning.WAYS
+        more = {"ways": ways, **each}
+        rows = _tried(PLANNING, ", ".join(ways), dcp_planning.planning, ranks, options.tensors, options.rounds, **more)
+        each = _each(rows, each)
+        yield rows
     for ranks in options.ranks:
-        times, calls = simulate(ranks, options.rounds)
-        own = [sum(call.values()) / options.rounds for call in calls]
-        best = sorted(times)[len(times) // 2]
-        print(f"{ranks:>6} {best:>20.3f} {1000 * best / ranks:>12.3f} {max(own[1:]):>14.1f} {own[0] / ranks:>21.2f}")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        yield _tried(ROUNDS, "threads", threads_row, ranks, options.rounds)
+
+
+def _each(rows: list[Row], known: dict[str, float]) -> dict[str, float]:
+    """What one process takes, for the next number of them."""
+    return {"each_bytes": rows[0]["private_bytes"]} if "private_bytes" in rows[0] else known
+
+
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    """What the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ranks", type=int, nargs="*", help="ranks that are threads")
+    parser.add_argument("--processes", type=int, nargs="*", default=[], help="ranks that are processes")
+    parser.add_argument("--played", type=int, nargs="*", default=[], help="a real rank 0 among so many played ranks")
+    parser.add_argument(
+        "--planning", type=int, nargs="*", default=[], help="gloo processes that plan with DCP and ours"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="saves")
+    parser.add_argument(
+        "--saves", type=int, help="saves among played ranks; keys are counted after 1, 10, 100 and 1,000"
+    )
+    parser.add_argument("--every-request", action="store_true", help="played ranks read and count one by one")
+    parser.add_argument("--tensors", type=int, default=200, help="of the state that is planned")
+    parser.add_argument("--ways", nargs="*", help='of planning: "DCP, no plan cache", "DCP, plan cache", "ours"')
+    parser.add_argument("--limit-s", type=float, default=300.0, help="for one number of played ranks")
+    parser.add_argument("--out", type=Path, help="a folder for JSON, tables and a plot")
+    options = parser.parse_args(arguments)
+    if not (options.ranks or options.processes or options.played or options.planning):
+        options.ranks = [16, 64, 128, 256, 512]
+    return options
+
+
+def main() -> None:
+    """Measure, print the tables, and write them."""
+    options = options_of()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    run = control_report.facts(options.out if options.out and options.out.exists() else Path())
+    print(control_report.said(run), flush=True)
+    rows: list[Row] = []
+    for found in measured(options):
+        rows += found
+        if options.out:
+            paths = control_report.write(options.out, run, found)
+    print("\n" + control_report.markdown({"runs": [run], "rows": rows}))
+    if options.out:
+        print("\n".join(map(str, paths)))
 
 
 if __name__ == "__main__":
