@@ -304,7 +304,9 @@ class Checkpointer:
         verify(path, manifest, only=set(sharded[rank::size]), cached=True)
         loaded: dict[str, Any] = {name: restore.Shards(path / folder) for name, folder in folders.items()}
         for name in needed.keys() - folders.keys():
-            loaded[name] = plan.load_file(path, entries[needed[name]], manifest.items[name], name)
+            item = manifest.items[name]
+            shared = size > 1 and not item["per_rank"]
+            loaded[name] = plan.load_file(path, entries[needed[name]], item, name, shared=shared)
         if rank == 0:
             # Rank 0 verifies the files that no rank loads: a checkpoint is good as a whole or not at all.
             read = {file for name in state for file in manifest.items[name]["files"].values()}

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dcp_plan import METADATA
+from safe_ckpt.core.sharding.dcp_read import StraightReader
 from safe_ckpt.errors import CorruptCheckpointError, RestoreError, StateError
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def load_into(folder: Path, state: dict[str, Any], metadata: Metadata | None = N
         RestoreError: names, shapes or types do not fit; nothing was changed.
         OSError: the files could not be read.
     """
-    reader, planner = FileSystemReader(folder), _Planner()
+    reader, planner = StraightReader(folder), _Planner()
     metadata = metadata or read_metadata(folder)
     try:
         planner.set_up_planner(state, metadata, is_coordinator=True)

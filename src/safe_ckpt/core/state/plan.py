@@ -245,8 +245,15 @@ def files_in(folders: Iterable[str], manifest: Manifest) -> list[str]:
     return [entry.path for entry in sorted(entries, key=lambda entry: (-entry.size_bytes, entry.path))]
 
 
-def load_file(folder: Path, entry: FileEntry, item: Mapping[str, Any], name: str) -> Any:
+def load_file(folder: Path, entry: FileEntry, item: Mapping[str, Any], name: str, *, shared: bool = False) -> Any:
     """Read one file, check it against the manifest while it is in memory, and return what it holds.
+
+    Args:
+        folder: the checkpoint.
+        entry: the file, as the manifest has it.
+        item: what it is of, as the manifest has it.
+        name: of the item.
+        shared: other ranks of this host read it at the same time: the storage is read once, for all of them.
 
     Raises:
         CorruptCheckpointError: its bytes are not those that were written.
@@ -256,7 +263,7 @@ def load_file(folder: Path, entry: FileEntry, item: Mapping[str, Any], name: str
     file = folder / entry.path
     try:
         size_bytes = file.stat().st_size
-        memory, digest = read_whole(file, entry.size_bytes)
+        memory, digest = read_whole(file, entry.size_bytes, cached=shared)
     except IsADirectoryError:
         raise CorruptCheckpointError(path=str(folder), file=entry.path, message="is a directory") from None
     except (FileNotFoundError, NotADirectoryError):

@@ -44,8 +44,13 @@ class Span:
     crc: int
 
 
-def read_whole(file: Path, length: int) -> tuple[mmap.mmap, str]:
+def read_whole(file: Path, length: int, *, cached: bool = False) -> tuple[mmap.mmap, str]:
     """Read the first ``length`` bytes of a file into memory of their own.
+
+    Args:
+        file: which one.
+        length: how much of it.
+        cached: through the page cache, for a file that other processes of this host read at the same time.
 
     Returns:
         Memory of at least ``length`` bytes of its own, with zeros behind the end, and the bytes' xxh3-128.
@@ -60,7 +65,7 @@ def read_whole(file: Path, length: int) -> tuple[mmap.mmap, str]:
     memory = mmap.mmap(-1, max(1, -(-length // PAGE)) * PAGE, flags=private)
     digest = xxhash.xxh3_128()
     with memoryview(memory) as view:
-        for start, end in read_ahead(file, length, view):
+        for start, end in read_ahead(file, length, view, cached=cached):
             with view[start:end] as piece:
                 digest.update(piece)
     return memory, digest.hexdigest()
@@ -72,7 +77,7 @@ def digest_of(file: Path, length: int, *, cached: bool | None = False, progress:
     Args:
         file: which one.
         length: how much of it.
-        cached: through the page cache, for a file that is read once more in a moment; None if it is there already.
+        cached: through the page cache, for a file that is read once more in a moment; None only if it is there already.
         progress: called with what was read.
 
     Raises:
@@ -110,8 +115,7 @@ def wrong_spans(file: Path, size: int, spans: Sequence[Span], progress: ReadProg
 
 def _pieces(file: Path, length: int, *, cached: bool | None) -> Iterator[memoryview]:
     """A file piece by piece; each is valid until the next one is asked for."""
-    resident = cached is None and is_cached(file, length)
-    if resident:
+    if cached is not False and is_cached(file, length):
         yield from _one_by_one(file, 0, length)
         return
     room = min(length, (_AHEAD + 1) * _CHUNK)
