@@ -1,0 +1,180 @@
+"""Sharded items that are as they were at the save before are not planned again; whatever has changed is, on every rank."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
+from safe_ckpt.errors import StateError
+from safe_ckpt.testing import spawn_ranks, values
+
+QUICK = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=5, fsync_stall_s=20, peer_stall_s=3, shutdown_s=10)
+
+
+def build(world):
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Linear(9, 5), torch.nn.BatchNorm1d(5))
+    mesh = init_device_mesh("cpu", (world,))
+    for part in model:
+        fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    step(model, optimizer)
+    return {"model": model, "optimizer": optimizer}
+
+
+def step(model, optimizer):
+    torch.manual_seed(dist.get_rank())
+    model(torch.randn(4, 6)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def content(state):
+    """All values of a state that every rank has, whole. A collective."""
+    state["model"].state_dict()  # FSDP2 shows sharded parameters again
+    found = {}
+    for name, tensor in state["model"].named_parameters():
+        found[name] = tensor.detach().full_tensor()
+    for number, slots in state["optimizer"].state_dict()["state"].items():
+        for key, value in slots.items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            found[f"{number}.{key}"] = whole.clone() if isinstance(whole, torch.Tensor) else whole
+    found["groups"] = copy.deepcopy(state["optimizer"].state_dict()["param_groups"])
+    return found
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        equal = torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else repr(value) == repr(other[name])
+        assert equal, name
+
+
+def trained(state, rank):
+    step(state["model"], state["optimizer"])
+
+
+def slower(state, rank):
+    step(state["model"], state["optimizer"])
+    state["optimizer"].param_groups[0]["lr"] *= 0.5
+    state["optimizer"].param_groups[0]["betas"] = (0.5, 0.25)
+
+
+def looked_at(state, rank):
+    state["model"](torch.randn(4, 6))  # leaves whole parameters in the module
+
+
+def other_memory(state, rank):
+    if rank == 1:
+        optimizer = state["optimizer"]
+        first = next(iter(optimizer.state.values()))
+        first["exp_avg"] = first["exp_avg"].clone()
+
+
+def another_option(state, rank):
+    state["optimizer"].param_groups[0]["maximize"] = True
+
+
+def longer_text(state, rank):
+    state["optimizer"].param_groups[0]["note"] = "x" * 300
+
+
+def without_state(state, rank):
+    state["optimizer"].state.clear()
+
+
+def another_dtype(state, rank):
+    for slots in state["optimizer"].state.values():
+        slots["exp_avg_sq"] = slots["exp_avg_sq"].double()
+
+
+def renamed(state, rank):
+    parts = state["model"]._modules
+    parts["last"] = parts.pop(list(parts)[-1])
+
+
+KNOWN = [trained, slower, looked_at]
+ANEW = [other_memory, another_option, longer_text, without_state, another_dtype, renamed]
+
+
+def _save_changed(rank, folder, change):
+    planned, original = [], DefaultSavePlanner.create_local_plan
+
+    def note(self):
+        planned.append(rank)
+        return original(self)
+
+    DefaultSavePlanner.create_local_plan = note
+    state, expected, counts = build(dist.get_world_size()), {}, []
+    with Checkpointer(folder, CheckpointConfig(timeouts=QUICK)) as ckpt:
+        for number in (1, 2, 3, 4):
+            if number > 2:
+                change(state, rank)
+            planned.clear()
+            ckpt.save(number, state).result()
+            counts.append(len(planned))
+            expected[number] = content(state)
+    return counts, expected if rank == 0 else None
+
+
+def _resume_each(rank, folder, change, expected):
+    state = build(dist.get_world_size())
+    if change is renamed:
+        change(state, rank)
+    with Checkpointer(folder, CheckpointConfig(timeouts=QUICK)) as ckpt:
+        for number in (3, 4):
+            ckpt.resume(state, step=number)
+            same(expected[number], content(state))
+
+
+@pytest.mark.parametrize("change", [*KNOWN, *ANEW], ids=lambda change: change.__name__)
+def test_a_plan_is_made_again_when_something_has_changed_and_only_then(tmp_path, change):
+    """FSDP2 and AdamW: 4 saves, a change before the third and fourth. Resumed by another number of ranks, equal to the bit."""
+    outcomes = values(spawn_ranks(_save_changed, 2, str(tmp_path), change, timeout_s=100))
+    for rank, (counts, _) in enumerate(outcomes):
+        assert counts[:2] == [2, 0]
+        if change in KNOWN:
+            assert counts[2:] == [0, 0]
+        else:
+            assert counts[2] > 0 or (change is other_memory and rank == 0)
+    values(spawn_ranks(_resume_each, 3, str(tmp_path), change, outcomes[0][1], timeout_s=100))
+
+
+class _Fails:
+    def __init__(self, wanted):
+        self.wanted = wanted
+
+    def state_dict(self):
+        if self.wanted:
+            raise ValueError("mine")
+        return {"a": 1}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def _fail_between(rank, folder):
+    state = build(2)
+    with Checkpointer(folder, CheckpointConfig(timeouts=QUICK)) as ckpt:
+        for number in (1, 2):
+            ckpt.save(number, {**state, "more": _Fails(False)}).result()
+        with pytest.raises((StateError, RuntimeError, ValueError), match="mine"):
+            ckpt.save(3, {**state, "more": _Fails(rank == 1)})
+        trained(state, rank)
+        ckpt.save(4, {**state, "more": _Fails(False)}).result()
+        expected = content(state)
+        trained(state, rank)
+        ckpt.resume(state, step=4)
+        same(expected, content(state))
+
+
+def test_after_a_save_that_one_rank_could_not_plan_the_next_is_right(tmp_path):
+    """What is remembered on the ranks goes on fitting together."""
+    values(spawn_ranks(_fail_between, 2, str(tmp_path), timeout_s=100))

@@ -1,0 +1,128 @@
+"""A resume reads every byte of the storage once for all ranks of a host, and tensors go straight to where they belong."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Timeouts
+from safe_ckpt.core.sharding import dcp_load
+from safe_ckpt.core.storage.reader import drop_cache
+from safe_ckpt.testing import spawn_ranks, values
+
+QUICK = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=5, fsync_stall_s=20, peer_stall_s=3, shutdown_s=10)
+CONFIG = CheckpointConfig(timeouts=QUICK)
+ROWS, COLUMNS = 3072, 2048  # 24 MiB
+
+
+def stored_bytes():
+    """What the kernel has read from storage for this process."""
+    with open("/proc/self/io", encoding="ascii") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+
+def state_of(kind, fill):
+    whole = torch.full((ROWS, COLUMNS), float(fill))
+    if kind == "replicated":
+        return {"w": {"a": whole, "b": whole + 1}}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {"w": {key: distribute_tensor(whole + n, mesh, [Shard(0)]) for n, key in enumerate("ab")}}
+
+
+def _save(rank, folder, kind):
+    with Checkpointer(folder, CONFIG) as ckpt:
+        ckpt.save(1, {**state_of(kind, 5), "own": PerRank({"rank": rank})}).result()
+
+
+def _read(rank, folder, kind):
+    state = {**state_of(kind, 0), "own": PerRank({"rank": -1})}
+    with Checkpointer(folder, CONFIG) as ckpt:
+        dist.barrier()
+        if rank == 0:
+            os.sync()
+            drop_cache(folder)
+        dist.barrier()
+        before = stored_bytes()
+        ckpt.resume(state)
+        read = stored_bytes() - before
+    for number, key in enumerate("ab"):
+        part = state["w"][key]
+        part = part.to_local() if isinstance(part, DTensor) else part
+        assert bool((part == 5 + number).all())
+    assert state["own"].value == {"rank": rank}
+    return read
+
+
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+def test_storage_is_read_once_for_all_ranks_of_a_host(tmp_path, kind):
+    """Three ranks, nothing in memory: the kernel counts at most 1.05 times the state, as for a single rank."""
+    values(spawn_ranks(_save, 3, tmp_path, kind, timeout_s=100))
+    size = 2 * 4 * ROWS * COLUMNS
+    read = sum(values(spawn_ranks(_read, 3, tmp_path, kind, timeout_s=100)))
+    if read < size // 2:
+        pytest.skip("these files lie in memory, there is no storage to be counted")
+    assert read <= 1.05 * size
+
+
+SHAPES = {"rows": (40, 6), "uneven": (7, 3), "flat": (11,), "one": (), "deep": (5, 4, 3), "empty": (0, 4)}
+
+
+def spread(fill, dim):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found = {}
+    for name, shape in SHAPES.items():
+        size = torch.Size(shape).numel()
+        whole = torch.arange(size, dtype=torch.float64).view(shape) * fill
+        on = [Shard(min(dim, len(shape) - 1))] if shape else None
+        found[name] = distribute_tensor(whole, mesh, on) if on else whole
+        found[f"half {name}"] = (
+            distribute_tensor(whole.to(torch.bfloat16), mesh, on) if on else whole.to(torch.bfloat16)
+        )
+    return found
+
+
+def _write(rank, folder, tool):
+    if tool == "torch":
+        dcp.save(spread(3, 0), checkpoint_id=folder / "step-1" / "w")
+    else:
+        with Checkpointer(folder, CONFIG) as ckpt:
+            ckpt.save(1, {"w": spread(3, 0)}).result()
+
+
+def _load(rank, folder, dim, turned):
+    others, original = [], FileSystemReader.read_data
+
+    def note(self, plan, planner):
+        others.extend(item.dest_index.fqn for item in plan.items)
+        return original(self, plan, planner)
+
+    FileSystemReader.read_data = note
+    state = spread(0, dim)
+    if turned:  # memory that is not in the order of the elements
+        state["rows"]._local_tensor = state["rows"]._local_tensor.t().contiguous().t()
+    (place,) = folder.glob("step-*/w")
+    dcp_load.load_into(place, state)
+    for name, expected in spread(3, dim).items():
+        assert torch.equal(*(t.to_local() if isinstance(t, DTensor) else t for t in (state[name], expected))), name
+    return others
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("world", "dim"), [(1, 0), (2, 0), (3, 0), (3, 1)])
+def test_tensors_of_our_files_are_read_straight_to_their_places(tmp_path, world, dim, turned):
+    """Two ranks save; other numbers of ranks read rows by themselves, and columns with DCP's own reader."""
+    values(spawn_ranks(_write, 2, tmp_path, "ours", timeout_s=100))
+    for others in values(spawn_ranks(_load, world, tmp_path, dim, turned, timeout_s=100)):
+        assert bool(others) is (dim == 1)
+
+
+def test_what_torch_wrote_is_read_as_well(tmp_path):
+    """Entries that lie otherwise are left to DCP's own reader."""
+    values(spawn_ranks(_write, 2, tmp_path, "torch", timeout_s=100))
+    for others in values(spawn_ranks(_load, 3, tmp_path, 0, False, timeout_s=100)):
+        assert others
