@@ -213,7 +213,9 @@ class ShardPlanner:
         files, last = _lay_out(folder, local, kept, self._coordinator.rank)
         self._known.pop(folder, None)
         if local.item.known is not None:
-            local.template = FileTemplate.of(files[0], local.item.tensors) if files else None
+            local.template = template = FileTemplate.of(files[0], local.item.tensors) if files else None
+            if template is not None:
+                files = [dataclasses.replace(template.image, tensors=files[0].tensors)]
             local.kept, local.last = kept, last
             self._known[folder] = local.remembered()
         return files
