@@ -88,7 +88,7 @@ class Handle(AttachedHandle):
         """Stands in for ``DeepSpeedEngine.save_checkpoint``. When this returns, training may go on.
 
         The tag appears, and ``latest`` names it, when every rank's part of it is durable; until then both are as they were.
-        With NVMe offload this returns when the swap files have been read, for the next step writes to them.
+        With NVMe offload this returns when the swap files have been copied, for the next step writes to them.
 
         Args:
             save_dir: the directory of tags, on a file system that all ranks share.

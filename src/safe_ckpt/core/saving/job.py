@@ -128,7 +128,7 @@ class SaveJob:
         needed_bytes: what all ranks together will write; 0 for files that come one by one.
         tasks: what this rank writes.
         copy: what fills the buffer; the writing follows it.
-        read: set when the files to be copied have been read, or never will be.
+        read: set when the files to be copied have been copied, or never will be.
         streamed: written straight from the tensors, while the caller waits; there is no buffer then.
         error: what went wrong on this rank after the agreement.
         stall_s: how long the call held the caller.

@@ -48,7 +48,7 @@ class Content:
 
     Attributes:
         files: planned files; for a checkpoint that is a single file, one on rank 0.
-        copies: files that are copied as they are. ``save`` returns when they have been read.
+        copies: files that are copied as they are. ``save`` returns when they have been copied.
         folders: below the checkpoint's directory, for files that go into one; the same on all ranks.
     """
 
