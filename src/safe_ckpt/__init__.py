@@ -5,7 +5,9 @@ The everyday names; importing this imports neither torch nor any framework, the 
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt._version import __version__
@@ -71,6 +73,17 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(home), name)
+    value = getattr(_imported(home), name)
     globals()[name] = value
     return value
+
+
+def _imported(home: str) -> ModuleType:
+    # Behind ``import torch`` a full collection is due, which takes longer than this and would find nothing: it comes later.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return import_module(home)
+    finally:
+        if collecting:
+            gc.enable()

@@ -38,6 +38,24 @@ def test_the_writer_process_imports_no_torch():
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
+def test_importing_lets_the_collector_rest_and_leaves_it_as_it_was():
+    """Neither a collection falls into the first use of a name, nor is a program's own choice changed."""
+    code = """
+        import gc, torch, safe_ckpt
+        gc.set_threshold(1, 1, 1)
+        runs = []
+        gc.callbacks.append(lambda phase, info: runs.append((phase, gc.isenabled())))
+        before = len(runs)
+        safe_ckpt.Checkpointer
+        assert gc.isenabled() and len(runs) - before < 20, len(runs)
+        gc.disable()
+        safe_ckpt.RngState
+        assert not gc.isenabled()
+    """
+    done = run_script(code, fresh=True)
+    assert not done.stderr, done.stderr
+
+
 def test_unknown_names_are_attribute_errors():
     """A typo in an import fails as it does everywhere."""
     done = run_script("import safe_ckpt; safe_ckpt.Chekpointer", fresh=True)
