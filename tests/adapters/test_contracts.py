@@ -4,8 +4,10 @@ When one of these fails with a new release, the message names the file of ours t
 as a whole, are in test_lightning_contract.py. DeepSpeed's parts are in test_deepspeed_contracts.py.
 """
 
+import ast
 import importlib
 import inspect
+import textwrap
 
 import pytest
 import safetensors.torch
@@ -14,6 +16,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint._traverse
 import torch.distributed.checkpoint.filesystem
 import torch.distributed.checkpoint.metadata
+import torch.distributed.fsdp
+import torch.distributed.tensor
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
@@ -30,6 +34,7 @@ from accelerate_runs import forget
 
 STORAGE = ("storage", "storage_offset", "size", "stride", "requires_grad", "backward_hooks")
 TENSOR = torch.zeros(1)
+OPTIMIZER = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 TYPED = TypedStorage(wrap_storage=TENSOR.untyped_storage(), dtype=torch.float32, _internal=True)
 SELF = ("self",)
 
@@ -56,6 +61,12 @@ TORCH = [
     Part(torch.nn.Module(), "_parameters", "accelerate/offloaded_models.py", "the parameters of one module"),
     Part(torch.nn.Module(), "_buffers", "accelerate/offloaded_models.py", "the buffers of one module"),
     Part(torch.nn.Module(), "_non_persistent_buffers_set", "accelerate/offloaded_models.py", "those that are not saved"),
+    Part(torch.nn.Module(), "_modules", "core/state/fingerprint.py", "the modules in one module"),
+    Part(torch.nn.Module(), "_save_to_state_dict", "core/state/fingerprint.py", "what a module may do in its own way"),
+    Part(torch.nn.Module(), "_state_dict_hooks", "core/state/fingerprint.py", "change what a module saves"),
+    Part(torch.nn.Module(), "_state_dict_pre_hooks", "core/state/fingerprint.py", "such as FSDP2's"),
+    Part(OPTIMIZER, "_optimizer_state_dict_pre_hooks", "core/state/fingerprint.py", "change what an optimizer saves"),
+    Part(OPTIMIZER, "_optimizer_state_dict_post_hooks", "core/state/fingerprint.py", "change what an optimizer saves"),
     Part(torch.nn.Module().state_dict(), "_metadata", "core/formats/safetensors.py", "the versions of the modules"),
     Part(dist.distributed_c10d, "_get_default_store", "core/coordination/process_groups.py", "where ranks meet", ()),
     Part(dist.distributed_c10d, "_get_default_group", "core/sharding/gather_transport.py", "WORLD itself", ()),
@@ -116,6 +127,8 @@ ELSEWHERE = {
     "_timeout": "test_the_timeouts_of_a_process_group",
     "_set_default_timeout": "test_the_timeouts_of_a_process_group",
     "_device_types": "test_the_timeouts_of_a_process_group",
+    "_local_tensor": "test_a_sharded_tensor_has_its_part_and_its_placement",
+    "_spec": "test_a_sharded_tensor_has_its_part_and_its_placement",
     "_orig_mod": "test_a_compiled_module_has_the_plain_one",
     "_hf_hook": "test_what_offloads_a_module_is_found",
     "_models": "test_what_an_accelerator_keeps",
@@ -183,6 +196,48 @@ def test_the_timeouts_of_a_process_group():
         assert backend.options._timeout == before * 2, (
             "core/coordination/process_groups.py: lengthy_timeouts would raise nothing"
         )
+    finally:
+        dist.destroy_process_group()
+
+
+OWN_STATE = {
+    torch.nn.Module.state_dict: (
+        {"_version", "_state_dict_pre_hooks", "_save_to_state_dict", "_modules", "_state_dict_hooks"}
+    ),
+    torch.nn.Module._save_to_state_dict: (
+        {"_parameters", "_buffers", "_non_persistent_buffers_set", "__class__", "get_extra_state"}
+    ),
+    torch.optim.Optimizer.state_dict: (
+        {"_optimizer_state_dict_pre_hooks", "param_groups", "state", "_optimizer_state_dict_post_hooks"}
+    ),
+}
+
+
+@pytest.mark.parametrize("method", OWN_STATE, ids=lambda method: method.__qualname__)
+def test_what_a_state_dict_is_made_of(method):
+    """core/state/fingerprint.py looks at all of it: a further part could change while a known plan is used."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+    assert used == OWN_STATE[method]
+
+
+def test_a_sharded_tensor_has_its_part_and_its_placement():
+    """core/state/fingerprint.py reads ``_local_tensor`` and ``_spec`` of a DTensor, and runs FSDP2's hooks before a save."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        layer = torch.distributed.fsdp.fully_shard(torch.nn.Linear(2, 2), mesh=mesh)
+        part = layer.weight
+        assert type(part) is torch.distributed.tensor.DTensor
+        assert part._local_tensor.data_ptr() == part.to_local().data_ptr()
+        assert part._spec.placements == part.placements
+        layer(torch.zeros(1, 2))
+        hooks = layer._state_dict_pre_hooks.values()
+        assert [hook.__module__ for hook in hooks] == ["torch.distributed.fsdp._fully_shard._fsdp_param_group"]
     finally:
         dist.destroy_process_group()
 

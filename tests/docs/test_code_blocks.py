@@ -16,8 +16,8 @@ RUN = [page for page in pages() if not needs(page) and any(not (b.not_run or b.r
 NOT_RUN = {
     ("README.md", "make demo   # trains on real data"),
     ("docs/RELIABILITY.md", "   kill | at step | within a save"),
-    ("docs/PERFORMANCE.md", "make bench "),
-    ("docs/PERFORMANCE.md", "python benchmarks/bench.py "),
+    ("docs/performance-details.md", "make bench "),
+    ("docs/performance-details.md", "python benchmarks/bench.py "),
     ("docs/reference/configuration.md", "python train.py fit "),
     # tests/schedulers run these.
     ("docs/clusters.md", "#!/bin/bash\n#SBATCH"),
