@@ -6,6 +6,7 @@ python benchmarks/sharded.py [--layers 24 --width 1400] [--rounds 3]
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import statistics
 import tempfile
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention
+from safe_ckpt.core.storage.reader import drop_cache
 from safe_ckpt.testing import spawn_ranks, values
 
 
@@ -33,9 +35,36 @@ def timed(action: Callable[[], Any]) -> float:
     return time.monotonic() - begun
 
 
+def cleared(rank: int, folder: Path) -> None:
+    """The files lie on the disk alone."""
+    dist.barrier()
+    if rank == 0:
+        os.sync()
+        drop_cache(folder)
+
+
+def stored_bytes() -> int:
+    """What the kernel has read from storage for this process."""
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+
+def resumes(
+    rank: int, folder: Path, ways: dict[str, Callable[[], Any]], rounds: int, note: Callable[[str, float], None]
+) -> None:
+    """Resume in turn, first with all files in the page cache, then with none."""
+    for where in ["cached"] * rounds + ["cold"] * rounds:
+        for name, action in ways.items():
+            if where == "cold":
+                cleared(rank, folder)
+            before = stored_bytes()
+            note(f"{name}, {where}", timed(action))
+            if where == "cold":
+                note(f"{name}, GiB read", (stored_bytes() - before) / 2**30)
+
+
 def measure(rank: int, folder: Path, layers: int, width: int, rounds: int) -> dict[str, list[float]]:
     """One rank's seconds of every round."""
-    del rank
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -69,16 +98,15 @@ def measure(rank: int, folder: Path, layers: int, width: int, rounds: int) -> di
             if number < rounds:
                 dist.barrier()
                 shutil.rmtree(folder / f"dcp{number}", ignore_errors=True)
-        for _ in range(rounds):
-            note("safe_ckpt resume, verified", timed(lambda: ckpt.resume(state)))
 
-            def load() -> None:
-                weights, moments = get_state_dict(model, optimizer)
-                whole = {"model": weights, "optimizer": moments}
-                dcp.load(whole, checkpoint_id=folder / f"dcp{rounds}")
-                set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        def load() -> None:
+            weights, moments = get_state_dict(model, optimizer)
+            whole = {"model": weights, "optimizer": moments}
+            dcp.load(whole, checkpoint_id=folder / f"dcp{rounds}")
+            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 
-            note("dcp.load, unverified", timed(load))
+        ways = {"safe_ckpt resume, verified": lambda: ckpt.resume(state), "dcp.load, unverified": load}
+        resumes(rank, folder, ways, rounds, note)
     return found
 
 
@@ -98,9 +126,13 @@ def main() -> None:
         shutil.rmtree(folder)
     print(f"{size:.2f} GiB in {2 * options.layers} parameters and their moments, two ranks")
     for name in by_rank[0]:
-        seconds = [max(times) for times in zip(*(found[name] for found in by_rank), strict=True)]
+        of_ranks = list(zip(*(found[name] for found in by_rank), strict=True))
+        if name.endswith("GiB read"):
+            print(f"{name:40} {statistics.median(map(sum, of_ranks)):8.3f} by all ranks")
+            continue
+        seconds = list(map(max, of_ranks))
         middle = statistics.median(seconds)
-        print(f"{name:32} {middle:8.3f} s {middle / size:8.3f} s/GiB   {min(seconds):.3f} .. {max(seconds):.3f}")
+        print(f"{name:40} {middle:8.3f} s {middle / size:8.3f} s/GiB   {min(seconds):.3f} .. {max(seconds):.3f}")
 
 
 if __name__ == "__main__":
