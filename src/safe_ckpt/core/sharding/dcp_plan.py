@@ -72,7 +72,9 @@ class _Local:
 
     def remembered(self) -> _Local:
         """The same without tensors."""
-        return dataclasses.replace(self, item=dataclasses.replace(self.item, tensors=(), state_dict=dict), planner=None)
+        return dataclasses.replace(
+            self, item=dataclasses.replace(self.item, tensors=(), state_dict=dict, at=None), planner=None
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +193,7 @@ class ShardPlanner:
             self._agreed[folder] = _Agreed(token=share[folder]["token"], plan=item.plan, kept=kept)
         for folder, (whole, _) in made.items():
             self._global[folder] = whole
+        self._known = {folder: known for folder, known in self._known.items() if folder in local}
         return ShardPlan(items=local, metadata={folder: data for folder, (_, data) in made.items()})
 
     def lay_out(self, parts: ShardPlan) -> list[FilePlan]:
@@ -228,7 +231,11 @@ class ShardPlanner:
         objects = dict(known.objects)
         if item.floats != known.item.floats:
             for number, path in known.with_floats.items():
-                objects[number] = self._bytes_of(f"{folder}: {known.plan.items[number].index.fqn}", item.at(path))
+                try:
+                    value = item.at(path)
+                except (LookupError, TypeError):
+                    return None
+                objects[number] = self._bytes_of(f"{folder}: {known.plan.items[number].index.fqn}", value)
         return dataclasses.replace(known, item=item, objects=objects)
 
     def _plan(self, folder: str, item: ShardedItem) -> _Local:

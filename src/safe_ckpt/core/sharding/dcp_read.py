@@ -66,11 +66,13 @@ class StraightReader(FileSystemReader):
         target = planner.resolve_tensor(item).detach()
         if target.dtype != dtype or target.shape != item.lengths:
             return False
-        straight = target.is_cpu and target.is_contiguous()
+        straight = target.is_cpu and target.is_contiguous() and not (target.is_conj() or target.is_neg())
         room = target if straight else torch.empty(tuple(item.lengths), dtype=dtype)
         _fill(fd, name, room, place.offset + len(around.head) + first * dtype.itemsize)
         if not straight:
             target.copy_(room)
+        else:
+            torch.autograd.graph.increment_version(target)
         planner.commit_tensor(item, target)
         return True
 

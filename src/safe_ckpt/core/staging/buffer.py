@@ -42,13 +42,13 @@ class SharedBuffer:
     Attributes:
         id: tells shared buffers of this process apart.
         size: bytes that are mapped now.
-        filled_for: the layout whose unchanging bytes are in place; for whoever fills it.
+        filled_for: layouts, and offsets, of files whose unchanging bytes are in place; for whoever fills it.
     """
 
     def __init__(self) -> None:
         self.id = next(_ids)
         self.size = 0
-        self.filled_for: object = None
+        self.filled_for: frozenset[tuple[object, int]] = frozenset()
         self._fd = os.memfd_create("safe_ckpt", os.MFD_CLOEXEC)
         self._mapped: tuple[mmap.mmap, torch.Tensor] | None = None
         self._growing = threading.RLock()  # pre-faulting ahead of a save happens on another thread than the save
@@ -83,7 +83,7 @@ class SharedBuffer:
                 raise _does_not_fit(size - self.size, free or 0) from error
             # The old mapping may still be looked at by tensors; it goes when they do.
             self._mapped = fresh, torch.frombuffer(fresh, dtype=torch.uint8)
-            self.size, self.filled_for = size, None
+            self.size, self.filled_for = size, frozenset()
 
     @property
     def memory(self) -> mmap.mmap:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +20,10 @@ _THREADS_FROM = 1 << 20  # below this torch's own copy costs more in dispatch th
 
 Piece = tuple[int | TensorCopy, int, int]
 """The address of memory, or a tensor that is copied in the way that its kind needs; its place in the shared buffer; bytes."""
+
+
+def _is_away(move: TensorCopy) -> bool:
+    return not move.tensor.is_cpu
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,7 +43,7 @@ class CopyPlan:
     on_host: bool = True
 
     @classmethod
-    def of(cls, moves: Sequence[TensorCopy], elsewhere: Callable[[TensorCopy], bool]) -> CopyPlan:
+    def of(cls, moves: Sequence[TensorCopy], elsewhere: Callable[[TensorCopy], bool] = _is_away) -> CopyPlan:
         """Plan to copy ``moves``; ``elsewhere`` says of one that it is not in host memory."""
         rows: list[Piece] = []
         kept: list[TensorCopy] = []
@@ -52,6 +57,16 @@ class CopyPlan:
             else:
                 rows.append((move.tensor.data_ptr(), move.offset, size))
         return cls(rows=rows, moves=kept, held=_memory_of([move.tensor for move in moves]), on_host=on_host)
+
+    @classmethod
+    def joined(cls, plans: Sequence[CopyPlan]) -> CopyPlan:
+        """One for several, whose places follow one another."""
+        return cls(
+            rows=list(chain.from_iterable(plan.rows for plan in plans)),
+            moves=list(chain.from_iterable(plan.moves for plan in plans)),
+            held=list(chain.from_iterable(plan.held for plan in plans)),
+            on_host=all(plan.on_host for plan in plans),
+        )
 
     @property
     def size_bytes(self) -> int:
@@ -118,39 +133,49 @@ class _Template:
 
 
 class KnownCopies:
-    """The last snapshot's plans, for one that is laid out alike. One per pipeline, used on the thread that saves."""
+    """The last snapshot's plans, file by file. One per pipeline, used on the thread that saves."""
 
     def __init__(self) -> None:
-        self._key: object = None
-        self._templates: tuple[_Template, _Template] | None = None
+        self._templates: dict[object, tuple[_Template, _Template]] = {}
+        self._used: set[object] = set()
 
-    def recall(self, key: object, tensors: Sequence[torch.Tensor]) -> tuple[CopyPlan, CopyPlan] | None:
-        """What is copied now and what later, if ``key`` is that of the last one.
+    def recall(self, key: object, placed: Sequence[tuple[int, torch.Tensor]]) -> tuple[CopyPlan, CopyPlan] | None:
+        """What of a file is copied now and what later, if its plan is known.
 
         Args:
-            key: equal where all addresses and places are.
-            tensors: all of the snapshot.
+            key: equal where all addresses and places are; None where that is not known.
+            placed: its tensors, with their places in it.
         """
-        if key is None or self._templates is None or key != self._key:
+        templates = None if key is None else self._templates.get(key)
+        if templates is None:
             return None
-        now, later = self._templates
+        self._used.add(key)
+        tensors = [tensor for _, tensor in placed]
+        now, later = templates
         held = _memory_of(tensors)
-        return now.plan(tensors, held), later.plan(tensors, held)
+        return now.plan(tensors, held), later.plan(tensors, held if later.rows else ())
 
     def remember(self, key: object, plans: tuple[CopyPlan, CopyPlan], deferred: Sequence[bool]) -> None:
-        """Keep the plans, without their tensors.
+        """Keep a file's plans, without their tensors.
 
         Args:
-            key: as above; None for a snapshot that will not come again.
+            key: as above.
             plans: what is copied now and what later.
-            deferred: which of the snapshot's tensors are copied later.
+            deferred: which of its tensors are copied later.
         """
-        self._key, self._templates = key, None
-        if key is not None:
-            numbers = [number for number, later in enumerate(deferred) if not later]
-            others = [number for number, later in enumerate(deferred) if later]
-            now, later = plans
-            self._templates = (
-                _Template.of(now, numbers, deferred=False),
-                _Template.of(later, others, deferred=True),
-            )
+        if key is None:
+            return
+        self._used.add(key)
+        numbers: tuple[list[int], list[int]] = [], []
+        for number, is_later in enumerate(deferred):
+            numbers[is_later].append(number)
+        now, later = plans
+        self._templates[key] = (
+            _Template.of(now, numbers[0], deferred=False),
+            _Template.of(later, numbers[1], deferred=True),
+        )
+
+    def forget_others(self) -> None:
+        """Keep what the snapshot that was laid out just now has used."""
+        self._templates = {key: found for key, found in self._templates.items() if key in self._used}
+        self._used = set()

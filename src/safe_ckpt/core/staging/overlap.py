@@ -19,6 +19,7 @@ from safe_ckpt.core.sharding.dtensor import local_of
 _SAMPLE_BYTES = 64
 _WORD = 8
 _Tensor: Any = torch.Tensor
+_PLACE: Any = torch.UntypedStorage.data_ptr
 _VERSION = attrgetter("_version")
 
 
@@ -157,10 +158,6 @@ class OverlapPlan:
         again.watched = tensors
         return again
 
-    def without_tensors(self) -> OverlapPlan:
-        """To be remembered."""
-        return self.renewed(())
-
     def covers(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in memory that may be copied later."""
         return bool(tensor.numel()) and _home(tensor) in self._storages
@@ -174,12 +171,15 @@ class OverlapPlan:
         versions, seen = list(map(_VERSION, tensors)), samples.read()
         # They may be given other memory before this is asked, and addresses in the old one are read then.
         held = list(map(_Tensor.untyped_storage, tensors))
+        places = list(map(_PLACE, held))
 
         def changed() -> str:
+            if (there := list(map(_PLACE, held))) != places:  # resized: other bytes may have been copied
+                return next(name for name, one, other in zip(names, there, places, strict=True) if one != other)
             now = list(map(_VERSION, tensors))
             if now != versions:
                 return next(name for name, one, other in zip(names, now, versions, strict=True) if one != other)
-            number = samples.changed(seen) if held else None
+            number = samples.changed(seen)
             return "" if number is None else names[number]
 
         return changed

@@ -73,47 +73,46 @@ def lay_out(
     buffer.reserve(buffer_bytes(images), waiting=True)
     known = known or KnownCopies()
     tasks = list_tasks(images, folder, manifest)
-    key = _key(images, tasks, overlap_plan)
-    _fill_in(images, tasks, buffer, key)
+    _fill_in(images, tasks, buffer)
+    plans = [_copies(image, task, overlap_plan, known) for image, task in zip(images, tasks, strict=True)]
+    known.forget_others()
+    now, later = (CopyPlan.joined([plan[turn] for plan in plans]) for turn in (0, 1))
     end = max((task.offset + task.length for task in tasks), default=FIRST_BYTE)
-    plans = known.recall(key, [tensor for image in images for _, tensor in image.tensors])
+    detector = overlap_plan.detector() if overlap_plan is not None and later.rows else None
+    return tasks, StagingCopy(name, buffer, (now, later), end, detector)
+
+
+def _copies(
+    image: FilePlan, task: WriteTask, overlap_plan: OverlapPlan | None, known: KnownCopies
+) -> tuple[CopyPlan, CopyPlan]:
+    """What of one file is copied now and what later."""
+    # Equal where all tensors have the same addresses and places.
+    key = None if image.layout is None else (image.layout, task.offset, overlap_plan and overlap_plan.token)
+    plans = known.recall(key, image.tensors)
     if plans is not None:
-        detector = overlap_plan.detector() if overlap_plan is not None and plans[1].rows else None
-        return tasks, StagingCopy(name, buffer, plans, end, detector)
-    moves = [
-        TensorCopy(
-            offset=task.offset + offset,
-            tensor=tensor.detach(),
-            deferred=bool(overlap_plan and overlap_plan.covers(tensor)),
-        )
-        for image, task in zip(images, tasks, strict=True)
-        for offset, tensor in image.tensors
-    ]
-    # Detached: a tensor of a known plan is the very one that training uses, and it may be given other memory.
-    detector = overlap_plan.detector() if overlap_plan is not None and any(move.deferred for move in moves) else None
-    copy = StagingCopy(name, buffer, moves, end, detector)
-    known.remember(key, copy.plans, [move.deferred for move in moves])
-    return tasks, copy
+        return plans
+    now: list[TensorCopy] = []
+    later: list[TensorCopy] = []
+    turns = [overlap_plan is not None and overlap_plan.covers(tensor) for _, tensor in image.tensors]
+    for (offset, tensor), deferred in zip(image.tensors, turns, strict=True):
+        # Detached: a tensor of a known plan is the very one that training uses, and it may be given other memory.
+        move = TensorCopy(offset=task.offset + offset, tensor=tensor.detach(), deferred=deferred)
+        (later if deferred else now).append(move)
+    plans = CopyPlan.of(now), CopyPlan.of(later)
+    known.remember(key, plans, turns)
+    return plans
 
 
-def _key(images: Sequence[FilePlan], tasks: Sequence[WriteTask], overlap_plan: OverlapPlan | None) -> object:
-    """Equal for snapshots in which all tensors have the same addresses and places; None where that is not known."""
-    if any(image.layout is None and image.tensors for image in images):
-        return None
-    places = [
-        (image.layout, task.offset) for image, task in zip(images, tasks, strict=True) if image.layout is not None
-    ]
-    return places, None if overlap_plan is None else overlap_plan.token
-
-
-def _fill_in(images: Sequence[FilePlan], tasks: Sequence[WriteTask], buffer: SharedBuffer, key: object) -> None:
+def _fill_in(images: Sequence[FilePlan], tasks: Sequence[WriteTask], buffer: SharedBuffer) -> None:
     """What is known of the files already. What the last snapshot put to the same places is still there."""
-    memory, there = buffer.memory, key is not None and buffer.filled_for == key
-    buffer.filled_for = None
+    memory, there = buffer.memory, buffer.filled_for
+    buffer.filled_for = frozenset()
     for image, task in zip(images, tasks, strict=True):
-        for offset, data in image.pieces[image.fixed :] if there else image.pieces:
+        same = image.layout is not None and (image.layout, task.offset) in there
+        for offset, data in image.pieces[image.fixed :] if same else image.pieces:
             memory[task.offset + offset : task.offset + offset + len(data)] = data
-    buffer.filled_for = key
+    placed = zip(images, tasks, strict=True)
+    buffer.filled_for = frozenset((image.layout, task.offset) for image, task in placed if image.layout is not None)
 
 
 def list_tasks(images: Sequence[FilePlan], folder: str, manifest: Mapping[str, Any]) -> list[WriteTask]:
@@ -211,11 +210,6 @@ class StagingCopy:
                 return moves  # type: ignore[return-value]
             (later if move.deferred else now).append(move)
         return CopyPlan.of(now, self._devices.takes), CopyPlan.of(later, self._devices.takes)
-
-    @property
-    def plans(self) -> tuple[CopyPlan, CopyPlan]:
-        """What is copied now and what later, as long as it is not over."""
-        return self._now, self._later
 
     def run(self, ask_for_help: Callable[[Callable[[], None]], None] | None = None) -> bool:
         """Copy what cannot wait, on the caller's thread. What goes wrong is in ``error``.

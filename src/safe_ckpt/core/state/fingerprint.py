@@ -11,6 +11,7 @@ tensors. Of anything else there is no fingerprint, and it is planned anew each t
 
 from __future__ import annotations
 
+import pickle
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,8 +31,9 @@ _SCALARS = frozenset({int, str, bool, type(None)})
 _DTYPES = frozenset(dtype for dtype in SAFETENSORS_DTYPES if not dtype.is_complex)
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _OWN_WAYS = frozenset({"state_dict", "_save_to_state_dict", "get_extra_state"})
-_Module: Any = torch.nn.Module
 _Tensor: Any = torch.Tensor
+_MODULES_OWN: Mapping[str, Any] = {way: getattr(torch.nn.Module, way) for way in _OWN_WAYS}
+_OPTIMIZERS_OWN: Mapping[str, Any] = {"state_dict": torch.optim.Optimizer.state_dict}
 
 
 # Of every tensor. What is compared on the way is not kept: so many small objects would set the garbage collector going.
@@ -42,6 +44,7 @@ _ASKED: tuple[Callable[[Any], Any], ...] = (
     _Tensor.is_contiguous,
     _Tensor.storage_offset,
     _Tensor.data_ptr,
+    _Tensor.is_neg,
 )
 
 
@@ -74,10 +77,13 @@ class Fingerprint:
         """What tells whether a later one is the same, without the tensors; None where nothing tells."""
         if not _DTYPES.issuperset(map(attrgetter("dtype"), self.tensors)):
             return None
-        if any(tensor.is_meta or tensor.is_neg() for tensor in self.tensors):
+        if any(tensor.is_meta or tensor.is_neg() or tensor.is_inference() for tensor in self.tensors):
             return None
-        asked = tuple(list(map(ask, self.tensors)) for ask in _ASKED)
-        return Remembered(facts=self.facts, asked=asked, strides=_strides(self.tensors))
+        try:
+            asked = tuple(list(map(ask, self.tensors)) for ask in _ASKED)
+            return Remembered(facts=self.facts, asked=asked, strides=_strides(self.tensors))
+        except (RuntimeError, TypeError):  # such as of a sparse tensor, which has no address
+            return None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,8 +104,13 @@ class Remembered:
         """Whether a plan that was made then is what would be made now."""
         if len(now.tensors) != len(self.asked[0]) or now.facts != self.facts:
             return False
-        same = all(all(map(eq, map(ask, now.tensors), known)) for ask, known in zip(_ASKED, self.asked, strict=True))
-        return same and (all(self.asked[3]) or _strides(now.tensors) == self.strides)
+        try:
+            same = all(
+                all(map(eq, map(ask, now.tensors), known)) for ask, known in zip(_ASKED, self.asked, strict=True)
+            )
+            return same and (all(self.asked[3]) or _strides(now.tensors) == self.strides)
+        except (RuntimeError, TypeError):  # such as of a tensor that is sparse now
+            return False
 
 
 def _strides(tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -122,14 +133,21 @@ def of(value: object) -> Fingerprint | None:
         if isinstance(value, torch.optim.Optimizer):
             return _of_optimizer(value)
         return _of_data(value)
-    except (_Unknown, RuntimeError, TypeError, AttributeError):  # such as of a tensor that has no address
+    except (
+        _Unknown,
+        RuntimeError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        pickle.PicklingError,
+    ):  # such as of a tensor that has no address
         return None
 
 
 def _of_module(module: torch.nn.Module) -> Fingerprint:
     modules = list(module.modules())
     classes = list(map(type, modules))
-    if any(getattr(kind, way) is not getattr(_Module, way) for kind in set(classes) for way in _OWN_WAYS):
+    if not all(_is_torchs(kind, way, _MODULES_OWN) for kind in set(classes) for way in _OWN_WAYS):
         raise _Unknown
     if any(map(attrgetter("_state_dict_hooks"), modules)) or not all(map(_OWN_WAYS.isdisjoint, map(vars, modules))):
         raise _Unknown
@@ -143,6 +161,9 @@ def _of_module(module: torch.nn.Module) -> Fingerprint:
     numbers = dict(zip(map(id, modules), count(), strict=False))
     whole = [tensor for tensor in held if tensor is not None]
     tensors, kinds, sharded = _parts(whole)
+    versions = list(map(attrgetter("_version"), modules))
+    if not {int}.issuperset(map(type, versions)):
+        raise _Unknown
     embeds = any(issubclass(kind, _EMBEDDINGS) for kind in set(classes))
     normed = embeds and any(getattr(part, "max_norm", None) is not None for part in modules)
     facts = (
@@ -151,11 +172,16 @@ def _of_module(module: torch.nn.Module) -> Fingerprint:
         *(list(map(len, named)) for named in (parameters, buffers, children)),
         list(map(numbers.get, map(id, _values(children)))),
         list(map(frozenset, map(attrgetter("_non_persistent_buffers_set"), modules))),
-        list(map(attrgetter("_version"), modules)),
+        versions,
         list(map(type, held)),
         *kinds,
     )
     return Fingerprint(facts=facts, tensors=tensors, sharded=sharded, whole=whole, normed=normed)
+
+
+def _is_torchs(kind: type, way: str, own: Mapping[str, Any]) -> bool:
+    """Whether a class saves its state as torch has it, and not in another way that it, or somebody else, has given it."""
+    return getattr(kind, way) is own[way] and own[way].__module__.startswith("torch.")
 
 
 def _run_known_hooks(module: torch.nn.Module) -> None:
@@ -172,6 +198,8 @@ def _values(named: Iterable[dict[str, Any]]) -> Iterable[Any]:
 def _of_optimizer(optimizer: torch.optim.Optimizer) -> Fingerprint:
     if type(optimizer) not in KNOWN or "state_dict" in vars(optimizer):
         raise _Unknown
+    if not _is_torchs(type(optimizer), "state_dict", _OPTIMIZERS_OWN):
+        raise _Unknown
     if optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks:
         raise _Unknown
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -181,8 +209,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Fingerprint:
         raise _Unknown
     walk = _Walk()
     walk.rows(list(optimizer.state.values()))
-    for group in optimizer.param_groups:
-        walk.value({key: value for key, value in group.items() if key != "params"})
+    walk.value([{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups])
     tensors, kinds, sharded = _parts(walk.tensors, picklable=True)
     facts = (
         type(optimizer),
@@ -225,8 +252,10 @@ class _Walk:
             self.facts.append(value)
         elif kind is dict or kind is OrderedDict:
             self._mapping(value, kind)
-        elif kind is list or kind is tuple:
+        elif kind is list:
             self._once(value)
+            self._values(value)
+        elif kind is tuple:  # where it lies does not matter: it cannot change
             self._values(value)
         else:
             raise _Unknown
@@ -247,7 +276,7 @@ class _Walk:
         if kind is OrderedDict and vars(value):
             if vars(value).keys() != {"_metadata"}:
                 raise _Unknown
-            self.facts.append({key: dict(inner) for key, inner in vars(value)["_metadata"].items()})
+            self.facts.append(pickle.dumps(vars(value)["_metadata"]))  # to the last type and order
         self._values(list(value.values()))
 
     def _once(self, value: object) -> None:

@@ -103,20 +103,17 @@ class Planner:
         if len(chosen) < len(names) or any(map(_may_change_elsewhere, chosen)):
             self._overlap = None
             return OverlapPlan(modules.values(), optimizers.values()) or None
-        key = [(name, self._known[name].remembered) for name in names]
+        numbers = {id(p): number for number, p in enumerate(chain.from_iterable(views[n].whole for n in modules))}
+        stepped = [list(map(numbers.get, map(id, views[name].whole))) for name in optimizers]
+        key = [(name, self._known[name].remembered) for name in names], stepped
         tensors = list(chain.from_iterable(view.tensors for view in chosen))
         if self._overlap is not None and self._overlap[0] == key:
-            _, known, numbers = self._overlap
-            return known.renewed(list(map(tensors.__getitem__, numbers))) or None
+            _, known, chosen_ones = self._overlap
+            return known.renewed(list(map(tensors.__getitem__, chosen_ones))) or None
         made = OverlapPlan(modules.values(), optimizers.values())
         found = numbers_of(made.watched, tensors)
         self._overlap = None if found is None else (key, made.renewed(()), found)
         return made or None
-
-    def forget(self) -> None:
-        """Plan everything anew next time."""
-        self._known.clear()
-        self._overlap = None
 
     def _one(
         self, name: str, value: Any, state: Mapping[str, Any], now: Fingerprint | None
@@ -156,12 +153,14 @@ class Planner:
         views: Mapping[str, Fingerprint],
     ) -> Fingerprint | None:
         """Its state is saved by the names of its parameters: those, too, must be as they were."""
-        modules = [name for name in plan.modules_of(state) if name in views]
+        modules = list(plan.modules_of(state))
+        if not all(name in views for name in modules):
+            return None
         numbers = {id(p): number for number, p in enumerate(chain.from_iterable(views[n].whole for n in modules))}
         owners = [numbers.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
         if None in owners:
             return None
-        facts = (*now.facts, owners, [self._known[name].remembered for name in modules if name in self._known])
+        facts = (*now.facts, owners, modules, [self._known[name].remembered for name in modules])
         return dataclasses.replace(now, facts=facts)
 
     def _sharded(
