@@ -1,6 +1,8 @@
 """Sharded items that are as they were at the save before are not planned again; whatever has changed is, on every rank."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -100,8 +102,13 @@ def renamed(state, rank):
     parts["last"] = parts.pop(list(parts)[-1])
 
 
+def counted_in_its_state(state, rank):
+    for slots in state["optimizer"].state.values():
+        slots["seen"] = slots.get("seen", 0.5) + 1.0
+
+
 KNOWN = [trained, slower, looked_at]
-ANEW = [other_memory, another_option, longer_text, without_state, another_dtype, renamed]
+ANEW = [other_memory, another_option, longer_text, without_state, another_dtype, renamed, counted_in_its_state]
 
 
 def _save_changed(rank, folder, change):
@@ -178,3 +185,51 @@ def _fail_between(rank, folder):
 def test_after_a_save_that_one_rank_could_not_plan_the_next_is_right(tmp_path):
     """What is remembered on the ranks goes on fitting together."""
     values(spawn_ranks(_fail_between, 2, str(tmp_path), timeout_s=100))
+
+
+class Wrapper(torch.nn.Module):
+    """Saves its state in its own way, so it is planned each time."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def state_dict(self, *args, **options):
+        return super().state_dict(*args, **options)
+
+
+def _wrap_later(rank, folder):
+    state = build(2)
+    with Checkpointer(folder, CheckpointConfig(timeouts=QUICK)) as ckpt:
+        for number in (1, 2):
+            ckpt.save(number, state).result()
+        wrapped = {"first": Wrapper(state["model"]), **state}
+        for number in (3, 4):
+            ckpt.save(number, wrapped).result()
+        expected = content(state)
+        trained(state, rank)
+        ckpt.resume(wrapped, step=4)
+        same(expected, content(state))
+
+
+def test_an_optimizer_is_saved_by_the_names_of_the_module_that_it_would_get_now(tmp_path):
+    """A wrapper that comes first in the state later on gives its parameters other names."""
+    values(spawn_ranks(_wrap_later, 2, str(tmp_path), timeout_s=100))
+
+
+def _delete(rank, folder):
+    state = build(2)
+    alive = [weakref.ref(state["model"]), weakref.ref(state["optimizer"])]
+    alive += [weakref.ref(slots["exp_avg"]) for slots in state["optimizer"].state.values()]
+    with Checkpointer(folder, CheckpointConfig(timeouts=QUICK)) as ckpt:
+        for number in (1, 2, 3):
+            ckpt.save(number, state).result()
+        del state
+        gc.collect()
+        return [ref() is None for ref in alive]
+
+
+def test_what_is_remembered_keeps_no_sharded_state_alive(tmp_path):
+    """Neither the model nor the optimizer, nor its tensors."""
+    for gone in values(spawn_ranks(_delete, 2, str(tmp_path), timeout_s=100)):
+        assert all(gone), gone

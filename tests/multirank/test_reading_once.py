@@ -126,3 +126,28 @@ def test_what_torch_wrote_is_read_as_well(tmp_path):
     values(spawn_ranks(_write, 2, tmp_path, "torch", timeout_s=100))
     for others in values(spawn_ranks(_load, 3, tmp_path, 0, False, timeout_s=100)):
         assert others
+
+
+def _turned(rank, folder):
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    mesh = init_device_mesh("cpu", (1,))
+    part = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
+
+    def state(z):
+        return {"w": {"part": part, "conj": z.conj(), "neg": z.conj().imag}}
+
+    with Checkpointer(folder, CONFIG) as ckpt:
+        ckpt.save(1, state(numbers)).result()
+        empty = torch.zeros(2, dtype=torch.complex64)
+        again = state(empty)
+        version = empty._version
+        ckpt.resume(again)
+        # ``neg`` is a view of the same memory as ``conj``: whichever is read last, both have the numbers that were saved.
+        assert torch.equal(again["w"]["conj"].resolve_conj().imag, again["w"]["neg"].resolve_neg())
+        assert torch.equal(again["w"]["conj"].resolve_conj(), numbers.conj().resolve_conj())
+        assert empty._version > version
+
+
+def test_views_that_show_other_numbers_than_their_memory_holds(tmp_path):
+    """A conjugated and a negated view are read as what they show, and torch knows that they have changed."""
+    values(spawn_ranks(_turned, 1, tmp_path, timeout_s=100))

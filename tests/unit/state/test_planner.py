@@ -7,10 +7,11 @@ import math
 import pytest
 import torch
 
-from safe_ckpt import CheckpointConfig, Checkpointer
+from safe_ckpt import CheckpointConfig, Checkpointer, RngState
 from safe_ckpt.core.directory import catalog
 from safe_ckpt.core.state import plan
 from safe_ckpt.core.state.plan import PerRank
+from safe_ckpt.core.state.planner import Planner
 
 
 class Net(torch.nn.Module):
@@ -53,6 +54,9 @@ def planned(monkeypatch):
     return names
 
 
+Z = torch.tensor([1 + 2j, 3 - 4j])
+
+
 def flat(value, path=""):
     if isinstance(value, dict):
         return {k: v for key, inner in value.items() for k, v in flat(inner, f"{path}/{key}").items()}
@@ -67,7 +71,8 @@ def assert_same(one, other):
     for name, value in one.items():
         if isinstance(value, torch.Tensor):
             assert (value.dtype, value.shape) == (other[name].dtype, other[name].shape), name
-            assert value.detach().equal(other[name].detach()), name
+            one_dense, other_dense = (tensor.detach().to_dense() for tensor in (value, other[name]))
+            assert one_dense.equal(other_dense), name
         else:
             assert type(value) is type(other[name]), name
             assert repr(value) == repr(other[name]), name  # also of numbers that are none
@@ -215,6 +220,36 @@ def view_of_one(state):
     state["data"]["w"], state["data"]["deep"]["v"] = both[:5], both[5:].view(2, 3)
 
 
+def turned_round(state):
+    state["data"]["w"] = Z.conj().imag  # the same memory as ``Z.imag``, and every number has the other sign
+
+
+def sparse(state):
+    state["data"]["w"] = torch.eye(3).to_sparse()
+
+
+def moved_in_its_storage(state):
+    both = torch.cat([torch.zeros(7), state["data"]["w"]])
+    state["data"]["w"] = both[7:]
+
+
+def with_a_note(state):
+    state["data"]["w"].note = "x"
+
+
+def other_order(state):
+    state["data"]["w"] = state["data"].pop("w")
+
+
+def another_version(state):
+    state["net"].norm._version = 7
+
+
+def patched(state):
+    own = state["net"].norm._save_to_state_dict
+    state["net"].norm._save_to_state_dict = lambda found, prefix, keep: own(found, prefix + "new.", keep)
+
+
 def learning(state):
     state["data"]["w"].requires_grad_()
 
@@ -228,10 +263,13 @@ CHANGES = {
     for name, changes in {
         "net": [
             *(other_memory, other_shape, transposed, other_dtype, same_bytes_other_dtype, tied, renamed, swapped),
-            *(not_saved_any_more, hooked, own_way, without_bias),
+            *(not_saved_any_more, hooked, own_way, without_bias, another_version, patched),
         ],
         "optimizer": [emptied, another_group, another_option, post_hook_of_the_optimizer],
-        "data": [a_number, a_truth, another_key, another_kind, view_of_one, learning, of_each_rank],
+        "data": [
+            *(a_number, a_truth, another_key, another_kind, view_of_one, learning, of_each_rank, turned_round, sparse),
+            *(moved_in_its_storage, with_a_note, other_order),
+        ],
     }.items()
     for change in changes
 }
@@ -242,6 +280,8 @@ def test_whatever_has_changed_is_found_and_planned_anew(tmp_path, planned, chang
     """A name, type, shape, stride, memory, tie, hook, group or number: the file is that of today, the rest is not planned."""
     state = fresh()
     with Checkpointer(tmp_path) as ckpt:
+        if change is turned_round:
+            state["data"]["w"] = Z.imag
         ckpt.save(1, state).result(60)
         ckpt.save(2, state).result(60)
         planned.clear()
@@ -302,3 +342,130 @@ def test_memory_that_a_tensor_leaves_while_it_is_copied_is_saved_as_it_was(tmp_p
             handle.result(60)
             assert loaded(tmp_path, step)["net"]["weight"].equal(expected)
             big.weight.data = expected + 1
+
+
+class Counter:
+    """A part whose state becomes an archive without tensors, and no fingerprint is known of it."""
+
+    def __init__(self):
+        self.at = (0, 250)
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_files_that_are_planned_anew_are_whole_whatever_lay_in_their_place(tmp_path, alone, in_flight):
+    """An archive without tensors that grows by a byte, beside known plans and alone; every save is read back."""
+    counter = Counter()
+    state = {"counter": counter} if alone else {**fresh(), "counter": counter, "plain": {"n": 0}}
+    with Checkpointer(tmp_path, CheckpointConfig(max_in_flight=in_flight)) as ckpt:
+        for step in range(12):
+            counter.at = (step, 250 + step)
+            if not alone:
+                state["plain"]["n"] = 10**step
+                state["optimizer"].param_groups[0]["lr"] = 0.1 / (step + 1)
+            ckpt.save(step, state)
+        ckpt.wait()
+        for step in range(12):
+            found = loaded(tmp_path, step)
+            assert found["counter"]["at"] == (step, 250 + step)
+            if not alone:
+                assert found["optimizer"]["param_groups"][0]["lr"] == 0.1 / (step + 1)
+        counter.at = ()
+        ckpt.resume(state)
+        assert counter.at == (11, 261)
+
+
+def test_groups_that_share_their_options_are_known(tmp_path, planned):
+    """With and without weight decay: the usual two groups."""
+    net = Net()
+    groups = [{"params": net.first.parameters(), "weight_decay": 0.0}, {"params": net.second.parameters()}]
+    state = {"net": net, "optimizer": torch.optim.AdamW(groups)}
+    trained(net, state["optimizer"])
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state).result(60)
+        planned.clear()
+        state["optimizer"].param_groups[1]["lr"] = 0.5
+        ckpt.save(2, state).result(60)
+        assert planned == []
+    assert [group["lr"] for group in loaded(tmp_path, 2)["optimizer"]["param_groups"]] == [0.001, 0.5]
+
+
+def test_known_copies_and_constant_bytes_are_used_beside_items_that_change(tmp_path, monkeypatch):
+    """A step counter and a generator are planned anew each time; the tensors of the model are not laid out again."""
+    from safe_ckpt.core.staging.copy_plan import KnownCopies
+
+    missed, original = [], KnownCopies.remember
+
+    def note(self, key, plans, deferred):
+        missed.append(len(deferred))
+        original(self, key, plans, deferred)
+
+    monkeypatch.setattr(KnownCopies, "remember", note)
+    state = {**fresh(), "rng": RngState()}
+    with Checkpointer(tmp_path) as ckpt:
+        for step in (100, 101, 102):
+            missed.clear()
+            ckpt.save(step, {**state, "step": {"n": step}}).result(60)
+            assert (max(missed) > 5) is (step == 100)
+
+
+def test_parameters_that_another_optimizer_steps_now_are_not_copied_late(tmp_path):
+    """Which optimizer owns a parameter decides whether it may be copied after the call; also where nothing else has changed."""
+    first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    state = {"a": first, "b": second, "optimizer": torch.optim.SGD(first.parameters(), lr=0.1)}
+    planner = Planner(0)
+    planner.overlap(state, planner.plan(state).views)
+    assert planner.overlap(state, planner.plan(state).views).covers(first.weight)
+    state["optimizer"] = torch.optim.SGD(second.parameters(), lr=0.1)
+    now = planner.overlap(state, planner.plan(state).views)
+    assert not now.covers(first.weight)
+    assert now.covers(second.weight)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Module, torch.optim.Optimizer, torch.nn.Linear, torch.optim.AdamW])
+def test_a_class_that_was_given_its_own_way_is_planned_each_time(tmp_path, monkeypatch, kind):
+    """Also when torch's own method is replaced between two saves."""
+    state, original = fresh(), kind.state_dict
+
+    def other(self, *args, **options):
+        found = original(self, *args, **options)
+        found["param_groups" if kind in (torch.optim.Optimizer, torch.optim.AdamW) else "more"] = [torch.ones(1)]
+        return found
+
+    with Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state).result(60)
+        monkeypatch.setattr(kind, "state_dict", other)
+        before = whole(state)
+        ckpt.save(3, state).result(60)
+    found = loaded(tmp_path, 3)
+    for name in ("net", "optimizer"):
+        assert sorted(flat(found[name])) == sorted(flat(before[name]))
+
+
+def test_small_tensors_that_get_other_memory_while_they_are_copied_are_saved_as_they_were(tmp_path):
+    """Hundreds of tensors that are copied by their addresses: the memory that they leave is kept until it was read."""
+    parts = torch.nn.ParameterList(torch.full((10_000,), float(n)) for n in range(600))
+    state = {"parts": parts, "optimizer": torch.optim.SGD(parts, lr=0.1)}
+    with Checkpointer(tmp_path, CheckpointConfig(snapshot="overlapped")) as ckpt:
+        for step in range(6):
+            handle = ckpt.save(step, state)
+            old = [part.data for part in parts]
+            for part in parts:
+                part.data = torch.full_like(part, -1.0)
+            del part
+            expected = [float(tensor[0]) for tensor in old]
+            del old
+            junk = [torch.full((10_000,), -2.0) for _ in range(600)]
+            handle.result(60)
+            del junk
+            found = loaded(tmp_path, step)["parts"]
+            for number, value in enumerate(expected):
+                assert bool((found[str(number)] == value).all()), (step, number)
+                parts[number].data = torch.full((10_000,), float(number + step))
