@@ -3,12 +3,14 @@
 import collections
 import copy
 import math
+import threading
 
 import pytest
 import torch
 
 from safe_ckpt import CheckpointConfig, Checkpointer, RngState
 from safe_ckpt.core.directory import catalog
+from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.state import plan
 from safe_ckpt.core.state.plan import PerRank
 from safe_ckpt.core.state.planner import Planner
@@ -449,23 +451,28 @@ def test_a_class_that_was_given_its_own_way_is_planned_each_time(tmp_path, monke
         assert sorted(flat(found[name])) == sorted(flat(before[name]))
 
 
-def test_small_tensors_that_get_other_memory_while_they_are_copied_are_saved_as_they_were(tmp_path):
+def test_small_tensors_that_get_other_memory_before_they_are_copied_are_saved_as_they_were(tmp_path, monkeypatch):
     """Hundreds of tensors that are copied by their addresses: the memory that they leave is kept until it was read."""
+    may_copy, original = threading.Event(), StagingCopy.run_deferred
+
+    def wait_and_copy(self):
+        may_copy.wait(30)
+        original(self)
+
+    monkeypatch.setattr(StagingCopy, "run_deferred", wait_and_copy)
     parts = torch.nn.ParameterList(torch.full((10_000,), float(n)) for n in range(600))
     state = {"parts": parts, "optimizer": torch.optim.SGD(parts, lr=0.1)}
     with Checkpointer(tmp_path, CheckpointConfig(snapshot="overlapped")) as ckpt:
-        for step in range(6):
-            handle = ckpt.save(step, state)
-            old = [part.data for part in parts]
+        for step in range(0, 6, 2):
+            may_copy.set()
+            ckpt.save(step, state).result(60)
+            may_copy.clear()
+            handle = ckpt.save(step + 1, state)  # the plan is known
             for part in parts:
-                part.data = torch.full_like(part, -1.0)
-            del part
-            expected = [float(tensor[0]) for tensor in old]
-            del old
-            junk = [torch.full((10_000,), -2.0) for _ in range(600)]
+                part.data = torch.full((10_000,), -1.0)
+            may_copy.set()
             handle.result(60)
-            del junk
-            found = loaded(tmp_path, step)["parts"]
-            for number, value in enumerate(expected):
-                assert bool((found[str(number)] == value).all()), (step, number)
-                parts[number].data = torch.full((10_000,), float(number + step))
+            found = loaded(tmp_path, step + 1)["parts"]
+            for number in range(600):
+                assert bool((found[str(number)] == float(number + step)).all()), (step, number)
+                parts[number].data = torch.full((10_000,), float(number + step + 2))
