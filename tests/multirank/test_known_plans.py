@@ -8,11 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
+from safe_ckpt.adapters.planning import Attempt, Shards
+from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.errors import StateError
 from safe_ckpt.testing import spawn_ranks, values
 
@@ -233,3 +236,35 @@ def test_what_is_remembered_keeps_no_sharded_state_alive(tmp_path):
     """Neither the model nor the optimizer, nor its tensors."""
     for gone in values(spawn_ranks(_delete, 2, str(tmp_path), timeout_s=100)):
         assert all(gone), gone
+
+
+def _as_adapters_do(rank, folder):
+    planned, original = [], DefaultSavePlanner.create_local_plan
+
+    def note(self):
+        planned.append(rank)
+        return original(self)
+
+    DefaultSavePlanner.create_local_plan = note
+    state = build(2)
+    engine = Engine(CheckpointConfig(timeouts=QUICK))
+    shards, counts = Shards(engine), []
+    for number in range(4):
+        weights, moments = get_state_dict(state["model"], state["optimizer"])
+        if number == 3:
+            moments["param_groups"][0]["maximize"] = True
+        planned.clear()
+        (file, *_) = shards.files({"model": weights, "optimizer": moments}, Attempt())
+        counts.append(len(planned))
+        held = {tensor.data_ptr() for _, tensor in file.tensors}
+        parts = [part.to_local() for part in weights.values() if isinstance(part, DTensor)]
+        assert held >= {part.data_ptr() for part in parts if part.numel()}
+        trained(state, rank)
+    engine.close()
+    return counts
+
+
+def test_the_state_dicts_of_frameworks_are_known_as_well(tmp_path):
+    """``get_state_dict`` makes other objects each time; they show the same memory, and only a change is planned anew."""
+    for counts in values(spawn_ranks(_as_adapters_do, 2, str(tmp_path), timeout_s=100)):
+        assert counts == [2, 0, 0, 1]

@@ -24,6 +24,7 @@ from safe_ckpt.core.saving.request import (
 from safe_ckpt.core.sharding.gather import gather_nested
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state.plan import check_step, checked_metrics, expected_bytes
+from safe_ckpt.core.state.planner import Planner
 from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.errors import CoordinationError
@@ -173,6 +174,7 @@ class Shards:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._planner: ShardPlanner | None = None
+        self._known = Planner(engine.rank)
 
     def files(self, states: Mapping[str, Any], attempt: Attempt) -> list[FilePlan]:
         """The files of this rank. Every rank calls this, also one whose ``attempt`` has failed already.
@@ -187,7 +189,7 @@ class Shards:
             barrier_s = self._engine.config.timeouts.barrier_s
             self._planner = ShardPlanner(self._engine.coordinator, barrier_s=barrier_s, strict=False)
         with attempt.meeting():
-            return self._planner.images(states, attempt.error)
+            return self._planner.images(self._known.sharded_states(states), attempt.error)
         return []
 
 

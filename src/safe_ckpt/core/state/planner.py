@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -163,8 +163,28 @@ class Planner:
         facts = (*now.facts, owners, modules, [self._known[name].remembered for name in modules])
         return dataclasses.replace(now, facts=facts)
 
+    def sharded_states(self, states: Mapping[str, Any]) -> dict[str, ShardedItem]:
+        """Sharded state dicts by name, for a ``ShardPlanner``, with what is known of them. Instead of ``plan``."""
+        items = {}
+        for name, state in states.items():
+            now, known = fingerprint.of(state), self._known.get(name)
+            same = now is not None and known is not None and known.remembered.same_as(now)
+            if now is None:
+                items[name] = ShardedItem.of(state)
+            else:
+                get: Callable[[], Any] = functools.partial(dict, state)
+                items[name] = self._item(
+                    name, state, get, now, known.remembered if known is not None and same else None
+                )
+        return items
+
     def _sharded(
         self, name: str, inner: Any, state: Mapping[str, Any], now: Fingerprint, known: Remembered | None
+    ) -> ShardedItem:
+        return self._item(name, inner, lambda: plan.resolve(name, inner, state)[0], now, known)
+
+    def _item(
+        self, name: str, inner: Any, state_dict: Callable[[], Any], now: Fingerprint, known: Remembered | None
     ) -> ShardedItem:
         remembered = known or now.remember()
         if remembered is None:
@@ -172,7 +192,7 @@ class Planner:
         else:
             self._known[name] = _Known(remembered=remembered, per_rank=False)
         return ShardedItem(
-            state_dict=lambda: plan.resolve(name, inner, state)[0],
+            state_dict=state_dict,
             known=remembered,
             tensors=now.tensors,
             floats=now.float_bytes,
