@@ -144,7 +144,16 @@ def _resume_each(rank, folder, change, expected):
             same(expected[number], content(state))
 
 
-@pytest.mark.parametrize("change", [*KNOWN, *ANEW], ids=lambda change: change.__name__)
+SHORT = (slower, looked_at, other_memory, longer_text, counted_in_its_state)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(change, id=change.__name__, marks=() if change in SHORT else pytest.mark.thorough)
+        for change in (*KNOWN, *ANEW)
+    ],
+)
 def test_a_plan_is_made_again_when_something_has_changed_and_only_then(tmp_path, change):
     """FSDP2 and AdamW: 4 saves, a change before the third and fourth. Resumed by another number of ranks, equal to the bit."""
     outcomes = values(spawn_ranks(_save_changed, 2, str(tmp_path), change, timeout_s=100))

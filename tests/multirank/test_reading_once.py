@@ -112,8 +112,17 @@ def _load(rank, folder, dim, turned):
     return others
 
 
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize(("world", "dim"), [(1, 0), (2, 0), (3, 0), (3, 1)])
+@pytest.mark.parametrize(
+    ("world", "dim", "turned"),
+    [
+        (3, 0, True),
+        (3, 1, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in ((1, 0, False), (1, 0, True), (2, 0, False), (2, 0, True), (3, 0, False), (3, 1, True))
+        ),
+    ],
+)
 def test_tensors_of_our_files_are_read_straight_to_their_places(tmp_path, world, dim, turned):
     """Two ranks save; other numbers of ranks read rows by themselves, and columns with DCP's own reader."""
     values(spawn_ranks(_write, 2, tmp_path, "ours", timeout_s=100))
