@@ -30,9 +30,8 @@ from safe_ckpt.errors import PeerLostError, RendezvousTimeout, TamperedError, fr
 logger = logging.getLogger(__name__)
 _PHASE = "first meeting of the ranks"
 _READ_S = 2.0
-_CONNECT_S = (
-    20.0  # behind a knock that was answered; the server may look up names, and a lookup that fails takes 5 s or 10
-)
+# Behind a knock that was answered. The server may look up names, and a lookup that fails takes 5 s or 10.
+_CONNECT_S = 20.0
 _CONNECTIONS = 4  # of one rank: calls, heartbeat, saves, and one for signals or a gather
 _SPARE = 128  # file descriptors for everything else that this process will open
 _answered: dict[tuple[str, int], str] = {}  # the last word of each rank that was answered: it may still stand there

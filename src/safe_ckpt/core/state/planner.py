@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -103,7 +103,7 @@ class Planner:
         if len(chosen) < len(names) or any(map(_may_change_elsewhere, chosen)):
             self._overlap = None
             return OverlapPlan(modules.values(), optimizers.values()) or None
-        numbers = {id(p): number for number, p in enumerate(chain.from_iterable(views[n].whole for n in modules))}
+        numbers = _numbered(views[name] for name in modules)
         stepped = [list(map(numbers.get, map(id, views[name].whole))) for name in optimizers]
         key = [(name, self._known[name].remembered) for name in names], stepped
         tensors = list(chain.from_iterable(view.tensors for view in chosen))
@@ -120,11 +120,10 @@ class Planner:
     ) -> Item | ShardedItem | None:
         per_rank = isinstance(value, PerRank)
         inner = value.value if per_rank else value
-        known = self._known.get(name)
-        same = now is not None and known is not None and known.per_rank == per_rank and known.remembered.same_as(now)
+        known = self._still_known(name, now, per_rank=per_rank)
         if now is not None and now.sharded and not per_rank:
-            return self._sharded(name, inner, state, now, known.remembered if known is not None and same else None)
-        if same and now is not None and known is not None:
+            return self._sharded(name, inner, lambda: plan.resolve(name, inner, state)[0], now, known)
+        if now is not None and known is not None:
             again = _again(known, now)
             if again is not None or known.item is None:
                 return again
@@ -156,7 +155,7 @@ class Planner:
         modules = list(plan.modules_of(state))
         if not all(name in views for name in modules):
             return None
-        numbers = {id(p): number for number, p in enumerate(chain.from_iterable(views[n].whole for n in modules))}
+        numbers = _numbered(views[name] for name in modules)
         owners = [numbers.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
         if None in owners:
             return None
@@ -167,26 +166,25 @@ class Planner:
         """Sharded state dicts by name, for a ``ShardPlanner``, with what is known of them. Instead of ``plan``."""
         items = {}
         for name, state in states.items():
-            now, known = fingerprint.of(state), self._known.get(name)
-            same = now is not None and known is not None and known.remembered.same_as(now)
+            now = fingerprint.of(state)
             if now is None:
                 items[name] = ShardedItem.of(state)
             else:
-                get: Callable[[], Any] = functools.partial(dict, state)
-                items[name] = self._item(
-                    name, state, get, now, known.remembered if known is not None and same else None
-                )
+                known = self._still_known(name, now)
+                items[name] = self._sharded(name, state, functools.partial(dict, state), now, known)
         return items
 
-    def _sharded(
-        self, name: str, inner: Any, state: Mapping[str, Any], now: Fingerprint, known: Remembered | None
-    ) -> ShardedItem:
-        return self._item(name, inner, lambda: plan.resolve(name, inner, state)[0], now, known)
+    def _still_known(self, name: str, now: Fingerprint | None, *, per_rank: bool = False) -> _Known | None:
+        """What is known of an item, if it is as it was."""
+        known = self._known.get(name)
+        if now is None or known is None or known.per_rank != per_rank or not known.remembered.same_as(now):
+            return None
+        return known
 
-    def _item(
-        self, name: str, inner: Any, state_dict: Callable[[], Any], now: Fingerprint, known: Remembered | None
+    def _sharded(
+        self, name: str, inner: Any, state_dict: Callable[[], Any], now: Fingerprint, known: _Known | None
     ) -> ShardedItem:
-        remembered = known or now.remember()
+        remembered = known.remembered if known is not None else now.remember()
         if remembered is None:
             self._known.pop(name, None)
         else:
@@ -240,6 +238,11 @@ def _at(value: Any, path: Sequence[Any]) -> Any:
     for key in path:
         value = value[key]
     return value
+
+
+def _numbered(views: Iterable[Fingerprint]) -> dict[int, int]:
+    """The number of every tensor of some modules, by its ``id``."""
+    return {id(tensor): number for number, tensor in enumerate(chain.from_iterable(view.whole for view in views))}
 
 
 def _may_change_elsewhere(view: Fingerprint) -> bool:
