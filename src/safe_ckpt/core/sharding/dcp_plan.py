@@ -380,9 +380,8 @@ def _lay_out(folder: str, local: _Local, kept: Sequence[int], rank: int) -> tupl
     if not end:
         return [], []
     path, fixed = _under(folder, _file_of(rank)), len(pieces)
-    return [FilePlan(path=path, length=end, pieces=[*pieces, *objects.values()], tensors=tensors, fixed=fixed)], list(
-        objects
-    )
+    file = FilePlan(path=path, length=end, pieces=[*pieces, *objects.values()], tensors=tensors, fixed=fixed)
+    return [file], list(objects)
 
 
 def _admit(key: str, value: object) -> None:
