@@ -17,6 +17,7 @@ DEEPSPEED_ENV := PATH="$(CURDIR)/$(DEEPSPEED):$(CURDIR)/$(BIN):$$PATH" DS_ACCELE
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@if command -v npm >/dev/null; then npm install --prefix .venv/node --no-audit --no-fund --silent azurite || true; fi
 	touch $@
 
 demo: .venv/ready  ## train on real data, kill the job again and again, compare bit for bit

@@ -45,3 +45,23 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+
+
+@pytest.fixture(scope="session")
+def object_server(tmp_path_factory):
+    """A server that speaks S3, one for each process of the tests; the quickest to start."""
+    from kit import object_servers
+
+    if why := object_servers.missing("ministack"):
+        pytest.skip(why)
+    with object_servers.start("ministack", tmp_path_factory.mktemp("ministack")) as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(object_server, monkeypatch):
+    """A new bucket of it, to which the environment leads."""
+    made = object_server.new_bucket()
+    for name, value in made.environment().items():
+        monkeypatch.setenv(name, value)
+    return made

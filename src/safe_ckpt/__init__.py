@@ -14,7 +14,16 @@ from safe_ckpt._version import __version__
 
 if TYPE_CHECKING:
     from safe_ckpt.checkpointer import Checkpointer
-    from safe_ckpt.config import CheckpointConfig, Network, Retention, Telemetry, Timeouts, WriterConfig
+    from safe_ckpt.config import (
+        CheckpointConfig,
+        Mirror,
+        Network,
+        Retention,
+        StorageConfig,
+        Telemetry,
+        Timeouts,
+        WriterConfig,
+    )
     from safe_ckpt.core.coordination.timeouts import lengthy_timeouts
     from safe_ckpt.core.directory.shared import set_up_directory
     from safe_ckpt.core.formats.manifest import CheckpointInfo
@@ -35,7 +44,9 @@ _HOMES = {
     "RngState": "safe_ckpt.core.state.rng",
     "SafeCheckpointError": "safe_ckpt.errors",
     "SaveHandle": "safe_ckpt.core.saving.job",
+    "Mirror": "safe_ckpt.config",
     "Network": "safe_ckpt.config",
+    "StorageConfig": "safe_ckpt.config",
     "Telemetry": "safe_ckpt.config",
     "Timeouts": "safe_ckpt.config",
     "WriterConfig": "safe_ckpt.config",
@@ -50,12 +61,14 @@ __all__ = [
     "CheckpointConfig",
     "CheckpointInfo",
     "Checkpointer",
+    "Mirror",
     "Network",
     "PerRank",
     "Retention",
     "RngState",
     "SafeCheckpointError",
     "SaveHandle",
+    "StorageConfig",
     "Telemetry",
     "Timeouts",
     "WriterConfig",

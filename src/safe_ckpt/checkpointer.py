@@ -13,7 +13,7 @@ from typing_extensions import Self
 from safe_ckpt import versions
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.agreed_config import config_of_all
-from safe_ckpt.core.directory import catalog, retention
+from safe_ckpt.core.directory import catalog, object_catalog, retention
 from safe_ckpt.core.directory.catalog import Catalog
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
@@ -23,11 +23,16 @@ from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.export import Exporter
 from safe_ckpt.core.saving.held_directories import HeldDirectories
 from safe_ckpt.core.saving.job import SaveHandle
-from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit, SaveRequest, Snapshot, Unplanned
+from safe_ckpt.core.saving.object_resume import ObjectReader
+from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit, Root, SaveRequest, Snapshot, Unplanned
+from safe_ckpt.core.saving.resume import Chosen
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state import plan, restore
 from safe_ckpt.core.state.planner import Planner
-from safe_ckpt.errors import NoValidCheckpointError
+from safe_ckpt.core.storage.objects.options import StorageOptions, is_url
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place, open_place
+from safe_ckpt.core.transfer.items import StoredItems
+from safe_ckpt.errors import ConfigError, NoValidCheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +51,8 @@ class Checkpointer:
     the block finishes what is in flight.
 
     Args:
-        directory: where the checkpoints go, on a file system that all ranks share. Created when missing.
+        directory: where the checkpoints go: on a file system that all ranks share, created when missing; or the address of an
+            object store, such as ``s3://bucket/run`` (``safe-ckpt[remote]``).
         config: settings, equal on all ranks; None takes what the environment says (``SAFE_CKPT_CONFIG``), or the defaults.
         group: the ranks; None means WORLD, or this process alone when there is no process group.
         hooks: called with what happens; see ``safe_ckpt.events``.
@@ -69,10 +75,14 @@ class Checkpointer:
         hooks: Iterable[Hook] = (),
     ) -> None:
         self.config = config_of_all(config, group)
-        self.directory = Path(directory)
+        self.directory: Place = _place(directory, self.config)
         self._engine = Engine(self.config, group=group, hooks=hooks, owner="a Checkpointer; its close() frees it")
         try:
-            self._workspace = self._engine.hold(self.directory)
+            self._workspace: Root
+            if isinstance(self.directory, ObjectPath):
+                self._workspace = self._engine.hold_objects(self.directory)
+            else:
+                self._workspace = self._engine.hold(self.directory)
             self._catalog = Catalog()
             self._planner = Planner(self._engine.rank)
             self._shards: ShardPlanner | None = None
@@ -199,10 +209,23 @@ class Checkpointer:
 
         def listed() -> list[catalog.Candidate]:
             candidates = self._listed()
-            return candidates if step is None else [c for c in candidates if c.path.name == catalog.step_name(step)]
+            return candidates if step is None else [c for c in candidates if _is_of(c, step)]
 
         view = {"names": ", ".join(map(str, state)), "step": step}
-        chosen = resume.choose(self._engine, self._workspace, listed, lambda path: self._load(path, state), view)
+        if not isinstance(self.directory, ObjectPath):
+            wanted = None if step is None else lambda one: _is_of(one, step)
+            chosen = resume.choose(
+                self._engine, self._workspace, listed, lambda path: self._load(path, state), view, accepts=wanted
+            )
+            return self._restore(chosen, state, step)
+        items = StoredItems(state, self._engine.rank)
+        reader = ObjectReader(self._engine, items.wanted, items.load)
+        try:
+            return self._restore(resume.choose(self._engine, self._workspace, listed, reader, view), state, step)
+        finally:
+            reader.close()
+
+    def _restore(self, chosen: Chosen | None, state: Mapping[str, Any], step: int | None) -> CheckpointInfo | None:
         if chosen is None and step is not None:
             raise NoValidCheckpointError(path=str(self.directory), message=f"there is no checkpoint of step {step}")
         if chosen is None:
@@ -315,8 +338,25 @@ class Checkpointer:
         return loaded
 
     def _listed(self) -> list[catalog.Candidate]:
+        if isinstance(self.directory, ObjectPath):
+            return object_catalog.list_objects(self.directory)
         return catalog.list_directories(self.directory)
 
     def _take_stock(self, candidates: Sequence[catalog.Candidate]) -> None:
-        self._catalog = Catalog(candidates)
+        remote = isinstance(self.directory, ObjectPath)
+        self._catalog = object_catalog.ObjectCatalog(candidates) if remote else Catalog(candidates)
         self._workspace.start_after(catalog.newest_sequence(candidates))
+
+
+def _place(directory: str | os.PathLike[str], config: CheckpointConfig) -> Place:
+    if is_url(directory):
+        if config.mirror.url is not None:
+            message = f"{directory} is in an object store itself: leave mirror.url out, or give a directory"
+            raise ConfigError(key="mirror.url", message=message)
+        return open_place(os.fspath(directory), StorageOptions.of(config.storage, config.timeouts.lengthy_s))
+    return Path(directory)
+
+
+def _is_of(candidate: catalog.Candidate, step: int) -> bool:
+    name = candidate.manifest.name if candidate.manifest is not None else candidate.path.name
+    return name == catalog.step_name(step)

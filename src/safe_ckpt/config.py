@@ -1,8 +1,8 @@
 """Settings: frozen, validated when built, readable from YAML.
 
 Units are in the names: ``_s`` seconds, ``_bytes`` bytes. ``Retention`` says what to keep, ``Timeouts`` how long to wait,
-``WriterConfig`` how bytes reach the disk, ``Network`` where the ranks meet, ``Telemetry`` where events go, and
-``CheckpointConfig`` holds one of each.
+``WriterConfig`` how bytes reach the disk, ``Network`` where the ranks meet, ``Telemetry`` where events go,
+``StorageConfig`` how object stores are reached, ``Mirror`` where copies go, and ``CheckpointConfig`` holds one of each.
 """
 
 from __future__ import annotations
@@ -117,6 +117,63 @@ class Network:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StorageConfig:
+    """How object stores are reached: for directories that are given as ``s3://``, ``gs://`` or ``az://``, and for ``mirror``.
+
+    Credentials, endpoint and region come from the environment as obstore reads it: ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``,
+    ``AWS_REGION``, ``AWS_ALLOW_HTTP``, ``AZURE_STORAGE_ACCOUNT_NAME``, ``GOOGLE_APPLICATION_CREDENTIALS`` and their like, or
+    from the machine's own role.
+
+    Attributes:
+        options: what is to hold instead of the environment, as ``name=value`` in obstore's names, such as
+            ``endpoint=https://minio.example:9000`` or ``region=eu-central-1``. Values are never shown.
+        part_bytes: the size of one part of an upload, and of one read.
+        parts_in_flight: how many are under way at a time, for each rank.
+        request_timeout_s: how long one request may take, a part included. What fails is tried again until ``lengthy_s``.
+        cache_dir: where checkpoints are fetched to for the frameworks' own readers; null for memory (``/dev/shm``) where there
+            is room, else the directory for temporary files.
+        unfenced: use a store that cannot create or replace an object on a condition. Two jobs may then commit into one
+            directory.
+    """
+
+    options: tuple[str, ...] = field(
+        default=(), repr=False, metadata=limits(pattern=r"^[A-Za-z][A-Za-z0-9_]*=", words="name=value", secret=True)
+    )
+    part_bytes: int = field(default=8 << 20, metadata=limits(at_least=5 << 20, multiple_of=1 << 20))
+    parts_in_flight: int = field(default=4, metadata=limits(at_least=1, at_most=64))
+    request_timeout_s: float = field(default=60.0, metadata=limits(above=0, at_most=_LONGEST_S))
+    cache_dir: str | None = None
+    unfenced: bool = False
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mirror:
+    """A second place for committed checkpoints, in an object store. They are uploaded in the background.
+
+    Attributes:
+        url: where to, such as ``s3://bucket/run``; null for no mirror.
+        keep_last: how many of the newest to keep there; null for all that were uploaded.
+        keep_every_steps: keep every checkpoint there whose step is a multiple of this.
+        required: local retention deletes a checkpoint only when it, or a newer one, has been uploaded.
+        follow: what local retention deletes is deleted there, too.
+    """
+
+    url: str | None = field(
+        default=None, metadata=limits(pattern=r"^(s3|gs|az)://[^/@]+", words="s3://, gs:// or az://")
+    )
+    keep_last: int | None = field(default=None, metadata=limits(at_least=1))
+    keep_every_steps: int | None = field(default=None, metadata=limits(at_least=1))
+    required: bool = False
+    follow: bool = False
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Telemetry:
     """Where events are recorded and exported. Observing never fails a save, and none of it needs more than rank 0.
 
@@ -152,6 +209,8 @@ class CheckpointConfig:
         writer: how bytes reach the disk.
         network: where the ranks reach rank 0.
         telemetry: where events are recorded and exported.
+        storage: how object stores are reached.
+        mirror: a second place for committed checkpoints.
         snapshot: ``"eager"``: the state is copied before ``save`` returns. ``"overlapped"``: parameters and optimizer state
             are copied while training goes on, and the optimizer's next step waits for the copy; nothing else may change them
             until then. ``"auto"``: eager, as long as nothing proves that overlapping is safe.
@@ -174,6 +233,8 @@ class CheckpointConfig:
     writer: WriterConfig = field(default_factory=WriterConfig)
     network: Network = field(default_factory=Network)
     telemetry: Telemetry = field(default_factory=Telemetry)
+    storage: StorageConfig = field(default_factory=StorageConfig)
+    mirror: Mirror = field(default_factory=Mirror)
     snapshot: Literal["auto", "eager", "overlapped"] = "auto"
     max_host_bytes: int | None = field(default=None, metadata=limits(at_least=1 << 20))
     max_in_flight: int = field(default=1, metadata=limits(at_least=1))

@@ -168,6 +168,42 @@ class Resumed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mirrored(Event):
+    """A committed checkpoint was uploaded to the mirror, or could not be.
+
+    Attributes:
+        path: where it is.
+        url: where its copy is; of one that failed, where it should be.
+        size_bytes: how much was uploaded.
+        seconds: how long it took.
+        error: why it is not there; "" when it is.
+    """
+
+    path: str
+    url: str
+    size_bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetched(Event):
+    """A checkpoint was brought from the mirror into its directory.
+
+    Attributes:
+        path: where it is now.
+        url: where it was.
+        size_bytes: how much was fetched.
+        seconds: how long it took.
+    """
+
+    path: str
+    url: str
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class TimeoutsRaised(Event):
     """Collectives of ``groups`` (each with what it was before) may take ``seconds`` from now on."""
 

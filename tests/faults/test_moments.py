@@ -17,7 +17,7 @@ from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.core.directory.catalog import looks_like_checkpoint
 from safe_ckpt.core.directory.shared import Patience
 from safe_ckpt.core.formats.manifest import FileEntry
-from safe_ckpt.core.saving.commit_protocol import CommitProtocol
+from safe_ckpt.core.saving.file_publication import FilePublication
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import NoValidCheckpointError, SafeCheckpointError, SaveError
 from safe_ckpt.testing import spawn_ranks, values
@@ -288,16 +288,20 @@ def test_a_commit_names_what_is_not_there_in_the_end(tmp_path):
     """Of two files of rank 1 one comes late, one never: the error names the second, its rank and what was seen."""
     config = CheckpointConfig(timeouts=Timeouts(barrier_s=2))
     held = SimpleNamespace(confirm=lambda: None)
-    job = SimpleNamespace(folder=tmp_path, name="c", error=None, copy=None, workspace=held)
-    two_phase = SimpleNamespace(failed_elsewhere=lambda: None)
-    phases = CommitProtocol(job, two_phase, None, config, 0, lambda: None)
+    held.pending = tmp_path
+    job = SimpleNamespace(name="c", op_id="o")
+    publication = FilePublication(job, held, tmp_path / "c", tmp_path, config.timeouts)
+
+    def check(entries):
+        publication._check_staged(entries, lambda: None)
+
     entries = tuple(FileEntry(path=name, size_bytes=3, xxh3_128="0" * 32, rank=1) for name in ("late", "never"))
     timer = threading.Timer(0.2, lambda: (tmp_path / "late").write_bytes(b"123"))
     timer.start()
     with pytest.raises(SaveError, match="never, written by rank 1 with 3 bytes, is not there") as caught:
-        phases._check_staged(entries)
+        check(entries)
     timer.join()
     assert (caught.value.rank, caught.value.phase) == (1, "commit")
-    phases._check_staged(entries[:1])
+    check(entries[:1])
     with pytest.raises(SaveError, match="has 3 bytes here"):
-        phases._check_staged((FileEntry(path="late", size_bytes=4, xxh3_128="0" * 32, rank=1),))
+        check((FileEntry(path="late", size_bytes=4, xxh3_128="0" * 32, rank=1),))

@@ -23,6 +23,7 @@ from safe_ckpt.adapters.directories import (
     refuse,
 )
 from safe_ckpt.adapters.layouts import ACCELERATE
+from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import Retention
 from safe_ckpt.errors import ConfigError
 
@@ -213,6 +214,7 @@ def _named(output_dir: str | os.PathLike[str] | None) -> Path:
     if output_dir is None:
         message = "is missing: give it, or use ProjectConfiguration(automatic_checkpoint_naming=True)"
         raise ConfigError(key="save_state: output_dir", message=message)
+    refuse_url(output_dir, "save_state: output_dir")
     return Path(os.path.abspath(output_dir))
 
 

@@ -70,7 +70,7 @@ def _newest(context: Context) -> Path:
     if info is None:
         message = "there is no checkpoint: save one first, or do not load on a fresh run"
         raise NoValidCheckpointError(path=str(directory.workspace.path), message=message)
-    return info.path
+    return info.file_path
 
 
 def _expect(path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from safe_ckpt.accelerate.handle import Handle, check
 from safe_ckpt.adapters.handle import begin
+from safe_ckpt.adapters.spool import is_url, spooled
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.events import Hook
 
@@ -49,6 +50,10 @@ def register(accelerator: Any, config: CheckpointConfig | None = None, *, hooks:
         RendezvousTimeout: some ranks did not call this.
     """
     settings = begin(accelerator, config, check)
+    project = accelerator.project_configuration
+    if project.project_dir is not None and is_url(project.project_dir, "project_dir"):
+        local, settings = spooled(str(project.project_dir), settings, key="ProjectConfiguration.project_dir")
+        project.project_dir = str(local)
     _end_earlier(accelerator)
     handle = Handle(accelerator, settings, hooks=hooks)
     _registered.add(handle)

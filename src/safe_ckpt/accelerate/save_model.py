@@ -23,6 +23,7 @@ from safe_ckpt.adapters import Attempt, FilePlan, Planned, torch_file
 from safe_ckpt.adapters.directories import HIDDEN, MANIFEST_NAME, NAMES, Workspace, durable
 from safe_ckpt.adapters.extras import Exporter, dtensor, export, hugging_face
 from safe_ckpt.adapters.planning import LazyTensor, file_plan, safetensors
+from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.errors import ConfigError, DirectoryError, StateError
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ def save(context: Context, model: torch.nn.Module, directory: str | os.PathLike[
         SafeCheckpointError: see ``Handle.save_model``.
     """
     engine, accelerator, named = context.engine, context.accelerator, context.directories.named
+    refuse_url(directory, "save_model: directory")
     path = Path(os.path.abspath(directory))
     values = {name: str(value) for name, value in dataclasses.asdict(options).items()}
     whole = context.directories.for_weights(path, values, options.most_bytes)
@@ -62,7 +64,7 @@ def save(context: Context, model: torch.nn.Module, directory: str | os.PathLike[
         exported = Exporter(engine, named).export(
             model, path, format="safetensors", max_shard_size=options.max_shard_size, dtype=options.dtype
         )
-        return exported.result().path
+        return exported.result().file_path
     files: list[FilePlan] = []
     attempt = Attempt()
     with attempt:

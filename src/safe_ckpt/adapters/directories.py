@@ -22,6 +22,7 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.formats.verify import verify_entry, verify_if_ours, verify_share
 from safe_ckpt.core.saving import resume
 from safe_ckpt.core.saving.held_directories import NAMES, HeldDirectories, refuse
+from safe_ckpt.core.saving.mirror_resume import Mirrored
 from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit, SaveRequest
 from safe_ckpt.core.storage import durable, presence
 
@@ -46,6 +47,7 @@ __all__ = [
     "catalog",
     "commit_order",
     "durable",
+    "fetch",
     "folder_for_others",
     "is_of",
     "manifest_of",
@@ -200,6 +202,26 @@ def folder_for_others(engine: Engine, workspace: Workspace, path: Path) -> Itera
         if engine.rank == 0:
             workspace.drop_pending(key)
         raise
+
+
+def fetch(engine: Engine, workspace: Workspace, find: Callable[[], Sequence[Candidate]], name: str | None) -> None:
+    """With a mirror, bring what is newer there into a directory that is held, or one by its name. Every rank calls this.
+
+    Args:
+        engine: where the ranks meet.
+        workspace: the directory.
+        find: lists what is in it; called on rank 0.
+        name: which one; None for the newest.
+
+    Raises:
+        SafeCheckpointError: it is needed, and the mirror gives no answer; on every rank.
+    """
+    if name is None:
+        Mirrored(engine, workspace, find, None).fetch_newer()
+    else:
+        Mirrored(
+            engine, workspace, find, lambda one: one.manifest is not None and one.manifest.name == name
+        ).fetch_named()
 
 
 def manifest_of(path: Path) -> Manifest | None:

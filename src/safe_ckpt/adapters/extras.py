@@ -7,13 +7,14 @@ from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.offload.consolidate import agree_parts, own_part
 from safe_ckpt.core.offload.restore import Part, give_back, parts_of
-from safe_ckpt.core.saving import export, one_shot
+from safe_ckpt.core.saving import export
 from safe_ckpt.core.saving.export import Exporter
 from safe_ckpt.core.saving.request import FileByFile
-from safe_ckpt.core.saving.streamed_files import FileStream
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.staging.buffer import SharedBuffer
+from safe_ckpt.core.staging.streamed_files import FileStream
 from safe_ckpt.core.state.rng import get_rng_state, set_rng_state
+from safe_ckpt.core.writer import one_shot
 
 __all__ = [
     "Exporter",

@@ -14,8 +14,9 @@ from safe_ckpt.cli.convert import convert
 from safe_ckpt.cli.doctor import doctor
 from safe_ckpt.cli.gc import gc
 from safe_ckpt.cli.inspect import inspect
-from safe_ckpt.cli.list import list_checkpoints, resume_path
+from safe_ckpt.cli.list import list_checkpoints
 from safe_ckpt.cli.report import report, watch
+from safe_ckpt.cli.resume_path import resume_path
 from safe_ckpt.cli.unlock import unlock
 from safe_ckpt.cli.verify import verify
 

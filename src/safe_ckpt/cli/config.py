@@ -14,7 +14,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.settings.describe import markdown
 from safe_ckpt.settings.describe import schema as json_schema
-from safe_ckpt.settings.fields import keys, value_at
+from safe_ckpt.settings.fields import keys, shown, value_at
 from safe_ckpt.settings.sources import CONFIG_VARIABLE, PREFIX, Loaded, load, load_effective, read_yaml
 
 _File = typer.Argument(exists=True, dir_okay=False, metavar="FILE")
@@ -89,7 +89,7 @@ def _rows(loaded: Loaded[CheckpointConfig]) -> list[dict[str, Any]]:
     return [
         {
             "key": key.path,
-            "value": value_at(loaded.settings, key.path),
+            "value": shown(key, value_at(loaded.settings, key.path)),
             "default": key.default,
             "from": str(loaded.origins.get(key.path, "default")),
         }

@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from safe_ckpt.cli.output import AsJson, FollowSymlinks, ending_on_signals, failing, print_json, say
+from safe_ckpt.cli.output import CHECKPOINT, AsJson, FollowSymlinks, ending_on_signals, failing, print_json, say
 from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.storage.objects.options import is_url
+from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection.check import judge, plan
 from safe_ckpt.inspection.files import Window
+from safe_ckpt.inspection.objects.fetch import fetch
+from safe_ckpt.inspection.objects.listing import one_of
+from safe_ckpt.inspection.objects.reach import place_of
 from safe_ckpt.inspection.zip_reader import is_archive
 from safe_ckpt.text import bytes_text
 
@@ -25,8 +30,10 @@ _FORMS = ("safetensors", "lightning", "torch", "dcp", "safe_ckpt")
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(exists=True, help="A checkpoint of any tool.", metavar="SRC")],
-    destination: Annotated[Path, typer.Argument(help="What is to be written; nothing may be there.", metavar="DST")],
+    source: Annotated[
+        str, typer.Argument(parser=CHECKPOINT, help="A checkpoint of any tool, or an address of ours.", metavar="SRC")
+    ],
+    destination: Annotated[str, typer.Argument(help="What is to be written; nothing may be there.", metavar="DST")],
     to: Annotated[str, typer.Option(help=f"One of {', '.join(_FORMS)}; without it DST's ending says.")] = "",
     item: Annotated[str, typer.Option(help="Only this part, keys joined by dots, as in 'state_dict'.")] = "",
     max_shard_size: Annotated[str, typer.Option(help="safetensors: how large a file may become.")] = "5GB",
@@ -49,21 +56,47 @@ def convert(
     torch.distributed.checkpoint. safe_ckpt: everything as a checkpoint of Checkpointer, in the directory DST.
     """
     with failing(), ending_on_signals(), _quietly():
-        form = _form(to, destination)
-        tasks = [] if no_verify else [plan(source, follow_symlinks=follow_symlinks)]
-        for bad in (judgement for verdict in judge(tasks) for judgement in verdict.damaged):
-            raise CorruptCheckpointError(
-                path=str(source), file=bad.file, message=f"{bad.reason}; nothing was converted"
-            )
-        structure = _opened(source, form, allow_pickle=allow_pickle, follow_symlinks=follow_symlinks)
+        target = _here(destination)
+        form = _form(to, target)
         options = {"item": item, "max_shard_size": max_shard_size, "dtype": dtype, "drop_objects": drop_objects}
         options["strict"] = not allow_pickle
-        info = _written(source, destination, form, structure, _step_of(source, step, structure), options)
+        with _at_hand(source, target) as given:
+            if not no_verify:
+                _verify(given, follow_symlinks=follow_symlinks)
+            structure = _opened(given, form, allow_pickle=allow_pickle, follow_symlinks=follow_symlinks)
+            info = _written(given, target, form, structure, _step_of(given, step, structure), options)
     if as_json:
         print_json(info.to_json())
     else:
         typer.echo(str(info.path))
         say(f"{form}, {bytes_text(info.size_bytes)}")
+
+
+def _here(destination: str) -> Path:
+    if is_url(destination):
+        message = "converting writes to a file system. Convert to a directory, and copy that with the store's own tool"
+        raise ConfigError(key="DST", message=message)
+    return Path(destination)
+
+
+@contextlib.contextmanager
+def _at_hand(source: str, destination: Path) -> Iterator[Path]:
+    """The source; one in an object store is fetched to where the result goes, and deleted afterwards."""
+    place = place_of(source)
+    if not isinstance(place, ObjectPath):
+        yield place
+        return
+    from safe_ckpt.convert import target
+
+    destination = destination.absolute()
+    target.refuse_existing(destination)
+    with target.scratch_beside(destination) as scratch:
+        yield fetch(one_of(place), scratch)
+
+
+def _verify(source: Path, *, follow_symlinks: bool) -> None:
+    for bad in judge([plan(source, follow_symlinks=follow_symlinks)])[0].damaged:
+        raise CorruptCheckpointError(path=str(source), file=bad.file, message=f"{bad.reason}; nothing was converted")
 
 
 @contextlib.contextmanager

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from safe_ckpt.cli.output import DAMAGED, AsJson, ending_on_signals, print_json, say, tell
-from safe_ckpt.doctor import Options, Report, diagnose, world_of
+from safe_ckpt.core.storage.objects.options import is_url
+from safe_ckpt.doctor import Options, Report, World, diagnose, world_of
+from safe_ckpt.doctor.finding import skipped
 from safe_ckpt.errors import ConfigError, SafeCheckpointError
 from safe_ckpt.text import bytes_from
 
@@ -29,24 +32,30 @@ def doctor(
     state_bytes: Annotated[
         int | None, typer.Option(parser=_size, metavar="SIZE", help="A checkpoint, as 10GiB; else the newest in DIR.")
     ] = None,
-    mebibytes: Annotated[int, typer.Option(min=0, help="Write so much to measure the speed; 0 for not at all.")] = 256,
+    mebibytes: Annotated[
+        int | None,
+        typer.Option(min=0, help="Write so much to measure the speed (256; 64 for an address); 0 for not at all."),
+    ] = None,
     timeout_s: Annotated[float, typer.Option(min=1, help="For every single check, and for ranks to come.")] = 60.0,
     as_json: AsJson = False,
 ) -> None:
-    """Check what safe checkpoints need of DIR and of this machine, and say what to do about each problem.
+    """Check what safe checkpoints need of DIR, or of an address, and of this machine, and what to do about each problem.
 
     Everything is tried in a folder of its own below DIR that is removed at the end; a job that uses DIR is not disturbed.
     Under torchrun (torchrun --nproc-per-node 4 -m safe_ckpt.cli doctor DIR) the ranks are compared as well, and rank 0
     reports. Exit status: 0 when it works, also with warnings; 1 when something failed; 2 wrong usage.
     """
-    options = Options(state_bytes=state_bytes, probe_bytes=mebibytes << 20, timeout_s=timeout_s)
     try:
-        world = world_of(os.environ)
+        world, remote = world_of(os.environ), is_url(directory)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
+    probe_bytes = (64 if remote else 256) << 20 if mebibytes is None else mebibytes << 20
+    options = Options(state_bytes=state_bytes, probe_bytes=probe_bytes, timeout_s=timeout_s)
     try:
         with ending_on_signals():
-            report = diagnose(Path(directory), options, world)
+            report = _of_store(directory, options, world) if remote else diagnose(Path(directory), options, world)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
     except SafeCheckpointError as error:  # on ranks other than 0; rank 0 has it in its report
         say(f"rank {world.rank if world else 0}: {error}")
         raise typer.Exit(DAMAGED) from None
@@ -58,6 +67,19 @@ def doctor(
         _print(report)
     if report.state == "fail":
         raise typer.Exit(DAMAGED)
+
+
+def _of_store(url: str, options: Options, world: World | None) -> Report | None:
+    """On several ranks rank 0 alone looks: they meet at no file."""
+    from safe_ckpt.doctor.object_store import diagnose_store  # an HTTP client: a delay that no other command needs
+
+    if world is not None and world.rank:
+        return None
+    report = diagnose_store(url, options)
+    if world is None:
+        return report
+    ranks = skipped("ranks", "they are compared for a directory of a file system alone")
+    return replace(report, findings=(*report.findings, ranks))
 
 
 def _print(report: Report) -> None:

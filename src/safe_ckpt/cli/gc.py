@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from safe_ckpt.cli.output import DAMAGED, AsJson, Directory, failing, print_json, say, tell
-from safe_ckpt.config import Retention
-from safe_ckpt.core.directory.retention import to_delete
+from safe_ckpt.cli.output import DAMAGED, AsJson, Directory, ending_on_signals, failing, print_json, say, tell
+from safe_ckpt.config import CheckpointConfig, Retention
+from safe_ckpt.core.directory.retention import is_under_its_name, to_delete
 from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import CheckpointInfo
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.errors import DirectoryError
-from safe_ckpt.inspection.check import judge, plan
+from safe_ckpt.inspection.check import judge
 from safe_ckpt.inspection.listing import Listing, read_listing
+from safe_ckpt.inspection.objects.check import plan_any
+from safe_ckpt.inspection.objects.listing import ObjectListing, read_objects
+from safe_ckpt.inspection.objects.reach import place_of
 from safe_ckpt.text import bytes_text
+
+_AT_A_TIME = 50  # what is deleted is first named in the head, which has no room for more
 
 
 def gc(
@@ -27,7 +33,12 @@ def gc(
     metric: Annotated[str | None, typer.Option(help="The metric that --keep-best goes by.")] = None,
     mode: Annotated[Literal["min", "max"], typer.Option(help="Whether lower or higher is better.")] = "min",
     keep_every_steps: Annotated[int | None, typer.Option(help="Keep those whose step is a multiple of this.")] = None,
-    quarantine: Annotated[bool, typer.Option("--quarantine", help="Empty the quarantine too.")] = False,
+    quarantine: Annotated[
+        bool,
+        typer.Option(
+            "--quarantine", help="Empty the quarantine too; in an object store also folders without a manifest."
+        ),
+    ] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Trust the manifests of what is kept.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")] = False,
     as_json: AsJson = False,
@@ -44,10 +55,11 @@ def gc(
             keep_last=keep_last, keep_best=keep_best, metric=metric, mode=mode, keep_every_steps=keep_every_steps
         )
         select = partial(_Selection, policy=policy, quarantine=quarantine, verify=not no_verify)
-        listing = read_listing(directory, tags_below=False)
-        # Where there are only checkpoints of another tool, nothing is locked, and nothing deleted.
-        ours = listing.hidden or any(not candidate.foreign for candidate in listing.usable)
-        selection = select(listing) if dry_run or not ours else _collect(directory, listing, select)
+        place = place_of(directory)
+        if isinstance(place, ObjectPath):
+            selection = _in_store(place, select, dry_run=dry_run)
+        else:
+            selection = _in_directory(place, select, dry_run=dry_run)
     _report(selection, dry_run=dry_run, as_json=as_json)
     if not dry_run and len(selection.gone) < len(selection.to_delete) + len(selection.besides):
         raise typer.Exit(DAMAGED)
@@ -56,28 +68,71 @@ def gc(
 class _Selection:
     """What is to be deleted, and what became of it."""
 
-    def __init__(self, listing: Listing, *, policy: Retention, quarantine: bool, verify: bool) -> None:
+    def __init__(self, listing: Listing | ObjectListing, *, policy: Retention, quarantine: bool, verify: bool) -> None:
         for path, why in listing.unreadable.items():
             raise DirectoryError(path=str(path), message=f"cannot be read, so nothing is deleted: {why}")
         infos = [candidate.info for candidate in listing.usable if not candidate.foreign]
-        self.damaged: list[Path] = []
-        sound: set[Path] = set()
+        self.damaged: list[Place] = []
+        sound: set[Place] = set()
         while True:  # again when one that would be kept is damaged: it does not count, and another one is kept
             left = [info for info in infos if info is not None and info.path not in self.damaged]
-            self.to_delete: list[CheckpointInfo] = to_delete(left, policy)
+            replaced = _replaced(left)
+            self.to_delete: list[CheckpointInfo] = [
+                *replaced,
+                *to_delete([i for i in left if i not in replaced], policy),
+            ]
             kept = {info.path for info in left} - {info.path for info in self.to_delete} - sound
-            bad = _damaged_among(sorted(kept)) if verify and self.to_delete else []
+            bad = _damaged_among(sorted(kept, key=str)) if verify and self.to_delete else []
             sound |= kept - set(bad)
             self.damaged += bad
             if not bad:
                 break
         self.kept = len(listing.usable) - len(self.to_delete) - len(self.damaged)
-        self.besides = [*listing.quarantined] if quarantine else []
-        self.gone: list[Path] = []
+        unknown: Sequence[Place] = listing.unknown if isinstance(listing, ObjectListing) else ()
+        self.besides: list[Place] = [*listing.quarantined, *unknown] if quarantine else []
+        self.unknown = () if quarantine else unknown
+        self.gone: list[Place] = []
 
 
-def _damaged_among(paths: list[Path]) -> list[Path]:
-    return [verdict.path for verdict in judge(map(plan, paths)) if verdict.state == "damaged"]
+def _replaced(infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Those that a later save of the same step has replaced, and whose job died before it could delete them.
+
+    In a directory a name is there once. In an object store each save has a folder of its own.
+    """
+    ours = [info for info in infos if isinstance(info.path, ObjectPath) and is_under_its_name(info)]
+    newest = {info.name: info for info in sorted(ours, key=lambda info: info.sequence)}
+    return [info for info in ours if newest[info.name] is not info]
+
+
+def _damaged_among(paths: Sequence[Place]) -> list[Place]:
+    return [verdict.path for verdict in judge(map(plan_any, paths)) if verdict.state == "damaged"]
+
+
+def _in_directory(directory: Path, select: Callable[[Listing], _Selection], *, dry_run: bool) -> _Selection:
+    listing = read_listing(directory, tags_below=False)
+    # Where there are only checkpoints of another tool, nothing is locked, and nothing deleted.
+    ours = listing.hidden or any(not candidate.foreign for candidate in listing.usable)
+    return select(listing) if dry_run or not ours else _collect(directory, listing, select)
+
+
+def _in_store(directory: ObjectPath, select: Callable[[ObjectListing], _Selection], *, dry_run: bool) -> _Selection:
+    from safe_ckpt.core.directory.object_root import ObjectRoot  # an HTTP client: a delay that no other command needs
+
+    listing = read_objects(directory)
+    if dry_run or not (listing.head or listing.usable or listing.unknown):
+        return select(listing)
+    config = CheckpointConfig.from_environment()
+    root = ObjectRoot(directory, lease_s=config.lease_s, unfenced=config.storage.unfenced)
+    with ending_on_signals():
+        root.open()  # owns the directory, and sweeps what a killed job left
+        try:
+            selection = select(read_objects(directory))  # once more: now no other job changes it
+            doomed = [*(info.path for info in selection.to_delete), *selection.besides]
+            for at in range(0, len(doomed), _AT_A_TIME):
+                selection.gone += root.discard(doomed[at : at + _AT_A_TIME])
+        finally:
+            root.close()
+    return selection
 
 
 def _collect(directory: Path, listing: Listing, select: Callable[[Listing], _Selection]) -> _Selection:
@@ -85,7 +140,8 @@ def _collect(directory: Path, listing: Listing, select: Callable[[Listing], _Sel
     root.open()  # takes the lock, and sweeps what a killed job left
     try:
         selection = select(read_listing(directory, tags_below=False))  # once more: now no other job changes it
-        selection.gone = root.discard([*(info.path for info in selection.to_delete), *selection.besides])
+        doomed = [*(info.path for info in selection.to_delete), *selection.besides]
+        selection.gone += root.discard(path for path in doomed if isinstance(path, Path))
         return selection
     finally:
         root.close()
@@ -94,7 +150,12 @@ def _collect(directory: Path, listing: Listing, select: Callable[[Listing], _Sel
 def _report(selection: _Selection, *, dry_run: bool, as_json: bool) -> None:
     gone = selection.gone
     rows: list[dict[str, Any]] = [
-        {"path": str(info.path), "step": info.step, "size_bytes": info.size_bytes, "deleted": info.path in gone}
+        {
+            "path": str(info.path),
+            "step": info.step,
+            "size_bytes": info.size_bytes,
+            "deleted": info.path in gone,
+        }
         for info in selection.to_delete
     ]
     rows += [
@@ -109,5 +170,7 @@ def _report(selection: _Selection, *, dry_run: bool, as_json: bool) -> None:
         tell(f"{done} {row['path']} {bytes_text(row['size_bytes'])}".rstrip())
     for path in selection.damaged:
         say(f"{path} is damaged: it does not count, and stays for you to look at")
+    for path in selection.unknown:
+        say(f"{path} has no manifest, and no job says that it is its own: --quarantine deletes it")
     freed = bytes_text(sum(info.size_bytes for info in selection.to_delete if dry_run or info.path in gone))
     say(f"{selection.kept} kept; {freed} {'would be freed' if dry_run else 'freed'}")

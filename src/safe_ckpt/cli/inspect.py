@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from safe_ckpt.cli.output import DAMAGED, AsJson, FollowSymlinks, failing, print_json, print_table, say
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
-from safe_ckpt.errors import UnsupportedFormatError
+from safe_ckpt.cli.output import CHECKPOINT, DAMAGED, AsJson, FollowSymlinks, failing, print_json, print_table, say
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.errors import ConfigError, UnsupportedFormatError
 from safe_ckpt.inspection.content import read_content
 from safe_ckpt.inspection.files import walk
 from safe_ckpt.inspection.listing import kind_of, read_listing
+from safe_ckpt.inspection.objects.content import read_object_content
+from safe_ckpt.inspection.objects.listing import one_of
+from safe_ckpt.inspection.objects.reach import place_of
 from safe_ckpt.inspection.tensors import Content, Entry, Value
 from safe_ckpt.text import bytes_text, listed, metrics_text
 
@@ -25,8 +29,8 @@ _MOST_BITS = 10_000  # of an integer: JSON has no limit, its readers do
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(exists=True, help="A checkpoint: a directory or a file.")],
-    other: Annotated[Path | None, typer.Argument(exists=True, help="Another one, to be compared with it.")] = None,
+    path: Annotated[str, typer.Argument(parser=CHECKPOINT, help="A checkpoint: a directory, a file or an address.")],
+    other: Annotated[str | None, typer.Argument(parser=CHECKPOINT, help="Another one, to be compared with it.")] = None,
     match: Annotated[str, typer.Option(help="Only tensors and values of such names, as in 'model:*.weight'.")] = "*",
     follow_symlinks: FollowSymlinks = False,
     as_json: AsJson = False,
@@ -34,17 +38,28 @@ def inspect(
     """Show the tensors and values in PATH, or how PATH and OTHER differ.
 
     Nothing in a checkpoint is run: an object of some class is shown by the name of its class. With two checkpoints tensors are
-    compared by name; the figure is the largest absolute difference of any element. Exit status: 0, or 1 where they differ or
-    something is damaged.
+    compared by name; the figure is the largest absolute difference of any element. Of a checkpoint in an object store the
+    manifest, the headers of safetensors and JSON are read. Exit status: 0, or 1 where they differ or something is damaged.
     """
     with failing():
-        content = _matching(read_content(_one(path), follow_symlinks=follow_symlinks), match)
-        if other is None:
-            _show(path, content, as_json=as_json, follow_symlinks=follow_symlinks)
+        first = place_of(path)
+        if isinstance(first, ObjectPath) and other is None:
+            _show_object(one_of(first), match, as_json=as_json)
             return
-        second = _matching(read_content(_one(other), follow_symlinks=follow_symlinks), match)
+        content = _matching(read_content(_one(_here(first)), follow_symlinks=follow_symlinks), match)
+        if other is None:
+            _show(_here(first), content, as_json=as_json, follow_symlinks=follow_symlinks)
+            return
+        second = _matching(read_content(_one(_here(place_of(other))), follow_symlinks=follow_symlinks), match)
         if not _compare(content, second, as_json=as_json):
             raise typer.Exit(DAMAGED)
+
+
+def _here(place: Place) -> Path:
+    if isinstance(place, ObjectPath):
+        message = f"comparing takes the numbers. Fetch it first: safe-ckpt resume-path {place} --fetch DIR"
+        raise ConfigError(key=str(place), message=message)
+    return place
 
 
 def _matching(content: Content, pattern: str) -> Content:
@@ -62,18 +77,20 @@ def _facts(path: Path, *, follow_symlinks: bool) -> dict[str, Any]:
             if "newer" in error.message:
                 raise
         else:
-            facts = {
-                name: getattr(manifest, name) for name in ("step", "created_at", "world_size", "metrics", "versions")
-            }
-            return {"kind": "safe_ckpt directory" if path.is_dir() else "safe_ckpt file", **facts}
+            return _facts_of(manifest, "safe_ckpt directory" if path.is_dir() else "safe_ckpt file")
     return {"kind": kind_of(walk(path, follow_symlinks=follow_symlinks))}
+
+
+def _facts_of(manifest: Manifest, kind: str) -> dict[str, Any]:
+    facts = {name: getattr(manifest, name) for name in ("step", "created_at", "world_size", "metrics", "versions")}
+    return {"kind": kind, **facts}
 
 
 def _one(path: Path) -> Path:
     """The path, unless it is a directory in which several checkpoints are kept."""
     if path.is_dir() and not (path / MANIFEST_NAME).exists():
         listing = read_listing(path)
-        names = [candidate.path.relative_to(path).as_posix() for candidate in (*listing.usable, *listing.unusable)]
+        names = [candidate.file_path.relative_to(path).as_posix() for candidate in (*listing.usable, *listing.unusable)]
         if names or listing.hidden is not None:
             advice = f"name one of them: {listed(names)}" if names else "there is none in it"
             message = f"is a directory for checkpoints, and no checkpoint; {advice}"
@@ -82,7 +99,26 @@ def _one(path: Path) -> Path:
 
 
 def _show(path: Path, content: Content, *, as_json: bool, follow_symlinks: bool) -> None:
-    facts = _facts(path, follow_symlinks=follow_symlinks)
+    _print(path, _facts(path, follow_symlinks=follow_symlinks), content, as_json=as_json)
+
+
+def _show_object(path: ObjectPath, match: str, *, as_json: bool) -> None:
+    found = read_object_content(path)
+    files = [vars(entry) for entry in found.manifest.files]
+    facts = _facts_of(found.manifest, "safe_ckpt directory")
+    content = _matching(found.content, match)
+    if as_json:
+        _print(path, {**facts, "files": files, "unread": found.unread}, content, as_json=True)
+        return
+    rows = [(entry.path, bytes_text(entry.size_bytes), entry.rank) for entry in found.manifest.files]
+    print_table(("file", "size", "rank"), rows)
+    _print(path, facts, content, as_json=False)
+    if found.unread:
+        advice = f"safe-ckpt resume-path {path} --fetch DIR, and then inspect, shows what is in them"
+        say(f"not read: {listed(found.unread)}. {advice}")
+
+
+def _print(path: Place, facts: dict[str, Any], content: Content, *, as_json: bool) -> None:
     total = sum(entry.size_bytes for entry in content.tensors)
     if as_json:
         tensors = [

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -17,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from safe_ckpt.core.storage.objects.options import is_url
 from safe_ckpt.errors import ConfigError, SafeCheckpointError
 
 DAMAGED = 1
@@ -28,7 +30,51 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for other prog
 FollowSymlinks = Annotated[
     bool, typer.Option("--follow-symlinks", help="Read what links point to outside, as in the cache of a model hub.")
 ]
-Directory = Annotated[Path, typer.Argument(exists=True, file_okay=False, metavar="DIR")]
+
+
+def _existing(what: str, *, files: bool = True, readable: bool = True) -> Callable[[str], str]:
+    """A parser for an argument: a path at which something is, or the address of an object store, which is not asked yet.
+
+    A ``Path`` would swallow a slash of an address.
+    """
+
+    def parse(text: str) -> str:
+        try:
+            if is_url(text):
+                return text
+        except ConfigError as error:
+            raise typer.BadParameter(error.message) from None
+        shown = f"{what} {text!r}"
+        if not os.path.exists(text):
+            raise typer.BadParameter(f"{shown} does not exist.")
+        if not files and not os.path.isdir(text):
+            raise typer.BadParameter(f"{shown} is a file.")
+        if readable and not os.access(text, os.R_OK):
+            raise typer.BadParameter(f"{shown} is not readable.")
+        return text
+
+    return parse
+
+
+CHECKPOINT = _existing("Path")
+"""The parser of an argument that is a checkpoint, or holds some."""
+Directory = Annotated[str, typer.Argument(parser=_existing("Directory", files=False), metavar="DIR")]
+HeldDirectory = Annotated[
+    str, typer.Argument(parser=_existing("Directory", files=False, readable=False), metavar="DIR")
+]
+"""A directory, also one that may not be read: the command itself says so."""
+
+
+def local_directory(text: str) -> Path:
+    """The parser of an argument that is a directory of a file system, also one that may not be read.
+
+    Raises:
+        BadParameter: it is none.
+    """
+    path = _existing("Directory", files=False, readable=False)(text)
+    if is_url(path):
+        raise typer.BadParameter("no events are recorded in an object store; safe-ckpt list shows what is there.")
+    return Path(path)
 
 
 @contextlib.contextmanager

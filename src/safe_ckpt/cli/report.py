@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from safe_ckpt.cli.output import DAMAGED, AsJson, console, failing, print_json, say, tell
+from safe_ckpt.cli.output import DAMAGED, AsJson, console, failing, local_directory, print_json, say, tell
 from safe_ckpt.inspection.listing import list_existing
 from safe_ckpt.report import event_log, page, summary
 from safe_ckpt.report.follow import Follower
@@ -24,7 +24,7 @@ from safe_ckpt.report.history import History, Notice, Save, build
 from safe_ckpt.report.sections import Subject
 from safe_ckpt.text import bytes_text, clean, clock, duration, rate
 
-AnyDirectory = Annotated[Path, typer.Argument(exists=True, file_okay=False, readable=False, metavar="DIR")]
+AnyDirectory = Annotated[Path, typer.Argument(parser=local_directory, metavar="DIR")]
 """A directory, also one that may not be read: the command itself says so."""
 Output = Annotated[
     Path, typer.Option("--output", "-o", metavar="FILE", help="Where the page goes; - for stdout.", dir_okay=False)

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from safe_ckpt.cli.output import CANNOT_TELL, DAMAGED, AsJson, FollowSymlinks, console, failing, print_json, say, tell
+from safe_ckpt.cli.output import (
+    CANNOT_TELL,
+    CHECKPOINT,
+    DAMAGED,
+    AsJson,
+    FollowSymlinks,
+    console,
+    failing,
+    print_json,
+    say,
+    tell,
+)
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.errors import DirectoryError, UnsupportedFormatError
-from safe_ckpt.inspection.check import Judgement, Task, Verdict, judge, plan
-from safe_ckpt.inspection.listing import read_listing
+from safe_ckpt.inspection.check import Judgement, Task, Verdict, judge
+from safe_ckpt.inspection.listing import Listing, read_listing
+from safe_ckpt.inspection.objects.check import plan_any
+from safe_ckpt.inspection.objects.listing import ObjectListing, read_objects
+from safe_ckpt.inspection.objects.reach import is_checkpoint, place_of
 from safe_ckpt.text import bytes_text, listed
 
 _MOST_FILES = 20
@@ -23,7 +38,10 @@ _UNREAD = "could not be read, which says nothing about its bytes"
 
 
 def verify(
-    paths: Annotated[list[Path], typer.Argument(exists=True, help="Checkpoints, or directories that hold some.")],
+    paths: Annotated[
+        list[str],
+        typer.Argument(parser=CHECKPOINT, help="Checkpoints, or directories that hold some; or their addresses."),
+    ],
     follow_symlinks: FollowSymlinks = False,
     as_json: AsJson = False,
 ) -> None:
@@ -35,7 +53,7 @@ def verify(
     """
     began = time.monotonic()
     with failing(f"{_UNREAD}: "):
-        tasks = [plan(path, follow_symlinks=follow_symlinks) for path in _checkpoints(paths)]
+        tasks = [plan_any(path, follow_symlinks=follow_symlinks) for path in _checkpoints(map(place_of, paths))]
         verdicts = _judged(tasks)
     if as_json:
         print_json([_row(verdict) for verdict in verdicts])
@@ -49,21 +67,29 @@ def verify(
         raise typer.Exit(DAMAGED if "damaged" in states else CANNOT_TELL)
 
 
-def _checkpoints(paths: Sequence[Path]) -> list[Path]:
+def _checkpoints(paths: Iterable[Place]) -> list[Place]:
     """Each path, or what is kept in it if it is a directory that holds checkpoints."""
-    checkpoints: list[Path] = []
+    checkpoints: list[Place] = []
     for path in paths:
-        if not path.is_dir() or (path / MANIFEST_NAME).exists():
+        if isinstance(path, ObjectPath):
+            checkpoints += [path] if is_checkpoint(path) else _kept_in(read_objects(path), path, unknown=False)
+        elif not path.is_dir() or (path / MANIFEST_NAME).exists():
             checkpoints.append(path)
-            continue
-        listing = read_listing(path)
-        for unreadable, why in listing.unreadable.items():
-            raise DirectoryError(path=str(unreadable), message=f"{_UNREAD}: {why}")
-        kept = sorted(candidate.path for candidate in (*listing.usable, *listing.unusable))
-        if not kept and (listing.hidden is not None or not any(path.iterdir())):
-            raise UnsupportedFormatError(path=str(path), message="there is no checkpoint in it")
-        checkpoints += kept or [path]
+        else:
+            listing = read_listing(path)
+            checkpoints += _kept_in(listing, path, unknown=listing.hidden is None and any(path.iterdir()))
     return checkpoints
+
+
+def _kept_in(listing: Listing | ObjectListing, path: Place, *, unknown: bool) -> Sequence[Place]:
+    """The checkpoints of a directory; the directory itself if there are none and it may be one of another tool."""
+    for unreadable, why in listing.unreadable.items():
+        raise DirectoryError(path=str(unreadable), message=f"{_UNREAD}: {why}")
+    kept = [candidate.path for candidate in (*listing.usable, *listing.unusable)]
+    if not kept and not unknown:
+        raise UnsupportedFormatError(path=str(path), message="there is no checkpoint in it")
+    files = sorted(path for path in kept if isinstance(path, Path))
+    return [*files, *sorted(path for path in kept if isinstance(path, ObjectPath))] or [path]
 
 
 def _judged(tasks: Sequence[Task]) -> list[Verdict]:

@@ -10,6 +10,7 @@ from typing import Any
 from safe_ckpt.adapters import Engine
 from safe_ckpt.adapters.directories import HIDDEN
 from safe_ckpt.adapters.layouts import LATEST
+from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError
 
@@ -52,6 +53,7 @@ def checked_directory(given: object, name: str) -> Path:
     """
     if not given or not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str):
         raise ConfigError(message=f"{name} must be a non-empty string, got {given!r}")
+    refuse_url(given, name)
     return Path(os.path.abspath(given))
 
 

@@ -20,6 +20,7 @@ from safe_ckpt.adapters.directories import (
     HeldDirectories,
     candidates_in,
     catalog,
+    fetch,
     policy_of,
     presence,
     refuse,
@@ -108,6 +109,20 @@ class CheckpointDirectory:
             logger.warning("%s", error)
             return
         self._engine.let_go(workspace)
+
+    def fetch(self, top: Path, tag: str | None) -> None:
+        """Bring the newest tag of the mirror into ``top``, or ``tag`` if it is not there, unless a live job holds it."""
+        path = top / (tag or "latest")
+        if tag is not None and self._engine.agree(
+            "fetch", must_match={"path": path}, decide=lambda _: presence.is_directory(path)
+        ):
+            return
+        try:
+            held = self.hold(top, path.relative_to(top).as_posix())
+        except DirectoryInUseError as error:
+            logger.warning("%s", error)
+            return
+        fetch(self._engine, held.workspace, lambda: candidates(path.parent), None if tag is None else path.name)
 
     def close(self) -> None:
         """Forget the directories: the engine was closed, and released them."""
@@ -224,7 +239,7 @@ def order(folder: Path, tag: str | None) -> list[Path]:
     named = latest_tag(folder)
     groups = [_to_be_named(folder)] if named is None else [_to_be_named((folder / named).parent)]
     groups += _groups_below(folder) if named is None else []
-    paths = [tag.path for group in sorted(groups, key=_made_at, reverse=True) for tag in group]
+    paths = [tag.file_path for group in sorted(groups, key=_made_at, reverse=True) for tag in group]
     if named is None or not presence.is_directory(folder / named):
         if named is not None:
             logger.warning("%s names %s, which is not there: the newest tag is taken", folder / LATEST, named)
@@ -243,7 +258,9 @@ def _groups_below(top: Path) -> list[list[Candidate]]:
             if folder.name != HIDDEN and not folder.is_symlink() and presence.is_there(folder / HIDDEN):
                 # Other tags may be of a job that saves into that folder itself.
                 tags = [(tag, tag.manifest) for tag in _to_be_named(folder)]
-                groups.append([tag for tag, m in tags if m and m.notes.get("tag") == f"{folder.name}/{tag.path.name}"])
+                groups.append(
+                    [tag for tag, m in tags if m and m.notes.get("tag") == f"{folder.name}/{tag.file_path.name}"]
+                )
         except PermissionError as error:
             logger.warning("%s is passed over, with all that may be in it: %s", folder, error)
     return groups

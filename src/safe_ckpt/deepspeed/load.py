@@ -56,6 +56,8 @@ def load(
         name = core.agree("load_checkpoint", decide=lambda _: wanted or universal.latest(folder))
         resume.apply(core, lambda: universal.refuse_incomplete(engine, folder / name))
         return _restored(core, engine, lambda: restore(str(folder), name))
+    if core.config.mirror.url is not None:
+        context.directories.fetch(folder, wanted)
     plan = core.agree("load_checkpoint", decide=lambda _: _survey(folder, wanted))
     if plan["repair"]:
         context.directories.repair(folder / plan["repair"])

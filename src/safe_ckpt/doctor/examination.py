@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.doctor.checks import ON_DIRECTORY, ON_MACHINE
 from safe_ckpt.doctor.finding import Finding, State, fail, worst
 from safe_ckpt.doctor.runner import STUCK, Examined, Options, StuckError, examining, run_checks
@@ -76,7 +77,7 @@ class Report:
         findings: in the order of the checks.
     """
 
-    directory: Path
+    directory: Place
     ranks: int
     findings: tuple[Finding, ...]
 

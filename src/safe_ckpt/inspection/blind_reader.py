@@ -39,7 +39,7 @@ def look_inside(candidate: Candidate, read: Callable[[Path], Layout] = read_layo
     """
     if not candidate.foreign or candidate.problem:
         return candidate
-    layout = read(candidate.path)
+    layout = read(candidate.file_path)
     return replace(candidate, step=layout.step, problem=layout.problem)
 
 

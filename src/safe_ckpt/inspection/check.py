@@ -15,6 +15,7 @@ from typing import Literal
 
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, archive_digest, read_manifest
 from safe_ckpt.core.formats.verify import UNEQUAL, verify_archive, verify_entry
+from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.reader import ReadProgress, Span, wrong_spans
 from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection import dcp_reader, torch_reader
@@ -61,7 +62,7 @@ class Verdict:
         remarks: what is not damage but worth knowing.
     """
 
-    path: Path
+    path: Place
     kind: str
     files: tuple[Judgement, ...]
     remarks: tuple[str, ...] = ()
@@ -123,7 +124,7 @@ class Task:
         remarks: what is not damage but worth knowing.
     """
 
-    path: Path
+    path: Place
     kind: str
     size_bytes: int
     jobs: Sequence[Job]
@@ -145,7 +146,7 @@ def plan(path: Path, *, follow_symlinks: bool = False) -> Task:
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
         of_manifest = isinstance(error, UnsupportedFormatError) and (path / MANIFEST_NAME).is_file()
         judgement = of_error(error, MANIFEST_NAME if of_manifest else "")
-        return Task(path=path, kind="unreadable", size_bytes=0, jobs=[_known(judgement)])
+        return Task(path=path, kind="unreadable", size_bytes=0, jobs=[known(judgement)])
 
 
 def judge(tasks: Iterable[Task], *, progress: ReadProgress | None = None) -> list[Verdict]:
@@ -172,7 +173,8 @@ def judge(tasks: Iterable[Task], *, progress: ReadProgress | None = None) -> lis
             raise
 
 
-def _known(judgement: Judgement) -> Job:
+def known(judgement: Judgement) -> Job:
+    """A job that has nothing to read any more."""
     return lambda _: judgement
 
 
@@ -189,11 +191,15 @@ def _ours(path: Path, *, follow_symlinks: bool) -> Task | None:
     manifest = read_manifest(path)
     present = {file.name for file in walk(path, follow_symlinks=follow_symlinks)}
     extra = sorted(present - {entry.path for entry in manifest.files} - {MANIFEST_NAME})
-    remarks = (f"not part of it, and not read: {', '.join(extra[:10])}",) if extra else ()
     own = valid(MANIFEST_NAME, (path / MANIFEST_NAME).stat().st_size)
-    jobs: list[Job] = [_known(own), *(partial(_entry, path, entry) for entry in manifest.files)]
+    jobs: list[Job] = [known(own), *(partial(_entry, path, entry) for entry in manifest.files)]
     size = sum(entry.size_bytes for entry in manifest.files)
-    return Task(path=path, kind="safe_ckpt directory", size_bytes=size, jobs=jobs, remarks=remarks)
+    return Task(path=path, kind="safe_ckpt directory", size_bytes=size, jobs=jobs, remarks=remark_on_extra(extra))
+
+
+def remark_on_extra(names: Sequence[str]) -> tuple[str, ...]:
+    """The remark on files that the manifest does not name; none where there are none."""
+    return (f"not part of it, and not read: {', '.join(names[:10])}",) if names else ()
 
 
 def _entry(folder: Path, entry: FileEntry, progress: ReadProgress | None) -> Judgement:
@@ -226,10 +232,16 @@ def _located(folder: Path, name: str, size: int) -> Judgement:
     if judgement.state == "damaged" and judgement.reason != UNEQUAL:
         reason = f"{UNEQUAL} ({judgement.reason})"
     elif place.suffix == SUFFIX:
-        reason = f"{UNEQUAL}; in which of its tensors is not known: safetensors {NO_CHECKSUMS}"
+        reason = unlocated(name)
     elif judgement.state == "cannot tell" and judgement.covered_bytes:
         reason = f"{UNEQUAL}; in which of its tensors is not known: {judgement.reason}"
     return damaged(name, reason, size=size, names=judgement.names)
+
+
+def unlocated(name: str) -> str:
+    """What to say of a file whose digest is wrong, where nothing tells which part of it is."""
+    is_safetensors = name.endswith(SUFFIX)
+    return f"{UNEQUAL}; in which of its tensors is not known: safetensors {NO_CHECKSUMS}" if is_safetensors else UNEQUAL
 
 
 def _metadata(folder: Path) -> Metadata:
@@ -245,9 +257,9 @@ def _others(path: Path, *, follow_symlinks: bool) -> Task:
     files = walk(path, follow_symlinks=follow_symlinks)
     if not files:
         raise UnsupportedFormatError(path=str(path), message="is empty: there is no checkpoint in it")
-    known = {file.path.parent: _metadata(file.path.parent) for file in files if file.path.name == dcp_reader.METADATA}
-    jobs: list[Job] = [partial(check_file, file, known.get(file.path.parent)) for file in files]
-    jobs += map(_known, _missing(path, files, known))
+    folders = {f.path.parent: _metadata(f.path.parent) for f in files if f.path.name == dcp_reader.METADATA}
+    jobs: list[Job] = [partial(check_file, file, folders.get(file.path.parent)) for file in files]
+    jobs += map(known, _missing(path, files, folders))
     size = sum(file.size_bytes for file in files)
     return Task(path=path, kind=kind_of(files), size_bytes=size, jobs=jobs)
 

@@ -40,7 +40,7 @@ def read_content(path: Path, *, follow_symlinks: bool = False) -> Content:
     for folder in folders:
         content = dcp_reader.content_of_directory(dcp_reader.read_directory(folder))
         parts.append(content if folder == path else content.under(folder.relative_to(path).as_posix()))
-    parts += [part.under(_stem_of(file.name)) for file in others if (part := _content_of_file(file)) is not None]
+    parts += [part.under(stem_of(file.name)) for file in others if (part := _content_of_file(file)) is not None]
     if not parts:
         raise UnsupportedFormatError(path=str(path), message=_NOTHING)
     return Content(
@@ -69,7 +69,7 @@ def read_structure(path: Path, *, follow_symlinks: bool = False) -> Any:
         whole.update(inner if folder == path else {folder.relative_to(path).as_posix(): inner})
     for file in others:
         if file.path.parent not in folders and _is_readable(file):
-            stem, inner = _stem_of(file.name), _structure_of_file(file)
+            stem, inner = stem_of(file.name), _structure_of_file(file)
             if isinstance(whole.get(stem), dict) and isinstance(inner, dict):
                 whole[stem].update(inner)  # the next shard
             else:
@@ -86,7 +86,7 @@ def _parts_of(files: Sequence[CheckpointFile]) -> tuple[list[Path], list[Checkpo
     return folders, [file for file in others if file.path.suffix != ".distcp" or file.path.parent not in folders]
 
 
-def _stem_of(name: str) -> str:
+def stem_of(name: str) -> str:
     """The name of a file without its ending, the same for all shards of one."""
     stem = name.rpartition(".")[0] or name
     return _SHARD.sub("", stem.removesuffix(".safetensors"))

@@ -22,6 +22,8 @@ from safe_ckpt.inspection.torch_reader import looks_like_archive, open_archive, 
 
 _HIDDEN_TOO = "_safe_ckpt"  # where the Transformers Trainer would push what begins with a dot
 _LONGEST_TAG = 4096
+NOT_COMMITTED = "not committed"
+FOUND_DAMAGED = "found damaged by a resume"
 _NAMES = "names"  # in the hidden folder: those of checkpoints that are named one by one
 _NAME = re.compile(r"^(?:step-|epoch_|step_)(\d{1,18})$")  # ours, and those of Accelerate's examples
 _NOT_NAMED = f"the file {layouts.LATEST} does not name it: it is loaded only by its name"
@@ -144,15 +146,15 @@ def rows(listing: Listing) -> Iterator[Row]:
     """The lines of a listing: usable checkpoints in the order in which a resume tries them, then the others."""
     for candidate in listing.usable:
         with contextlib.suppress(FileNotFoundError):  # a live job has just deleted it
-            yield _row(listing, candidate, "unverified" if candidate.foreign else "valid")
+            yield row_of(_name(listing, candidate.file_path), candidate, "unverified" if candidate.foreign else "valid")
     for candidate in listing.unusable:
-        yield _row(listing, candidate, "damaged")
+        yield row_of(_name(listing, candidate.file_path), candidate, "damaged")
     for path, why in listing.unreadable.items():
         yield Row(name=_name(listing, path), state="unreadable", reason=why)
     for path in listing.under_way:
-        yield Row(name=_name(listing, path), state="partial", reason="not committed")
+        yield Row(name=_name(listing, path), state="partial", reason=NOT_COMMITTED)
     for path in listing.quarantined:
-        yield Row(name=_name(listing, path), state="quarantined", reason="found damaged by a resume")
+        yield Row(name=_name(listing, path), state="quarantined", reason=FOUND_DAMAGED)
 
 
 def list_existing(directory: Path) -> tuple[tuple[Row, ...], str]:
@@ -218,7 +220,7 @@ def _problem_of(path: Path) -> str:
 def _judged_by_name(candidate: Candidate) -> Candidate:
     if candidate.manifest is not None and candidate.manifest.notes.get("weights_only"):
         return replace(candidate, problem=layouts.WEIGHTS_ONLY)
-    number = layouts.LIGHTNING_FILE.number_of(candidate.path.name) if candidate.foreign else None
+    number = layouts.LIGHTNING_FILE.number_of(candidate.file_path.name) if candidate.foreign else None
     return candidate if number is None else replace(candidate, step=number)
 
 
@@ -226,7 +228,7 @@ def in_order(folder: Path, candidates: Iterable[Candidate]) -> list[Candidate]:
     """The order in which a resume tries them: as ``catalog.newest_first``, but what DeepSpeed's file ``latest`` names first."""
     named = folder / _named_in(folder)
     newest_first = catalog.newest_first(candidates)
-    return sorted(newest_first, key=lambda candidate: not (candidate.path == named and _is_tag(candidate)))
+    return sorted(newest_first, key=lambda candidate: not (candidate.file_path == named and _is_tag(candidate)))
 
 
 def _unnamed(folder: Path, usable: Sequence[Candidate]) -> Mapping[Path, str]:
@@ -236,17 +238,17 @@ def _unnamed(folder: Path, usable: Sequence[Candidate]) -> Mapping[Path, str]:
     """
     tags = [candidate for candidate in usable if _is_tag(candidate)]
     ours = [tag for tag in tags if tag.manifest is not None and tag.manifest.notes.get("latest")]
-    named = next((tag for tag in tags if tag.path == folder / _named_in(folder)), None)
+    named = next((tag for tag in tags if tag.file_path == folder / _named_in(folder)), None)
     if named is not None:
         before = [tag for tag in catalog.newest_first(ours) if named in ours and tag.manifest is not None]
         ours = [named, *(before[before.index(named) + 1 :] if named in ours else [])]
-    return {tag.path: _NOT_NAMED for tag in tags if tag not in ours}
+    return {tag.file_path: _NOT_NAMED for tag in tags if tag not in ours}
 
 
 def _is_tag(candidate: Candidate) -> bool:
     if candidate.manifest is not None:
         return candidate.manifest.notes.get("adapter") == "deepspeed"
-    return layouts.DEEPSPEED.number_of(candidate.path.name) is not None
+    return layouts.DEEPSPEED.number_of(candidate.file_path.name) is not None
 
 
 def _named_in(folder: Path) -> str:
@@ -261,9 +263,14 @@ def _named_in(folder: Path) -> str:
     return "none"
 
 
-def _row(listing: Listing, candidate: Candidate, state: str) -> Row:
+def row_of(name: str, candidate: Candidate, state: str) -> Row:
+    """The line of one checkpoint.
+
+    Raises:
+        OSError: it was deleted meanwhile.
+    """
     manifest, info = candidate.manifest, candidate.info
-    row = Row(name=_name(listing, candidate.path), state=state, reason=candidate.problem)
+    row = Row(name=name, state=state, reason=candidate.problem)
     if manifest is None or info is None:
         return replace(row, step=candidate.step if candidate.step >= 0 else None)
     return replace(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from safe_ckpt.core.formats.manifest import parse_json
 from safe_ckpt.core.formats.safetensors_names import ALIASES_KEY, DTYPES, STRIDES_KEY, VERSIONS_KEY
-from safe_ckpt.errors import CorruptCheckpointError
+from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError
 from safe_ckpt.inspection.files import Window
 from safe_ckpt.inspection.pickle_objects import counts_of
 from safe_ckpt.inspection.tensors import ITEM_BYTES, Content, Entry, Piece, Value
@@ -27,25 +29,27 @@ def read_safetensors(path: Path) -> Content:
         OSError: it could not be read.
     """
     with Window(path) as window:
-        start, header = _header(window)
-        length = window.size - start
+        return content_of_header(path, window.size, window.read)
+
+
+def content_of_header(path: Place, size: int, read: Callable[[int, int], bytes]) -> Content:
+    """As ``read_safetensors``, of anything that can be read at offsets.
+
+    Args:
+        path: where it is. Tensors in an object store have no ``pieces``: these are read in files alone.
+        size: how many bytes it has.
+        read: returns so many bytes (the second) at an offset (the first).
+
+    Raises:
+        CorruptCheckpointError: as there.
+        HostileCheckpointError: as there.
+        OSError: as there.
+    """
+    start, header = _header(path, size, read)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise _damaged(path, "its metadata is not text")
-    spans, entries = [], []
-    for name, row in header.items():
-        dtype, shape, begin, end = _row(name, row, path)
-        spans.append((begin, end))
-        starts = tuple(0 for _ in shape)
-        whole = Piece(file=path, offset=start + begin, stride=contiguous(shape), starts=starts, shape=shape)
-        entries.append(Entry(name=name, dtype=dtype, shape=shape, pieces=(whole,)))
-    at = 0
-    for begin, end in sorted(spans):
-        if begin != at:
-            raise _damaged(path, "its tensors overlap or leave a gap")
-        at = end
-    if at != length:
-        raise _damaged(path, f"it has {length} bytes of tensors instead of {at}")
+    entries = _entries(path, header, start, size - start)
     named = {entry.name: entry for entry in entries}
     aliases = [
         replace(named[name], name=alias, note=f"is {name}")
@@ -65,18 +69,41 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _header(window: Window) -> tuple[int, dict[str, Any]]:
-    if window.size < 8:
-        raise window.damaged("is cut off")
-    length = int.from_bytes(window.read(0, 8), "little")
-    if length > window.size - 8:
-        raise window.damaged("its header is longer than the file")
+def _header(path: Place, size: int, read: Callable[[int, int], bytes]) -> tuple[int, dict[str, Any]]:
+    if size < 8:
+        raise _damaged(path, "is cut off")
+    length = int.from_bytes(read(0, 8), "little")
+    if length > size - 8:
+        raise _damaged(path, "its header is longer than the file")
     if length > _MOST_HEADER_BYTES:
-        raise window.refused(f"its header of {length} bytes is refused: at most {_MOST_HEADER_BYTES} are read")
-    return 8 + length, _parsed(window.read(8, length), "its header", window.path)
+        message = f"its header of {length} bytes is refused: at most {_MOST_HEADER_BYTES} are read"
+        raise HostileCheckpointError(path=str(path), message=message)
+    return 8 + length, _parsed(read(8, length), "its header", path)
 
 
-def _row(name: str, row: Any, path: Path) -> tuple[str, tuple[int, ...], int, int]:
+def _entries(path: Place, header: dict[str, Any], start: int, length: int) -> list[Entry]:
+    """The tensors, which fill the ``length`` bytes from ``start`` on."""
+    spans, entries = [], []
+    for name, row in header.items():
+        dtype, shape, begin, end = _row(name, row, path)
+        spans.append((begin, end))
+        starts = tuple(0 for _ in shape)
+        pieces: tuple[Piece, ...] = ()
+        if isinstance(path, Path):
+            offset = start + begin
+            pieces = (Piece(file=path, offset=offset, stride=contiguous(shape), starts=starts, shape=shape),)
+        entries.append(Entry(name=name, dtype=dtype, shape=shape, pieces=pieces))
+    at = 0
+    for begin, end in sorted(spans):
+        if begin != at:
+            raise _damaged(path, "its tensors overlap or leave a gap")
+        at = end
+    if at != length:
+        raise _damaged(path, f"it has {length} bytes of tensors instead of {at}")
+    return entries
+
+
+def _row(name: str, row: Any, path: Place) -> tuple[str, tuple[int, ...], int, int]:
     if isinstance(row, dict) and set(row) == {"dtype", "shape", "data_offsets"}:
         dtype, shape, offsets = DTYPES.get(str(row["dtype"])), counts_of(row["shape"]), counts_of(row["data_offsets"])
         if dtype and shape is not None and offsets is not None and len(offsets) == 2:
@@ -86,7 +113,7 @@ def _row(name: str, row: Any, path: Path) -> tuple[str, tuple[int, ...], int, in
     raise _damaged(path, f"what its header says of {name[:200]!r} cannot be")
 
 
-def _parsed(text: bytes, what: str, path: Path) -> dict[str, Any]:
+def _parsed(text: bytes, what: str, path: Place) -> dict[str, Any]:
     try:
         parsed = parse_json(text)
     except ValueError as error:
@@ -96,5 +123,5 @@ def _parsed(text: bytes, what: str, path: Path) -> dict[str, Any]:
     return parsed
 
 
-def _damaged(path: Path, why: str) -> CorruptCheckpointError:
+def _damaged(path: Place, why: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(path=str(path), message=why)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from safe_ckpt.adapters.directories import HIDDEN
 from safe_ckpt.adapters.extras import hugging_face
+from safe_ckpt.adapters.spool import is_url, spooled
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.events import Hook
@@ -38,7 +39,8 @@ class SafeCheckpointCallback(ModelCheckpoint):
     the next save, or before ``fit`` returns. ``last.ckpt`` and a top-k file of one step are two names of one file.
 
     Args:
-        dirpath: as in ``ModelCheckpoint``; a local or mounted file system that all ranks share.
+        dirpath: as in ``ModelCheckpoint``; a local or mounted file system that all ranks share. Of an address such as
+            ``s3://bucket/run`` the files lie in ``storage.cache_dir`` first, and are uploaded from there.
         filename: as in ``ModelCheckpoint``, like all arguments down to ``enable_version_counter``.
         monitor: see there.
         verbose: see there.
@@ -94,6 +96,8 @@ class SafeCheckpointCallback(ModelCheckpoint):
     ) -> None:
         hugging_face.parse_size(export_max_shard_size, "export_max_shard_size")
         settings = CheckpointConfig.from_environment() if config is None else config
+        if dirpath is not None and is_url(dirpath, "dirpath"):
+            dirpath, settings = spooled(str(dirpath), settings, key="dirpath")
         check_arguments(dirpath, settings, resume, save_weights_only=save_weights_only, from_environment=config is None)
         super().__init__(
             dirpath=dirpath,

@@ -98,7 +98,7 @@ def choose(engine: Engine, workspace: Workspace, suffix: str) -> Path | None:
     engine.agree("finish", must_match={"path": info.path}, decide=lambda _: _finish(workspace, info))
     if not info.verified:
         logger.warning("%s was written by another tool and carries no checksums: resuming unverified", info.path)
-    return info.path
+    return info.file_path
 
 
 def choose_beside(engine: Engine, workspace: Workspace, suffix: str, rival: Path) -> Path | None:
@@ -142,7 +142,7 @@ def _finish(workspace: Workspace, info: CheckpointInfo) -> None:
     # Killed between its commit and its links and removals: they are due now, since what replaces them is good.
     if not info.verified:
         return
-    notes = read_manifest(info.path).notes
+    notes = read_manifest(info.file_path).notes
     for name, target in notes.get(LINKS, {}).items():
         _link_again(workspace, info, workspace.path / name, target)
     to_delete = [workspace.path / name for name in notes.get(REMOVES, [])]
@@ -153,14 +153,14 @@ def _finish(workspace: Workspace, info: CheckpointInfo) -> None:
 def _link_again(workspace: Workspace, info: CheckpointInfo, path: Path, target: str | None) -> None:
     if target is None:
         # A name of a newer file than this one is not taken from it.
-        done = path.exists() and (path.samefile(info.path) or not _is_ours_and_older(path, info))
+        done = path.exists() and (path.samefile(info.file_path) or not _is_ours_and_older(path, info))
     else:
         done = (path.is_symlink() and os.readlink(path) == target) or not (path.parent / target).exists()
     if done:
         return
     staged = workspace.make_pending(f"link-{uuid.uuid4().hex}")
     link = Link(path=path, target=target)
-    durable.publish_link(info.path, staged / path.name, link, lambda: workspace.aside(staged.name, path))
+    durable.publish_link(info.file_path, staged / path.name, link, lambda: workspace.aside(staged.name, path))
     workspace.drop_pending(staged.name)
     logger.info("made %s again, as was due when %s was saved", path, info.name)
 

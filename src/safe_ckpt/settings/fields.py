@@ -23,6 +23,7 @@ _T = TypeVar("_T")
 CLOCK = r"^(?:(\d+):(?=[0-5]?\d:))?(\d{1,2}):([0-5]\d(?:\.\d+)?)$"
 """``HH:MM:SS`` or ``MM:SS``, as a regular expression that JSON Schema understands too."""
 DEFAULTS = "the defaults"
+HIDDEN_VALUE = "(not shown)"
 _LIMITS = "safe_ckpt.limits"
 _UNITS = {"_s": "seconds", "_bytes": "bytes", "_steps": "steps"}
 _LONGEST_SHOWN = 200
@@ -41,6 +42,7 @@ class Limits:
         multiple_of: it must be a multiple of this.
         pattern: a regular expression that must be found in the text.
         words: the meaning of ``pattern``, written after "expected".
+        secret: it may hold a password: no error, log or listing shows the value.
     """
 
     above: float | None = None
@@ -49,6 +51,7 @@ class Limits:
     multiple_of: int | None = None
     pattern: str | None = None
     words: str = ""
+    secret: bool = False
 
     def allows(self, value: Any) -> bool:
         """Whether ``value``, which has the right type already, is within all bounds."""
@@ -169,7 +172,7 @@ def value_at(settings: Any, path: str) -> Any:
 def suggestion(root: type, section: type, name: object) -> str:
     """The end of the error about an unknown ``name`` within ``section`` of ``root``: which key may have been meant."""
     here, last = list(fields_of(section)), str(name).rpartition(".")[2]
-    places = {key.name: key.path.rpartition(".")[0] for key in keys(root)}
+    places = {key.name: key.path.rpartition(".")[0] for key in reversed(keys(root))}  # of several the first
     near = [] if last in places else difflib.get_close_matches(str(name), here, n=1)
     if near:
         return f'did you mean "{near[0]}"?'
@@ -256,7 +259,8 @@ def check(settings: Any) -> None:
         for entry in value if isinstance(value, tuple | list) else (value,):
             if not key.limits.allows(entry):
                 null = ", or null for none" if key.nullable else ""
-                raise ConfigError(key=name, message=f"expected {key.limits}{null}, got {_shown(entry)}")
+                got = "" if key.limits.secret else f", got {_shown(entry)}"
+                raise ConfigError(key=name, message=f"expected {key.limits}{null}{got}")
 
 
 def _check_type(key: Key, value: object) -> None:
@@ -277,7 +281,8 @@ def _check_type(key: Key, value: object) -> None:
         words = "text" if kind is str else f"a {kind.__name__}"
         right = isinstance(value, kind)
     if not right:
-        raise ConfigError(key=key.name, message=f"expected {words}, got {_shown(value)}")
+        got = "" if key.limits.secret else f", got {_shown(value)}"
+        raise ConfigError(key=key.name, message=f"expected {words}{got}")
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
@@ -314,12 +319,17 @@ def deviations(settings: Any) -> str:
     for key in keys(type(settings)):
         value, default = (_plain(key, each) for each in (value_at(settings, key.path), key.default))
         if value != default:
-            different.append(f"{key.path}={value!r}")
+            different.append(f"{key.path}={shown(key, value)!r}")
     text = ", ".join(sorted(different)) or DEFAULTS
     if len(text) <= _LONGEST_DEVIATIONS:
         return text
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return f"{text[:_LONGEST_DEVIATIONS]}... (sha256 {digest})"
+
+
+def shown(key: Key, value: Any) -> Any:
+    """The value of a setting as anybody may see it."""
+    return HIDDEN_VALUE if key.limits.secret and value else value
 
 
 def _plain(key: Key, value: Any) -> Any:

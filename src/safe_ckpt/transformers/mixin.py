@@ -14,6 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from safe_ckpt.adapters import Patch, config_of_all
 from safe_ckpt.adapters.directories import policy_of
 from safe_ckpt.adapters.extras import refused_retention
+from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
@@ -66,6 +67,7 @@ class SafeCheckpointMixin(_Base):
         """
         config = config_of_all(self.checkpoint_config)
         _check(self, config)
+        refuse_url(self.args.output_dir or ".", "output_dir")
         with TrainerSaver(config, self.checkpoint_hooks) as saver, saver.loading(self):
             self._safe_saver = saver
             try:

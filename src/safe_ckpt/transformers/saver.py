@@ -54,8 +54,8 @@ class TrainerSaver:
         info = self._hold(folder).newest(self._engine, lambda: candidates(folder))
         if info is None:
             raise NoValidCheckpointError(path=str(folder), message="there is no checkpoint to resume from")
-        warn_if_foreign(self._engine, info.path)
-        return info.path
+        warn_if_foreign(self._engine, info.file_path)
+        return info.file_path
 
     def verify(self, path: Path) -> None:
         """Verify the checkpoint at ``path``; one that a stock Trainer wrote is taken as it is.

@@ -16,7 +16,7 @@ from safe_ckpt import Checkpointer
 from safe_ckpt.cli.app import app
 from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.saving.one_shot import save_archive
+from safe_ckpt.core.writer.one_shot import save_archive
 from safe_ckpt.errors import DirectoryInUseError
 from support import flip_bit, run_script
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.cli.app import app
-from safe_ckpt.core.saving.one_shot import save_archive
+from safe_ckpt.core.writer.one_shot import save_archive
 from safe_ckpt.errors import NoValidCheckpointError
 from support import flip_bit
 

@@ -16,7 +16,7 @@ from fuzz.fuzz_formats import zip_of
 from kit import warm
 from safe_ckpt import Checkpointer
 from safe_ckpt.cli.app import app
-from safe_ckpt.core.saving.one_shot import save_archive
+from safe_ckpt.core.writer.one_shot import save_archive
 from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.inspection import pickle_reader
 from safe_ckpt.inspection.check import judge, plan

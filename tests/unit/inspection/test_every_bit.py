@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 
 from safe_ckpt import Checkpointer
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.saving.one_shot import save_archive
 from safe_ckpt.core.storage import reader
 from safe_ckpt.core.storage.reader import crc32
+from safe_ckpt.core.writer.one_shot import save_archive
 from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection.check import judge, plan
 from safe_ckpt.inspection.files import Window

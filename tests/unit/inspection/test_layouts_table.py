@@ -18,7 +18,7 @@ from safe_ckpt.core.formats.manifest import FileEntry, Manifest
 from safe_ckpt.core.formats.verify import verify_share
 from safe_ckpt.core.saving import resume
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.one_shot import save_archive
+from safe_ckpt.core.writer.one_shot import save_archive
 from safe_ckpt.errors import CorruptCheckpointError
 from support import flip_bit
 

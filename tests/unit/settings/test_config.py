@@ -2,7 +2,16 @@ import os
 
 import pytest
 
-from safe_ckpt import CheckpointConfig, Network, Retention, Telemetry, Timeouts, WriterConfig
+from safe_ckpt import (
+    CheckpointConfig,
+    Mirror,
+    Network,
+    Retention,
+    StorageConfig,
+    Telemetry,
+    Timeouts,
+    WriterConfig,
+)
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.settings.fields import keys, parse_duration
 
@@ -165,6 +174,15 @@ def test_every_setting_is_among_the_deviations():
         "telemetry": Telemetry(
             record_bytes=4096, record_files=0, logger_scalars=False, prometheus_textfile="a.prom", opentelemetry=True
         ),
+        "storage": StorageConfig(
+            options=("region=x",),
+            part_bytes=5 << 20,
+            parts_in_flight=1,
+            request_timeout_s=1,
+            cache_dir="c",
+            unfenced=True,
+        ),
+        "mirror": Mirror(url="s3://b/c", keep_last=1, keep_every_steps=1, required=True, follow=True),
         "snapshot": "eager",
         "max_host_bytes": 1 << 20,
         "max_in_flight": 2,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from pathlib import Path
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, Manifest, read_manifest
 from safe_ckpt.core.storage import presence
+from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.reader import drop_cache
 from safe_ckpt.errors import (
     CorruptCheckpointError,
@@ -45,7 +46,7 @@ class Candidate:
             was missed.
     """
 
-    path: Path
+    path: Place
     manifest: Manifest | None = None
     problem: str = ""
     damaged: bool = False
@@ -54,13 +55,25 @@ class Candidate:
     missing: Path | None = None
 
     @property
+    def file_path(self) -> Path:
+        """Where it is in a file system.
+
+        Raises:
+            TypeError: it is in an object store.
+        """
+        if not isinstance(self.path, Path):
+            raise TypeError(f"{self.path} is in an object store")
+        return self.path
+
+    @property
     def info(self) -> CheckpointInfo | None:
         """What is known about it without reading its payload."""
         if self.manifest is None:
             return None
         files = self.manifest.files
-        whole = not files and not presence.is_directory(self.path)
-        size = self.path.stat().st_size if whole else sum(f.size_bytes for f in files)
+        size = sum(f.size_bytes for f in files)
+        if not files and isinstance(self.path, Path) and not presence.is_directory(self.path):
+            size = self.path.stat().st_size
         return CheckpointInfo.of(self.manifest, self.path, size)
 
 
@@ -346,9 +359,11 @@ class Catalog:
         """What there is."""
         return list(self._committed)
 
-    def add(self, new: CheckpointInfo) -> None:
-        """``new`` was committed; those that are not there any more are forgotten."""
-        self._committed = [*(info for info in self._committed if info.path != new.path and info.path.exists()), new]
+    def add(self, new: CheckpointInfo) -> Sequence[Place]:
+        """``new`` was committed; those that are not there any more are forgotten. Returns what is to be deleted for it."""
+        others = (info for info in self._committed if info.path != new.path)
+        self._committed = [*(info for info in others if info.file_path.exists()), new]
+        return ()
 
     def still_ours(self, new: CheckpointInfo) -> list[CheckpointInfo]:
         """Those that still have their names. Where names are held one by one, another job may have taken one since."""
@@ -362,7 +377,7 @@ class Catalog:
         """
         return {path for pointer in self.pointers if (path := _named_by(pointer)) is not None}
 
-    def forget(self, paths: Collection[Path]) -> None:
+    def forget(self, paths: Collection[Place]) -> None:
         """These are about to be deleted."""
         self._committed = [info for info in self._committed if info.path not in paths]
 

@@ -45,7 +45,7 @@ def last_beside(path: Path) -> int:
 
 def note(info: CheckpointInfo) -> None:
     """Record that this was committed, if there is a record. Never raises."""
-    workspace = _recorded(info.path)
+    workspace = _recorded(info.file_path)
     if workspace is None:
         return
     event = events.Committed(

@@ -188,16 +188,23 @@ def fate_of(lease: Lease, directory: Path) -> Fate:
     It can where both run on one kernel: in one PID namespace by the process itself, else by a lock of the kernel, which ends
     with the process, if both see the file system as one and the same.
     """
-    if not lease.kernel or lease.kernel != kernel_id():
-        return "unknown"
-    # A namespace of our number is ours, or it is gone and the kernel has given its number to ours.
+    if (fate := fate_of_process(lease)) != "unknown" or not lease.kernel or lease.kernel != kernel_id():
+        return fate
     if lease.namespace and lease.namespace == pid_namespace():
-        return _fate_of_process(lease.pid, lease.process_start)
+        return "unknown"
     with contextlib.suppress(OSError):
         if lease.device == directory.stat().st_dev and (directory / KERNEL_NAME).exists():
             # Held by the process, or by children that it forked: that proves nothing.
             return "dead" if _can_be_locked(directory) else "unknown"
     return "unknown"
+
+
+def fate_of_process(lease: Lease) -> Fate:
+    """Whether the holder still lives, if it is a process that this one can see."""
+    # A namespace of our number is ours, or it is gone and the kernel has given its number to ours.
+    if not lease.kernel or lease.kernel != kernel_id() or not lease.namespace or lease.namespace != pid_namespace():
+        return "unknown"
+    return _fate_of_process(lease.pid, lease.process_start)
 
 
 def kernel_lock(directory: Path) -> FileLock:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from safe_ckpt.config import Retention
 from safe_ckpt.core.directory.catalog import Catalog
 from safe_ckpt.core.formats.manifest import CheckpointInfo
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,16 +21,18 @@ class Decision:
     Attributes:
         to_delete: what is to be deleted now.
         kept: names of what stays, oldest first, where that is known.
+        sizes: of those in an object store, how many bytes they have.
     """
 
-    to_delete: Sequence[Path]
+    to_delete: Sequence[Place]
     kept: Sequence[str] = ()
+    sizes: Mapping[Place, int] = field(default_factory=dict)
 
 
 class RetentionPolicy(Protocol):
     """Chooses among the committed checkpoints of one directory."""
 
-    def to_delete(self, committed: Sequence[CheckpointInfo]) -> Sequence[Path]:
+    def to_delete(self, committed: Sequence[CheckpointInfo]) -> Sequence[Place]:
         """What is to be deleted now; ``committed`` is empty where there is no catalog."""
 
 
@@ -43,7 +46,7 @@ class KeepByRules:
 
     rules: Retention
 
-    def to_delete(self, committed: Sequence[CheckpointInfo]) -> list[Path]:
+    def to_delete(self, committed: Sequence[CheckpointInfo]) -> list[Place]:
         """See ``RetentionPolicy``."""
         return [info.path for info in to_delete(committed, self.rules)]
 
@@ -60,7 +63,7 @@ class KeepNewest:
     limit: int | None
     best: Path | None = None
 
-    def to_delete(self, committed: Sequence[CheckpointInfo]) -> list[Path]:
+    def to_delete(self, committed: Sequence[CheckpointInfo]) -> list[Place]:
         """See ``RetentionPolicy``."""
         if self.limit is None or self.limit < 1:
             return []
@@ -100,17 +103,18 @@ def after_commit(new: CheckpointInfo, catalog: Catalog | None, policy: Retention
     Raises:
         OSError: a pointer of the catalog could not be read.
     """
-    if catalog is not None:
-        catalog.add(new)
-    if policy is None:
+    replaced = catalog.add(new) if catalog is not None else ()
+    if policy is None and not replaced:
         return None
     committed = catalog.still_ours(new) if catalog is not None else []
     named = catalog.named() if catalog is not None else set()
-    paths = [path for path in policy.to_delete(committed) if path not in named]
+    chosen = policy.to_delete(committed) if policy is not None else ()
+    paths = [*replaced, *(path for path in chosen if path not in named)]
     if catalog is not None:
         catalog.forget(paths)
     kept = sorted((info for info in committed if info.path not in paths), key=lambda info: info.sequence)
-    return Decision(to_delete=paths, kept=[info.path.name for info in kept])
+    sizes: dict[Place, int] = {info.path: info.size_bytes for info in committed if isinstance(info.path, ObjectPath)}
+    return Decision(to_delete=paths, kept=[info.path.name for info in kept], sizes=sizes)
 
 
 def to_delete(infos: Sequence[CheckpointInfo], policy: Retention) -> list[CheckpointInfo]:
@@ -123,13 +127,20 @@ def to_delete(infos: Sequence[CheckpointInfo], policy: Retention) -> list[Checkp
     if not has_rules(policy):
         return []
     # A checkpoint under another name than it was saved under is the user's copy or link, which only the user deletes.
-    by_age = sorted((info for info in infos if info.path.name == info.name), key=lambda info: info.sequence)
+    by_age = sorted((info for info in infos if is_under_its_name(info)), key=lambda info: info.sequence)
     kept = {info.sequence for info in by_age[-(policy.keep_last or 1) :]}
     if policy.keep_best is not None and policy.metric is not None:
         kept |= {info.sequence for info in best(by_age, policy)[: policy.keep_best]}
     if policy.keep_every_steps is not None:
         kept |= {info.sequence for info in by_age if info.step % policy.keep_every_steps == 0}
     return [info for info in by_age if info.sequence not in kept]
+
+
+def is_under_its_name(info: CheckpointInfo) -> bool:
+    """Whether it has the name that it was saved under; in an object store an id follows."""
+    if isinstance(info.path, ObjectPath):
+        return info.path.name.rpartition(".")[0] == info.name
+    return info.path.name == info.name
 
 
 def has_rules(policy: Retention) -> bool:

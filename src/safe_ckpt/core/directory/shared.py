@@ -24,6 +24,7 @@ from safe_ckpt.core.directory.lock import not_held
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.storage import durable, presence
 from safe_ckpt.core.storage.durable import sync_directory
+from safe_ckpt.core.storage.objects.options import refuse_url
 from safe_ckpt.errors import (
     ConfigError,
     DirectoryError,
@@ -73,6 +74,7 @@ def set_up_directory(
     """
     if mode not in get_args(Mode):
         raise ConfigError(key="mode", message=f'expected "resume", "fresh" or "overwrite", got {mode!r}')
+    refuse_url(path, "path")
     target = Path(path)
     timeouts = Timeouts(barrier_s=timeout_s, shutdown_s=min(timeout_s, 120.0))
     coordinator = open_coordinator(group, timeouts)

@@ -20,6 +20,7 @@ from safe_ckpt.core.directory.lock import JobLock
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.storage import durable
+from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import CorruptCheckpointError, DirectoryError, UnsupportedFormatError, naming
 
 logger = logging.getLogger(__name__)
@@ -169,10 +170,12 @@ class Workspace:
             return  # that job has committed it, or deleted it itself
         self._delete(target)
 
-    def discard(self, paths: Iterable[Path]) -> list[Path]:
+    def discard(self, paths: Iterable[Place]) -> list[Path]:
         """Delete checkpoints, directories by way of the trash. Returns those that are gone; a failure is logged."""
-        gone = []
+        gone: list[Path] = []
         for path in paths:
+            if not isinstance(path, Path):
+                continue
             try:
                 self._discard(path)
             except FileNotFoundError:

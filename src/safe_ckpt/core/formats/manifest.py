@@ -30,6 +30,7 @@ import xxhash
 
 from safe_ckpt.core.formats.zip_archive import COMMENT_BYTES, COMMENT_PREFIX
 from safe_ckpt.core.storage import presence
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, StateError, UnsupportedFormatError
 
 MOST_BYTES = 64 << 20
@@ -173,7 +174,7 @@ class CheckpointInfo:
     """One committed checkpoint.
 
     Attributes:
-        path: the directory or file.
+        path: the directory or file; in an object store its folder.
         name: its name within its directory.
         step: the step given to ``save``.
         sequence: commit order; the highest is the newest.
@@ -185,7 +186,7 @@ class CheckpointInfo:
         op_id: unique to the save.
     """
 
-    path: Path
+    path: Place
     name: str
     step: int
     sequence: int
@@ -197,7 +198,7 @@ class CheckpointInfo:
     op_id: str = ""
 
     @classmethod
-    def of(cls, manifest: Manifest, path: Path, size_bytes: int) -> CheckpointInfo:
+    def of(cls, manifest: Manifest, path: Place, size_bytes: int) -> CheckpointInfo:
         """From a manifest and the path of its checkpoint."""
         return cls(
             path=path,
@@ -211,17 +212,29 @@ class CheckpointInfo:
             op_id=manifest.op_id,
         )
 
+    @property
+    def file_path(self) -> Path:
+        """Where it is in a file system.
+
+        Raises:
+            TypeError: it is in an object store.
+        """
+        if isinstance(self.path, ObjectPath):
+            raise TypeError(f"{self.path} is in an object store")
+        return self.path
+
     def to_json(self) -> dict[str, Any]:
         """As JSON-able data."""
         return {**vars(self), "path": str(self.path), "metrics": dict(self.metrics)}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> CheckpointInfo:
-        """From what ``to_json`` returned."""
-        return cls(**{**data, "path": Path(data["path"])})
+    def from_json(cls, data: Mapping[str, Any], beside: Place | None = None) -> CheckpointInfo:
+        """From what ``to_json`` returned, of a checkpoint in the same file system or bucket as ``beside``."""
+        path = beside.at(data["path"]) if isinstance(beside, ObjectPath) else Path(data["path"])
+        return cls(**{**data, "path": path})
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Place) -> Manifest:
     """The manifest of a directory or single-file checkpoint; checks the manifest, not the payload.
 
     Raises:
@@ -230,6 +243,8 @@ def read_manifest(path: Path) -> Manifest:
         UnsupportedFormatError: not ours, or of a newer version.
         OSError: it could not be read; it is not treated as corrupt.
     """
+    if isinstance(path, ObjectPath):
+        return _read_from_store(path)
     return _read_from_archive(path) if presence.is_file(path) else _read_from_directory(path)
 
 
@@ -311,10 +326,30 @@ def _has_trace_of_ours(path: Path) -> bool:
 
 def _read_from_directory(path: Path) -> Manifest:
     try:
-        data = parse_json(_read_file(path))
+        text = _read_file(path)
     except (FileNotFoundError, NotADirectoryError):
         file = MANIFEST_NAME if presence.is_directory(path) else ""
         raise IncompleteCheckpointError(path=str(path), file=file, message="is missing") from None
+    return parse_manifest(text, path)
+
+
+def _read_from_store(path: ObjectPath) -> Manifest:
+    try:
+        text, _ = path.bucket.read((path / MANIFEST_NAME).key)
+    except FileNotFoundError:
+        raise IncompleteCheckpointError(path=str(path), file=MANIFEST_NAME, message="is missing") from None
+    return parse_manifest(text, path)
+
+
+def parse_manifest(text: bytes, path: Place) -> Manifest:
+    """The content of a ``manifest.json``; ``path`` is the checkpoint, for messages.
+
+    Raises:
+        CorruptCheckpointError: damaged.
+        UnsupportedFormatError: not ours, or of a newer version.
+    """
+    try:
+        data = parse_json(text)
     except ValueError as error:
         raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message=f"is not JSON: {error}") from error
     if isinstance(data, dict) and isinstance(rows := data.get("files"), list) and len(rows) > _MOST_FILES:

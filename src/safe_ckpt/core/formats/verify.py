@@ -19,6 +19,7 @@ from safe_ckpt.core.formats.manifest import (
 )
 from safe_ckpt.core.formats.zip_archive import COMMENT_BYTES
 from safe_ckpt.core.storage import presence
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.reader import ReadProgress, digest_of
 from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 
@@ -80,7 +81,7 @@ def verify_if_ours(path: Path) -> bool:
 
 
 def verify_entry(
-    path: Path,
+    path: Place,
     entry: FileEntry,
     *,
     cached: bool | None = False,
@@ -90,7 +91,7 @@ def verify_entry(
     """Read one file of a directory checkpoint and compare it. Returns its size.
 
     Args:
-        path: the directory.
+        path: the directory, or its folder in an object store.
         entry: the file, as the manifest has it.
         cached: see ``digest_of``.
         links: a symbolic link to the file will do.
@@ -99,14 +100,15 @@ def verify_entry(
     Raises:
         CorruptCheckpointError: it differs.
         IncompleteCheckpointError: it is not there.
+        OSError: it could not be read; it is not treated as corrupt.
     """
     file = path / entry.path
     try:
-        status = file.stat(follow_symlinks=links)
-        if not stat.S_ISREG(status.st_mode):
+        size = file.bucket.size_of(file.key) if isinstance(file, ObjectPath) else _size_of(file, links=links)
+        if size < 0:
             raise CorruptCheckpointError(path=str(path), file=entry.path, message="not a regular file")
-        if status.st_size != entry.size_bytes:
-            message = f"has {status.st_size} bytes instead of {entry.size_bytes}"
+        if size != entry.size_bytes:
+            message = f"has {size} bytes instead of {entry.size_bytes}"
             raise CorruptCheckpointError(path=str(path), file=entry.path, message=message)
         digest = digest_of(file, entry.size_bytes, cached=cached, progress=progress)
     except (FileNotFoundError, NotADirectoryError):
@@ -114,6 +116,12 @@ def verify_entry(
     if digest != entry.xxh3_128:
         raise CorruptCheckpointError(path=str(path), file=entry.path, message=UNEQUAL)
     return entry.size_bytes
+
+
+def _size_of(file: Path, *, links: bool) -> int:
+    """How many bytes it has; -1 if it is no regular file."""
+    status = file.stat(follow_symlinks=links)
+    return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
 
 def verify_archive(path: Path, *, cached: bool | None = False, progress: ReadProgress | None = None) -> int:

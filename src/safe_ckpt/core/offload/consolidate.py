@@ -25,6 +25,7 @@ from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
 from safe_ckpt.core.saving.request import Destination, Facts, OnCommit, SaveRequest, Snapshot
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
+from safe_ckpt.core.storage.objects.options import refuse_url
 from safe_ckpt.errors import ConfigError, SourceChangedError, StateError, naming
 
 ADAPTER = "offloaded"
@@ -67,9 +68,16 @@ def consolidate_offloaded(
         DirectoryInUseError: another job consolidates into it.
         SafeCheckpointError: whatever else went wrong, on every rank.
     """
+    refuse_url(destination, "destination")
     path = Path(os.path.abspath(destination))
     barrier_s = min(timeout_s, Timeouts().barrier_s)
-    config = CheckpointConfig(timeouts=Timeouts(lengthy_s=timeout_s, barrier_s=barrier_s), record_events=False)
+    usual = CheckpointConfig.from_environment()
+    config = CheckpointConfig(
+        timeouts=Timeouts(lengthy_s=timeout_s, barrier_s=barrier_s),
+        record_events=False,
+        mirror=usual.mirror,
+        storage=usual.storage,
+    )
     engine = Engine(config, group=group)
     try:
         must_match = {"destination": path}

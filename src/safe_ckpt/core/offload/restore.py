@@ -23,6 +23,7 @@ from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.copier import FileCopy, Stamp, copy_files
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
 from safe_ckpt.core.storage.durable import sync_directory
+from safe_ckpt.core.storage.objects.options import refuse_url
 from safe_ckpt.errors import (
     CorruptCheckpointError,
     DirectoryError,
@@ -59,6 +60,7 @@ def restore_offloaded(
         DirectoryError: something could not be read or written.
         SafeCheckpointError: whatever else went wrong, on every rank.
     """
+    refuse_url(source, "source")
     path = Path(os.path.abspath(source))
     barrier_s = min(timeout_s, Timeouts().barrier_s)
     coordinator = open_coordinator(group, Timeouts(lengthy_s=timeout_s, barrier_s=barrier_s), observe=False)

@@ -7,30 +7,23 @@ The others write, report and wait for the verdict.
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.mailbox import TwoPhaseCommit
 from safe_ckpt.core.coordination.store import KeyTimeout
-from safe_ckpt.core.directory import extra_files
-from safe_ckpt.core.directory.shared import Patience, await_visible
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
+from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry
 from safe_ckpt.core.saving.job import SaveJob
-from safe_ckpt.core.saving.streamed_files import FileStream
-from safe_ckpt.core.storage import durable as commit
+from safe_ckpt.core.staging.streamed_files import FileStream
 from safe_ckpt.core.storage.copier import FileCopy, first_changed
 from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
 from safe_ckpt.core.writer.client import WriteJob
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import (
     CommitOutcomeUnknown,
-    DirectoryError,
     DirectoryInUseError,
-    DirectoryNotSharedError,
     PeerLostError,
     SafeCheckpointError,
     SaveError,
@@ -40,7 +33,55 @@ from safe_ckpt.errors import (
 )
 
 _LOOK_S = 1.0
-_VISIBLE_S = 60.0
+
+
+class Publication(Protocol):
+    """How what was written becomes a checkpoint, in one kind of storage. One per save, on every rank.
+
+    ``await_place`` and ``directories`` are for any rank, the rest for rank 0.
+    """
+
+    @property
+    def directories(self) -> list[str]:
+        """What is made durable behind the files."""
+
+    def prepare(self) -> None:
+        """Make the place for the files.
+
+        Raises:
+            OSError: it cannot be made.
+            DirectoryInUseError: another job has taken the directory over.
+        """
+
+    def await_place(self, rank: int, left_s: Callable[[], float]) -> None:
+        """Wait until this rank sees it.
+
+        Raises:
+            DirectoryNotSharedError: it does not.
+        """
+
+    def commit(
+        self, entries: tuple[FileEntry, ...], items: Mapping[str, Any], look_around: Callable[[], None]
+    ) -> CheckpointInfo:
+        """Check that what was reported is there, and make it a checkpoint, in one step.
+
+        Args:
+            entries: the files that the ranks report.
+            items: what the manifest says of the items.
+            look_around: called while waiting; raises to give up.
+
+        Raises:
+            OSError: it could not be done; ``named`` says whether it may have been done all the same.
+        """
+
+    def drop(self) -> None:
+        """Take away what the save has left that failed. Never raises."""
+
+    def taken_over(self, error: BaseException) -> DirectoryInUseError | None:
+        """The error that names the job that took the directory over, if that is why ``error`` came about."""
+
+    def named(self, error: OSError, *, rank: int, phase: str) -> SafeCheckpointError:
+        """An error of ours that says what ``error`` means for the save."""
 
 
 class CommitProtocol:
@@ -48,6 +89,7 @@ class CommitProtocol:
 
     Args:
         job: the save.
+        publication: makes a checkpoint of what was written.
         two_phase: where the ranks report how it goes.
         writer: writes this rank's files.
         config: settings.
@@ -63,6 +105,7 @@ class CommitProtocol:
     def __init__(
         self,
         job: SaveJob,
+        publication: Publication,
         two_phase: TwoPhaseCommit,
         writer: WriterSupervisor,
         config: CheckpointConfig,
@@ -70,6 +113,7 @@ class CommitProtocol:
         give_up: Callable[[], None],
     ) -> None:
         self._job = job
+        self._publication = publication
         self._two_phase = two_phase
         self._writer = writer
         self._config = config
@@ -94,7 +138,7 @@ class CommitProtocol:
         try:
             if job.error is not None:
                 raise job.error
-            self._prepare()
+            self._publication.prepare()
             self._two_phase.prepared()
             own = {0: self._write()} if 0 in job.writers else {}
             others = self._two_phase.reports(self._left_s()) if any(job.writers) else {}
@@ -103,13 +147,11 @@ class CommitProtocol:
                     raise from_wire(others[rank]["error"])
             info = self._commit({**own, **others})
         except BaseException as error:
-            ours = self._named(self._taken_over(error) or error, "commit")
+            ours = self._named(self._publication.taken_over(error) or error, "commit")
             # Publish the cause first: the other ranks need not wait for the cleaning up.
             self._two_phase.conclude({"error": to_wire(ours, rank=0, phase="save")})
             if not isinstance(ours, CommitOutcomeUnknown):
-                job.workspace.drop_pending(job.op_id)
-                if job.request.on_commit.prefilled is not None:
-                    job.workspace.drop_pending(job.request.on_commit.prefilled.parent.name)
+                self._publication.drop()
             raise ours from error
         self._two_phase.conclude({"ok": info.to_json()})
         return info
@@ -122,7 +164,7 @@ class CommitProtocol:
                     raise job.error
                 self._two_phase.await_prepared(self._left_s())
                 if self._two_phase.failed_elsewhere() is None:
-                    self._await_folder()
+                    self._publication.await_place(self._rank, self._left_s)
                     report = self._write()
                     reporting = True
                     self._two_phase.report(report)
@@ -152,30 +194,11 @@ class CommitProtocol:
             raise CommitOutcomeUnknown(name=self._job.name, cause=cause, phase="commit") from error
         if "error" in verdict:
             raise from_wire(verdict["error"])
-        return CheckpointInfo.from_json(verdict["ok"])
-
-    def _prepare(self) -> None:
-        job = self._job
-        why = "Earlier checkpoints are deleted only after the new one is committed, so both must fit."
-        commit.require_space(job.workspace.path, job.needed_bytes, why)
-        job.workspace.make_pending(job.op_id)
-        if job.request.destination.kind == "directory":
-            if job.request.on_commit.prefilled is not None:
-                extra_files.enter(job.request.on_commit.prefilled, job.staged)
-            else:
-                job.staged.mkdir()
-            for name in job.request.content.folders:
-                (job.staged / name).mkdir(exist_ok=True)  # a hook may have made it
-            sync_directory(str(job.staged.parent))
-
-    def _await_folder(self) -> None:
-        if not all(await_visible(folder, min(_VISIBLE_S, self._left_s())) for folder in self._job.folders):
-            path = str(self._job.workspace.path)
-            raise DirectoryNotSharedError(path=path, rank=self._rank, ranks=(self._rank,))
+        return CheckpointInfo.from_json(verdict["ok"], beside=self._job.path)
 
     def _write(self) -> dict[str, Any]:
         job = self._job
-        begun, directories = time.monotonic(), [str(folder) for folder in job.folders]
+        begun, directories = time.monotonic(), self._publication.directories
         results = self._copy_files()
         if job.stream is not None:
             results += self._write_parts(job.stream, directories)
@@ -210,7 +233,7 @@ class CommitProtocol:
         job = self._job
         if not job.request.content.copies:
             return []
-        copies = [dataclasses.replace(copy, path=str(job.folder / copy.path)) for copy in job.request.content.copies]
+        copies = [dataclasses.replace(copy, path=f"{job.folder}/{copy.path}") for copy in job.request.content.copies]
         try:
             results = self._run_writer(copies=copies)
         except OSError:
@@ -235,7 +258,7 @@ class CommitProtocol:
             raise job.copy.error
 
     def _entry(self, result: WrittenFile) -> dict[str, Any]:
-        path = Path(result.path).relative_to(self._job.folder).as_posix()
+        path = result.path.removeprefix(f"{self._job.folder}/")
         return {"path": path, "size_bytes": result.size_bytes, "xxh3_128": result.xxh3_128, "rank": self._rank}
 
     def _look_around(self) -> None:
@@ -254,95 +277,11 @@ class CommitProtocol:
             raise failure
 
     def _commit(self, reports: Mapping[int, Any]) -> CheckpointInfo:
-        job, on_commit = self._job, self._job.request.on_commit
         self._two_phase.refuse_left()
         entries = tuple(FileEntry(**row) for rank in sorted(reports) for row in reports[rank]["files"])
-        self._check_staged(entries)
-        if job.stream is not None and not entries:
+        if self._job.stream is not None and not entries:
             raise SaveError(name=self._job.name, cause="no rank handed over a file", rank=0, phase="commit")
-        if job.request.destination.kind == "file":
-            return self._commit_file(entries)
-        if on_commit.prefilled is not None:
-            entries = (*entries, *extra_files.adopt(job.staged, {entry.path for entry in entries}))
-        if on_commit.carry is not None:
-            extra_files.carry(job.path, job.staged, on_commit.carry)
-        manifest = dataclasses.replace(job.manifest, files=entries, items=_merge_items(reports))
-        commit.write_durably(job.staged / MANIFEST_NAME, manifest.to_bytes())
-        self._publish()
-        self._link()
-        self._point()
-        return CheckpointInfo.of(manifest, job.path, sum(entry.size_bytes for entry in entries))
-
-    def _commit_file(self, entries: tuple[FileEntry, ...]) -> CheckpointInfo:
-        """Without a file written, only names are given to, or taken from, what is there already."""
-        if entries:
-            self._publish()
-        self._link()
-        return CheckpointInfo.of(self._job.manifest, self._job.path, sum(entry.size_bytes for entry in entries))
-
-    def _publish(self) -> None:
-        """Give it its name, if the directory is still this job's."""
-        final = self._job.path
-        commit.make_directory(final.parent)
-        aside = self._aside(final)
-        self._job.workspace.confirm()
-        commit.publish(self._job.staged, final, aside)
-
-    def _link(self) -> None:
-        job = self._job
-        for number, link in enumerate(job.request.on_commit.links):
-            staged = job.staged.parent / f"link{number}-{link.path.name}"
-            aside = self._aside(link.path)
-            job.workspace.confirm()
-            commit.publish_link(job.path, staged, link, aside)
-
-    def _point(self) -> None:
-        for pointer in self._job.request.on_commit.pointers:
-            staged = self._job.staged.parent / f"pointer-{pointer.path.name}"
-            try:
-                commit.write_durably(staged, pointer.data)
-                if pointer.mode is not None:
-                    staged.chmod(pointer.mode)
-                commit.publish_file(staged, pointer.path)
-            except OSError as error:
-                raise commit.HalfCommittedError(error.errno, f"{pointer.path}: {error.strerror}") from error
-
-    def _aside(self, path: Path) -> Callable[[], Path]:
-        job = self._job
-        if job.request.destination.kind != "directory" and not os.path.lexists(path):
-            return lambda: job.workspace.aside(job.op_id, path)  # a file is replaced in one step
-        made = job.workspace.aside(job.op_id, path)
-
-        def durable() -> Path:
-            if made.parent.parent == job.workspace.trash and os.path.lexists(path):
-                for folder in (job.workspace.trash, job.workspace.hidden):  # both are made when they are needed
-                    sync_directory(str(folder))
-            return made
-
-        return durable
-
-    def _check_staged(self, entries: tuple[FileEntry, ...]) -> None:
-        # The files on disk must be those that were reported: another rank's file may have vanished, or lie on another disk.
-        # Caches of network file systems lag behind, so rank 0 waits for a file that it does not see yet, or with an old size.
-        patience = Patience(self._config.timeouts)
-        for entry in entries:
-            size = patience.until_sized(self._job.folder / entry.path, entry.size_bytes, self._look_around)
-            if size != entry.size_bytes:
-                cause = f"{entry.path}, written by rank {entry.rank} with {entry.size_bytes} bytes, "
-                cause += "is not there" if size < 0 else f"has {size} bytes here"
-                self._job.workspace.confirm()  # a job that took over has swept it away
-                raise SaveError(name=self._job.name, cause=cause, rank=entry.rank, phase="commit")
-
-    def _taken_over(self, error: BaseException) -> DirectoryInUseError | None:
-        """The error that names the job that took over, if that is why a file was missing or could not be moved."""
-        if isinstance(error, OSError) and not isinstance(error, DirectoryInUseError | commit.HalfCommittedError):
-            try:
-                self._job.workspace.confirm()
-            except DirectoryInUseError as taken:
-                return taken
-            except OSError:
-                pass
-        return None
+        return self._publication.commit(entries, _merge_items(reports), self._look_around)
 
     def _left_s(self) -> float:
         return max(0.001, self._deadline - time.monotonic())
@@ -350,19 +289,9 @@ class CommitProtocol:
     def _named(self, error: BaseException, phase: str) -> SafeCheckpointError:
         if isinstance(error, SafeCheckpointError):
             return error
-        name = self._job.name
-        if isinstance(error, commit.HalfCommittedError):
-            cause = f"it has its name, but the disk did not confirm that: {error}"
-            return CommitOutcomeUnknown(name=name, cause=cause, rank=self._rank, phase="commit", code=error.errno or 0)
         if isinstance(error, OSError):
-            folder, needed = self._job.workspace.path, self._job.known_bytes
-            path = str(error.filename or folder)
-            facts = {"path": path, "message": f"Saving {name}: {error.strerror}.", "rank": self._rank, "phase": phase}
-            full = commit.out_of_space(error, folder, needed_bytes=needed, **facts)
-            if full is not None:
-                return full
-            return DirectoryError.of(error, path=path, rank=self._rank, phase=f"saving {name}: {phase}")
-        return SaveError(name=name, cause=f"{type(error).__name__}: {error}", rank=self._rank, phase=phase)
+            return self._publication.named(error, rank=self._rank, phase=phase)
+        return SaveError(name=self._job.name, cause=f"{type(error).__name__}: {error}", rank=self._rank, phase=phase)
 
 
 def _merge_items(reports: Mapping[int, Any]) -> dict[str, Any]:

@@ -22,12 +22,14 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
 from safe_ckpt.core.coordination.preemption import Preemption
 from safe_ckpt.core.coordination.process_groups import ProcessGroup, group_timeout_s
+from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import Manifest, versions
 from safe_ckpt.core.saving.held_directories import Workspaces
 from safe_ckpt.core.saving.job import SaveHandle, SaveJob
 from safe_ckpt.core.saving.request import SaveRequest, answer, decide
 from safe_ckpt.core.saving.save_queue import SaveQueue, failed
 from safe_ckpt.core.saving.stager import Stager
+from safe_ckpt.core.transfer.mirror import Mirror
 from safe_ckpt.errors import (
     ClosedError,
     CommitOutcomeUnknown,
@@ -62,6 +64,8 @@ class Engine:
         hold: takes a directory; see ``Workspaces``.
         take_stock: has rank 0 look at what lies in one; the same.
         let_go: gives one back; the same.
+        hold_objects: owns one in an object store; the same.
+        mirror: uploads what is committed, on rank 0; None without one.
 
     Raises:
         RendezvousTimeout: some ranks did not come.
@@ -87,14 +91,15 @@ class Engine:
         self._pid = os.getpid()
         self._workspaces = Workspaces(self.coordinator, config, self.emit, owner)
         self.hold, self.let_go = self._workspaces.hold, self._workspaces.let_go
-        self.take_stock = self._workspaces.take_stock
+        self.take_stock, self.hold_objects = self._workspaces.take_stock, self._workspaces.hold_objects
         self._stager = Stager(config, self.rank)
         self._save_queue = SaveQueue(self.coordinator, config, self.emit, self._stager.give_back)
+        self.mirror: Mirror | None = None
         self._handles: list[SaveHandle] = []
         self._closed = False
         self._preemption: Preemption | None = None
         try:
-            self.agree("open", must_match={"settings": config.deviations()}, local=self._add_hooks, phase="opening")
+            self.agree("open", must_match={"settings": config.deviations()}, local=self._equip, phase="opening")
         except BaseException:
             self._closed = True
             self._end()
@@ -106,10 +111,13 @@ class Engine:
         weak = weakref.ref(self)
         self._at_exit = multiprocessing.util.Finalize(None, _close_at_exit, (weak,), exitpriority=100)
 
-    def _add_hooks(self) -> None:
-        """On rank 0: what ``telemetry`` asks for."""
+    def _equip(self) -> None:
+        """On rank 0: what ``telemetry`` and ``mirror`` ask for."""
         if self.rank != 0:
             return
+        if self.config.mirror.url is not None:
+            self.mirror = self._save_queue.mirror = Mirror(self.config, self.emit, self.owner)
+            self.coordinator.movers.append(self.mirror.progress)
         try:
             for hook in asked_for(self.config.telemetry):
                 self.emit.add(hook)
@@ -151,7 +159,7 @@ class Engine:
         agreed_s = time.monotonic() - started
         if not decision:
             prefilled = request.on_commit.prefilled
-            if prefilled is not None and self.rank == 0:
+            if prefilled is not None and self.rank == 0 and isinstance(request.destination.workspace, Workspace):
                 request.destination.workspace.drop_pending(prefilled.parent.name)
             return _skipped(request.name)
         manifest = Manifest.from_json(decision["manifest"], str(request.destination.path))
@@ -222,6 +230,8 @@ class Engine:
         stop = self._preemption.stop
         if stop is not None and was is None:
             self._save_queue.stop_by = stop.until
+            if self.mirror is not None:
+                self.mirror.stop_by = stop.until
             left_s = stop.until - time.monotonic()
             self.emit(
                 events.StopRequested(
@@ -286,6 +296,7 @@ class Engine:
         try:
             self._save_queue.close(within_s=within_s)
         finally:
+            self._close_mirror(within_s)
             self._end()
         try:
             self.raise_unreported()
@@ -359,6 +370,17 @@ class Engine:
             if not reported:
                 self._handles.append(job.handle)
                 self._save_queue.put(job)
+
+    def _close_mirror(self, within_s: float | None) -> None:
+        if self.mirror is None:
+            return
+        try:
+            self.mirror.drain(within_s)
+            self._save_queue.delete_deferred()
+            self.mirror.close()
+        except Exception:  # the directories are given back all the same
+            logger.exception("the mirror could not be closed")
+        self.coordinator.movers.remove(self.mirror.progress)
 
     def _end(self) -> None:
         if self._preemption is not None:

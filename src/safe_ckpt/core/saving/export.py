@@ -29,6 +29,7 @@ from safe_ckpt.core.saving.request import (
 )
 from safe_ckpt.core.sharding import dtensor, gather
 from safe_ckpt.core.sharding.tensor_queue import TensorQueue
+from safe_ckpt.core.storage.objects.options import refuse_url
 from safe_ckpt.errors import ConfigError, SaveError
 
 
@@ -54,6 +55,7 @@ class Exporter:
         dtype: torch.dtype | None,
     ) -> SaveHandle:
         """See ``Checkpointer.export``."""
+        refuse_url(directory, "export: directory")
         path = Path(os.path.abspath(directory))
         tensors: dict[str, torch.Tensor] = {}
         most_bytes = 0

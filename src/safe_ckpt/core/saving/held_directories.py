@@ -16,8 +16,10 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.directory import catalog, shared
 from safe_ckpt.core.directory.lease import read_lock
+from safe_ckpt.core.directory.object_root import ObjectRoot
 from safe_ckpt.core.directory.workspace import EVENTS, HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
+from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError, SafeCheckpointError
 from safe_ckpt.hooks.emitter import Emitter
 from safe_ckpt.hooks.event_log import JsonlHook
@@ -51,6 +53,7 @@ class Workspaces:
         self._emit = emit
         self._owner = owner
         self._held: list[Workspace] = []
+        self._owned: list[ObjectRoot] = []
         self._recorders: dict[Workspace, events.Hook] = {}
         self._records: dict[Path, events.Hook] = {}
 
@@ -92,6 +95,26 @@ class Workspaces:
         if self._coordinator.rank == 0 and self._config.record_events and recorded:
             self._record(workspace, recorded if isinstance(recorded, Path) else workspace.hidden)
         return workspace
+
+    def hold_objects(self, path: ObjectPath) -> ObjectRoot:
+        """Own a directory in an object store. Every rank calls this.
+
+        Raises:
+            DirectoryError: the store refuses, gives no answer, or keeps no conditions; on every rank.
+            DirectoryInUseError: a live job owns it.
+        """
+        lease_s, barrier_s = self._config.lease_s, self._config.timeouts.barrier_s
+        near = ObjectPath(path.bucket.within(barrier_s / 2), path.key)
+        root = ObjectRoot(near, lease_s=lease_s, owner=self._owner, unfenced=self._config.storage.unfenced)
+        with self._coordinator.together():
+            self._coordinator.agree(
+                "hold",
+                must_match={"directory": path},
+                timeout_s=barrier_s + 2 * lease_s,
+                decide=lambda _: root.open(barrier_s + lease_s),
+            )
+        self._owned.append(root)
+        return root
 
     def _record(self, workspace: Workspace, folder: Path) -> None:
         if folder not in self._records:
@@ -146,7 +169,8 @@ class Workspaces:
 
     def close(self) -> None:
         """Give all of them back. What one refuses is logged."""
-        for workspace in self._held if self._coordinator.rank == 0 else ():
+        held: list[Workspace | ObjectRoot] = [*self._held, *self._owned]
+        for workspace in held if self._coordinator.rank == 0 else ():
             try:
                 workspace.close()
             except Exception:  # the others are given back all the same

@@ -7,16 +7,16 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from safe_ckpt.core.directory.workspace import Workspace
+from safe_ckpt.core.directory.object_root import ObjectRoot
 from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
-from safe_ckpt.core.saving.request import FileByFile, SaveRequest, Snapshot
-from safe_ckpt.core.saving.streamed_files import FileStream
+from safe_ckpt.core.saving.request import FileByFile, Root, SaveRequest, Snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.staging.snapshot import StagingCopy
+from safe_ckpt.core.staging.streamed_files import FileStream
+from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import ForkedError, RendezvousTimeout, SafeCheckpointError, SaveSkippedError
 
 
@@ -161,12 +161,12 @@ class SaveJob:
         return self.request.name
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Place:
         """The checkpoint's final name."""
         return self.request.destination.path
 
     @property
-    def workspace(self) -> Workspace:
+    def workspace(self) -> Root:
         """The directory that is held."""
         return self.request.destination.workspace
 
@@ -193,16 +193,9 @@ class SaveJob:
         return self.manifest.op_id
 
     @property
-    def staged(self) -> Path:
-        """Where the checkpoint is built: it has its final name already, in a folder of its own."""
-        return self.workspace.pending / self.op_id / self.name
-
-    @property
-    def folders(self) -> list[Path]:
-        """Every directory into which files are written, the innermost first."""
-        return [*(self.folder / name for name in self.request.content.folders), self.folder]
-
-    @property
-    def folder(self) -> Path:
+    def folder(self) -> Place:
         """The directory into which files are written."""
-        return self.staged if self.request.destination.kind == "directory" else self.staged.parent
+        if isinstance(self.workspace, ObjectRoot):
+            return self.workspace.place(self.name, self.op_id)
+        own = self.workspace.pending / self.op_id
+        return own / self.name if self.request.destination.kind == "directory" else own

@@ -8,18 +8,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from safe_ckpt.core.directory.catalog import Catalog
+from safe_ckpt.core.directory.object_root import ObjectRoot
 from safe_ckpt.core.directory.retention import RetentionPolicy
 from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import Manifest
-from safe_ckpt.core.saving.streamed_files import FileStream
 from safe_ckpt.core.staging.overlap import OverlapPlan
+from safe_ckpt.core.staging.streamed_files import FileStream
 from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.durable import Link
+from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import SafeCheckpointError, to_wire
 
 if TYPE_CHECKING:
     from safe_ckpt.core.saving.job import SaveJob
+
+
+Root = Workspace | ObjectRoot
+"""A directory that is held, in a file system or in an object store."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +38,14 @@ class Destination:
         kind: whether ``path`` becomes a directory with a manifest in it or a single file.
     """
 
-    workspace: Workspace
-    path: Path
+    workspace: Root
+    path: Place
     kind: Literal["directory", "file"]
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for a kind that there is not."""
+        """Raise ``ValueError`` for a kind that there is not, or that an object store has not."""
+        if isinstance(self.workspace, ObjectRoot) and self.kind != "directory":
+            raise ValueError("kind: an object store has directories only")
         if self.kind not in ("directory", "file"):
             raise ValueError(f'kind: expected "directory" or "file", got {self.kind!r}')
 
@@ -202,10 +210,14 @@ class SaveRequest:
     patient: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for a single file with what only a directory can have."""
+        """Raise ``ValueError`` for a single file, or an object store, with what only a directory can have."""
+        content, on_commit = self.content, self.on_commit
+        if isinstance(self.destination.workspace, ObjectRoot):
+            impossible = ("prefilled", "carry", "pointers", "links")
+            if names := [name for name in impossible if getattr(on_commit, name)]:
+                raise ValueError(f"{', '.join(names)}: an object store has none of these")
         if self.destination.kind == "directory":
             return
-        content, on_commit = self.content, self.on_commit
         wrong = {
             "folders": content.folders,
             "prefilled": on_commit.prefilled,

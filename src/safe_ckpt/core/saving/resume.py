@@ -17,11 +17,15 @@ from typing import Any
 from safe_ckpt import events
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.directory.catalog import Candidate, newest_first
+from safe_ckpt.core.directory.object_root import ObjectRoot
 from safe_ckpt.core.directory.shared import Patience, await_visible
-from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, read_manifest
 from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.saving.mirror_resume import Mirrored
+from safe_ckpt.core.saving.object_resume import ObjectReader
+from safe_ckpt.core.saving.request import Root
 from safe_ckpt.core.storage import presence
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.presence import ShortReadError
 from safe_ckpt.core.storage.reader import drop_cache
 from safe_ckpt.errors import (
@@ -37,7 +41,7 @@ logger = logging.getLogger(__name__)
 _VISIBLE_S = 60.0
 _PAUSE_S = 0.1
 
-Load = Callable[[Path], Any]
+Load = Callable[[Path], Any] | ObjectReader
 """Reads one candidate on this rank, verifying what it reads; raises ``CorruptCheckpointError``, of which
 ``IncompleteCheckpointError`` only says that a file was not there, or ``OSError``."""
 
@@ -57,10 +61,11 @@ class Chosen:
 
 def choose(
     engine: Engine,
-    workspace: Workspace,
+    workspace: Root,
     list_candidates: Callable[[], Sequence[Candidate]],
     load: Load,
     view: Mapping[str, object] | None = None,
+    accepts: Callable[[Candidate], bool] | None = None,
 ) -> Chosen | None:
     """Find the newest checkpoint that every rank can read and verify. Every rank calls this.
 
@@ -73,6 +78,7 @@ def choose(
         list_candidates: lists what there is; called on rank 0.
         load: reads a candidate; called on every rank.
         view: further values that must be equal on all ranks.
+        accepts: which candidates of the mirror are fetched; None for all of which one can resume. Called on rank 0.
 
     Returns:
         The choice, or None when there never was a checkpoint.
@@ -83,6 +89,8 @@ def choose(
     """
     with engine.together():
         begun = time.monotonic()
+        mirrored = Mirrored(engine, workspace, list_candidates, accepts)
+        mirrored.fetch_newer()
         plan = engine.agree(
             "resume",
             must_match={"directory": workspace.path, **(view or {})},
@@ -92,9 +100,10 @@ def choose(
         damaged: dict[str, str] = {name: rejected[name] for name in plan["damaged"]}
         for name in plan["missing"]:
             logger.warning("%s is passed over: %s", workspace.path / name, rejected[name])
-        for name, facts in plan["infos"].items():
+        for name, facts in mirrored.after(plan["infos"]):
             path = workspace.path / name
-            info = CheckpointInfo.from_json(facts)
+            damaged.pop(name, None)  # one of that name was fetched, and the damaged one is in quarantine already
+            info = CheckpointInfo.from_json(facts, beside=workspace.path)
             loaded, verdict = _try(engine, path, load, ours=info.verified)
             if verdict is None:
                 engine.agree(
@@ -106,6 +115,7 @@ def choose(
                         rank=engine.rank, path=str(path), step=info.step, seconds=seconds, rejected=len(rejected)
                     )
                 )
+                mirrored.upload(info)
                 return Chosen(info=info, loaded=loaded)
             rejected[name] = verdict["why"]
             if verdict["damaged"]:
@@ -178,7 +188,7 @@ def _missed(candidates: Sequence[Candidate]) -> list[Path]:
     ]
 
 
-def _survey(workspace: Workspace, candidates: Sequence[Candidate]) -> dict[str, Any]:
+def _survey(workspace: Root, candidates: Sequence[Candidate]) -> dict[str, Any]:
     ordered = newest_first(candidates)
     infos = {_name(workspace, c): _info(c).to_json() for c in ordered}
     rejected = {_name(workspace, c): c.problem for c in candidates if c.problem}
@@ -191,8 +201,10 @@ def _survey(workspace: Workspace, candidates: Sequence[Candidate]) -> dict[str, 
     }
 
 
-def _name(workspace: Workspace, candidate: Candidate) -> str:
-    return candidate.path.relative_to(workspace.path).as_posix()
+def _name(workspace: Root, candidate: Candidate) -> str:
+    if isinstance(candidate.path, ObjectPath):
+        return candidate.path.name
+    return candidate.path.relative_to(str(workspace.path)).as_posix()
 
 
 def _info(candidate: Candidate) -> CheckpointInfo:
@@ -206,13 +218,23 @@ def _info(candidate: Candidate) -> CheckpointInfo:
         metrics={},
         created_at="",
         world_size=0,
-        size_bytes=candidate.path.stat().st_size,
+        size_bytes=candidate.path.stat().st_size if isinstance(candidate.path, Path) else 0,
         verified=False,
     )
 
 
-def _try(engine: Engine, path: Path, load: Load, *, ours: bool) -> tuple[Any, dict[str, Any] | None]:
+def _try(engine: Engine, path: Place, load: Load, *, ours: bool) -> tuple[Any, dict[str, Any] | None]:
     """Read one candidate on all ranks. Returns what this rank read, and why all pass it over, None when all can use it."""
+    if isinstance(load, ObjectReader) and isinstance(path, ObjectPath):
+        return load.try_one(path)
+    if isinstance(load, ObjectReader) or isinstance(path, ObjectPath):
+        raise TypeError(f"{path}: the wrong reader")
+    return _try_files(engine, path, load, ours=ours)
+
+
+def _try_files(
+    engine: Engine, path: Path, load: Callable[[Path], Any], *, ours: bool
+) -> tuple[Any, dict[str, Any] | None]:
     loaded: Any = None
     patience = Patience(engine.config.timeouts)
     seen = engine.agree(
@@ -301,7 +323,7 @@ def _judge(answers: Mapping[int, Any]) -> dict[str, Any] | None:
     return None
 
 
-def _read(path: Path, load: Load, patience: Patience) -> Any:
+def _read(path: Path, load: Callable[[Path], Any], patience: Patience) -> Any:
     """Load, and again when a file was missing and came back, or once when bytes differed.
 
     If a second read from the disk shows no mismatch, the memory or the network was at fault.
@@ -338,11 +360,15 @@ def _await_missing(path: Path, error: FileNotFoundError, patience: Patience, *, 
         raise IncompleteCheckpointError(path=str(path), file=file.name, message="is missing") from error
 
 
-def _quarantine(engine: Engine, workspace: Workspace, rejected: Mapping[str, str]) -> None:
+def _quarantine(engine: Engine, workspace: Root, rejected: Mapping[str, str]) -> None:
     for name, reason in rejected.items():
         path = workspace.path / name
+        target: Place
         try:
-            target = workspace.quarantine(path)
+            if isinstance(workspace, ObjectRoot):
+                target = workspace.quarantine(workspace.path / name)
+            else:
+                target = workspace.quarantine(workspace.path / name)
         except FileNotFoundError:
             continue
         except OSError as error:

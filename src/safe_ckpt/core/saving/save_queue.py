@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,14 +21,20 @@ from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.coordination.mailbox import TwoPhaseCommit
 from safe_ckpt.core.directory import retention
 from safe_ckpt.core.directory.catalog import WEIGHTS
+from safe_ckpt.core.directory.object_root import ObjectRoot
 from safe_ckpt.core.directory.retention import Decision
 from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import CheckpointInfo
-from safe_ckpt.core.saving.commit_protocol import CommitProtocol
+from safe_ckpt.core.saving.commit_protocol import CommitProtocol, Publication
+from safe_ckpt.core.saving.file_publication import FilePublication
 from safe_ckpt.core.saving.job import SaveJob
-from safe_ckpt.core.saving.request import SaveRequest
+from safe_ckpt.core.saving.object_publication import ObjectPublication
+from safe_ckpt.core.saving.request import Root, SaveRequest
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.worker_thread import Background, Refused
+from safe_ckpt.core.storage.objects.options import StorageOptions
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.transfer.mirror import Mirror
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import (
     CommitOutcomeUnknown,
@@ -58,6 +64,7 @@ class SaveQueue:
         writer: writes this rank's files.
         stop_by: when the job must be over, on the monotonic clock; a save that is not done by then is given up.
         last_save_s: how long the last committed save took, from the call to its commit; 0 when there was none.
+        mirror: gets what was committed; None for no mirror, and on other ranks than 0.
     """
 
     def __init__(
@@ -72,13 +79,16 @@ class SaveQueue:
         self._config = config
         self._emit = emit
         self._give_back = give_back
-        self.writer = WriterSupervisor(config.writer, config.timeouts, self._respawned)
+        storage = StorageOptions.of(config.storage, config.timeouts.lengthy_s)
+        self.writer = WriterSupervisor(config.writer, config.timeouts, self._respawned, storage)
         coordinator.movers.append(self.writer.progress)
         self._background = Background("safe_ckpt-save", self._work)
         self._concluded: list[TwoPhaseCommit] = []
         self._open: list[SaveJob] = []
         self._beginning = threading.Lock()
         self._failures = 0
+        self.mirror: Mirror | None = None
+        self._deferred: list[tuple[Root, Place]] = []
         self.stop_by: float | None = None
         self.last_save_s = 0.0
         self._giving_up = threading.Event()
@@ -173,7 +183,8 @@ class SaveQueue:
         give_up = functools.partial(self._check_giving_up, job.name)
         reporting = [rank for rank in job.writers if rank != 0]
         two_phase = TwoPhaseCommit(self._coordinator, self._store_client, job.op_id, reporting, give_up, job.call)
-        phases = CommitProtocol(job, two_phase, self.writer, self._config, self._coordinator.rank, give_up)
+        publication = publication_of(job, self._config)
+        phases = CommitProtocol(job, publication, two_phase, self.writer, self._config, self._coordinator.rank, give_up)
         self._emit(_agreed(job, self._coordinator.rank))
         info, failure = None, None
         try:
@@ -189,6 +200,8 @@ class SaveQueue:
         # Here and not on the caller's thread: hooks write to files.
         self._emit.emit(_outcome(job, phases, info, failure, self._coordinator.rank))
         if info is not None and self._coordinator.rank == 0:
+            if self.mirror is not None and isinstance(job.workspace, Workspace):
+                self.mirror.put(info, job.workspace)
             self._retain(job, info)
         self._conclude(job, info, failure)
 
@@ -213,14 +226,20 @@ class SaveQueue:
                 self._carry_out(decision, job.workspace, begun)
         except Exception:  # the save is committed, and must not fail because of the cleaning up
             logger.warning("could not remove old checkpoints after %s", info.path, exc_info=True)
-        job.workspace.drop_pending(job.op_id)
+        if isinstance(job.workspace, Workspace):
+            job.workspace.drop_pending(job.op_id)
 
-    def _carry_out(self, decision: Decision, workspace: Workspace, begun: float) -> None:
+    def _carry_out(self, decision: Decision, root: Root, begun: float) -> None:
         rank = self._coordinator.rank
-        if decision.to_delete:
-            workspace.confirm()
-        sizes = {path: _occupied_bytes(path) for path in decision.to_delete}
-        gone = workspace.discard(decision.to_delete)
+        to_delete = self._due(root, decision.to_delete)
+        if to_delete:
+            root.confirm()
+        sizes = {
+            path: _occupied_bytes(path) if isinstance(path, Path) else decision.sizes.get(path, 0) for path in to_delete
+        }
+        gone = root.discard(to_delete)
+        if self.mirror is not None and isinstance(root, Workspace):
+            self.mirror.deleted(gone, root)
         for path in gone:
             self._emit(events.Removed(rank=rank, path=str(path)))
         self._emit(
@@ -233,6 +252,30 @@ class SaveQueue:
                 seconds=time.monotonic() - begun,
             )
         )
+
+    def _due(self, root: Root, paths: Sequence[Place]) -> list[Place]:
+        """What of ``paths`` may be deleted now, and what of earlier ones the mirror needed then."""
+        if self.mirror is None:
+            return list(paths)
+        asked = [*(path for other, path in self._deferred if other is root), *paths]
+        held = self.mirror.holding(asked)
+        self._deferred = [
+            *(one for one in self._deferred if one[0] is not root),
+            *((root, path) for path in asked if path in held),
+        ]
+        return [path for path in asked if path not in held]
+
+    def delete_deferred(self) -> None:
+        """Delete what the mirror needed, when it has ended. On rank 0, after ``close``. What fails is logged."""
+        for root in {id(one): one for one, _ in self._deferred}.values():
+            try:
+                due = self._due(root, [])
+                root.confirm()
+                gone = root.discard(due)
+                if self.mirror is not None and isinstance(root, Workspace):
+                    self.mirror.deleted(gone, root)
+            except (OSError, SafeCheckpointError):
+                logger.warning("could not remove old checkpoints in %s", root.path, exc_info=True)
 
     def _conclude(self, job: SaveJob, info: CheckpointInfo | None, failure: SafeCheckpointError | None) -> None:
         self._failures = 0 if failure is None else self._failures + 1
@@ -260,6 +303,16 @@ class SaveQueue:
         if self.stop_by is not None and time.monotonic() > self.stop_by:
             cause = f"the {self._config.signal_grace_s:.0f} s after the signal (signal_grace_s) are over"
             raise SaveError(name=name, cause=cause, rank=self._coordinator.rank, phase="shutdown")
+
+
+def publication_of(job: SaveJob, config: CheckpointConfig) -> Publication:
+    """How this save becomes a checkpoint, where it goes to."""
+    root, folder, path = job.workspace, job.folder, job.path
+    if isinstance(root, ObjectRoot) and isinstance(folder, ObjectPath):
+        return ObjectPublication(job, root, folder)
+    if isinstance(root, Workspace) and isinstance(folder, Path) and isinstance(path, Path):
+        return FilePublication(job, root, path, folder, config.timeouts)
+    raise TypeError(f"{path} does not lie in {root.path}")
 
 
 def _agreed(job: SaveJob, rank: int) -> events.Agreed:

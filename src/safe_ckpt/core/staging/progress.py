@@ -11,7 +11,7 @@ _LAYOUT = struct.Struct("<QQII")
 _MARK = struct.Struct("<Q")
 FIRST_BYTE = 4096
 """Where the first file image begins in a shared buffer; before it lies the mark: how far the shared buffer is filled."""
-PHASES = ("idle", "write", "fsync")
+PHASES = ("idle", "write", "fsync", "upload")
 PAGE_BYTES = 4096
 
 

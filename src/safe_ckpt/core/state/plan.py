@@ -15,6 +15,7 @@ from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.staging import overlap
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.reader import read_whole
 from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, RestoreError, StateError
 
@@ -245,7 +246,25 @@ def files_in(folders: Iterable[str], manifest: Manifest) -> list[str]:
     return [entry.path for entry in sorted(entries, key=lambda entry: (-entry.size_bytes, entry.path))]
 
 
-def load_file(folder: Path, entry: FileEntry, item: Mapping[str, Any], name: str, *, shared: bool = False) -> Any:
+def check_there(path: ObjectPath, entries: Iterable[FileEntry]) -> None:
+    """Check that files which nobody reads are there, with the size that they should have. Their bytes are not read.
+
+    Raises:
+        CorruptCheckpointError: one has another size.
+        IncompleteCheckpointError: one is not there.
+        OSError: the store gave no answer.
+    """
+    there = {entry.key: entry.size_bytes for entry in path.bucket.entries(path.key)}
+    for entry in entries:
+        size = there.get((path / entry.path).key)
+        if size is None:
+            raise IncompleteCheckpointError(path=str(path), file=entry.path, message="is missing")
+        if size != entry.size_bytes:
+            message = f"has {size} bytes instead of {entry.size_bytes}"
+            raise CorruptCheckpointError(path=str(path), file=entry.path, message=message)
+
+
+def load_file(folder: Place, entry: FileEntry, item: Mapping[str, Any], name: str, *, shared: bool = False) -> Any:
     """Read one file, check it against the manifest while it is in memory, and return what it holds.
 
     Args:
@@ -262,7 +281,7 @@ def load_file(folder: Path, entry: FileEntry, item: Mapping[str, Any], name: str
     """
     file = folder / entry.path
     try:
-        size_bytes = file.stat().st_size
+        size_bytes = file.bucket.size_of(file.key) if isinstance(file, ObjectPath) else file.stat().st_size
         memory, digest = read_whole(file, entry.size_bytes, cached=shared)
     except IsADirectoryError:
         raise CorruptCheckpointError(path=str(folder), file=entry.path, message="is a directory") from None

@@ -11,10 +11,11 @@ import torch
 
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.state.plan import PerRank, Stateful, modules_of, optimizers_last
+from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import RestoreError, StateError
 
 
-def restore(state: Mapping[str, Any], loaded: Mapping[str, Any], path: Path) -> None:
+def restore(state: Mapping[str, Any], loaded: Mapping[str, Any], path: Place) -> None:
     """Put what was loaded where it belongs, in place. Values that cannot change in place are replaced in ``state``.
 
     Raises:

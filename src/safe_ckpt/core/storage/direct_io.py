@@ -9,10 +9,11 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.errors import SafeCheckpointError
 
 if TYPE_CHECKING:
@@ -33,21 +34,32 @@ class WriteOptions:
         chunk_bytes: how much at a time.
         flush_every_bytes: how often what is in the page cache is sent to the disk.
         replace: whether a file that is there already makes place; else that is an error.
+        storage: how object stores are reached; None where no file goes to one.
     """
 
     direct: bool
     chunk_bytes: int
     flush_every_bytes: int
     replace: bool = True
+    storage: StorageOptions | None = None
 
     @classmethod
-    def of(cls, config: WriterConfig) -> WriteOptions:
+    def of(cls, config: WriterConfig, storage: StorageOptions | None = None) -> WriteOptions:
         """From what the user has set."""
         return cls(
             direct=config.direct_io == "auto",
             chunk_bytes=config.chunk_bytes,
             flush_every_bytes=config.flush_every_bytes,
+            storage=storage,
         )
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> WriteOptions:
+        """From what ``dataclasses.asdict`` made of it."""
+        storage = data["storage"]
+        if storage is not None:
+            storage = StorageOptions(**{**storage, "options": tuple(storage["options"])})
+        return cls(**{**data, "storage": storage})
 
 
 class ProgressReporter(Protocol):
@@ -60,7 +72,7 @@ class ProgressReporter(Protocol):
         """So many bytes were hashed or written."""
 
     def entered(self, phase: str) -> None:
-        """A phase began: ``"write"`` or ``"fsync"``."""
+        """A phase began: ``"write"``, ``"fsync"`` or ``"upload"``."""
 
     def waiting(self) -> None:
         """There is nothing to write yet; called again and again. Raises to give up."""

@@ -18,6 +18,7 @@ from pathlib import Path
 import xxhash
 
 from safe_ckpt.core.storage.direct_io import PAGE
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.presence import ShortReadError, opened
 from safe_ckpt.errors import CorruptCheckpointError
 
@@ -44,7 +45,7 @@ class Span:
     crc: int
 
 
-def read_whole(file: Path, length: int, *, cached: bool = False) -> tuple[mmap.mmap, str]:
+def read_whole(file: Place, length: int, *, cached: bool = False) -> tuple[mmap.mmap, str]:
     """Read the first ``length`` bytes of a file into memory of their own.
 
     Args:
@@ -71,7 +72,7 @@ def read_whole(file: Path, length: int, *, cached: bool = False) -> tuple[mmap.m
     return memory, digest.hexdigest()
 
 
-def digest_of(file: Path, length: int, *, cached: bool | None = False, progress: ReadProgress | None = None) -> str:
+def digest_of(file: Place, length: int, *, cached: bool | None = False, progress: ReadProgress | None = None) -> str:
     """xxh3-128 of the first ``length`` bytes, keeping no more than a few pieces in memory.
 
     Args:
@@ -113,9 +114,9 @@ def wrong_spans(file: Path, size: int, spans: Sequence[Span], progress: ReadProg
     return checker.wrong
 
 
-def _pieces(file: Path, length: int, *, cached: bool | None) -> Iterator[memoryview]:
+def _pieces(file: Place, length: int, *, cached: bool | None) -> Iterator[memoryview]:
     """A file piece by piece; each is valid until the next one is asked for."""
-    if cached is not False and is_cached(file, length):
+    if cached is not False and isinstance(file, Path) and is_cached(file, length):
         yield from _one_by_one(file, 0, length)
         return
     room = min(length, (_AHEAD + 1) * _CHUNK)
@@ -125,12 +126,16 @@ def _pieces(file: Path, length: int, *, cached: bool | None) -> Iterator[memoryv
                 yield piece
 
 
-def read_ahead(file: Path, length: int, memory: memoryview, *, cached: bool = False) -> Iterator[tuple[int, int]]:
+def read_ahead(file: Place, length: int, memory: memoryview, *, cached: bool = False) -> Iterator[tuple[int, int]]:
     """Read a file piece by piece, in order, several pieces ahead. Yields where in ``memory`` each piece lies.
 
     With less memory than ``length`` it is used over and over: a piece is valid until the next one is asked for.
     """
-    source = _Source(file, direct=length >= _DIRECT_FROM and not cached)
+    source: _Source | _ObjectSource
+    if isinstance(file, ObjectPath):
+        source = _ObjectSource(file)
+    else:
+        source = _Source(file, direct=length >= _DIRECT_FROM and not cached)
     slots = len(memory) // _CHUNK if len(memory) < length else 0
     pending: list[tuple[int, int, Future[int]]] = []
     starts = iter(range(0, length, _CHUNK))
@@ -163,6 +168,22 @@ def drop_cache(path: Path) -> None:
     for file in [path] if path.is_file() else [child for child in path.rglob("*") if child.is_file()]:
         with contextlib.suppress(OSError), opened(file, os.O_RDONLY) as fd:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+class _ObjectSource:
+    """An object, read by ranges."""
+
+    def __init__(self, place: ObjectPath) -> None:
+        self._place = place
+
+    def read(self, memory: memoryview, place: int, at: int, size: int) -> int:
+        """Bytes ``at`` to ``at + size`` to ``place`` in memory. Returns how many there were."""
+        data = self._place.bucket.read_range(self._place.key, at, size)
+        memory[place : place + len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class _Source:

@@ -107,7 +107,7 @@ class WriterClient:
         ours, theirs = socket.socketpair()
         page_fd = new_page()
         self._log = os.memfd_create("safe_ckpt-log", os.MFD_CLOEXEC)
-        used = [xxhash, *([sys.modules["isal"]] if "isal" in sys.modules else [])]
+        used = [xxhash, *(sys.modules[name] for name in ("isal", "obstore") if name in sys.modules)]
         homes = [_HOME, *(Path(module.__file__).parent.parent for module in used if module.__file__)]
         roots = list(dict.fromkeys(map(str, homes)))
         boot = _BOOT.format(path=roots, sock=theirs.fileno(), page=page_fd, nice=niceness, parent=os.getpid())
@@ -254,7 +254,7 @@ def _limit_s(timeouts: Timeouts, phase: str, state: str) -> float:
     """How long the process may move no byte, by what the kernel says of it."""
     if state in _STOPPED:  # a moment of it, for a debugger or a freezer, harms nothing
         return min(_STOPPED_S, timeouts.writer_stall_s)
-    if phase == "fsync":
+    if phase in ("fsync", "upload"):
         return timeouts.fsync_stall_s
     return max(timeouts.fsync_stall_s, timeouts.writer_stall_s) if state in _WAITING else timeouts.writer_stall_s
 

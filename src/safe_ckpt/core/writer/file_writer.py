@@ -31,6 +31,7 @@ from safe_ckpt.core.storage.direct_io import (
     write_rest,
 )
 from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
+from safe_ckpt.core.writer.object_writer import is_object, send_copy, send_image
 
 logger = logging.getLogger(__name__)
 _NEXT_LOOK_S = 0.0005
@@ -57,7 +58,11 @@ def write_files(
     Raises:
         OSError: as the operating system says, with the path.
     """
-    written = copy_files(copies, options, progress)
+    written = copy_files([copy for copy in copies if not is_object(copy.path)], options, progress)
+    for number, copy in enumerate(copies):
+        if is_object(copy.path):
+            progress.begin(number)
+            written.append(send_copy(copy, options, progress))
     ready = functools.partial(read_mark, buffer)
     for number, task in enumerate(files, len(copies)):
         progress.begin(number)
@@ -91,7 +96,12 @@ def _write_file(
 ) -> WrittenFile:
     progress.entered("write")
     image = buffer[task.offset : task.offset + task.length]
-    hasher = _Hasher(task, image, options.chunk_bytes, progress, ready)
+    hasher = Hasher(task, image, options.chunk_bytes, progress, ready)
+    if is_object(task.path):
+        try:
+            return send_image(task.path, image, hasher, options, progress)
+        finally:
+            hasher.stop()
 
     def fill(fd: int, direct: bool) -> int:
         return _write_image(fd, image, hasher, options, progress, direct=direct)
@@ -104,7 +114,7 @@ def _write_file(
 
 
 def _write_image(
-    fd: int, image: memoryview, hasher: _Hasher, options: WriteOptions, progress: ProgressReporter, *, direct: bool
+    fd: int, image: memoryview, hasher: Hasher, options: WriteOptions, progress: ProgressReporter, *, direct: bool
 ) -> int:
     body = len(image) // PAGE * PAGE
     unflushed = 0
@@ -132,7 +142,7 @@ def _started(run: Callable[[], None]) -> threading.Thread | None:
     return thread
 
 
-class _Hasher:
+class Hasher:
     """Hashes an image in file order, fills in the data descriptors, and makes the bytes that follow the image."""
 
     def __init__(

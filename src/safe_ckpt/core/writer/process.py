@@ -29,6 +29,7 @@ from safe_ckpt.core.writer.file_writer import write_files
 
 STACK_SIGNAL = signal.SIGUSR2
 _WATCH_S = 1.0
+_GIVES_WAY = 19  # a mirror's: within training's group it gets what training leaves
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -40,10 +41,11 @@ def main(socket_fd: int, control_fd: int, niceness: int, parent: int) -> None:
     faulthandler.register(STACK_SIGNAL, all_threads=True)
     with contextlib.suppress(OSError):  # a sandbox may forbid it; it is a courtesy
         os.nice(niceness)
-    with contextlib.suppress(OSError):
+    if niceness < _GIVES_WAY:
         # A session of its own is a group of its own to the scheduler (sched_autogroup): what the writer takes is not taken from
         # training's share alone, and other programs on the machine do not starve it.
-        os.setsid()
+        with contextlib.suppress(OSError):
+            os.setsid()
     connection = socket.socket(fileno=socket_fd)
     page = ProgressPage(control_fd)
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -94,7 +96,7 @@ def _serve(
 ) -> dict[str, Any]:
     try:
         plan = job["plan"]
-        options = WriteOptions(**plan["options"])
+        options = WriteOptions.from_json(plan["options"])
         page.begin(0)
         copies = [FileCopy.from_json(entry) for entry in plan["copies"]]
         tasks = [WriteTask.from_json(entry) for entry in plan["files"]]
@@ -106,7 +108,7 @@ def _serve(
     except OSError as error:
         if error.errno == errno.ENOMEM:
             raise  # like every other error that is not the file system's: end, and let the parent try a fresh process
-        return {"error": {"errno": error.errno, "message": error.strerror, "path": error.filename}}
+        return {"error": {"errno": error.errno, "message": error.strerror or str(error), "path": error.filename}}
 
 
 def _mapped(job: dict[str, Any], buffers: dict[int, int], maps: dict[int, mmap.mmap]) -> mmap.mmap:

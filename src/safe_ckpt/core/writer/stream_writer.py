@@ -26,6 +26,7 @@ from safe_ckpt.core.storage.direct_io import (
     write_rest,
 )
 from safe_ckpt.core.storage.durable import WrittenFile
+from safe_ckpt.core.writer.object_writer import is_object, send_stream
 
 _PIECE = 1 << 20  # hashed at a time
 
@@ -53,6 +54,9 @@ def _stream_file(
 ) -> WrittenFile:
     progress.entered("write")
     content = _Content(image, task)
+    if is_object(task.path):
+        sent = send_stream(task.path, image.length, content.pieces, options, progress)
+        return WrittenFile(path=task.path, size_bytes=sent, xxh3_128=content.whole.hexdigest())
 
     def fill(fd: int, direct: bool) -> int:
         return _pour(fd, content, buffer_bytes, progress, direct=direct)

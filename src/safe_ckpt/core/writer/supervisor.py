@@ -19,6 +19,7 @@ from safe_ckpt.core.formats.file_plan import FilePlan, WriteTask
 from safe_ckpt.core.staging.worker_thread import Refused
 from safe_ckpt.core.storage.direct_io import PAGE, Unwatched, WriteOptions
 from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
+from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.writer.client import WriteJob, WriterClient, WriterEnded
 from safe_ckpt.core.writer.file_writer import write_files
 from safe_ckpt.core.writer.stream_writer import stream_file
@@ -36,9 +37,16 @@ class WriterSupervisor:
         config: how to write and how often to replace the process.
         timeouts: how long it may make no progress.
         respawned: called with pid and reason when the process was replaced.
+        storage: how object stores are reached; None where no file goes to one.
     """
 
-    def __init__(self, config: WriterConfig, timeouts: Timeouts, respawned: Callable[[int, str], None]) -> None:
+    def __init__(
+        self,
+        config: WriterConfig,
+        timeouts: Timeouts,
+        respawned: Callable[[int, str], None],
+        storage: StorageOptions | None = None,
+    ) -> None:
         self._config = config
         self._timeouts = timeouts
         self._respawned = respawned
@@ -47,7 +55,7 @@ class WriterSupervisor:
         self._starting = threading.Lock()  # it may be started ahead of a save, on another thread
         self._closed = False
         self.moves = 0  # of writing in this process
-        self._options = WriteOptions.of(config)
+        self._options = WriteOptions.of(config, storage)
 
     def start(self) -> None:
         """Start the process ahead of the first job. If that fails, this process writes by itself, and logs that."""

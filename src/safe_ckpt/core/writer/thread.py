@@ -73,7 +73,7 @@ class WriterThread:
             asked = time.monotonic()
             if task.over.wait(_POLL_S):
                 return
-            limit_s = timeouts.fsync_stall_s if task.phase == "fsync" else timeouts.writer_stall_s
+            limit_s = timeouts.fsync_stall_s if task.phase in ("fsync", "upload") else timeouts.writer_stall_s
             if watch.stalled_s(task.beats, asked) > limit_s:
                 how = f"made no progress for {limit_s:g} s in phase {task.phase} of {name}"
                 raise WriterEnded(how, os.getpid(), stalled=True)

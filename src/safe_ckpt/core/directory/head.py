@@ -1,0 +1,109 @@
+"""The head object of a directory in an object store, as a value: who owns it, and what may be left over if the owner dies.
+
+It is only ever replaced on the condition that it is the one that was read, so each change is a step from one owner's state to
+the next. A save is announced in it before its first object is written, and a deletion before the first object is deleted.
+So the next owner knows every place where something may be left, without a search.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from safe_ckpt.core.directory.lease import Lease
+
+FORMAT = "safe_ckpt-head"
+_FORMAT_VERSION = 1
+_MOST_TRASH = 100  # a delayed request may bring an object back: what was deleted lately is looked at once more
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """What the head object says.
+
+    Attributes:
+        fence: counts the owners; each has a number of its own.
+        version: counts the changes, so that no two heads have the same bytes.
+        lease: the owner; None when it gave the directory back.
+        sequence: the last place in the order of commits that was given out.
+        pending: folders of saves that were announced. Each is committed if it has a manifest.
+        trash: folders that were deleted, or are being deleted, the newest last.
+        quarantined: folders of damaged checkpoints, which are not resumed from.
+        checked: the store was seen to create and replace objects on a condition.
+    """
+
+    fence: int = 0
+    version: int = 0
+    lease: Lease | None = None
+    sequence: int = 0
+    pending: tuple[str, ...] = ()
+    trash: tuple[str, ...] = ()
+    quarantined: tuple[str, ...] = ()
+    checked: bool = False
+
+    def to_bytes(self) -> bytes:
+        """The object's content."""
+        facts = {**vars(self), "lease": vars(self.lease) if self.lease is not None else None}
+        return json.dumps({"format": FORMAT, "format_version": _FORMAT_VERSION, **facts}).encode() + b"\n"
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Head | None:
+        """From the object; None if it is not one of ours, or damaged."""
+        try:
+            facts = json.loads(data)
+            if facts["format"] != FORMAT or facts["format_version"] > _FORMAT_VERSION:
+                return None
+            lease = Lease.from_bytes(json.dumps(facts["lease"]).encode()) if facts["lease"] is not None else None
+            head = cls(
+                fence=int(facts["fence"]),
+                version=int(facts["version"]),
+                lease=lease,
+                sequence=int(facts["sequence"]),
+                pending=tuple(map(str, facts["pending"])),
+                trash=tuple(map(str, facts["trash"])),
+                quarantined=tuple(map(str, facts["quarantined"])),
+                checked=bool(facts["checked"]),
+            )
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+            return None
+        return head if facts["lease"] is None or lease is not None else None
+
+    def taken(self, lease: Lease) -> Head:
+        """Another owner."""
+        return self._next(fence=self.fence + 1, lease=lease)
+
+    def released(self) -> Head:
+        """No owner."""
+        return self._next(lease=None)
+
+    def beaten(self) -> Head:
+        """A sign of life."""
+        return self._next(lease=self.lease.next() if self.lease is not None else None)
+
+    def announced(self, folder: str, sequence: int) -> Head:
+        """A save begins in ``folder``."""
+        return self._next(pending=(*self.pending, folder), sequence=max(self.sequence, sequence))
+
+    def settled(self, folders: Collection[str]) -> Head:
+        """These saves are over: committed, or nothing of them is left."""
+        return self._next(pending=tuple(folder for folder in self.pending if folder not in folders))
+
+    def doomed(self, folders: Sequence[str]) -> Head:
+        """These are deleted from now on."""
+        besides = [folder for folder in self.trash if folder not in folders]
+        pending = tuple(folder for folder in self.pending if folder not in folders)
+        quarantined = tuple(folder for folder in self.quarantined if folder not in folders)
+        return self._next(trash=(*besides, *folders)[-_MOST_TRASH:], pending=pending, quarantined=quarantined)
+
+    def quarantining(self, folder: str) -> Head:
+        """This is damaged."""
+        return self._next(quarantined=(*(one for one in self.quarantined if one != folder), folder)[-_MOST_TRASH:])
+
+    def seen_to_be_conditional(self) -> Head:
+        """The store keeps its promises."""
+        return self._next(checked=True)
+
+    def _next(self, **changes: object) -> Head:
+        return dataclasses.replace(self, version=self.version + 1, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,227 @@
+"""Who owns a directory in an object store: one job at a time, by replacing its head on the condition that nobody else has.
+
+The owner replaces the head six times per ``lease_s``. Another job takes over at once from a process that it can see to be
+gone, and from any other after the head has not changed for the owner's own ``lease_s``. The owner learns of it at the next
+replacement. Until then nothing it does can commit: see ``object_root``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from datetime import datetime, timezone
+
+from safe_ckpt.core.directory.head import Head
+from safe_ckpt.core.directory.lease import Lease, fate_of_process, own_lease
+from safe_ckpt.core.directory.object_folders import HEAD
+from safe_ckpt.core.directory.workspace import HIDDEN
+from safe_ckpt.core.storage.objects.answers import ChangedError, ExistsError
+from safe_ckpt.core.storage.objects.bucket import Version
+from safe_ckpt.core.storage.objects.place import ObjectPath
+from safe_ckpt.errors import DirectoryError, DirectoryInUseError
+
+logger = logging.getLogger(__name__)
+_BEATS_PER_LEASE = 6
+_LOOKS_PER_LEASE = 12
+_ATTEMPTS = 10
+_LAST_WORD_S = 10.0
+Change = Callable[[Head], Head]
+
+
+class ObjectOwner:
+    """The right to commit below an address. Used on rank 0 only; by several threads.
+
+    Args:
+        path: the directory.
+        lease_s: how long the head may stand still before another job may take over.
+        owner: what holds it within this process and how to free it, for messages.
+        unfenced: replace the head whatever it is.
+
+    Attributes:
+        head: what it says, as far as this process knows.
+    """
+
+    def __init__(self, path: ObjectPath, *, lease_s: float, owner: str, unfenced: bool) -> None:
+        self.head = Head()
+        self._path = path
+        self._place = path / HIDDEN / HEAD
+        self._lease_s = lease_s
+        self._owner = owner
+        self._unfenced = unfenced
+        self._version = Version(e_tag=None, version=None)
+        self._later: list[Change] = []
+        self._turn = threading.RLock()
+        self._taken_by: Lease | None = None
+        self._held_by = 0
+        self._keeper: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def take(self, patience_s: float | None) -> bool:
+        """Become the owner. Returns whether there was a head, which says what may be left over.
+
+        Args:
+            patience_s: how long to wait for an owner that cannot be asked; None for as long as its lease says.
+
+        Raises:
+            DirectoryInUseError: a live job owns it.
+            OSError: the store gave no answer, or refuses.
+        """
+        known = self._take(None if patience_s is None else time.monotonic() + patience_s)
+        self._held_by, self._taken_by = os.getpid(), None
+        self._stop = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, args=(self._stop,), name="safe_ckpt-lease", daemon=True)
+        self._keeper.start()
+        return known
+
+    def release(self) -> None:
+        """Give it back. Where the store gives no answer, the lease runs out."""
+        if self._held_by != os.getpid():
+            return
+        self._stop.set()
+        if self._taken_by is None:
+            with contextlib.suppress(OSError, DirectoryError):
+                self.update(Head.released, within_s=_LAST_WORD_S)
+        self._held_by = 0
+        if self._keeper is not None and self._keeper is not threading.current_thread():
+            self._keeper.join(1.0)
+
+    def confirm(self) -> None:
+        """Raise ``DirectoryInUseError`` if another job is known to have taken the directory over."""
+        if self._taken_by is not None:
+            raise self._in_use(self._taken_by, "another job took the directory over")
+
+    def update(self, change: Change, *, within_s: float | None = None) -> None:
+        """Replace the head by what ``change`` makes of it, and of what ``later`` was given.
+
+        Raises:
+            DirectoryInUseError: another job has taken the directory over.
+            OSError: the store gave no answer.
+        """
+        bucket = self._path.bucket if within_s is None else self._path.bucket.within(within_s)
+        with self._turn:
+            for _ in range(_ATTEMPTS):
+                self.confirm()
+                later, head = list(self._later), self.head
+                for one in (*later, change):
+                    head = one(head)
+                try:
+                    if self._unfenced:
+                        self._version = bucket.overwrite(self._place.key, head.to_bytes())
+                    else:
+                        self._version = bucket.replace(self._place.key, head.to_bytes(), self._version)
+                except ChangedError:
+                    self.find_out()  # an earlier request of ours, given up by then, may have come through
+                    continue
+                self.head = head
+                del self._later[: len(later)]
+                return
+            raise DirectoryError(path=str(self._path), message="its head changes all the time", rank=0)
+
+    def later(self, change: Change) -> None:
+        """Make this change together with the next one. If there is none, the next owner finds out by itself."""
+        with self._turn:
+            self._later.append(change)
+
+    def find_out(self) -> None:
+        """Read the head after something was not as expected: another job's, or what an earlier request made of it."""
+        with self._turn:
+            found, own = self._look(), self.head.lease
+            if found is None:  # deleted by hand; if another job creates it first, that is the owner
+                with contextlib.suppress(ExistsError):
+                    self._version = self._path.bucket.create(self._place.key, self.head.to_bytes())
+                return
+            head, version, _ = found
+            if head.lease is not None and own is not None and head.lease.token == own.token:
+                self.head, self._version = head, version
+            elif head.lease is not None or head.fence != self.head.fence:
+                self._taken_by = head.lease or dataclasses.replace(self._own_lease(), host="?", pid=0)
+
+    def _take(self, deadline: float | None) -> bool:
+        lease = self._own_lease()
+        seen, since = -1, time.monotonic()
+        while True:
+            found = self._look()
+            if found is None:
+                if self._create(Head().taken(lease)):
+                    return False
+                continue
+            head, version, known = found
+            if head.version != seen:
+                if seen >= 0 and head.lease is not None:
+                    raise self._in_use(head.lease, "its owner is alive")
+                seen, since = head.version, time.monotonic()
+            if not self._is_free(head, since, deadline):
+                time.sleep((head.lease.lease_s if head.lease else self._lease_s) / _LOOKS_PER_LEASE)
+                continue
+            taken = head.taken(lease)
+            with contextlib.suppress(ChangedError):  # by another job, which is the owner now
+                if self._unfenced:
+                    self._version = self._path.bucket.overwrite(self._place.key, taken.to_bytes())
+                else:
+                    self._version = self._path.bucket.replace(self._place.key, taken.to_bytes(), version)
+                self.head = taken
+                return known
+
+    def _create(self, head: Head) -> bool:
+        try:
+            if self._unfenced:
+                self._version = self._path.bucket.overwrite(self._place.key, head.to_bytes())
+            else:
+                self._version = self._path.bucket.create(self._place.key, head.to_bytes())
+        except ExistsError:
+            return False
+        self.head = head
+        return True
+
+    def _is_free(self, head: Head, since: float, deadline: float | None) -> bool:
+        if head.lease is None:
+            return True
+        fate = fate_of_process(head.lease)
+        if fate == "alive":
+            raise self._in_use(head.lease, self._owner or "its process lives")
+        if fate == "dead" or time.monotonic() - since > head.lease.lease_s:
+            logger.info("%s: taking over from process %d on %s", self._path, head.lease.pid, head.lease.host)
+            return True
+        if deadline is not None and time.monotonic() > deadline:
+            raise self._in_use(head.lease, f"its owner has {head.lease.lease_s:.0f} s to show a sign of life")
+        return False
+
+    def _look(self) -> tuple[Head, Version, bool] | None:
+        try:
+            data, version = self._path.bucket.read(self._place.key)
+        except FileNotFoundError:
+            return None
+        head = Head.from_bytes(data)
+        if head is None:
+            logger.warning("%s is damaged, and is begun anew", self._place)
+            return Head(), version, False
+        return head, version, True
+
+    def _keep(self, stop: threading.Event) -> None:
+        """Show signs of life. On a thread of its own."""
+        period_s = self._lease_s / _BEATS_PER_LEASE
+        while not stop.wait(period_s):
+            if self._held_by != os.getpid():
+                return
+            try:
+                self.update(Head.beaten, within_s=period_s)
+            except DirectoryInUseError as error:
+                logger.error("%s", error)  # noqa: TRY400 - the next save raises it
+                return
+            except (OSError, DirectoryError) as error:
+                logger.debug("%s: no sign of life could be left: %s", self._path, error)
+
+    def _own_lease(self) -> Lease:
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        return own_lease(token=uuid.uuid4().hex, started_at=now, lease_s=self._lease_s)
+
+    def _in_use(self, lease: Lease, message: str) -> DirectoryInUseError:
+        return DirectoryInUseError(
+            path=str(self._path), message=message, host=lease.host, pid=lease.pid, started_at=lease.started_at
+        )

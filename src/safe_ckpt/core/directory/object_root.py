@@ -1,0 +1,259 @@
+"""A directory in an object store that a job holds: how a save is announced, committed, dropped, and what is swept.
+
+Below the address lie one folder for each save, named ``<name>.<the save's id>``, and ``.safe_ckpt/head``. A folder is a
+checkpoint once it has a manifest, which is created last, by one request that fails if there is an object already. No key is
+written twice, so a replaced step is another folder, and the old one is deleted after the commit.
+
+A job that takes over creates a gravestone in place of each manifest that the earlier owner announced and has not created.
+Whichever of the two requests comes first decides: the earlier owner has committed, or it never will.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import Iterable
+
+from safe_ckpt.core.directory.head import Head
+from safe_ckpt.core.directory.object_folders import (
+    GRAVESTONE,
+    ID_LETTERS,
+    folders_of,
+    in_parallel,
+    is_folder,
+    is_gravestone,
+    missing_condition,
+)
+from safe_ckpt.core.directory.object_owner import ObjectOwner
+from safe_ckpt.core.directory.workspace import sequence_after
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME
+from safe_ckpt.core.storage.objects import unfinished
+from safe_ckpt.core.storage.objects.answers import ExistsError
+from safe_ckpt.core.storage.objects.bucket import Bucket
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.errors import DirectoryError, naming
+
+logger = logging.getLogger(__name__)
+_PROBE = "probe"
+_GRAVESTONE_S = 7 * 24 * 3600.0
+
+
+class UndecidedError(OSError):
+    """Whether a checkpoint is committed is not known: the store gives no answer. The next owner finds out."""
+
+
+class ObjectRoot:
+    """One directory of checkpoints in an object store, held by this job from ``open`` to ``close``.
+
+    Used on rank 0 only, but for ``path`` and ``place``.
+
+    Args:
+        path: the directory.
+        lease_s: how long its head may stand still before another job may take it over.
+        owner: what holds it within this process and how to free it, for messages.
+        unfenced: whether a store will do that does not keep conditions.
+
+    Attributes:
+        last_sequence: the last place in the order of commits that was given out.
+    """
+
+    def __init__(self, path: ObjectPath, *, lease_s: float, owner: str = "", unfenced: bool = False) -> None:
+        self.path = path
+        self.last_sequence = 0
+        self._lease_s = lease_s
+        self._unfenced = unfenced
+        self._owner = ObjectOwner(path, lease_s=lease_s, owner=owner, unfenced=unfenced)
+        self._tried: set[str] = set()  # folders whose manifest was sent
+        self._dropped: set[str] = set()  # of saves that failed: another rank may still have sent something
+
+    def open(self, patience_s: float | None = None) -> None:
+        """Become the owner, and clean up what an earlier one left.
+
+        Args:
+            patience_s: how long to wait for an owner that cannot be asked; None for as long as its lease says.
+
+        Raises:
+            DirectoryError: the store refuses, gives no answer, or does not keep conditions.
+            DirectoryInUseError: a live job owns it.
+        """
+        with naming(rank=0, phase="taking the directory", path=str(self.path)):
+            known = self._owner.take(patience_s)
+        try:
+            with naming(rank=0, phase="cleaning up after an earlier job", path=str(self.path)):
+                if not self._owner.head.checked and not self._unfenced:
+                    self._check_conditions()
+                    self._owner.update(Head.seen_to_be_conditional)
+                self._sweep(known=known)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the directory back."""
+        self._owner.release()
+
+    def start_after(self, sequence: int) -> None:
+        """Everything saved from now on is newer than ``sequence``."""
+        self.last_sequence = max(self.last_sequence, sequence)
+
+    def next_sequence(self) -> int:
+        """The next place in the order of commits; a failed save leaves a gap."""
+        self.last_sequence = sequence_after(max(self.last_sequence, self._owner.head.sequence))
+        return self.last_sequence
+
+    def place(self, name: str, op_id: str) -> ObjectPath:
+        """The folder of one save. On any rank."""
+        return self.path / f"{name}.{op_id[:ID_LETTERS]}"
+
+    def confirm(self) -> None:
+        """Raise ``DirectoryInUseError`` if another job is known to have taken the directory over."""
+        self._owner.confirm()
+
+    def announce(self, folder: ObjectPath, sequence: int) -> None:
+        """A save begins: from now on the next owner will look into ``folder``.
+
+        Raises:
+            DirectoryInUseError: another job has taken the directory over.
+            OSError: the store gave no answer.
+        """
+        again = sorted(self._dropped)
+        for name in again:
+            self._delete_folder(self.path / name, spare=MANIFEST_NAME if name in self._tried else "")
+        self._owner.update(lambda head: head.settled(again).announced(folder.name, sequence))
+        self._dropped.difference_update(again)
+
+    def commit(self, folder: ObjectPath, manifest: bytes) -> None:
+        """Create the manifest, which makes ``folder`` a checkpoint. One request decides.
+
+        Raises:
+            DirectoryInUseError: another job has taken the directory over; this is not committed, and never will be.
+            OSError: the store gave no answer; this is not committed, and never will be.
+            UndecidedError: the store gave no answer, not even to that question.
+        """
+        self.confirm()
+        self._tried.add(folder.name)
+        try:
+            self._create(folder / MANIFEST_NAME, manifest, self.path.bucket)
+        except ExistsError:
+            self._owner.find_out()
+            self.confirm()
+            raise
+        except OSError as error:
+            try:
+                committed = self._bury(folder, self.path.bucket.within(self._lease_s))
+            except OSError:
+                raise UndecidedError(error.errno, error.strerror, error.filename) from error
+            if not committed:
+                raise
+        self._owner.later(lambda head: head.settled([folder.name]))
+
+    def drop(self, folder: ObjectPath) -> None:
+        """Delete what a save left that failed, now and once more before the next one. Never raises."""
+        self._dropped.add(folder.name)
+        try:
+            if folder.name in self._tried and self._bury(folder, self.path.bucket.within(self._lease_s)):
+                self._dropped.discard(folder.name)
+                return
+            self._delete_folder(folder, spare=MANIFEST_NAME if folder.name in self._tried else "")
+        except (OSError, DirectoryError) as error:
+            logger.warning("%s could not be deleted; the next start does it: %s", folder, error)
+
+    def discard(self, folders: Iterable[Place]) -> list[ObjectPath]:
+        """Delete checkpoints, their manifests first. Returns those that are gone; a failure is logged.
+
+        Raises:
+            DirectoryInUseError: another job has taken the directory over; nothing was deleted.
+        """
+        chosen = [folder for folder in folders if isinstance(folder, ObjectPath)]
+        if not chosen:
+            return []
+        self._owner.update(lambda head: head.doomed([folder.name for folder in chosen]))
+        gone = []
+        for folder in chosen:
+            try:
+                self.path.bucket.delete([(folder / MANIFEST_NAME).key])
+                self._delete_folder(folder)
+            except OSError as error:
+                logger.warning("%s could not be removed and stays: %s", folder, error)
+                continue
+            gone.append(folder)
+        return gone
+
+    def quarantine(self, folder: ObjectPath) -> ObjectPath:
+        """Note that a checkpoint is damaged: from now on it is none. Its objects stay. Returns where it is.
+
+        Raises:
+            DirectoryInUseError: another job has taken the directory over.
+        """
+        self._owner.update(lambda head: head.quarantining(folder.name))
+        return folder
+
+    def quarantined(self) -> list[ObjectPath]:
+        """What is in quarantine."""
+        return [self.path / name for name in self._owner.head.quarantined]
+
+    def _sweep(self, *, known: bool) -> None:
+        """Take away what earlier owners left. ``known``: their head says where."""
+        head = self._owner.head
+        left = head.pending if known else self._without_manifest()
+        buried = [name for name in left if not self._bury(self.path / name, self.path.bucket)]
+        there = {folder.name for folder in folders_of(self.path)} if buried or head.trash else set()
+        for name in head.trash:
+            if name in there:
+                self._delete_folder(self.path / name)
+        for name in buried:
+            logger.info("removing what an earlier job left: %s", self.path / name)
+            self._delete_folder(self.path / name, spare=MANIFEST_NAME)
+        if there:
+            in_parallel(self._remove_if_old, [self.path / name for name in sorted(there)])
+        # Also of what is committed: where the answer to the beginning of an upload was lost, another one was begun.
+        unfinished.abort(self.path, is_folder)
+        if left:
+            self._owner.update(lambda head: head.settled(left))
+
+    def _without_manifest(self) -> list[str]:
+        there = {entry.key for entry in self.path.bucket.entries(self.path.key)}
+        folders = folders_of(self.path)
+        return [folder.name for folder in folders if f"{folder.key}/{MANIFEST_NAME}" not in there]
+
+    def _remove_if_old(self, folder: ObjectPath) -> None:
+        """Remove a gravestone that has stood for so long that no request can still be on its way."""
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+            data, _ = self.path.bucket.read((folder / MANIFEST_NAME).key)
+            if is_gravestone(data) and time.time() - float(json.loads(data)["buried_at"]) > _GRAVESTONE_S:
+                self._delete_folder(folder)
+
+    def _bury(self, folder: ObjectPath, bucket: Bucket) -> bool:
+        """Decide the fate of a save that may or may not be committed. Returns whether it is."""
+        stone = {"format": GRAVESTONE, "fence": self._owner.head.fence, "buried_at": time.time()}
+        path = folder / MANIFEST_NAME
+        try:
+            self._create(path, json.dumps(stone).encode(), bucket)
+        except ExistsError:
+            return not is_gravestone(bucket.read(path.key)[0])
+        return False
+
+    def _delete_folder(self, folder: ObjectPath, *, spare: str = "") -> None:
+        entries = self.path.bucket.entries(folder.key)
+        self.path.bucket.delete([entry.key for entry in entries if entry.key != f"{folder.key}/{spare}"])
+        unfinished.abort(folder)
+
+    def _check_conditions(self) -> None:
+        folder = self.place(_PROBE, uuid.uuid4().hex)
+        # If this job dies, or a request comes late, a later start deletes it.
+        self._owner.update(lambda head: head.doomed([folder.name]))
+        if problem := missing_condition(folder):
+            message = f"this store {problem}: two jobs could both commit. Use another one, or set storage.unfenced"
+            raise DirectoryError(path=str(self.path), message=message, rank=0)
+
+    def _create(self, path: ObjectPath, data: bytes, bucket: Bucket) -> None:
+        if not self._unfenced:
+            bucket.create(path.key, data)
+            return
+        with contextlib.suppress(FileNotFoundError):
+            bucket.size_of(path.key)
+            raise ExistsError(f"{path} is there already")
+        bucket.overwrite(path.key, data)

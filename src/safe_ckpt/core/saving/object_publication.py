@@ -1,0 +1,89 @@
+"""How a save gets its name in an object store: announced, uploaded, then its manifest is created. On rank 0, but for two."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from safe_ckpt.core.directory.object_root import ObjectRoot, UndecidedError
+from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry
+from safe_ckpt.core.saving.job import SaveJob
+from safe_ckpt.core.storage.objects.place import ObjectPath
+from safe_ckpt.errors import (
+    CommitOutcomeUnknown,
+    DirectoryError,
+    DirectoryInUseError,
+    SafeCheckpointError,
+    SaveError,
+)
+
+
+class ObjectPublication:
+    """See ``Publication``.
+
+    Args:
+        job: the save.
+        root: the directory that is held.
+        folder: where the objects go.
+    """
+
+    def __init__(self, job: SaveJob, root: ObjectRoot, folder: ObjectPath) -> None:
+        self._job = job
+        self._root = root
+        self._folder = folder
+
+    @property
+    def directories(self) -> list[str]:
+        """See ``Publication``. An object is durable when its upload is over."""
+        return []
+
+    def prepare(self) -> None:
+        """See ``Publication``."""
+        self._root.announce(self._folder, self._job.manifest.sequence)
+
+    def await_place(self, rank: int, left_s: Callable[[], float]) -> None:
+        """See ``Publication``. There is nothing to wait for."""
+
+    def commit(
+        self, entries: tuple[FileEntry, ...], items: Mapping[str, Any], look_around: Callable[[], None]
+    ) -> CheckpointInfo:
+        """See ``Publication``."""
+        self._check_uploaded(entries)
+        look_around()
+        manifest = dataclasses.replace(self._job.manifest, files=entries, items=items)
+        self._root.commit(self._folder, manifest.to_bytes())
+        return CheckpointInfo.of(manifest, self._folder, sum(entry.size_bytes for entry in entries))
+
+    def drop(self) -> None:
+        """See ``Publication``."""
+        self._root.drop(self._folder)
+
+    def taken_over(self, error: BaseException) -> DirectoryInUseError | None:
+        """See ``Publication``."""
+        if isinstance(error, OSError) and not isinstance(error, DirectoryInUseError):
+            try:
+                self._root.confirm()
+            except DirectoryInUseError as taken:
+                return taken
+        return None
+
+    def named(self, error: OSError, *, rank: int, phase: str) -> SafeCheckpointError:
+        """See ``Publication``."""
+        name = self._job.name
+        if isinstance(error, UndecidedError):
+            cause = f"the store did not say whether the manifest was created: {error.strerror}"
+            return CommitOutcomeUnknown(name=name, cause=cause, rank=rank, phase="commit", code=error.errno or 0)
+        path = str(error.filename or self._folder)
+        return DirectoryError.of(error, path=path, rank=rank, phase=f"saving {name}: {phase}")
+
+    def _check_uploaded(self, entries: tuple[FileEntry, ...]) -> None:
+        """What is there must be what was reported: another rank's store may be another one."""
+        there = {entry.key: entry.size_bytes for entry in self._folder.bucket.entries(self._folder.key)}
+        for entry in entries:
+            size = there.get((self._folder / entry.path).key, -1)
+            if size != entry.size_bytes:
+                cause = f"{entry.path}, uploaded by rank {entry.rank} with {entry.size_bytes} bytes, "
+                cause += "is not there" if size < 0 else f"has {size} bytes in {self._folder}"
+                self._root.confirm()  # a job that took over has swept it away
+                raise SaveError(name=self._job.name, cause=cause, rank=entry.rank, phase="commit")

@@ -1,0 +1,70 @@
+"""What an error of obstore means to us, and its text without secrets."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Sequence
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_REFUSED = ("400", "405", "411", "413", "414", "501")
+_NO_ACCESS = ("401", "403")
+_NEVER = ("NotSupportedError", "InvalidPathError", "UnknownConfigurationKeyError")
+_EXPIRED = re.compile(r"Expired|RequestTimeTooSkewed|TokenRefreshRequired|InvalidToken", re.IGNORECASE)
+_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist", re.IGNORECASE)
+_QUERY = re.compile(r"\?[^\s\"'<>]+")
+_USER = re.compile(r"://[^/\s@]+@")
+_LONGEST_TEXT = 400
+
+
+class ExistsError(FileExistsError):
+    """An object that was to be created is there already."""
+
+
+class ChangedError(OSError):
+    """An object that was to be replaced is another one by now, or is not there."""
+
+
+def is_expired(error: Exception) -> bool:
+    """Whether other credentials, or another clock, would have been accepted."""
+    return _EXPIRED.search(str(error)) is not None
+
+
+def is_bucket_missing(error: Exception) -> bool:
+    """Whether not the object is missing but the bucket, or container."""
+    return _NO_BUCKET.search(str(error)) is not None
+
+
+def named(error: Exception, path: str, verb: str, secrets: Sequence[str]) -> OSError:
+    """The error that says what happened at ``path``: ``TimeoutError`` for what may work in a moment.
+
+    Args:
+        error: what obstore raised.
+        path: the object's address.
+        verb: what was to be done; only ``"create"`` can find that an object is there already.
+        secrets: what must not be in the text.
+    """
+    kind, text = type(error).__name__, cleaned(str(error), secrets)
+    status = found.group(1) if (found := _STATUS.search(text)) else ""
+    if kind == "AlreadyExistsError" and verb == "create":
+        return ExistsError(errno.EEXIST, "is there already", path)
+    if kind == "PreconditionError" and status != "409":
+        return ChangedError(errno.ESTALE, "is another one by now", path)
+    if kind in ("PermissionDeniedError", "UnauthenticatedError") or status in _NO_ACCESS:
+        return PermissionError(errno.EACCES, f"the store refuses to {verb} it: {text}", path)
+    if isinstance(error, OSError) and error.errno is not None:
+        return error
+    said = f"could not {verb} it: {text}"
+    if status == "404":  # such as a bucket that there is not
+        return FileNotFoundError(errno.ENOENT, said, path)
+    never = kind in _NEVER or status in _REFUSED
+    return OSError(errno.EINVAL, said, path) if never else TimeoutError(errno.ETIMEDOUT, said, path)
+
+
+def cleaned(text: str, secrets: Sequence[str]) -> str:
+    """One line, without what a signature, a token or a setting may show."""
+    text = text.partition("\n\nDebug source")[0]
+    text = _USER.sub("://", _QUERY.sub("?...", " ".join(text.split())))
+    for secret in secrets:
+        text = text.replace(secret, "...")
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."

@@ -1,0 +1,387 @@
+"""One bucket, through obstore: the few requests that a commit needs, retried, with errors that name the object and no secret.
+
+Every object but the head is written under a key that is used once. So a request that arrives twice, or late, replaces nothing,
+and whatever got no answer may be sent again. Standard library and obstore only; the writer process uses it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import errno
+import functools
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from safe_ckpt.core.storage.objects.answers import (
+    ChangedError,
+    ExistsError,
+    cleaned,
+    is_bucket_missing,
+    is_expired,
+    named,
+)
+from safe_ckpt.core.storage.objects.options import StorageOptions
+from safe_ckpt.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+_STORES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
+_PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+_RETRIES = 8  # of obstore itself, so that an upload does not begin anew for one of its parts; all else is retried here
+_RETRY_S = 60
+_CONNECT_S = 10
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 10.0
+_MOST_PARTS = 9_000  # S3 and GCS take 10,000
+_CONFLICTS = 20
+_UPLOADS = 4
+_SHORT = 3  # such an option is no secret
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectEntry:
+    """One object, as a listing has it."""
+
+    key: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """Which state of an object was read or written: for replacing it if it is still that one."""
+
+    e_tag: str | None
+    version: str | None
+
+    @classmethod
+    def of(cls, meta: Any) -> Version:
+        """From what obstore returns."""
+        return cls(e_tag=meta.get("e_tag"), version=meta.get("version"))
+
+
+class Bucket:
+    """One bucket or container. Used by several threads at a time.
+
+    Args:
+        scheme: one of ``options.SCHEMES``.
+        name: the bucket's.
+        options: how to reach it.
+
+    Attributes:
+        stop: called between two tries; raises to give up. None for going on until the deadline.
+    """
+
+    def __init__(self, scheme: str, name: str, options: StorageOptions) -> None:
+        self.scheme = scheme
+        self.name = name
+        self.options = options
+        self.stop: Callable[[], None] | None = None
+        self._secrets = tuple(value for value in options.given.values() if len(value) > _SHORT)
+        self._store, self._patient_store = self._connect(0), self._connect(_RETRIES)
+
+    def within(self, seconds: float, stop: Callable[[], None] | None = None) -> Bucket:
+        """The same bucket, with another deadline for each request, and another ``stop``."""
+        other = copy.copy(self)
+        other.options = dataclasses.replace(self.options, give_up_after_s=seconds)
+        other.stop = stop
+        return other
+
+    @property
+    def url(self) -> str:
+        """Of the bucket."""
+        return f"{self.scheme}://{self.name}"
+
+    def read(self, key: str) -> tuple[bytes, Version]:
+        """A small object as a whole.
+
+        Raises:
+            FileNotFoundError: there is none.
+            OSError: the store gave no answer in time, or refuses.
+        """
+
+        def request() -> tuple[bytes, Version]:
+            result = _obstore().get(self._store, key)
+            return bytes(result.bytes()), Version.of(result.meta)
+
+        return self._again(request, key, "read")
+
+    def read_range(self, key: str, start: int, length: int) -> memoryview:
+        """So many bytes of an object, fewer where it ends.
+
+        Raises:
+            FileNotFoundError: it is not there.
+            OSError: the store gave no answer in time, or refuses.
+        """
+        if length <= 0:
+            return memoryview(b"")
+
+        def request() -> memoryview:
+            return memoryview(_obstore().get_range(self._store, key, start=start, length=length))
+
+        return self._again(request, key, "read")
+
+    def size_of(self, key: str) -> int:
+        """How many bytes an object has.
+
+        Raises:
+            FileNotFoundError: it is not there.
+            OSError: the store gave no answer in time, or refuses.
+        """
+        return int(self._again(lambda: _obstore().head(self._store, key), key, "look at")["size"])
+
+    def create(self, key: str, data: bytes) -> Version:
+        """Put an object where there is none; one request decides.
+
+        An answer that was lost is made up for by reading: if the object is there with these bytes, it was this request.
+
+        Raises:
+            ExistsError: there is another one.
+            OSError: the store gave no answer in time, or refuses. Whether it is there is not known then.
+        """
+
+        def request() -> Version:
+            return Version.of(_obstore().put(self._store, key, data, mode="create", use_multipart=False))
+
+        for _ in range(_CONFLICTS):
+            try:
+                return self._again(request, key, "create")
+            except ExistsError:
+                try:
+                    found, version = self.read(key)
+                except FileNotFoundError:  # S3 answers 409 where two requests met and neither was done
+                    self._pause(_FIRST_PAUSE_S)
+                    continue
+                if found != data:
+                    raise
+                return version
+        raise TimeoutError(errno.EAGAIN, "could not create it: other requests are in the way", f"{self.url}/{key}")
+
+    def replace(self, key: str, data: bytes, version: Version) -> Version:
+        """Replace an object if it is still the one that was read; one request decides. Lost answers as in ``create``.
+
+        Raises:
+            ChangedError: it is another one by now, or is gone.
+            OSError: the store gave no answer in time, or refuses. Which one is there is not known then.
+        """
+        mode = {name: value for name, value in vars(version).items() if value is not None}
+        if not mode:
+            raise OSError(errno.EINVAL, "the store names no version of it (ETag)", f"{self.url}/{key}")
+
+        def request() -> Version:
+            return Version.of(_obstore().put(self._store, key, data, mode=mode, use_multipart=False))
+
+        try:
+            return self._again(request, key, "replace")
+        except (ChangedError, FileNotFoundError) as error:
+            try:
+                found, now = self.read(key)
+            except FileNotFoundError:
+                raise ChangedError(errno.ESTALE, "it is gone", f"{self.url}/{key}") from None
+            if found != data:
+                raise ChangedError(errno.ESTALE, "it was replaced meanwhile", f"{self.url}/{key}") from error
+            return now
+
+    def overwrite(self, key: str, data: bytes) -> Version:
+        """Put an object, whatever is there.
+
+        Raises:
+            OSError: the store gave no answer in time, or refuses.
+        """
+        return self._again(
+            lambda: Version.of(_obstore().put(self._store, key, data, use_multipart=False)), key, "write"
+        )
+
+    def upload(self, key: str, size_bytes: int, pieces: Callable[[], Iterator[Any]]) -> None:
+        """Put an object of any size from its pieces, in parts of which several are under way at a time.
+
+        Args:
+            key: used once, so that it does not matter how often this is tried.
+            size_bytes: about how many bytes there will be.
+            pieces: returns them from the first on, each time it is called. What it raises ends the upload.
+
+        Raises:
+            OSError: the store gave no answer in time, or refuses.
+        """
+        part = self.options.part_bytes
+        part = max(part, -(-size_bytes // _MOST_PARTS // (1 << 20)) * (1 << 20))
+
+        def request() -> object:
+            guarded = _Guarded(pieces())
+            try:
+                if size_bytes < part:
+                    return _obstore().put(self._patient_store, key, b"".join(guarded), use_multipart=False)
+                return _obstore().put(
+                    self._patient_store,
+                    key,
+                    guarded,
+                    use_multipart=True,
+                    chunk_size=part,
+                    max_concurrency=self.options.parts_in_flight,
+                )
+            except BaseException:
+                if guarded.failure is not None:
+                    raise _Ours(guarded.failure) from None
+                raise
+
+        for attempts in range(_UPLOADS, 0, -1):
+            try:
+                self._again(request, key, "upload")
+                return
+            except _Ours as ours:
+                raise ours.failure from None
+            except OSError as error:
+                # Where the answer to the last request of an upload was lost, the second one finds no such upload, although the
+                # object may be there. Begin anew: the key is used once.
+                if error.errno not in (errno.ENOENT, errno.EINVAL, errno.EEXIST) or attempts == 1:
+                    raise
+            self._pause(_FIRST_PAUSE_S)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; those that are not there do not matter.
+
+        Raises:
+            OSError: the store gave no answer in time, or refuses.
+        """
+
+        def request(some: Sequence[str]) -> None:
+            try:
+                _obstore().delete(self._store, list(some))
+            except FileNotFoundError:  # some stores say so; then one by one
+                for key in some:
+                    self._delete_one(key)
+
+        for at in range(0, len(keys), 1000):
+            some = keys[at : at + 1000]
+            self._again(functools.partial(request, some), some[0], "delete")
+
+    def _delete_one(self, key: str) -> None:
+        try:
+            _obstore().delete(self._store, key)
+        except FileNotFoundError:
+            return
+
+    def entries(self, prefix: str) -> list[ObjectEntry]:
+        """All objects below ``prefix``, which ends where a name between two slashes does.
+
+        Raises:
+            OSError: the store gave no answer in time, or refuses.
+        """
+
+        def request() -> list[ObjectEntry]:
+            pages: Iterable[Any] = _obstore().list(self._store, prefix or None, chunk_size=1000)
+            return [ObjectEntry(key=one["path"], size_bytes=one["size"]) for page in pages for one in page]
+
+        return self._again(request, prefix, "list")
+
+    def list_folders(self, prefix: str) -> list[str]:
+        """The names right below ``prefix`` that have objects below them.
+
+        Raises:
+            OSError: the store gave no answer in time, or refuses.
+        """
+
+        def request() -> list[str]:
+            found = _obstore().list_with_delimiter(self._store, prefix or None)
+            return [folder.rstrip("/").rpartition("/")[2] for folder in found["common_prefixes"]]
+
+        return self._again(request, prefix, "list")
+
+    def _again(self, request: Callable[[], _Result], key: str, verb: str) -> _Result:
+        """Do ``request``, and again after a pause as long as it gets no answer or one that says to come back later."""
+        deadline = time.monotonic() + self.options.give_up_after_s
+        pause_s, refreshed = _FIRST_PAUSE_S, False
+        while True:
+            try:
+                return request()
+            except _Ours:
+                raise
+            except FileNotFoundError as error:
+                why = "there is no such bucket" if is_bucket_missing(error) else "is not there"
+                raise FileNotFoundError(errno.ENOENT, why, f"{self.url}/{key}") from None
+            except (OSError, ValueError, _obstore().exceptions.BaseError) as error:
+                failure = named(error, f"{self.url}/{key}", verb, self._secrets)
+                if isinstance(failure, PermissionError) and is_expired(error) and not refreshed:
+                    refreshed = True
+                    self._store, self._patient_store = self._connect(0), self._connect(_RETRIES)  # with new credentials
+                    continue
+                if not isinstance(failure, TimeoutError) or time.monotonic() + pause_s > deadline:
+                    raise failure from None
+                logger.debug("%s: once more in %.1f s", failure, pause_s)
+            self._pause(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _pause(self, seconds: float) -> None:
+        if self.stop is not None:
+            self.stop()
+        time.sleep(seconds * random.uniform(0.5, 1.0))  # noqa: S311 - so that the ranks do not come all at once
+
+    def _connect(self, retries: int) -> Any:
+        from obstore import store
+
+        config = self.options.given
+        if self.scheme == "s3":
+            config.setdefault("checksum_algorithm", "SHA256")  # of each part; the request's signature needs it anyway
+        client: dict[str, Any] = {
+            "timeout": timedelta(seconds=self.options.request_timeout_s),
+            "connect_timeout": timedelta(seconds=min(_CONNECT_S, self.options.request_timeout_s)),
+        }
+        # Client options that are given hide those of the environment.
+        if config.pop("allow_http", os.environ.get(f"{_PREFIXES[self.scheme]}_ALLOW_HTTP", "")).lower() in (
+            "true",
+            "1",
+        ):
+            client["allow_http"] = True
+        try:
+            return getattr(store, _STORES[self.scheme])(
+                self.name,
+                config=config,
+                client_options=client,
+                retry_config={
+                    "max_retries": retries,
+                    "retry_timeout": timedelta(seconds=_RETRY_S),
+                },
+            )
+        except Exception as error:
+            raise ConfigError(key="storage", message=f"{self.url}: {cleaned(str(error), self._secrets)}") from None
+
+
+class _Ours(Exception):
+    """The pieces of an upload could not be made: what the caller raised, on its way through obstore."""
+
+    def __init__(self, failure: BaseException) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+class _Guarded:
+    """An iterator that remembers what it raised."""
+
+    def __init__(self, pieces: Iterator[Any]) -> None:
+        self._pieces = pieces
+        self.failure: BaseException | None = None
+
+    def __iter__(self) -> _Guarded:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._pieces)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.failure = error
+            raise
+
+
+def _obstore() -> Any:
+    import obstore
+    import obstore.exceptions
+
+    return obstore

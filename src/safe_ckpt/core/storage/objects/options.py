@@ -1,0 +1,85 @@
+"""How object stores are reached, and how their addresses look. Standard library only; the writer process uses it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from safe_ckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from safe_ckpt.config import StorageConfig
+
+SCHEMES = ("s3", "gs", "az")
+_EXTRA = "object stores need obstore: pip install 'safe-ckpt[remote]'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageOptions:
+    """How to reach a store. See ``StorageConfig``; the deadline is ``Timeouts.lengthy_s``."""
+
+    options: tuple[str, ...] = ()
+    part_bytes: int = 8 << 20
+    parts_in_flight: int = 4
+    request_timeout_s: float = 60.0
+    give_up_after_s: float = 3600.0
+
+    @classmethod
+    def of(cls, config: StorageConfig, give_up_after_s: float) -> StorageOptions:
+        """From what the user has set."""
+        return cls(
+            options=tuple(config.options),
+            part_bytes=config.part_bytes,
+            parts_in_flight=config.parts_in_flight,
+            request_timeout_s=config.request_timeout_s,
+            give_up_after_s=give_up_after_s,
+        )
+
+    def __repr__(self) -> str:
+        return f"StorageOptions(part_bytes={self.part_bytes})"  # the options may hold a password
+
+    @property
+    def given(self) -> dict[str, str]:
+        """The options by name."""
+        pairs = (option.partition("=") for option in self.options)
+        return {name.lower(): value for name, _, value in pairs}
+
+
+def is_url(path: object, key: str = "directory") -> bool:
+    """Whether this is the address of an object store; ``key`` is what the user gave it as, for messages.
+
+    Raises:
+        ConfigError: it is one that went through ``pathlib``, or has a scheme that is not known.
+    """
+    text = path if isinstance(path, str) else str(path)
+    scheme, found, rest = text.partition(":/")
+    if not found or scheme == "file" or not re.fullmatch(r"[a-z][a-z0-9+.-]+", scheme):
+        return False
+    if scheme not in SCHEMES:
+        known = ", ".join(f"{one}://" for one in SCHEMES)
+        message = f"{scheme}:// is not supported: use a directory, or one of {known}"
+        raise ConfigError(key=key, message=message)
+    if not rest.startswith("/"):
+        raise ConfigError(key=key, message=f"give {scheme}:// addresses as text: pathlib takes a slash away")
+    return True
+
+
+def refuse_url(path: object, key: str) -> None:
+    """Raise ``ConfigError`` for an address of an object store, where only a directory will do.
+
+    Args:
+        path: what the user gave.
+        key: as what.
+    """
+    if is_url(path, key):
+        message = "an address of an object store will not do here: give a directory. Set mirror.url to have it uploaded"
+        raise ConfigError(key=key, message=message)
+
+
+def require_obstore() -> None:
+    """Raise ``ConfigError`` if the client is not installed."""
+    try:
+        import obstore  # noqa: F401 - whether it is there
+    except ImportError as error:
+        raise ConfigError(key="directory", message=f"{_EXTRA} ({error})") from None

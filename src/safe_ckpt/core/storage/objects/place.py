@@ -1,0 +1,99 @@
+"""A place in a bucket: what a path is in a file system."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+from safe_ckpt.core.storage.objects.bucket import Bucket
+from safe_ckpt.core.storage.objects.options import StorageOptions, is_url, require_obstore
+from safe_ckpt.errors import ConfigError
+
+
+class ObjectPath:
+    """A key, or what keys below it begin with. Compared, hashed and shown as its address.
+
+    Args:
+        bucket: where.
+        key: without a slash at either end; "" for the bucket as a whole.
+    """
+
+    __slots__ = ("bucket", "key")
+
+    def __init__(self, bucket: Bucket, key: str) -> None:
+        self.bucket = bucket
+        self.key = key
+
+    def __str__(self) -> str:
+        return f"{self.bucket.url}/{self.key}" if self.key else self.bucket.url
+
+    def __repr__(self) -> str:
+        return f"ObjectPath({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ObjectPath) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __lt__(self, other: ObjectPath) -> bool:
+        return str(self) < str(other)
+
+    def __truediv__(self, name: str) -> ObjectPath:
+        return ObjectPath(self.bucket, f"{self.key}/{name}" if self.key else name)
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.key.rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        """The end of the name from its last dot on; "" where there is none."""
+        _, dot, end = self.name.rpartition(".")
+        return dot + end if dot else ""
+
+    @property
+    def parent(self) -> ObjectPath:
+        """What it lies in."""
+        return ObjectPath(self.bucket, self.key.rpartition("/")[0])
+
+    def at(self, address: str) -> ObjectPath:
+        """What ``address`` names, in the same bucket.
+
+        Raises:
+            ValueError: it is elsewhere.
+        """
+        start = f"{self.bucket.url}/"
+        if not address.startswith(start):
+            raise ValueError(f"{address} does not lie in {self.bucket.url}")
+        return ObjectPath(self.bucket, address[len(start) :])
+
+    def below(self, other: ObjectPath) -> str:
+        """This as it is named below ``other``."""
+        return self.key[len(other.key) :].lstrip("/")
+
+
+Place = Path | ObjectPath
+"""Where a checkpoint is."""
+
+
+def open_place(url: str, options: StorageOptions) -> ObjectPath:
+    """The place that ``url`` names, such as ``s3://bucket/run``.
+
+    Raises:
+        ConfigError: it is none, obstore is not installed, or does not take the options.
+    """
+    if not is_url(url):
+        raise ConfigError(key="directory", message=f"{url!r} is no address of an object store")
+    require_obstore()
+    scheme, _, rest = url.partition("://")
+    bucket, _, key = rest.partition("/")
+    parts: Sequence[str] = [part for part in key.split("/") if part]
+    if not bucket or "@" in bucket or any(part in (".", "..") for part in parts):
+        raise ConfigError(key="directory", message=f"{scheme}:// needs a bucket and a plain path behind it")
+    return ObjectPath(_bucket(scheme, bucket, options), "/".join(parts))
+
+
+_bucket = functools.lru_cache(maxsize=16)(Bucket)  # each has its own connections

@@ -1,0 +1,1 @@
+"""Between an object store and a host: fetching and mirroring whole checkpoints."""

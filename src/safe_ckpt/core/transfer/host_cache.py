@@ -1,0 +1,203 @@
+"""Fetching a checkpoint's files from an object store to a folder of this host: once per host, by all of its ranks together."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import stat
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from safe_ckpt.core.coordination.processes import kernel_id
+from safe_ckpt.core.formats.manifest import FileEntry
+from safe_ckpt.core.storage.objects.place import ObjectPath
+from safe_ckpt.core.storage.presence import opened
+from safe_ckpt.errors import DirectoryError, IncompleteCheckpointError, NotEnoughSpaceError
+
+logger = logging.getLogger(__name__)
+_MEMORY = Path("/dev/shm")  # noqa: S108 - each folder there is private, see _make
+_START = "safe_ckpt-fetch-"
+_ALIVE = ".alive"
+_SPARE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """The ranks that share one cache directory.
+
+    Attributes:
+        ranks: which.
+        place: this rank's place among them.
+    """
+
+    ranks: tuple[int, ...]
+    place: int
+
+
+class HostCache:
+    """A folder for one checkpoint, on every host; made at the first use.
+
+    Args:
+        base: where to make it; None for memory, where there is room, else the directory for temporary files.
+        part_bytes: the size of one read.
+        at_a_time: how many reads of one rank are under way at a time.
+    """
+
+    def __init__(self, base: str | None, *, part_bytes: int, at_a_time: int) -> None:
+        self._given = Path(base) if base is not None else None
+        self._part = part_bytes
+        self._at_a_time = at_a_time
+        self._folder: Path | None = None
+        self._alive: int = -1
+
+    def host_id(self, needed_bytes: int) -> str:
+        """Equal for ranks that would share the folder. They need the same ``needed_bytes`` for that.
+
+        Raises:
+            OSError: there is no such directory.
+        """
+        base = self._base(needed_bytes)
+        status = base.stat()
+        return f"{kernel_id()} {status.st_dev} {status.st_ino} {base}"
+
+    def fetch(
+        self, source: ObjectPath, entries: Sequence[FileEntry], token: str, host: Host, needed_bytes: int
+    ) -> Path:
+        """Fetch this rank's share of the files. They are complete when all ranks of the host have returned. Verifies nothing.
+
+        Args:
+            source: the checkpoint.
+            entries: its files; the same on all ranks of the host.
+            token: the same on all ranks, another one for each call.
+            host: the ranks that share the folder.
+            needed_bytes: as given to ``host_id``.
+
+        Returns:
+            The folder.
+
+        Raises:
+            IncompleteCheckpointError: a file is not there.
+            NotEnoughSpaceError: they do not fit.
+            OSError: the store gave no answer, or the disk refuses.
+        """
+        self.clear()
+        base = self._base(needed_bytes)
+        _sweep(base)
+        free = shutil.disk_usage(base).free
+        if free < needed_bytes:
+            message = "Set storage.cache_dir to a directory with more room."
+            raise NotEnoughSpaceError(path=str(base), message=message, needed_bytes=needed_bytes, free_bytes=free)
+        folder = base / f"{_START}{os.getuid()}-{token}"
+        self._alive = _make(folder)
+        self._folder = folder
+        ranges = ranges_of(entries, self._part)
+        fetch_ranges(source, folder, ranges[host.place :: len(host.ranks)], self._at_a_time, self._part)
+        return folder
+
+    def clear(self) -> None:
+        """Delete the folder. Files that are mapped stay readable. Never raises."""
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        if self._alive >= 0:
+            os.close(self._alive)
+            self._alive = -1
+
+    def _base(self, needed_bytes: int) -> Path:
+        if self._given is not None:
+            self._given.mkdir(parents=True, exist_ok=True)
+            return self._given
+        with contextlib.suppress(OSError):
+            if shutil.disk_usage(_MEMORY).free > 2 * needed_bytes + _SPARE_BYTES and os.access(_MEMORY, os.W_OK):
+                return _MEMORY
+        return Path(tempfile.gettempdir())
+
+
+def hosts_of(answers: Mapping[int, str]) -> dict[str, list[int]]:
+    """Which ranks share a directory, by what ``host_id`` returned on each."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(answers):
+        groups.setdefault(answers[rank], []).append(rank)
+    return groups
+
+
+def host_of(rank: int, groups: Mapping[str, Sequence[int]]) -> Host:
+    """The host of one rank."""
+    ranks = next(tuple(group) for group in groups.values() if rank in group)
+    return Host(ranks=ranks, place=ranks.index(rank))
+
+
+def ranges_of(entries: Sequence[FileEntry], part_bytes: int) -> list[tuple[FileEntry, int]]:
+    """The files in pieces: each file and where in it the piece begins."""
+    return [
+        (entry, start)
+        for entry in sorted(entries, key=lambda one: one.path)
+        for start in range(0, max(1, entry.size_bytes), part_bytes)
+    ]
+
+
+def fetch_ranges(
+    source: ObjectPath, folder: Path, ranges: Sequence[tuple[FileEntry, int]], at_a_time: int, part_bytes: int
+) -> None:
+    """Read pieces of files, several at a time, and write them to their places below ``folder``. Verifies nothing.
+
+    Raises:
+        IncompleteCheckpointError: a file is not there.
+        OSError: the store gave no answer, or the disk refuses.
+    """
+    stop = threading.Event()
+
+    def one(work: tuple[FileEntry, int]) -> None:
+        entry, start = work
+        if stop.is_set():
+            return
+        try:
+            _fetch_range(source, folder, entry, start, min(part_bytes, entry.size_bytes - start))
+        except BaseException:
+            stop.set()
+            raise
+
+    with ThreadPoolExecutor(at_a_time, thread_name_prefix="safe_ckpt-fetch") as pool:
+        for _ in pool.map(one, ranges):
+            pass
+
+
+def _fetch_range(source: ObjectPath, folder: Path, entry: FileEntry, start: int, length: int) -> None:
+    file, place = folder / entry.path, source / entry.path
+    try:
+        data = place.bucket.read_range(place.key, start, length)
+    except FileNotFoundError:
+        raise IncompleteCheckpointError(path=str(source), file=entry.path, message="is missing") from None
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with opened(file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600) as fd:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(fd, data[done:], start + done)
+
+
+def _make(folder: Path) -> int:
+    """Make the folder, or find it made by another rank. Returns a descriptor that shows that it is in use."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise DirectoryError(path=str(folder), message="somebody else has made it")
+    fd = os.open(folder / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    return fd
+
+
+def _sweep(base: Path) -> None:
+    """Delete what killed processes of this user fetched."""
+    for folder in base.glob(f"{_START}{os.getuid()}-*"):
+        with contextlib.suppress(OSError), opened(folder / _ALIVE, os.O_RDWR | os.O_NOFOLLOW) as fd:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while any process uses it
+            logger.info("removing what an earlier job fetched: %s", folder)
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,48 @@
+"""From the address that a user gives to a place in a bucket."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME
+from safe_ckpt.core.storage.objects.options import StorageOptions, is_url
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place, open_place
+
+
+def place_at(url: str, config: CheckpointConfig | None = None, *, within_s: float | None = None) -> ObjectPath:
+    """What ``url`` names, reached as the environment says.
+
+    Args:
+        url: such as ``s3://bucket/run``.
+        config: the settings; None for those of the environment.
+        within_s: how long a request may be tried again; None for ``barrier_s``.
+
+    Raises:
+        ConfigError: it is no address, the settings are not allowed, or the client is not installed.
+    """
+    config = config or CheckpointConfig.from_environment()
+    deadline = config.timeouts.barrier_s if within_s is None else within_s
+    return open_place(url, StorageOptions.of(config.storage, deadline))
+
+
+def place_of(path: str) -> Place:
+    """What a user names: a place in a bucket if it is an address of one, else a path.
+
+    Raises:
+        ConfigError: as ``place_at``.
+    """
+    return place_at(path) if is_url(path) else Path(path)
+
+
+def is_checkpoint(place: ObjectPath) -> bool:
+    """Whether it is one checkpoint, and not a directory of them: it has a manifest, whatever that says.
+
+    Raises:
+        OSError: the store gave no answer, or refuses.
+    """
+    try:
+        place.bucket.size_of((place / MANIFEST_NAME).key)
+    except FileNotFoundError:
+        return False
+    return True

@@ -1,0 +1,140 @@
+"""A mirror under each framework: the job is stopped, its disk is lost, and a fresh machine goes on to the same end."""
+
+import contextlib
+import dataclasses
+import shutil
+
+import pytest
+from lightning_runs import QUICK, Stop, fingerprint, module_class, package, stop_at, trainer
+from transformers_runs import SafeTrainer
+from transformers_runs import Stop as StopTraining
+from transformers_runs import fingerprint as trained
+from transformers_runs import trainer as hugging_face
+
+from accelerate_runs import CONFIG, Training, fresh, registered, stateful
+from safe_ckpt import Mirror, StorageConfig, events
+from safe_ckpt.core.directory.object_catalog import list_objects
+from safe_ckpt.core.storage.objects.options import StorageOptions
+from safe_ckpt.core.storage.objects.place import open_place
+from safe_ckpt.lightning import SafeCheckpointCallback
+
+
+def mirroring(config, bucket, **more):
+    return dataclasses.replace(config, mirror=Mirror(url=bucket.url(), **more))
+
+
+def mirrored(bucket):
+    return sorted(one.manifest.name for one in list_objects(open_place(bucket.url(), StorageOptions())))
+
+
+def lightning(folder, config, *, seed, stop=None, name="lightning.pytorch", hooks=()):
+    pl = package(name)
+    pl.seed_everything(seed, verbose=False)
+    module = module_class(pl)()
+    callback = SafeCheckpointCallback(
+        dirpath=folder,
+        filename="{epoch}-{step}",
+        resume="auto",
+        save_top_k=-1,
+        save_last="link",
+        config=config,
+        hooks=hooks,
+    )
+    with contextlib.suppress(Stop):
+        trainer(pl, [callback, *([stop_at(pl, stop)] if stop else [])], folder).fit(module)
+    return fingerprint(module)
+
+
+def test_lightning_goes_on_with_an_empty_disk(tmp_path, bucket):
+    """The single files of a callback come back from the mirror, and training ends bit for bit as if nothing had happened."""
+    expected = lightning(tmp_path / "whole", QUICK, seed=1)
+    config, seen = mirroring(QUICK, bucket), []
+    lightning(tmp_path / "run", config, seed=1, stop=7)
+    assert mirrored(bucket) == ["epoch=0-step=3.ckpt", "epoch=1-step=6.ckpt"]
+    shutil.rmtree(tmp_path / "run")
+    found = lightning(tmp_path / "run", config, seed=77, hooks=[seen.append])
+    assert found == expected
+    fetched = [event for event in seen if isinstance(event, events.Fetched)]
+    assert [event.path for event in fetched] == [str(tmp_path / "run" / "epoch=1-step=6.ckpt")]
+
+
+def test_accelerate_goes_on_with_an_empty_disk(tmp_path, bucket):
+    """load_state() without a name takes the newest of the mirror where the project's folder is empty."""
+    config = mirroring(CONFIG, bucket)
+    with fresh(), registered(tmp_path / "whole", dataloader_config=stateful()) as (accelerator, handle):
+        training = Training(accelerator)
+        training.epoch()
+        accelerator.save_state()
+        training.epoch()
+        expected = training.fingerprint()
+    with fresh(), registered(tmp_path / "run", config, dataloader_config=stateful()) as (accelerator, handle):
+        training = Training(accelerator)
+        training.epoch()
+        accelerator.save_state()
+    assert mirrored(bucket) == ["checkpoint_0"]
+    shutil.rmtree(tmp_path / "run")
+    with fresh(), registered(tmp_path / "run", config, dataloader_config=stateful()) as (accelerator, handle):
+        training = Training(accelerator, number=5)
+        accelerator.load_state()
+        training.epoch()
+        assert training.fingerprint() == expected
+
+
+def test_a_trainer_goes_on_with_an_empty_disk(tmp_path, bucket):
+    """``resume_from_checkpoint=True`` takes the newest of the mirror, and the end is that of an uninterrupted run."""
+
+    class Mirroring(SafeTrainer):
+        checkpoint_config = mirroring(SafeTrainer.checkpoint_config, bucket)
+
+    whole = hugging_face(tmp_path / "whole")
+    whole.train()
+    with pytest.raises(KeyboardInterrupt):
+        hugging_face(tmp_path / "run", Mirroring, callbacks=[StopTraining(5)]).train()
+    assert mirrored(bucket) == ["checkpoint-2", "checkpoint-4"]
+    shutil.rmtree(tmp_path / "run")
+    again = hugging_face(tmp_path / "run", Mirroring)
+    again.train(resume_from_checkpoint=True)
+    assert trained(again) == trained(whole)
+
+
+def test_a_callback_takes_an_address(tmp_path, bucket):
+    """``dirpath="s3://..."``: the files lie in the cache first; what save_top_k deletes goes in both places."""
+    config = dataclasses.replace(QUICK, storage=StorageConfig(cache_dir=str(tmp_path / "cache")))
+    expected = lightning(tmp_path / "whole", QUICK, seed=1)
+
+    def run(**more):
+        pl = package("lightning.pytorch")
+        pl.seed_everything(more.pop("seed"), verbose=False)
+        module = module_class(pl)()
+        callback = SafeCheckpointCallback(
+            dirpath=bucket.url(), filename="{epoch}-{step}", resume="auto", monitor="epoch", mode="max", config=config
+        )
+        stop = more.pop("stop", None)
+        with contextlib.suppress(Stop):
+            trainer(pl, [callback, *([stop_at(pl, stop)] if stop else [])], tmp_path / "root").fit(module)
+        return fingerprint(module)
+
+    run(seed=1, stop=7)
+    assert mirrored(bucket) == ["epoch=1-step=6.ckpt"]
+    shutil.rmtree(tmp_path / "cache")
+    assert run(seed=77) == expected
+    assert mirrored(bucket) == ["epoch=2-step=9.ckpt"]
+
+
+def test_a_project_takes_an_address(tmp_path, bucket):
+    """``ProjectConfiguration("s3://...")``, with automatic naming and a total_limit."""
+    config = dataclasses.replace(CONFIG, storage=StorageConfig(cache_dir=str(tmp_path / "cache")))
+    with fresh(), registered(bucket.url(), config, dataloader_config=stateful(), limit=1) as (accelerator, _):
+        training = Training(accelerator)
+        for _ in range(2):
+            training.epoch()
+            accelerator.save_state()
+        training.epoch()
+        expected = training.fingerprint()
+    assert mirrored(bucket) == ["checkpoint_1"]
+    shutil.rmtree(tmp_path / "cache")
+    with fresh(), registered(bucket.url(), config, dataloader_config=stateful(), limit=1) as (accelerator, _):
+        training = Training(accelerator, number=5)
+        accelerator.load_state()
+        training.epoch()
+        assert training.fingerprint() == expected

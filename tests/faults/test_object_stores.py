@@ -1,0 +1,132 @@
+"""Two jobs after each other that save to an object store: a fault at any request, a kill at any request."""
+
+import os
+import random
+
+import pytest
+from object_sweep import FAULTS, Point, count_of, fault_sweep, kill_point, sample
+from trials import THOROUGH
+
+from kit import object_servers
+from kit.fault_proxy import FaultProxy
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+SAMPLED, KILLED = 12, 5
+thorough = pytest.mark.thorough
+kinds = pytest.mark.parametrize("kind", object_servers.KINDS)
+s3 = pytest.mark.parametrize("kind", [kind for kind in object_servers.KINDS if kind != "azurite"])
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """Starts a server of a kind, once."""
+    started = {}
+
+    def of(kind):
+        if why := object_servers.missing(kind):
+            pytest.skip(why)
+        if kind not in started:
+            started[kind] = object_servers.start(kind, tmp_path_factory.mktemp(kind))
+        return started[kind]
+
+    yield of
+    for one in started.values():
+        one.stop()
+
+
+def seed():
+    """Printed, so that a run can be had again."""
+    chosen = int(os.environ.get("SAFE_CKPT_KILL_SEED") or random.randrange(1 << 30))
+    print(f"SAFE_CKPT_KILL_SEED={chosen}")
+    return chosen
+
+
+def total_of(server):
+    with FaultProxy(server.endpoint) as proxy:
+        return count_of(server, proxy)
+
+
+@kinds
+@pytest.mark.skipif(THOROUGH, reason="the sweep goes through all of them")
+def test_a_fault_at_any_request(kind, server, matrix):
+    """What was reported as committed is there, whole; nothing is deleted before its successor is; nothing is left over."""
+    points = sample(total_of(server(kind)), SAMPLED, seed())
+    matrix(f"a request fails, {kind}", "a sample of them", fault_sweep(server(kind), points))
+
+
+@thorough
+@kinds
+@pytest.mark.parametrize(("fault", "when"), FAULTS)
+def test_a_fault_at_each_request(kind, fault, when, server, matrix):
+    """The same for every request of the two jobs; every seventh time with a writer process."""
+    points = [Point(number, fault, when, number % 7 > 0) for number in range(1, total_of(server(kind)) + 1)]
+    matrix(f"a request fails, {kind}", f"{fault} {when} it reached the server", fault_sweep(server(kind), points))
+
+
+REQUESTS = {"first": 70, "resume": 45, "sweep": 60}
+"""At most so many requests are there to be killed at; the number differs between kinds of servers."""
+
+
+def kills(server, folder, points):
+    found = {"killed, the next start goes on": 0}
+    with FaultProxy(server.endpoint) as proxy:
+        for in_job, number, when in points:
+            try:
+                struck = kill_point(server, proxy, folder, number, when, in_job=in_job)
+            except Exception as error:
+                error.add_note(f"at {in_job}, request {number}, {when}")
+                raise
+            name = "killed, the next start goes on" if struck else "the request did not come"
+            found[name] = found.get(name, 0) + 1
+    return found
+
+
+@kinds
+@pytest.mark.skipif(THOROUGH, reason="the sweep goes through all of them")
+def test_a_kill_at_any_request(kind, server, tmp_path, matrix):
+    """The job and its writer process are killed: the next start goes on at what was reported, with nothing left over."""
+    chance = random.Random(seed())
+    jobs = [chance.choice(list(REQUESTS)) for _ in range(KILLED)]
+    points = [(job, chance.randint(1, REQUESTS[job] - 10), chance.choice(("before", "after"))) for job in jobs]
+    matrix(f"a job is killed at a request, {kind}", "a sample of them", kills(server(kind), tmp_path, points))
+
+
+@thorough
+@kinds
+@pytest.mark.parametrize("job", REQUESTS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_kill_at_each_request(kind, job, when, server, tmp_path, matrix):
+    """The same for every request of the first job, of the second, and of one that finds what a killed one left."""
+    points = [(job, number, when) for number in range(1, REQUESTS[job] + 1)]
+    matrix(f"a job is killed at a request, {kind}", f"{job}, {when}", kills(server(kind), tmp_path, points))
+
+
+@s3
+@pytest.mark.parametrize("fault", ["500", "duplicate"])
+def test_an_upload_that_was_begun_twice_is_aborted(kind, fault, server):
+    """The answer to its beginning was lost, or the request came twice: what it holds in a committed folder is charged for."""
+
+    def begins(record):
+        return record.method == "POST" and "uploads" in record.path
+
+    fault_sweep(server(kind), [Point(5, fault, "after"), Point(6, fault, "after")], match=begins)
+
+
+@kinds
+def test_an_object_for_trying_out_the_store_is_not_left(kind, server, tmp_path):
+    """The request that makes it comes once more later, or the job is killed before it deletes it."""
+
+    def tries(record):
+        return record.method == "PUT" and "probe" in record.path
+
+    fault_sweep(server(kind), [Point(number, "duplicate", "after") for number in (1, 3)], match=tries)
+    kills(server(kind), tmp_path, [("first", 6, "after")])
+
+
+@kinds
+def test_a_replaced_step_does_not_stay(kind, server, tmp_path):
+    """The job is killed when the step is saved again, before the earlier one is deleted: a later save deletes it."""
+    kills(
+        server(kind), tmp_path, [("first", number, "after") for number in ((37, 38) if kind == "azurite" else (41, 42))]
+    )

@@ -1,0 +1,178 @@
+"""The mirror behind a ``Checkpointer``: what is uploaded, kept and deleted, and what a resume makes of it."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+from kit.fault_proxy import FaultProxy
+from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, Retention, StorageConfig, Timeouts, events
+from safe_ckpt.core.directory.object_catalog import list_objects
+from safe_ckpt.core.storage.objects.options import StorageOptions
+from safe_ckpt.core.storage.objects.place import open_place
+from safe_ckpt.errors import DirectoryError, NoValidCheckpointError
+from support import flip_bit
+
+TIMES = Timeouts(lengthy_s=60, barrier_s=6, shutdown_s=10, peer_stall_s=5)
+
+
+def config(bucket, keep_last=None, **mirror):
+    return CheckpointConfig(
+        timeouts=TIMES,
+        retention=Retention(keep_last=keep_last),
+        mirror=Mirror(url=bucket.url(), **mirror),
+        storage=StorageConfig(request_timeout_s=2),
+    )
+
+
+def place(bucket):
+    return open_place(bucket.url(), StorageOptions(give_up_after_s=5))
+
+
+def there(bucket):
+    return sorted(one.manifest.step for one in list_objects(place(bucket)) if one.manifest is not None)
+
+
+def state(value):
+    return {"model": {"w": torch.full((1 << 16,), float(value))}, "step": value}
+
+
+def run(folder, settings, steps, hooks=()):
+    with Checkpointer(folder, settings, hooks=hooks) as ckpt:
+        for step in steps:
+            ckpt.save(step, state(step)).result()
+            wait_for_mirror(ckpt)
+
+
+def wait_for_mirror(ckpt):
+    mirror, end = ckpt._engine.mirror, time.monotonic() + 30
+    while mirror._known() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def resumed(folder, settings, **more):
+    target = state(-1)
+    with Checkpointer(folder, settings) as ckpt:
+        info = ckpt.resume(target, **more)
+    assert info is not None
+    assert torch.equal(target["model"]["w"], state(target["step"])["model"]["w"])
+    return target["step"]
+
+
+def test_each_tier_has_its_own_retention(tmp_path, bucket):
+    """The newest, and every tenth step, stay in the mirror; the directory keeps what it is told."""
+    run(tmp_path, config(bucket, keep_last=1, keep_every_steps=10), [9, 10, 11, 12])
+    assert (there(bucket), steps(tmp_path)) == ([10, 12], [12])
+
+
+def steps(folder):
+    return sorted(int(path.name[5:]) for path in folder.glob("step-*"))
+
+
+def test_follow_deletes_in_both_places(tmp_path, bucket):
+    """What retention deletes in the directory goes in the mirror, also what waited for its upload."""
+    run(tmp_path, config(bucket, keep_last=2, follow=True, required=True), [1, 2, 3, 4])
+    assert (there(bucket), steps(tmp_path)) == ([3, 4], [3, 4])
+
+
+def test_a_lost_disk_is_made_up_for(tmp_path, bucket):
+    """An empty directory, a damaged newest, and a step that is asked for: each comes from the mirror."""
+    settings = config(bucket)
+    run(tmp_path / "a", settings, [1, 2, 3])
+    shutil.rmtree(tmp_path / "a")
+    assert resumed(tmp_path / "a", settings) == 3
+    assert steps(tmp_path / "a") == [3]
+    flip_bit(tmp_path / "a/step-00000003/model.safetensors", 5000)
+    assert resumed(tmp_path / "a", settings) == 3
+    assert len(list((tmp_path / "a/.safe_ckpt/quarantine").iterdir())) == 1
+    assert resumed(tmp_path / "a", settings, step=1) == 1
+    with pytest.raises(NoValidCheckpointError):
+        resumed(tmp_path / "a", settings, step=7)
+
+
+def test_a_damaged_copy_is_passed_over(tmp_path, bucket):
+    """Bytes that differ in the mirror are found while they are fetched; the one before it is taken."""
+    settings = config(bucket)
+    run(tmp_path / "a", settings, [1, 2])
+    (newest,) = [one.path for one in list_objects(place(bucket)) if one.manifest.step == 2]
+    key = (newest / "model.safetensors").key
+    data = bytearray(bucket.read(key))
+    data[-5] ^= 1
+    newest.bucket.overwrite(key, bytes(data))
+    shutil.rmtree(tmp_path / "a")
+    assert resumed(tmp_path / "a", settings) == 1
+
+
+def test_what_is_damaged_on_the_disk_is_not_mirrored(tmp_path, bucket):
+    """The bytes are compared on the way, and the event has the reason."""
+    seen = []
+    with Checkpointer(tmp_path, CheckpointConfig(timeouts=TIMES)) as ckpt:
+        ckpt.save(1, state(1)).result()
+    flip_bit(tmp_path / "step-00000001/model.safetensors", 5000)
+    with Checkpointer(tmp_path, config(bucket), hooks=[seen.append]) as ckpt:
+        mirror = ckpt._engine.mirror
+        (one,) = [c.info for c in ckpt._listed()]
+        mirror.put(one, ckpt._workspace)
+        wait_for_mirror(ckpt)
+    (event,) = [event for event in seen if isinstance(event, events.Mirrored)]
+    assert "its bytes are not those" in event.error
+    assert there(bucket) == []
+
+
+def test_a_mirror_that_does_not_answer_fails_no_save(tmp_path, object_server, bucket, monkeypatch):
+    """Saves go on; what was missed is uploaded by the next job that resumes. An empty disk without an answer is an error."""
+    with FaultProxy(object_server.endpoint) as proxy:
+        for name, value in bucket.environment(proxy.endpoint).items():
+            monkeypatch.setenv(name, value)
+        settings = config(bucket)
+        proxy.down = True
+        seen = []
+        quick = CheckpointConfig(
+            timeouts=Timeouts(lengthy_s=2, barrier_s=4, shutdown_s=2, peer_stall_s=1),
+            mirror=settings.mirror,
+            storage=StorageConfig(request_timeout_s=1, cache_dir=str(tmp_path)),
+        )
+        with Checkpointer(tmp_path / "a", quick, hooks=[seen.append]) as ckpt:
+            ckpt.save(1, state(1)).result()
+            ckpt.save(2, state(2)).result()
+        assert [event.error != "" for event in seen if isinstance(event, events.Mirrored)] in ([True], [True, True])
+        assert steps(tmp_path / "a") == [1, 2]
+        with pytest.raises(DirectoryError, match="could not"), Checkpointer(tmp_path / "empty", quick) as ckpt:
+            ckpt.resume(state(0))
+        proxy.down = False
+        assert resumed(tmp_path / "a", settings) == 2
+        assert there(bucket) == [2]
+
+
+JOB = textwrap.dedent("""
+    import sys, time, torch
+    from safe_ckpt import Checkpointer, CheckpointConfig, Mirror, Timeouts
+    config = CheckpointConfig(
+        mirror=Mirror(url=sys.argv[2]), save_on_signals=("SIGTERM",), signal_grace_s=20, timeouts=Timeouts(shutdown_s=5)
+    )
+    with Checkpointer(sys.argv[1], config) as ckpt:
+        print("ready", flush=True)
+        for step in range(1000):
+            time.sleep(0.05)
+            if ckpt.stop_requested:
+                ckpt.save(step, {"w": torch.ones(1 << 20)})
+                break
+""")
+
+
+def test_a_signal_leaves_time_for_the_upload(tmp_path, bucket):
+    """The save after a SIGTERM is in the mirror when the job has ended."""
+    job = subprocess.Popen(
+        [sys.executable, "-c", JOB, str(tmp_path / "a"), bucket.url()], stdout=subprocess.PIPE, env=dict(os.environ)
+    )
+    assert job.stdout.readline() == b"ready\n"
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(40) == 0
+    job.stdout.close()
+    assert len(there(bucket)) == 1
