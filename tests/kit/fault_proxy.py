@@ -113,6 +113,7 @@ class FaultProxy:
         self._down = False
         self._connections: set[_Connection] = set()
         self._threads: set[threading.Thread] = set()
+        self._starting = threading.Lock()
 
     def __enter__(self) -> Self:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
@@ -130,7 +131,7 @@ class FaultProxy:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes up who accepts
         for connection in self._open():
             connection.cut(reset=False)
-        while threads := self._threads.copy():
+        while threads := self._begun():
             threads.pop().join()
         self._listener.close()
 
@@ -235,8 +236,13 @@ class FaultProxy:
                 self._threads.discard(threading.current_thread())
 
         thread = threading.Thread(target=run, name="fault proxy", daemon=True)
-        self._threads.add(thread)
-        thread.start()
+        with self._starting:  # close() joins none that has not begun
+            self._threads.add(thread)
+            thread.start()
+
+    def _begun(self) -> set[threading.Thread]:
+        with self._starting:
+            return self._threads.copy()
 
     def _open(self) -> list[_Connection]:
         with self._changed:

@@ -12,7 +12,7 @@ import xxhash
 from typer.testing import CliRunner
 
 from kit.object_servers import missing, start
-from safe_ckpt import Checkpointer
+from safe_ckpt import CheckpointConfig, Checkpointer, Mirror
 from safe_ckpt.cli.app import app
 from safe_ckpt.core.directory.head import Head
 from safe_ckpt.core.directory.lease import own_lease
@@ -20,8 +20,8 @@ from safe_ckpt.core.directory.object_folders import GRAVESTONE
 from safe_ckpt.core.directory.object_root import ObjectRoot
 from safe_ckpt.core.formats import manifest
 from safe_ckpt.core.storage.objects.bucket import Bucket
+from safe_ckpt.core.transfer import host_cache
 from safe_ckpt.errors import DirectoryInUseError, SafeCheckpointError
-from safe_ckpt.inspection.objects import fetch as fetching
 from safe_ckpt.inspection.objects.reach import place_at
 
 LEFT = "step-00000009.0123456789ab"
@@ -277,14 +277,14 @@ def test_fetching_is_whole_or_not_at_all(store, tmp_path, monkeypatch):
     there = save(url, 1, 2, size=5_000_000)
     flip(there[2] / "w.safetensors", 9_000_000)
     with monkeypatch.context() as patch:
-        read = fetching._read_range
+        read = host_cache._fetch_range
 
         def failing(source, folder, entry, start, length):
             if start:
                 raise TimeoutError("no answer")
             read(source, folder, entry, start, length)
 
-        patch.setattr(fetching, "_read_range", failing)
+        patch.setattr(host_cache, "_fetch_range", failing)
         done = run("resume-path", there[1], "--fetch", goal)
         assert (done.exit_code, done.stdout, list(goal.iterdir())) == (1, "", [])
     done = run("resume-path", url, "--fetch", goal)
@@ -301,6 +301,17 @@ def test_fetching_is_whole_or_not_at_all(store, tmp_path, monkeypatch):
     answer = told("resume-path", there[1], "--fetch", tmp_path / "other")
     assert (answer["path"], answer["source"]) == (str(tmp_path / "other/step-00000001"), str(there[1]))
     assert run("resume-path", goal, "--fetch", tmp_path).exit_code == 2
+
+
+def test_what_was_mirrored_is_fetched_as_it_was(store, tmp_path):
+    """A directory and a single file come back under their names, and a resume takes them."""
+    url = store.url()
+    with Checkpointer(tmp_path / "run", CheckpointConfig(mirror=Mirror(url=url))) as ckpt:
+        ckpt.save(3, {"w": {"t": torch.ones(10)}, "n": 3}).result(timeout_s=20)
+    assert run("resume-path", url, "--fetch", tmp_path / "got").exit_code == 0
+    assert told("verify", tmp_path / "got/step-00000003")[0]["state"] == "valid"
+    manifests = [tmp_path / name / "step-00000003/manifest.json" for name in ("run", "got")]
+    assert manifests[0].read_bytes() == manifests[1].read_bytes()
 
 
 @pytest.mark.parametrize(

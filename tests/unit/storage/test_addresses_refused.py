@@ -12,7 +12,7 @@ URL = "s3://bucket/run"
 @pytest.mark.parametrize(
     ("call", "key"),
     [
-        (lambda _: set_up_directory(URL), "path"),
+        (lambda _: set_up_directory(URL, mode="resume"), "path"),
         (lambda _: consolidate_offloaded({}, URL, timeout_s=5), "destination"),
         (lambda _: restore_offloaded(URL, {}, timeout_s=5), "source"),
         (lambda _: Checkpointer(URL, CheckpointConfig(mirror=Mirror(url=URL))), "mirror.url"),

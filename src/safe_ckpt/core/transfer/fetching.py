@@ -56,6 +56,11 @@ def origin(manifest: Manifest, path: ObjectPath) -> tuple[str, bool]:
     return name, bool(facts.get("single"))
 
 
+def own_manifest(manifest: Manifest) -> Manifest:
+    """What ``mirrored`` was given, but for the files."""
+    return dataclasses.replace(manifest, notes={k: v for k, v in manifest.notes.items() if k != MIRRORED})
+
+
 def fetch_into(
     workspace: Workspace, source: ObjectPath, manifest: Manifest, *, at_a_time: int, part_bytes: int
 ) -> CheckpointInfo:
@@ -84,7 +89,7 @@ def fetch_into(
         into = folder if single else staged
         into.mkdir(exist_ok=True)
         fetch_ranges(source, into, ranges_of(manifest.files, part_bytes), at_a_time, part_bytes)
-        own = dataclasses.replace(manifest, notes={k: v for k, v in manifest.notes.items() if k != MIRRORED})
+        own = own_manifest(manifest)
         verify(into, manifest, cached=True)
         if not single:
             (staged / MANIFEST_NAME).write_bytes(own.to_bytes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -152,21 +153,26 @@ def fetch_ranges(
         IncompleteCheckpointError: a file is not there.
         OSError: the store gave no answer, or the disk refuses.
     """
-    stop = threading.Event()
+    options, stop = source.bucket.options, threading.Event()
+
+    def go_on() -> None:
+        if stop.is_set():
+            raise InterruptedError(errno.EINTR, "interrupted")
+
+    near = ObjectPath(source.bucket.within(options.give_up_after_s, go_on), source.key)
 
     def one(work: tuple[FileEntry, int]) -> None:
+        go_on()
         entry, start = work
-        if stop.is_set():
-            return
-        try:
-            _fetch_range(source, folder, entry, start, min(part_bytes, entry.size_bytes - start))
-        except BaseException:
-            stop.set()
-            raise
+        _fetch_range(near, folder, entry, start, min(part_bytes, entry.size_bytes - start))
 
     with ThreadPoolExecutor(at_a_time, thread_name_prefix="safe_ckpt-fetch") as pool:
-        for _ in pool.map(one, ranges):
-            pass
+        try:
+            for _ in pool.map(one, ranges):
+                pass
+        except BaseException:
+            stop.set()  # Ctrl-C, or the first error: every thread ends after the part that it reads
+            raise
 
 
 def _fetch_range(source: ObjectPath, folder: Path, entry: FileEntry, start: int, length: int) -> None:

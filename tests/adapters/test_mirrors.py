@@ -16,6 +16,7 @@ from safe_ckpt import Mirror, StorageConfig, events
 from safe_ckpt.core.directory.object_catalog import list_objects
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
+from safe_ckpt.inspection.objects.fetch import fetch
 from safe_ckpt.lightning import SafeCheckpointCallback
 
 
@@ -23,8 +24,12 @@ def mirroring(config, bucket, **more):
     return dataclasses.replace(config, mirror=Mirror(url=bucket.url(), **more))
 
 
+def stored(bucket):
+    return list_objects(open_place(bucket.url(), StorageOptions()))
+
+
 def mirrored(bucket):
-    return sorted(one.manifest.name for one in list_objects(open_place(bucket.url(), StorageOptions())))
+    return sorted(one.manifest.name for one in stored(bucket))
 
 
 def lightning(folder, config, *, seed, stop=None, name="lightning.pytorch", hooks=()):
@@ -51,6 +56,9 @@ def test_lightning_goes_on_with_an_empty_disk(tmp_path, bucket):
     config, seen = mirroring(QUICK, bucket), []
     lightning(tmp_path / "run", config, seed=1, stop=7)
     assert mirrored(bucket) == ["epoch=0-step=3.ckpt", "epoch=1-step=6.ckpt"]
+    (newest,) = (one.path for one in stored(bucket) if one.manifest.name == "epoch=1-step=6.ckpt")
+    by_command = fetch(newest, tmp_path / "got")
+    assert by_command.read_bytes() == (tmp_path / "run" / "epoch=1-step=6.ckpt").read_bytes()
     shutil.rmtree(tmp_path / "run")
     found = lightning(tmp_path / "run", config, seed=77, hooks=[seen.append])
     assert found == expected
