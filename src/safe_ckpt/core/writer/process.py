@@ -25,6 +25,7 @@ from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.staging.progress import ProgressPage
 from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.direct_io import WriteOptions, refused_direct
+from safe_ckpt.core.storage.objects.options import take_variables
 from safe_ckpt.core.writer.file_writer import write_files
 
 STACK_SIGNAL = signal.SIGUSR2
@@ -97,6 +98,8 @@ def _serve(
     try:
         plan = job["plan"]
         options = WriteOptions.from_json(plan["options"])
+        if options.storage is not None:
+            take_variables(plan["variables"])
         page.begin(0)
         copies = [FileCopy.from_json(entry) for entry in plan["copies"]]
         tasks = [WriteTask.from_json(entry) for entry in plan["files"]]

@@ -19,7 +19,7 @@ from safe_ckpt.core.formats.file_plan import FilePlan, WriteTask
 from safe_ckpt.core.staging.worker_thread import Refused
 from safe_ckpt.core.storage.direct_io import PAGE, Unwatched, WriteOptions
 from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
-from safe_ckpt.core.storage.objects.options import StorageOptions
+from safe_ckpt.core.storage.objects.options import StorageOptions, variables
 from safe_ckpt.core.writer.client import WriteJob, WriterClient, WriterEnded
 from safe_ckpt.core.writer.file_writer import write_files
 from safe_ckpt.core.writer.stream_writer import stream_file
@@ -167,6 +167,7 @@ class WriterSupervisor:
             "copies": [copy.to_json() for copy in job.copies],
             "directories": list(job.directories),
             "options": dataclasses.asdict(self._options),
+            "variables": variables() if self._options.storage is not None else {},  # credentials may be new ones
         }
         return json.dumps(plan).encode()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from safe_ckpt.config import StorageConfig
 
 SCHEMES = ("s3", "gs", "az")
+_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
 _EXTRA = "object stores need obstore: pip install 'safe-ckpt[remote]'"
 
 
@@ -44,6 +46,18 @@ class StorageOptions:
         """The options by name."""
         pairs = (option.partition("=") for option in self.options)
         return {name.lower(): value for name, _, value in pairs}
+
+
+def variables() -> dict[str, str]:
+    """What the environment says now of how stores are reached."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+
+
+def take_variables(given: dict[str, str]) -> None:
+    """Make the environment say this. For a process that another one started earlier."""
+    for name in variables().keys() - given.keys():
+        del os.environ[name]
+    os.environ.update(given)
 
 
 def is_url(path: object, key: str = "directory") -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from safe_ckpt.core.storage.objects.bucket import Bucket
-from safe_ckpt.core.storage.objects.options import StorageOptions, is_url, require_obstore
+from safe_ckpt.core.storage.objects.options import StorageOptions, is_url, require_obstore, variables
 from safe_ckpt.errors import ConfigError
 
 
@@ -93,7 +93,10 @@ def open_place(url: str, options: StorageOptions) -> ObjectPath:
     parts: Sequence[str] = [part for part in key.split("/") if part]
     if not bucket or "@" in bucket or any(part in (".", "..") for part in parts):
         raise ConfigError(key="directory", message=f"{scheme}:// needs a bucket and a plain path behind it")
-    return ObjectPath(_bucket(scheme, bucket, options), "/".join(parts))
+    return ObjectPath(_bucket(scheme, bucket, options, tuple(variables().items())), "/".join(parts))
 
 
-_bucket = functools.lru_cache(maxsize=16)(Bucket)  # each has its own connections
+@functools.lru_cache(maxsize=16)  # each has its own connections
+def _bucket(scheme: str, name: str, options: StorageOptions, seen: tuple[tuple[str, str], ...]) -> Bucket:
+    del seen  # what it found in the environment: where that has changed, it is another one
+    return Bucket(scheme, name, options)
