@@ -175,7 +175,7 @@ def test_accelerate_finds_what_was_named(tmp_path, bucket, monkeypatch):
     """save_state and load_state with a path of one's own: a fresh machine fetches it, and equal last names do not mix."""
     config = mirroring(CONFIG, bucket)
     monkeypatch.chdir(tmp_path)
-    with fresh(), registered(tmp_path / "run", config, automatic_checkpoint_naming=False) as (accelerator, _):
+    with fresh(), registered(tmp_path / "run", config, automatic=False) as (accelerator, _):
         training = Training(accelerator)
         accelerator.save_state("gen/step_1")
         training.epoch()
@@ -183,7 +183,7 @@ def test_accelerate_finds_what_was_named(tmp_path, bucket, monkeypatch):
         expected = training.fingerprint()
     shutil.rmtree(tmp_path / "gen")
     shutil.rmtree(tmp_path / "disc")
-    with fresh(), registered(tmp_path / "run", config, automatic_checkpoint_naming=False) as (accelerator, _):
+    with fresh(), registered(tmp_path / "run", config, automatic=False) as (accelerator, _):
         training = Training(accelerator, number=5)
         accelerator.load_state("disc/step_1")
         assert training.fingerprint() == expected
