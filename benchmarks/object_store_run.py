@@ -121,7 +121,7 @@ class Memory(threading.Thread):
 
 
 def durable(way: Way, state: State, server: int) -> dict[str, Any]:
-    cpu_s, server_s = cpu_seconds(os.getpid()), cpu_seconds(server)
+    cpu_s, own_s, server_s = cpu_seconds(os.getpid()), time.process_time(), cpu_seconds(server)
     begun = time.perf_counter()
     way.save(1, state)
     call_s = time.perf_counter() - begun
@@ -131,6 +131,7 @@ def durable(way: Way, state: State, server: int) -> dict[str, Any]:
         "call_s": call_s,
         "durable_s": durable_s,
         "cpu_s": cpu_seconds(os.getpid()) - cpu_s,
+        "own_cpu_s": time.process_time() - own_s,
         "server_cpu_s": cpu_seconds(server) - server_s,
     }
 

@@ -33,6 +33,7 @@ from object_store_ways import ON_DISK, OURS, RAW, RESUMES, WAYS
 MIB = 1 << 20
 REQUESTS_MIB = 64
 MOST_FOR_FORMAT = 1.1  # what a store holds after a save, over the bytes of the state
+KINDS = ("requests", "durable", "training", "memory")
 PACKAGES = ("torch", "obstore", "boto3", "s3fs", "aiobotocore", "s3torchconnector", "lightning", "ministack", "moto")
 Row = dict[str, Any]
 
@@ -43,6 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--server", choices=("ministack", "moto"), default="ministack")
     parser.add_argument("--only", action="append", choices=WAYS, metavar="NAME", help="a way to save; all if not given")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="a measurement; all if not given")
     parser.add_argument("--quick", action="store_true", help="16 MiB, one round: to see that it works")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all that was measured")
     parser.add_argument("--folder", type=Path, default=Path("runs/object_stores"), help="on the local disk")
@@ -73,9 +75,12 @@ class Bench:
         self._ways = [way for way in WAYS if way in (options.only or WAYS)]
 
     def run(self) -> None:
-        self._count_requests()
+        kinds = [kind for kind in KINDS if kind in (self.options.kind or KINDS)]
+        if "requests" in kinds:
+            kinds.remove("requests")
+            self._count_requests()
         for number in range(self.options.rounds):
-            for kind in ("durable", "training", "memory"):
+            for kind in kinds:
                 for way in self._ways:
                     if not self._failed(way):
                         say(f"round {number + 1} of {self.options.rounds}: {kind}, {way}")
