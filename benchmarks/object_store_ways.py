@@ -158,7 +158,7 @@ class RawObstore(Way):
         self._target = torch.full((state_bytes(state) // 4,), 7.0)
 
     def resume(self, state: State) -> list[torch.Tensor]:
-        """Ranges of the size of a part, as many at a time as ours asks for, copied to memory that is there already."""
+        """Ranges of the size of a part, ``parts_in_flight`` at a time, copied to memory that is there already."""
         del state
         target = memoryview(self._target.numpy()).cast("B")
 
@@ -167,7 +167,7 @@ class RawObstore(Way):
             got = self._obstore.get_range(self._store, f"{self.prefix}/raw", start=start, length=length)
             target[start : start + length] = memoryview(got)
 
-        with ThreadPoolExecutor(2 * _STORAGE.parts_in_flight) as threads:
+        with ThreadPoolExecutor(_STORAGE.parts_in_flight) as threads:
             list(threads.map(fetch, range(0, len(target), _STORAGE.part_bytes)))
         return [self._target]
 

@@ -279,7 +279,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         with start(options.server, folder / "server") as server:
             (folder / "saves").mkdir()
             bench = Bench(options, server, folder / "saves")
-            bench.run()
+            try:
+                bench.run()
+            except KeyboardInterrupt:
+                say("interrupted: what there is so far follows")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     facts["load_after"] = os.getloadavg()[0]
