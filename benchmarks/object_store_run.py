@@ -87,11 +87,12 @@ class Memory(threading.Thread):
         children_bytes: likewise of all processes below it.
         total_bytes: the most of both at one time.
         shared_bytes: the most shared memory of this process: the snapshot.
+        looks: how often it looked: seldom where a call keeps all other threads waiting.
     """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.process_bytes = self.children_bytes = self.total_bytes = self.shared_bytes = 0
+        self.process_bytes = self.children_bytes = self.total_bytes = self.shared_bytes = self.looks = 0
         self._over = threading.Event()
         self._before = self._look()
 
@@ -106,6 +107,7 @@ class Memory(threading.Thread):
     def run(self) -> None:
         while not self._over.wait(LOOK_EVERY_S):
             process, children = (now - before for now, before in zip(self._look(), self._before, strict=True))
+            self.looks += 1
             self.process_bytes = max(self.process_bytes, process)
             self.children_bytes = max(self.children_bytes, children)
             self.total_bytes = max(self.total_bytes, process + children)
@@ -116,7 +118,7 @@ class Memory(threading.Thread):
         return anonymous_bytes(own), sum(map(anonymous_bytes, descendants(own)))
 
     def to_json(self) -> dict[str, int]:
-        names = ("process_bytes", "children_bytes", "total_bytes", "shared_bytes")
+        names = ("process_bytes", "children_bytes", "total_bytes", "shared_bytes", "looks")
         return {name: getattr(self, name) for name in names}
 
 
