@@ -245,7 +245,9 @@ def _shown_section(kind: type, data: object) -> str:
     """What was given instead of a section; where that may hold a password, only its type."""
     if not _has_secrets(kind):
         return _shown(data)
-    return "a list" if isinstance(data, list | tuple) else "text" if isinstance(data, str) else f"a {type(data).__name__}"
+    return (
+        "a list" if isinstance(data, list | tuple) else "text" if isinstance(data, str) else f"a {type(data).__name__}"
+    )
 
 
 def _value(key: Key, value: object, path: str) -> Any:

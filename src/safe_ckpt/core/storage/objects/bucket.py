@@ -6,7 +6,6 @@ and whatever got no answer may be sent again. Standard library and obstore only;
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import errno
 import functools
@@ -86,9 +85,13 @@ class Bucket:
         self._secrets = tuple(value for value in options.given.values() if len(value) > _SHORT)
         self._store, self._patient_store = self._connect(0), self._connect(_RETRIES)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Bucket, (self.scheme, self.name, self.options)  # a pickle of these holds no secret
+
     def within(self, seconds: float, stop: Callable[[], None] | None = None) -> Bucket:
         """The same bucket, with another deadline for each request, and another ``stop``."""
-        other = copy.copy(self)
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
         other.options = dataclasses.replace(self.options, give_up_after_s=seconds)
         other.stop = stop
         return other

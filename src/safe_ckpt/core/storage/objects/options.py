@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.errors import ConfigError
 
@@ -19,7 +19,7 @@ _EXTRA = "object stores need obstore: pip install 'safe-ckpt[remote]'"
 
 @dataclass(frozen=True, kw_only=True)
 class StorageOptions:
-    """How to reach a store. See ``StorageConfig``; the deadline is ``Timeouts.lengthy_s``."""
+    """How to reach a store. See ``StorageConfig``; the deadline is ``Timeouts.lengthy_s``. Pickled without ``options``."""
 
     options: tuple[str, ...] = ()
     part_bytes: int = 8 << 20
@@ -40,6 +40,15 @@ class StorageOptions:
 
     def __repr__(self) -> str:
         return f"StorageOptions(part_bytes={self.part_bytes})"  # the options may hold a password
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "options": ()}  # a pickle may lie anywhere
+
+    def __copy__(self) -> StorageOptions:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StorageOptions:
+        return self
 
     @property
     def given(self) -> dict[str, str]:
