@@ -162,7 +162,11 @@ class Mirror:
     """
 
     url: str | None = field(
-        default=None, metadata=limits(pattern=r"^(s3|gs|az)://[^/@]+", words="s3://, gs:// or az://")
+        default=None,
+        metadata=limits(
+            pattern=r"^(s3|gs|az)://[^/@?]+(/[^@]*)?$",
+            words="s3://, gs:// or az:// with a bucket, and no user or password",
+        ),
     )
     keep_last: int | None = field(default=None, metadata=limits(at_least=1))
     keep_every_steps: int | None = field(default=None, metadata=limits(at_least=1))

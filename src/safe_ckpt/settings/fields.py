@@ -26,6 +26,8 @@ DEFAULTS = "the defaults"
 HIDDEN_VALUE = "(not shown)"
 _LIMITS = "safe_ckpt.limits"
 _UNITS = {"_s": "seconds", "_bytes": "bytes", "_steps": "steps"}
+_USER = re.compile(r"://[^\s'\"]*@")
+"""In an address: who asks, and mostly a password."""
 _LONGEST_SHOWN = 200
 _LARGEST_SHOWN = 1e18
 _LONGEST_DEVIATIONS = 600
@@ -320,6 +322,7 @@ def _shown(value: object) -> str:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python prints
         return "a number that is too large to be shown"
+    text = _USER.sub("://...@", text)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 

@@ -54,3 +54,21 @@ def test_a_file_that_is_wrong_is_not_repeated(tmp_path, text, said):
     found = shown(lambda: CheckpointConfig.from_yaml(file))
     assert SECRET not in found
     assert f"{file}:1: {said}" in found
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (f"mirror: {{url: s3://user:{SECRET}@host/x}}", "mirror.url"),
+        (f"mirror: {{url: s3://user:pass/{SECRET}@host/x}}", "mirror.url"),
+        (f"mirror: s3://user:{SECRET}@host/x", "mirror"),
+        (f"mirror: [s3://user:{SECRET}@host/x]", "mirror"),
+    ],
+)
+def test_a_password_in_an_address_is_not_repeated(tmp_path, text, key):
+    """The setting is refused by its own name, and the error shows no password."""
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    found = shown(lambda: CheckpointConfig.from_yaml(file))
+    assert SECRET not in found
+    assert f"{file}:1: {key}: expected" in found

@@ -73,10 +73,11 @@ def is_url(path: object, key: str = "directory") -> bool:
     """Whether this is the address of an object store; ``key`` is what the user gave it as, for messages.
 
     Raises:
-        ConfigError: it is one that went through ``pathlib``, or has a scheme that is not known.
+        ConfigError: it is one that went through ``pathlib``, has a scheme that is not known, or names no plain place.
     """
     text = path if isinstance(path, str) else str(path)
-    scheme, found, rest = text.partition(":/")
+    given, found, rest = text.partition(":/")
+    scheme = given.lower()
     if not found or scheme == "file" or not re.fullmatch(r"[a-z][a-z0-9+.-]+", scheme):
         return False
     if scheme not in SCHEMES:
@@ -85,6 +86,12 @@ def is_url(path: object, key: str = "directory") -> bool:
         raise ConfigError(key=key, message=message)
     if not rest.startswith("/"):
         raise ConfigError(key=key, message=f"give {scheme}:// addresses as text: pathlib takes a slash away")
+    if given != scheme:
+        raise ConfigError(key=key, message=f"write {scheme}:// in small letters")
+    bucket, *parts = rest[1:].split("/")
+    if not bucket or "@" in rest or "?" in bucket or any(part in (".", "..") for part in parts):
+        message = f"{scheme}:// needs a bucket and a plain path behind it, without a user, a password or a query"
+        raise ConfigError(key=key, message=message)
     return True
 
 
@@ -100,9 +107,9 @@ def refuse_url(path: object, key: str) -> None:
         raise ConfigError(key=key, message=message)
 
 
-def require_obstore() -> None:
-    """Raise ``ConfigError`` if the client is not installed."""
+def require_obstore(key: str = "directory") -> None:
+    """Raise ``ConfigError`` about ``key`` if the client is not installed."""
     try:
         import obstore  # noqa: F401 - whether it is there
     except ImportError as error:
-        raise ConfigError(key="directory", message=f"{_EXTRA} ({error})") from None
+        raise ConfigError(key=key, message=f"{_EXTRA} ({error})") from None

@@ -91,20 +91,23 @@ Place = Path | ObjectPath
 """Where a checkpoint is."""
 
 
-def open_place(url: str, options: StorageOptions) -> ObjectPath:
+def open_place(url: str, options: StorageOptions, key: str = "directory") -> ObjectPath:
     """The place that ``url`` names, such as ``s3://bucket/run``.
+
+    Args:
+        url: the address.
+        options: how to reach it.
+        key: what the user gave the address as, for messages.
 
     Raises:
         ConfigError: it is none, obstore is not installed, or does not take the options.
     """
-    if not is_url(url):
-        raise ConfigError(key="directory", message=f"{url!r} is no address of an object store")
-    require_obstore()
+    if not is_url(url, key):
+        raise ConfigError(key=key, message=f"{url!r} is no address of an object store")
+    require_obstore(key)
     scheme, _, rest = url.partition("://")
-    bucket, _, key = rest.partition("/")
-    parts: Sequence[str] = [part for part in key.split("/") if part]
-    if not bucket or "@" in bucket or any(part in (".", "..") for part in parts):
-        raise ConfigError(key="directory", message=f"{scheme}:// needs a bucket and a plain path behind it")
+    bucket, _, path = rest.partition("/")
+    parts: Sequence[str] = [part for part in path.split("/") if part]
     return ObjectPath(_bucket(scheme, bucket, options, tuple(variables().items())), "/".join(parts))
 
 
