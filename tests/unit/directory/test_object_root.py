@@ -3,11 +3,13 @@
 import contextlib
 import dataclasses
 import json
+import os
 import threading
 import time
 
 import pytest
 
+from kit.fault_proxy import FaultProxy
 from safe_ckpt.core.directory import object_owner, object_root
 from safe_ckpt.core.directory.head import Head
 from safe_ckpt.core.directory.lease import own_lease
@@ -15,9 +17,16 @@ from safe_ckpt.core.directory.object_catalog import ObjectCatalog, list_objects
 from safe_ckpt.core.directory.object_folders import folders_of, missing_condition
 from safe_ckpt.core.directory.object_root import ObjectRoot, UndecidedError
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
+from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
-from safe_ckpt.errors import CorruptCheckpointError, DirectoryError, DirectoryInUseError
+from safe_ckpt.errors import (
+    CorruptCheckpointError,
+    DirectoryError,
+    DirectoryInUseError,
+    ForkedError,
+    UnsupportedFormatError,
+)
 
 
 @pytest.fixture
@@ -61,9 +70,15 @@ def test_the_head_survives_as_a_value():
     assert Head.from_bytes(head.to_bytes()) == head
     assert (head.version, head.fence, head.sequence, head.pending, head.trash) == (8, 1, 9, (), ("b", "c"))
     assert Head.from_bytes(head.released().to_bytes()).lease is None
-    for bad in (b"", b"[]", b"{}", b'{"format": "safe_ckpt-head", "format_version": 2}', head.to_bytes()[:-20]):
+    for bad in (b"", b"[]", b"{}", b'{"format": "safe_ckpt-head", "format_version": "x"}', head.to_bytes()[:-20]):
         assert Head.from_bytes(bad) is None
-    assert len(Head().doomed([str(n) for n in range(500)]).trash) == 100
+    assert len(Head().doomed([str(n) for n in range(500)]).trash) == 500  # what is being deleted is never forgotten
+    for number in range(300):
+        head = head.doomed([str(number)])
+    assert head.trash[-1] == "299"
+    assert len(head.trash) == 100
+    with pytest.raises(UnsupportedFormatError, match="update safe_ckpt"):
+        Head.from_bytes(Head().to_bytes().replace(b'"format_version": 1', b'"format_version": 2'))
 
 
 def test_a_second_job_is_refused_while_the_first_lives(place, elsewhere):
@@ -230,7 +245,7 @@ def test_a_damaged_one_is_kept_aside(place):
 
 
 def test_a_head_that_was_deleted_or_damaged_is_begun_anew(place):
-    """By hand or by a rule of the bucket: a running job goes on, and the next one finds what was left without its help."""
+    """By hand or by a rule of the bucket: a running job goes on; what it left stays, for nobody knows whose it is."""
     root = opened(place)
     save(root, 1)
     place.bucket.delete([(place / ".safe_ckpt/head").key])
@@ -239,8 +254,109 @@ def test_a_head_that_was_deleted_or_damaged_is_begun_anew(place):
     root._owner._stop.set()
     again = opened(place)
     assert names(place) == ["step-1"]
-    assert [entry.key for entry in place.bucket.entries(folder.key)] == [(folder / "manifest.json").key]
+    assert [entry.key for entry in place.bucket.entries(folder.key)] == [
+        (folder / n).key for n in ("manifest.json", "x")
+    ]
+    with pytest.raises(DirectoryInUseError):  # where it would become a checkpoint, a gravestone stands
+        root.commit(folder, b"{}")
     again.close()
+
+
+def test_folders_of_others_stay(place, caplog):
+    """Another program's folders may have names like ours: the first job at an address, and later ones, leave them alone."""
+    theirs = ["worker.3f2504e04f89/log.txt", "worker.3f2504e04f89/manifest.json", "data.0123456789ab/part"]
+    for key in theirs:
+        place.bucket.overwrite((place / key).key, b"theirs")
+    for _ in range(2):
+        root = opened(place)
+        save(root, 1)
+        root.close()
+    assert {entry.key for entry in place.bucket.entries(place.key)} >= {(place / key).key for key in theirs}
+    assert [one for one in caplog.messages if "data.0123456789ab" in one]
+
+
+def test_more_is_deleted_than_a_head_remembers(place, monkeypatch):
+    """120 checkpoints are deleted at once, and the job dies in between: what has no manifest any more has no files either."""
+    root = opened(place)
+    folders = [save(root, step)[0] for step in range(120)]
+    delete, done = root._delete_folder, []
+
+    def dies(folder, **more):
+        if len(done) == 60:
+            raise SystemExit
+        done.append(folder)
+        delete(folder, **more)
+
+    monkeypatch.setattr(root, "_delete_folder", dies)
+    with pytest.raises(SystemExit):
+        root.discard(folders)
+    monkeypatch.setattr(object_owner, "fate_of_process", lambda _: "dead")
+    again = opened(place)
+    keys = {entry.key for entry in place.bucket.entries(place.key)}
+    committed = {one.path.key for one in list_objects(place)}
+    assert {key.rpartition("/")[0] for key in keys if key.endswith("/x")} == committed
+    assert len(committed) < 60
+    again.close()
+
+
+def test_a_commit_that_came_through_late_stays(place, monkeypatch):
+    """The store answered neither the commit nor the questions after it; the next save finds the checkpoint and keeps it."""
+    root = opened(place)
+    folder, manifest = save(root, 1, commit=False)
+
+    def lost(*_, **__):
+        raise TimeoutError("no answer")
+
+    with monkeypatch.context() as away:
+        away.setattr(Bucket, "create", lost)
+        with pytest.raises(UndecidedError):
+            root.commit(folder, manifest.to_bytes())
+        root.drop(folder)
+    place.bucket.create((folder / "manifest.json").key, manifest.to_bytes())
+    save(root, 2)
+    assert names(place) == ["step-1", "step-2"]
+    assert (folder / "x").key in {entry.key for entry in place.bucket.entries(folder.key)}
+    root.close()
+
+
+def test_what_this_process_could_not_give_back_is_free(place, monkeypatch):
+    """The store was away when the directory was closed: the same process may open it again at once."""
+    root = opened(place)
+    with monkeypatch.context() as away:
+        away.setattr(root._owner, "update", lambda *_, **__: (_ for _ in ()).throw(TimeoutError("no answer")))
+        root.close()
+    opened(place).close()
+
+
+def test_a_hanging_request_does_not_cost_the_directory(bucket, elsewhere, monkeypatch):
+    """One sign of life gets no answer for longer than the lease: those that follow do, and another job is refused."""
+    with FaultProxy(bucket.endpoint) as proxy:
+        proxy.hold_s = 20
+        for name, value in bucket.environment(proxy.endpoint).items():
+            monkeypatch.setenv(name, value)
+        near = open_place(bucket.url(), StorageOptions(give_up_after_s=5, request_timeout_s=30))
+        root = opened(near, lease_s=3.0)
+        begun = len(proxy.seen)
+        proxy.plan(1, "timeout", match=lambda record: record.method == "PUT" and record.number > begun)
+        with pytest.raises(DirectoryInUseError, match="alive"):
+            ObjectRoot(near, lease_s=3.0).open()
+        assert proxy.hits
+        root.close()
+
+
+def test_a_child_that_was_forked_is_told_so(place):
+    """It has none of the client's threads: an error, and no wait without end."""
+    place.bucket.overwrite((place / "x").key, b"x")
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        try:
+            place.bucket.read((place / "x").key)
+        except ForkedError as error:
+            os.write(write, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    assert b"forked child" in os.read(read, 1000)
 
 
 def test_gravestones_go_after_a_week(place, monkeypatch):

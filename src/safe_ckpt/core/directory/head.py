@@ -13,7 +13,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from safe_ckpt.core.directory.lease import Lease
+from safe_ckpt.errors import UnsupportedFormatError
 
+HEAD = "head"
+"""Its name in the hidden folder."""
 FORMAT = "safe_ckpt-head"
 _FORMAT_VERSION = 1
 _MOST_TRASH = 100  # a delayed request may bring an object back: what was deleted lately is looked at once more
@@ -49,12 +52,23 @@ class Head:
         return json.dumps({"format": FORMAT, "format_version": _FORMAT_VERSION, **facts}).encode() + b"\n"
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Head | None:
-        """From the object; None if it is not one of ours, or damaged."""
+    def from_bytes(cls, data: bytes, path: object = HEAD) -> Head | None:
+        """From the object; None if it is not one of ours, or damaged.
+
+        Raises:
+            UnsupportedFormatError: a newer version of safe_ckpt wrote it.
+        """
         try:
             facts = json.loads(data)
-            if facts["format"] != FORMAT or facts["format_version"] > _FORMAT_VERSION:
+            if facts["format"] != FORMAT:
                 return None
+            version = int(facts["format_version"])
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
+            return None
+        if version > _FORMAT_VERSION:
+            message = f"a newer version of safe_ckpt wrote it (format {version}): update safe_ckpt"
+            raise UnsupportedFormatError(path=str(path), message=message)
+        try:
             lease = Lease.from_bytes(json.dumps(facts["lease"]).encode()) if facts["lease"] is not None else None
             head = cls(
                 fence=int(facts["fence"]),
@@ -95,11 +109,12 @@ class Head:
         besides = [folder for folder in self.trash if folder not in folders]
         pending = tuple(folder for folder in self.pending if folder not in folders)
         quarantined = tuple(folder for folder in self.quarantined if folder not in folders)
-        return self._next(trash=(*besides, *folders)[-_MOST_TRASH:], pending=pending, quarantined=quarantined)
+        most = max(_MOST_TRASH, len(folders))
+        return self._next(trash=(*besides, *folders)[-most:], pending=pending, quarantined=quarantined)
 
     def quarantining(self, folder: str) -> Head:
         """This is damaged."""
-        return self._next(quarantined=(*(one for one in self.quarantined if one != folder), folder)[-_MOST_TRASH:])
+        return self._next(quarantined=(*(one for one in self.quarantined if one != folder), folder))
 
     def seen_to_be_conditional(self) -> Head:
         """The store keeps its promises."""

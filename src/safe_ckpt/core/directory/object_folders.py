@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from safe_ckpt.core.directory.head import Head
+from safe_ckpt.core.directory.head import HEAD, Head
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.storage.objects.answers import ChangedError, ExistsError
 from safe_ckpt.core.storage.objects.place import ObjectPath
 
-HEAD = "head"
 GRAVESTONE = "safe_ckpt-gravestone"
 ID_LETTERS = 12
 _FOLDER = re.compile(rf"^.+\.[0-9a-f]{{{ID_LETTERS}}}$")
@@ -45,7 +44,8 @@ def hidden_in(path: ObjectPath) -> tuple[str, ...]:
         OSError: the store gave no answer.
     """
     try:
-        head = Head.from_bytes(path.bucket.read((path / HIDDEN / HEAD).key)[0])
+        place = path / HIDDEN / HEAD
+        head = Head.from_bytes(path.bucket.read(place.key)[0], place)
     except FileNotFoundError:
         return ()
     return (*head.trash, *head.quarantined) if head is not None else ()

@@ -16,13 +16,13 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import datetime, timezone
+from typing import Literal
 
-from safe_ckpt.core.directory.head import Head
+from safe_ckpt.core.directory.head import HEAD, Head
 from safe_ckpt.core.directory.lease import Lease, fate_of_process, own_lease
-from safe_ckpt.core.directory.object_folders import HEAD
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.storage.objects.answers import ChangedError, ExistsError
-from safe_ckpt.core.storage.objects.bucket import Version
+from safe_ckpt.core.storage.objects.bucket import Bucket, Version
 from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 
@@ -30,15 +30,18 @@ logger = logging.getLogger(__name__)
 _BEATS_PER_LEASE = 6
 _LOOKS_PER_LEASE = 12
 _ATTEMPTS = 10
-_LAST_WORD_S = 10.0
+_LAST_WORD_S = 5.0
+_SHORTEST_S = 0.5
+_owned: set[str] = set()  # tokens of the leases that this process holds
 Change = Callable[[Head], Head]
+Found = Literal["read", "damaged", "none"]
 
 
 class ObjectOwner:
     """The right to commit below an address. Used on rank 0 only; by several threads.
 
     Args:
-        path: the directory.
+        path: the directory; its bucket's deadline holds for each change of the head.
         lease_s: how long the head may stand still before another job may take over.
         owner: what holds it within this process and how to free it, for messages.
         unfenced: replace the head whatever it is.
@@ -49,6 +52,8 @@ class ObjectOwner:
 
     def __init__(self, path: ObjectPath, *, lease_s: float, owner: str, unfenced: bool) -> None:
         self.head = Head()
+        # One request that hangs must not cost the directory: there is time for others before the lease is over.
+        self._quick = path.bucket.hurried(max(lease_s / _BEATS_PER_LEASE, _SHORTEST_S))
         self._path = path
         self._place = path / HIDDEN / HEAD
         self._lease_s = lease_s
@@ -58,12 +63,13 @@ class ObjectOwner:
         self._later: list[Change] = []
         self._turn = threading.RLock()
         self._taken_by: Lease | None = None
+        self._token = ""
         self._held_by = 0
         self._keeper: threading.Thread | None = None
         self._stop = threading.Event()
 
-    def take(self, patience_s: float | None) -> bool:
-        """Become the owner. Returns whether there was a head, which says what may be left over.
+    def take(self, patience_s: float | None) -> Found:
+        """Become the owner. Returns what there was of a head: one that was read says what may be left over.
 
         Args:
             patience_s: how long to wait for an owner that cannot be asked; None for as long as its lease says.
@@ -72,22 +78,30 @@ class ObjectOwner:
             DirectoryInUseError: a live job owns it.
             OSError: the store gave no answer, or refuses.
         """
-        known = self._take(None if patience_s is None else time.monotonic() + patience_s)
+        found = self._take(None if patience_s is None else time.monotonic() + patience_s)
+        _owned.add(self._token)
         self._held_by, self._taken_by = os.getpid(), None
         self._stop = threading.Event()
         self._keeper = threading.Thread(target=self._keep, args=(self._stop,), name="safe_ckpt-lease", daemon=True)
         self._keeper.start()
-        return known
+        return found
 
     def release(self) -> None:
         """Give it back. Where the store gives no answer, the lease runs out."""
         if self._held_by != os.getpid():
             return
         self._stop.set()
-        if self._taken_by is None:
-            with contextlib.suppress(OSError, DirectoryError):
+        if self._taken_by is None and self._turn.acquire(
+            timeout=_LAST_WORD_S
+        ):  # else a request of another thread hangs
+            try:
                 self.update(Head.released, within_s=_LAST_WORD_S)
+            except (OSError, DirectoryError) as error:
+                logger.warning("%s could not be given back, its lease runs out: %s", self._path, error)
+            finally:
+                self._turn.release()
         self._held_by = 0
+        _owned.discard(self._token)
         if self._keeper is not None and self._keeper is not threading.current_thread():
             self._keeper.join(1.0)
 
@@ -103,7 +117,7 @@ class ObjectOwner:
             DirectoryInUseError: another job has taken the directory over.
             OSError: the store gave no answer.
         """
-        bucket = self._path.bucket if within_s is None else self._path.bucket.within(within_s)
+        bucket = self._bucket() if within_s is None else self._quick.within(within_s)
         with self._turn:
             for _ in range(_ATTEMPTS):
                 self.confirm()
@@ -116,7 +130,7 @@ class ObjectOwner:
                     else:
                         self._version = bucket.replace(self._place.key, head.to_bytes(), self._version)
                 except ChangedError:
-                    self.find_out()  # an earlier request of ours, given up by then, may have come through
+                    self._find_out(bucket)  # an earlier request of ours, given up by then, may have come through
                     continue
                 self.head = head
                 del self._later[: len(later)]
@@ -130,11 +144,14 @@ class ObjectOwner:
 
     def find_out(self) -> None:
         """Read the head after something was not as expected: another job's, or what an earlier request made of it."""
+        self._find_out(self._bucket())
+
+    def _find_out(self, bucket: Bucket) -> None:
         with self._turn:
-            found, own = self._look(), self.head.lease
+            found, own = self._look(bucket), self.head.lease
             if found is None:  # deleted by hand; if another job creates it first, that is the owner
                 with contextlib.suppress(ExistsError):
-                    self._version = self._path.bucket.create(self._place.key, self.head.to_bytes())
+                    self._version = bucket.create(self._place.key, self.head.to_bytes())
                 return
             head, version, _ = found
             if head.lease is not None and own is not None and head.lease.token == own.token:
@@ -142,16 +159,24 @@ class ObjectOwner:
             elif head.lease is not None or head.fence != self.head.fence:
                 self._taken_by = head.lease or dataclasses.replace(self._own_lease(), host="?", pid=0)
 
-    def _take(self, deadline: float | None) -> bool:
+    def go_on_with(self, path: ObjectPath) -> None:
+        """From now on the deadline of this bucket holds, which is the same one."""
+        self._path = path
+
+    def _bucket(self) -> Bucket:
+        return self._quick.within(self._path.bucket.options.give_up_after_s, self._path.bucket.stop)
+
+    def _take(self, deadline: float | None) -> Found:
         lease = self._own_lease()
+        self._token = lease.token
         seen, since = -1, time.monotonic()
         while True:
-            found = self._look()
+            found = self._look(self._bucket())
             if found is None:
                 if self._create(Head().taken(lease)):
-                    return False
+                    return "none"
                 continue
-            head, version, known = found
+            head, version, state = found
             if head.version != seen:
                 if seen >= 0 and head.lease is not None:
                     raise self._in_use(head.lease, "its owner is alive")
@@ -162,18 +187,18 @@ class ObjectOwner:
             taken = head.taken(lease)
             with contextlib.suppress(ChangedError):  # by another job, which is the owner now
                 if self._unfenced:
-                    self._version = self._path.bucket.overwrite(self._place.key, taken.to_bytes())
+                    self._version = self._bucket().overwrite(self._place.key, taken.to_bytes())
                 else:
-                    self._version = self._path.bucket.replace(self._place.key, taken.to_bytes(), version)
+                    self._version = self._bucket().replace(self._place.key, taken.to_bytes(), version)
                 self.head = taken
-                return known
+                return state
 
     def _create(self, head: Head) -> bool:
         try:
             if self._unfenced:
-                self._version = self._path.bucket.overwrite(self._place.key, head.to_bytes())
+                self._version = self._bucket().overwrite(self._place.key, head.to_bytes())
             else:
-                self._version = self._path.bucket.create(self._place.key, head.to_bytes())
+                self._version = self._bucket().create(self._place.key, head.to_bytes())
         except ExistsError:
             return False
         self.head = head
@@ -183,6 +208,8 @@ class ObjectOwner:
         if head.lease is None:
             return True
         fate = fate_of_process(head.lease)
+        if head.lease.token not in _owned and _is_own(head.lease, fate):
+            fate = "dead"  # this process could not give it back
         if fate == "alive":
             raise self._in_use(head.lease, self._owner or "its process lives")
         if fate == "dead" or time.monotonic() - since > head.lease.lease_s:
@@ -192,16 +219,16 @@ class ObjectOwner:
             raise self._in_use(head.lease, f"its owner has {head.lease.lease_s:.0f} s to show a sign of life")
         return False
 
-    def _look(self) -> tuple[Head, Version, bool] | None:
+    def _look(self, bucket: Bucket) -> tuple[Head, Version, Found] | None:
         try:
-            data, version = self._path.bucket.read(self._place.key)
+            data, version = bucket.read(self._place.key)
         except FileNotFoundError:
             return None
-        head = Head.from_bytes(data)
+        head = Head.from_bytes(data, self._place)
         if head is None:
             logger.warning("%s is damaged, and is begun anew", self._place)
-            return Head(), version, False
-        return head, version, True
+            return Head(), version, "damaged"
+        return head, version, "read"
 
     def _keep(self, stop: threading.Event) -> None:
         """Show signs of life. On a thread of its own."""
@@ -225,3 +252,7 @@ class ObjectOwner:
         return DirectoryInUseError(
             path=str(self._path), message=message, host=lease.host, pid=lease.pid, started_at=lease.started_at
         )
+
+
+def _is_own(lease: Lease, fate: str) -> bool:
+    return fate == "alive" and lease.pid == os.getpid()

@@ -6,16 +6,20 @@ written twice, so a replaced step is another folder, and the old one is deleted 
 
 A job that takes over creates a gravestone in place of each manifest that the earlier owner announced and has not created.
 Whichever of the two requests comes first decides: the earlier owner has committed, or it never will.
+
+Only what the head names is ever deleted: another program's folders may have such names, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
+import threading
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from safe_ckpt.core.directory.head import Head
 from safe_ckpt.core.directory.object_folders import (
@@ -27,17 +31,19 @@ from safe_ckpt.core.directory.object_folders import (
     is_gravestone,
     missing_condition,
 )
-from safe_ckpt.core.directory.object_owner import ObjectOwner
+from safe_ckpt.core.directory.object_owner import Found, ObjectOwner
 from safe_ckpt.core.directory.workspace import sequence_after
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, parse_manifest
 from safe_ckpt.core.storage.objects import unfinished
 from safe_ckpt.core.storage.objects.answers import ExistsError
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
-from safe_ckpt.errors import DirectoryError, naming
+from safe_ckpt.errors import DirectoryError, SafeCheckpointError, naming
+from safe_ckpt.text import listed
 
 logger = logging.getLogger(__name__)
 _PROBE = "probe"
+_AT_ONCE = 50  # half of what a head remembers as deleted
 _GRAVESTONE_S = 7 * 24 * 3600.0
 
 
@@ -66,6 +72,7 @@ class ObjectRoot:
         self._lease_s = lease_s
         self._unfenced = unfenced
         self._owner = ObjectOwner(path, lease_s=lease_s, owner=owner, unfenced=unfenced)
+        self._closed = threading.Event()
         self._tried: set[str] = set()  # folders whose manifest was sent
         self._dropped: set[str] = set()  # of saves that failed: another rank may still have sent something
 
@@ -80,20 +87,30 @@ class ObjectRoot:
             DirectoryInUseError: a live job owns it.
         """
         with naming(rank=0, phase="taking the directory", path=str(self.path)):
-            known = self._owner.take(patience_s)
+            found = self._owner.take(patience_s)
         try:
             with naming(rank=0, phase="cleaning up after an earlier job", path=str(self.path)):
                 if not self._owner.head.checked and not self._unfenced:
                     self._check_conditions()
                     self._owner.update(Head.seen_to_be_conditional)
-                self._sweep(known=known)
+                self._sweep(found)
         except BaseException:
             self.close()
             raise
 
+    def persist(self, seconds: float) -> None:
+        """After ``open``: from now on try a request again for so long, but not after ``close``."""
+        self.path = ObjectPath(self.path.bucket.within(seconds, self._refuse_closed), self.path.key)
+        self._owner.go_on_with(self.path)
+
     def close(self) -> None:
         """Give the directory back."""
+        self._closed.set()
         self._owner.release()
+
+    def _refuse_closed(self) -> None:
+        if self._closed.is_set():
+            raise OSError(errno.ECANCELED, "the store gave no answer, and the job has ended", str(self.path))
 
     def start_after(self, sequence: int) -> None:
         """Everything saved from now on is newer than ``sequence``."""
@@ -121,7 +138,7 @@ class ObjectRoot:
         """
         again = sorted(self._dropped)
         for name in again:
-            self._delete_folder(self.path / name, spare=MANIFEST_NAME if name in self._tried else "")
+            self._delete_unless_committed(self.path / name, self.path.bucket)
         self._owner.update(lambda head: head.settled(again).announced(folder.name, sequence))
         self._dropped.difference_update(again)
 
@@ -154,10 +171,7 @@ class ObjectRoot:
         """Delete what a save left that failed, now and once more before the next one. Never raises."""
         self._dropped.add(folder.name)
         try:
-            if folder.name in self._tried and self._bury(folder, self.path.bucket.within(self._lease_s)):
-                self._dropped.discard(folder.name)
-                return
-            self._delete_folder(folder, spare=MANIFEST_NAME if folder.name in self._tried else "")
+            self._delete_unless_committed(folder, self.path.bucket.within(self._lease_s))
         except (OSError, DirectoryError) as error:
             logger.warning("%s could not be deleted; the next start does it: %s", folder, error)
 
@@ -168,8 +182,12 @@ class ObjectRoot:
             DirectoryInUseError: another job has taken the directory over; nothing was deleted.
         """
         chosen = [folder for folder in folders if isinstance(folder, ObjectPath)]
-        if not chosen:
-            return []
+        gone: list[ObjectPath] = []
+        for at in range(0, len(chosen), _AT_ONCE):
+            gone += self._discard(chosen[at : at + _AT_ONCE])
+        return gone
+
+    def _discard(self, chosen: Sequence[ObjectPath]) -> list[ObjectPath]:
         self._owner.update(lambda head: head.doomed([folder.name for folder in chosen]))
         gone = []
         for folder in chosen:
@@ -195,11 +213,12 @@ class ObjectRoot:
         """What is in quarantine."""
         return [self.path / name for name in self._owner.head.quarantined]
 
-    def _sweep(self, *, known: bool) -> None:
-        """Take away what earlier owners left. ``known``: their head says where."""
+    def _sweep(self, found: Found) -> None:
+        """Take away what earlier owners left, as their head says."""
         head = self._owner.head
-        left = head.pending if known else self._without_manifest()
-        buried = [name for name in left if not self._bury(self.path / name, self.path.bucket)]
+        if found != "read":
+            self._spare_unknown(stop=found == "damaged")
+        buried = [name for name in head.pending if not self._bury(self.path / name, self.path.bucket)]
         there = {folder.name for folder in folders_of(self.path)} if buried or head.trash else set()
         for name in head.trash:
             if name in there:
@@ -210,25 +229,68 @@ class ObjectRoot:
         if there:
             in_parallel(self._remove_if_old, [self.path / name for name in sorted(there)])
         # Also of what is committed: where the answer to the beginning of an upload was lost, another one was begun.
-        unfinished.abort(self.path, is_folder)
-        if left:
-            self._owner.update(lambda head: head.settled(left))
+        mine = {*head.pending, *head.trash}
+        unfinished.abort(self.path, lambda name: name in mine or (is_folder(name) and self._is_ours(self.path / name)))
+        if head.pending:
+            self._owner.update(lambda now: now.settled(head.pending))
 
-    def _without_manifest(self) -> list[str]:
-        there = {entry.key for entry in self.path.bucket.entries(self.path.key)}
-        folders = folders_of(self.path)
-        return [folder.name for folder in folders if f"{folder.key}/{MANIFEST_NAME}" not in there]
+    def _spare_unknown(self, *, stop: bool) -> None:
+        """Without a head nobody says whose these are: they stay, and are named. ``stop``: no late request commits one."""
+        bare = [folder for folder in folders_of(self.path) if not self._has_manifest(folder)]
+        for folder in bare if stop else ():
+            self._bury(folder, self.path.bucket, spares=True)
+        if bare:
+            what = listed([folder.name for folder in bare])
+            message = "%s: no job says that these are its own, so they stay: %s. safe-ckpt gc --quarantine deletes them"
+            logger.warning(message, self.path, what)
+
+    def _has_manifest(self, folder: ObjectPath) -> bool:
+        try:
+            self.path.bucket.size_of((folder / MANIFEST_NAME).key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _is_ours(self, folder: ObjectPath) -> bool:
+        try:
+            data, _ = self.path.bucket.read((folder / MANIFEST_NAME).key)
+            if not is_gravestone(data):
+                parse_manifest(data, folder)
+        except (OSError, SafeCheckpointError):
+            return False
+        return True
+
+    def _delete_unless_committed(self, folder: ObjectPath, bucket: Bucket) -> None:
+        """Delete what a save left that failed, unless its manifest came to be there all the same."""
+        tried = folder.name in self._tried
+        if tried and self._bury(folder, bucket):
+            self._dropped.discard(folder.name)
+            return
+        self._delete_folder(folder, spare=MANIFEST_NAME if tried else "")
 
     def _remove_if_old(self, folder: ObjectPath) -> None:
         """Remove a gravestone that has stood for so long that no request can still be on its way."""
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             data, _ = self.path.bucket.read((folder / MANIFEST_NAME).key)
-            if is_gravestone(data) and time.time() - float(json.loads(data)["buried_at"]) > _GRAVESTONE_S:
+            if not is_gravestone(data):
+                return
+            stone = json.loads(data)
+            if time.time() - float(stone["buried_at"]) <= _GRAVESTONE_S:
+                return
+            if stone.get("spares"):
+                self.path.bucket.delete([(folder / MANIFEST_NAME).key])
+            else:
                 self._delete_folder(folder)
 
-    def _bury(self, folder: ObjectPath, bucket: Bucket) -> bool:
-        """Decide the fate of a save that may or may not be committed. Returns whether it is."""
-        stone = {"format": GRAVESTONE, "fence": self._owner.head.fence, "buried_at": time.time()}
+    def _bury(self, folder: ObjectPath, bucket: Bucket, *, spares: bool = False) -> bool:
+        """Decide the fate of a save that may or may not be committed. Returns whether it is.
+
+        Args:
+            folder: the save's.
+            bucket: with the deadline.
+            spares: what lies there stays, because nobody knows whose it is.
+        """
+        stone = {"format": GRAVESTONE, "fence": self._owner.head.fence, "buried_at": time.time(), "spares": spares}
         path = folder / MANIFEST_NAME
         try:
             self._create(path, json.dumps(stone).encode(), bucket)

@@ -113,6 +113,7 @@ class Workspaces:
                 timeout_s=barrier_s + 2 * lease_s,
                 decide=lambda _: root.open(barrier_s + lease_s),
             )
+        root.persist(self._config.timeouts.lengthy_s)
         self._owned.append(root)
         return root
 

@@ -61,7 +61,7 @@ class ObjectPublication:
 
     def taken_over(self, error: BaseException) -> DirectoryInUseError | None:
         """See ``Publication``."""
-        if isinstance(error, OSError) and not isinstance(error, DirectoryInUseError):
+        if isinstance(error, OSError) and not isinstance(error, DirectoryInUseError | UndecidedError):
             try:
                 self._root.confirm()
             except DirectoryInUseError as taken:

@@ -106,7 +106,7 @@ class _Attempt:
 
     def _fetch(self, entries: Sequence[FileEntry], token: str) -> dict[str, Any]:
         if entries:
-            self._folder = self._cache.fetch(self._path, entries, token, self.host, self._needed)
+            self._folder = self._cache.fetch(self._path, entries, token, self.host)
         return {}
 
     @property

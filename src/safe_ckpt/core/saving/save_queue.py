@@ -46,6 +46,7 @@ from safe_ckpt.errors import (
 )
 from safe_ckpt.hooks.emitter import Emitter
 
+_SHARE_OF_WAIT = 0.7
 logger = logging.getLogger(__name__)
 _LAST_WORDS_S = 5.0
 _NAMES_REPORTED = 10
@@ -79,7 +80,8 @@ class SaveQueue:
         self._config = config
         self._emit = emit
         self._give_back = give_back
-        storage = StorageOptions.of(config.storage, config.timeouts.lengthy_s)
+        # An upload gives up before the others stop waiting for it, so that they learn why.
+        storage = StorageOptions.of(config.storage, _SHARE_OF_WAIT * config.timeouts.lengthy_s)
         self.writer = WriterSupervisor(config.writer, config.timeouts, self._respawned, storage)
         coordinator.movers.append(self.writer.progress)
         self._background = Background("safe_ckpt-save", self._work)

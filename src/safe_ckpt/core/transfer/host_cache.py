@@ -8,7 +8,6 @@ import fcntl
 import logging
 import os
 import shutil
-import stat
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from safe_ckpt.errors import DirectoryError, IncompleteCheckpointError, NotEnoug
 logger = logging.getLogger(__name__)
 _MEMORY = Path("/dev/shm")  # noqa: S108 - each folder there is private, see _make
 _START = "safe_ckpt-fetch-"
-_ALIVE = ".alive"
+_TRIES = 10
 _SPARE_BYTES = 64 << 20
 
 
@@ -55,30 +54,36 @@ class HostCache:
         self._given = Path(base) if base is not None else None
         self._part = part_bytes
         self._at_a_time = at_a_time
+        self._base = Path()
+        self._free_bytes = 0
         self._folder: Path | None = None
         self._alive: int = -1
 
     def host_id(self, needed_bytes: int) -> str:
-        """Equal for ranks that would share the folder. They need the same ``needed_bytes`` for that.
+        """Choose where the folder will be. Equal for ranks that would share it.
+
+        Every rank calls this before any of them fetches: then all see the same room.
+
+        Args:
+            needed_bytes: how many bytes the checkpoint has.
 
         Raises:
             OSError: there is no such directory.
         """
-        base = self._base(needed_bytes)
-        status = base.stat()
-        return f"{kernel_id()} {status.st_dev} {status.st_ino} {base}"
+        self.clear()
+        self._base = self._chosen(needed_bytes)
+        self._free_bytes = shutil.disk_usage(self._base).free
+        status = self._base.stat()
+        return f"{kernel_id()} {status.st_dev} {status.st_ino} {self._base}"
 
-    def fetch(
-        self, source: ObjectPath, entries: Sequence[FileEntry], token: str, host: Host, needed_bytes: int
-    ) -> Path:
+    def fetch(self, source: ObjectPath, entries: Sequence[FileEntry], token: str, host: Host) -> Path:
         """Fetch this rank's share of the files. They are complete when all ranks of the host have returned. Verifies nothing.
 
         Args:
             source: the checkpoint.
             entries: its files; the same on all ranks of the host.
             token: the same on all ranks, another one for each call.
-            host: the ranks that share the folder.
-            needed_bytes: as given to ``host_id``.
+            host: the ranks that share the folder, as ``host_id`` told them apart.
 
         Returns:
             The folder.
@@ -88,14 +93,13 @@ class HostCache:
             NotEnoughSpaceError: they do not fit.
             OSError: the store gave no answer, or the disk refuses.
         """
-        self.clear()
-        base = self._base(needed_bytes)
-        _sweep(base)
-        free = shutil.disk_usage(base).free
-        if free < needed_bytes:
+        needed = sum(entry.size_bytes for entry in entries)
+        if self._free_bytes < needed:
             message = "Set storage.cache_dir to a directory with more room."
-            raise NotEnoughSpaceError(path=str(base), message=message, needed_bytes=needed_bytes, free_bytes=free)
-        folder = base / f"{_START}{os.getuid()}-{token}"
+            raise NotEnoughSpaceError(
+                path=str(self._base), message=message, needed_bytes=needed, free_bytes=self._free_bytes
+            )
+        folder = self._base / f"{_START}{os.getuid()}-{token}"
         self._alive = _make(folder)
         self._folder = folder
         ranges = ranges_of(entries, self._part)
@@ -111,14 +115,19 @@ class HostCache:
             os.close(self._alive)
             self._alive = -1
 
-    def _base(self, needed_bytes: int) -> Path:
+    def _chosen(self, needed_bytes: int) -> Path:
+        bases = [_MEMORY, Path(tempfile.gettempdir())]
         if self._given is not None:
             self._given.mkdir(parents=True, exist_ok=True)
+            bases.insert(0, self._given)
+        for base in bases:
+            _sweep(base)
+        if self._given is not None:
             return self._given
         with contextlib.suppress(OSError):
             if shutil.disk_usage(_MEMORY).free > 2 * needed_bytes + _SPARE_BYTES and os.access(_MEMORY, os.W_OK):
                 return _MEMORY
-        return Path(tempfile.gettempdir())
+        return bases[-1]
 
 
 def hosts_of(answers: Mapping[int, str]) -> dict[str, list[int]]:
@@ -190,20 +199,29 @@ def _fetch_range(source: ObjectPath, folder: Path, entry: FileEntry, start: int,
 
 def _make(folder: Path) -> int:
     """Make the folder, or find it made by another rank. Returns a descriptor that shows that it is in use."""
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise DirectoryError(path=str(folder), message="somebody else has made it")
-    fd = os.open(folder / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_SH)
-    return fd
+    for _ in range(_TRIES):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            continue  # swept before it was seen to be in use
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        status = os.fstat(fd)
+        if status.st_uid != os.getuid():
+            os.close(fd)
+            raise DirectoryError(path=str(folder), message="somebody else has made it")
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(status, folder.lstat()):
+                return fd
+        os.close(fd)
+    raise DirectoryError(path=str(folder), message="it vanishes as soon as it is made")
 
 
 def _sweep(base: Path) -> None:
     """Delete what killed processes of this user fetched."""
     for folder in base.glob(f"{_START}{os.getuid()}-*"):
-        with contextlib.suppress(OSError), opened(folder / _ALIVE, os.O_RDWR | os.O_NOFOLLOW) as fd:
+        with contextlib.suppress(OSError), opened(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as fd:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while any process uses it
             logger.info("removing what an earlier job fetched: %s", folder)
             shutil.rmtree(folder, ignore_errors=True)

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from safe_ckpt.core.directory.catalog import Candidate, newest_first
-from safe_ckpt.core.directory.head import Head
+from safe_ckpt.core.directory.head import HEAD, Head
 from safe_ckpt.core.directory.object_catalog import list_objects
-from safe_ckpt.core.directory.object_folders import HEAD, folders_of, in_parallel
+from safe_ckpt.core.directory.object_folders import folders_of, in_parallel
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.errors import UnsupportedFormatError
@@ -79,7 +79,8 @@ def read_head(folder: ObjectPath) -> Head | None:
         OSError: the store gave no answer, or refuses.
     """
     try:
-        return Head.from_bytes(folder.bucket.read((folder / HIDDEN / HEAD).key)[0])
+        place = folder / HIDDEN / HEAD
+        return Head.from_bytes(folder.bucket.read(place.key)[0], place)
     except FileNotFoundError:
         return None
 

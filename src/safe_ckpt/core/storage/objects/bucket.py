@@ -27,7 +27,7 @@ from safe_ckpt.core.storage.objects.answers import (
     named,
 )
 from safe_ckpt.core.storage.objects.options import StorageOptions
-from safe_ckpt.errors import ConfigError
+from safe_ckpt.errors import ConfigError, ForkedError
 
 logger = logging.getLogger(__name__)
 _STORES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
@@ -42,6 +42,7 @@ _CONFLICTS = 20
 _UPLOADS = 4
 _SHORT = 3  # such an option is no secret
 _Result = TypeVar("_Result")
+_used_by: list[int] = []  # the process that made the first request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,11 @@ class Bucket:
         other.options = dataclasses.replace(self.options, give_up_after_s=seconds)
         other.stop = stop
         return other
+
+    def hurried(self, seconds: float) -> Bucket:
+        """The same bucket, whose requests get no answer after this time if not before. It has connections of its own."""
+        limit_s = min(seconds, self.options.request_timeout_s)
+        return Bucket(self.scheme, self.name, dataclasses.replace(self.options, request_timeout_s=limit_s))
 
     @property
     def url(self) -> str:
@@ -298,6 +304,7 @@ class Bucket:
 
     def _again(self, request: Callable[[], _Result], key: str, verb: str) -> _Result:
         """Do ``request``, and again after a pause as long as it gets no answer or one that says to come back later."""
+        _refuse_fork(verb)
         deadline = time.monotonic() + self.options.give_up_after_s
         pause_s, refreshed = _FIRST_PAUSE_S, False
         while True:
@@ -353,6 +360,14 @@ class Bucket:
             )
         except Exception as error:
             raise ConfigError(key="storage", message=f"{self.url}: {cleaned(str(error), self._secrets)}") from None
+
+
+def _refuse_fork(verb: str) -> None:
+    """A child that was forked has none of the client's threads: its requests would never be answered."""
+    if not _used_by:
+        _used_by.append(os.getpid())
+    elif _used_by[0] != os.getpid():
+        raise ForkedError(what=f"{verb} in an object store", pid=_used_by[0])
 
 
 class _Ours(Exception):

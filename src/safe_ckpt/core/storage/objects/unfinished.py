@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import http.client
 import logging
 import os
 import urllib.error
@@ -64,7 +65,7 @@ def abort(folder: ObjectPath, is_meant: Callable[[str], bool] = lambda _: True) 
         found = [one for one in begun if is_meant(one.key[len(start) :].partition("/")[0])]
         for one in found:
             _ask(access, "DELETE", one.key, {"uploadId": one.upload_id}, folder.bucket.options.request_timeout_s)
-    except (OSError, ValueError, ElementTree.ParseError) as error:
+    except (OSError, ValueError, ElementTree.ParseError, http.client.HTTPException) as error:
         logger.info("%s: unfinished uploads could not be looked for: %s", folder, type(error).__name__)
         return 0
     return len(found)
