@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from safe_ckpt.config import StorageConfig
 
 SCHEMES = ("s3", "gs", "az")
-_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
+PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+"""How the environment variables of each begin."""
 _EXTRA = "object stores need obstore: pip install 'safe-ckpt[remote]'"
 
 
@@ -59,7 +60,8 @@ class StorageOptions:
 
 def variables() -> dict[str, str]:
     """What the environment says now of how stores are reached."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    starts = tuple(f"{prefix}_" for prefix in PREFIXES.values())
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(starts)}
 
 
 def take_variables(given: dict[str, str]) -> None:
