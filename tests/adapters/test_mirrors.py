@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import shutil
+import time
 
 import pytest
 from lightning_runs import QUICK, Stop, fingerprint, module_class, package, stop_at, trainer
@@ -14,10 +15,15 @@ from transformers_runs import trainer as hugging_face
 from accelerate_runs import CONFIG, Training, fresh, registered, stateful
 from safe_ckpt import Mirror, StorageConfig, events
 from safe_ckpt.core.directory.object_catalog import list_objects
+from safe_ckpt.core.directory.workspace import Workspace
+from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
+from safe_ckpt.core.transfer.mirror import Mirror as Uploads
+from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.inspection.objects.fetch import fetch
 from safe_ckpt.lightning import SafeCheckpointCallback
+from support import flip_bit
 
 
 def mirroring(config, bucket, **more):
@@ -146,3 +152,41 @@ def test_a_project_takes_an_address(tmp_path, bucket):
         accelerator.load_state()
         training.epoch()
         assert training.fingerprint() == expected
+
+
+def test_a_damaged_single_file_is_not_mirrored(tmp_path, bucket):
+    """Its own digest is compared before the commit: the sound one that is in the mirror stays, and is the newest."""
+    lightning(tmp_path / "run", QUICK, seed=1, stop=7)
+    sound, damaged = sorted((tmp_path / "run").glob("*.ckpt"), key=lambda path: read_manifest(path).sequence)[:2]
+    flip_bit(damaged, damaged.stat().st_size // 2)
+    seen, workspace = [], Workspace(tmp_path / "run", lease_s=60)
+    mirror = Uploads(mirroring(QUICK, bucket, keep_last=1), seen.append, "a test")
+    for path in (sound, damaged):
+        mirror.put(CheckpointInfo.of(read_manifest(path), path, path.stat().st_size), workspace)
+        while not [event for event in seen if event.path == str(path)]:
+            time.sleep(0.01)
+    mirror.drain()
+    mirror.close()
+    assert [event.error == "" for event in seen] == [True, False]
+    assert mirrored(bucket) == [sound.name]
+
+
+def test_accelerate_finds_what_was_named(tmp_path, bucket, monkeypatch):
+    """save_state and load_state with a path of one's own: a fresh machine fetches it, and equal last names do not mix."""
+    config = mirroring(CONFIG, bucket)
+    monkeypatch.chdir(tmp_path)
+    with fresh(), registered(tmp_path / "run", config, automatic=False) as (accelerator, _):
+        training = Training(accelerator)
+        accelerator.save_state("gen/step_1")
+        training.epoch()
+        accelerator.save_state("disc/step_1")
+        expected = training.fingerprint()
+    shutil.rmtree(tmp_path / "gen")
+    shutil.rmtree(tmp_path / "disc")
+    with fresh(), registered(tmp_path / "run", config, automatic=False) as (accelerator, _):
+        training = Training(accelerator, number=5)
+        accelerator.load_state("disc/step_1")
+        assert training.fingerprint() == expected
+        with pytest.raises(NoValidCheckpointError, match="no such directory"):
+            accelerator.load_state("disc/step_2")
+        accelerator.load_state(str(tmp_path / "gen" / "step_1"))

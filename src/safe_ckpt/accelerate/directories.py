@@ -18,8 +18,10 @@ from safe_ckpt.adapters.directories import (
     Catalog,
     HeldDirectories,
     candidates_in,
+    fetch,
     is_of,
     policy_of,
+    presence,
     refuse,
 )
 from safe_ckpt.adapters.layouts import ACCELERATE
@@ -113,6 +115,22 @@ class CheckpointDirectory:
             message = "it was not given, and nothing was saved yet: give it, or use automatic_checkpoint_naming=True"
             raise ConfigError(key="load_state: input_dir", message=message)
         return self._hold_named(self._last)
+
+    def fetch(self, path: Path) -> None:
+        """Bring a checkpoint that is not there from the mirror, if that has it. Every rank calls this.
+
+        Raises:
+            SafeCheckpointError: the mirror gives no answer, or what it has cannot be used; on every rank.
+        """
+        engine = self._engine
+        if engine.config.mirror.url is None or engine.agree(
+            "fetch", must_match={"path": path}, decide=lambda _: presence.is_directory(path)
+        ):
+            return
+        automatic = self.hold_automatic()
+        own = automatic is not None and path.parent == automatic.workspace.path
+        held = automatic if own and automatic is not None else self._hold_named(path)
+        fetch(engine, held.workspace, list, path.name)
 
     def candidates(self, directory: OpenDirectory) -> list[Candidate]:
         """The checkpoints that ``load_state()`` may take; of those that the user named, only this process's. On rank 0."""

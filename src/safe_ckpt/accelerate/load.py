@@ -42,6 +42,7 @@ def load(
         path = _newest(context)
     else:
         path = Path(os.path.abspath(os.path.expanduser(input_dir)))
+        context.directories.fetch(path)
         engine.agree("load_state", must_match={"path": path}, decide=lambda _: _expect(path))
         verify(engine, path)
     warn_if_foreign(engine, path)

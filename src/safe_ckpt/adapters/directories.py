@@ -25,6 +25,7 @@ from safe_ckpt.core.saving.held_directories import NAMES, HeldDirectories, refus
 from safe_ckpt.core.saving.mirror_resume import Mirrored
 from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit, SaveRequest
 from safe_ckpt.core.storage import durable, presence
+from safe_ckpt.core.transfer.fetching import is_copy_of
 
 if TYPE_CHECKING:
     from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
@@ -211,7 +212,7 @@ def fetch(engine: Engine, workspace: Workspace, find: Callable[[], Sequence[Cand
         engine: where the ranks meet.
         workspace: the directory.
         find: lists what is in it; called on rank 0.
-        name: which one; None for the newest.
+        name: which one, relative to the directory; None for the newest.
 
     Raises:
         SafeCheckpointError: it is needed, and the mirror gives no answer; on every rank.
@@ -219,8 +220,9 @@ def fetch(engine: Engine, workspace: Workspace, find: Callable[[], Sequence[Cand
     if name is None:
         Mirrored(engine, workspace, find, None).fetch_newer()
     else:
+        path = workspace.path / name
         Mirrored(
-            engine, workspace, find, lambda one: one.manifest is not None and one.manifest.name == name
+            engine, workspace, find, lambda one: one.manifest is not None and is_copy_of(one.manifest, path, workspace)
         ).fetch_named()
 
 

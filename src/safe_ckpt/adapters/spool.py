@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import os
 import tempfile
 from pathlib import Path
 
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.storage.objects.options import is_url, refuse_url
+from safe_ckpt.core.storage.objects.options import is_url, refuse_url, variables
 from safe_ckpt.errors import ConfigError, DirectoryError
 
 __all__ = ["is_url", "refuse_url", "spooled"]
 
+logger = logging.getLogger(__name__)
 _LETTERS = 16
+_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AZURE_STORAGE_ENDPOINT", "AZURE_STORAGE_ACCOUNT_NAME")
 
 
 def spooled(url: str, config: CheckpointConfig, *, key: str) -> tuple[Path, CheckpointConfig]:
@@ -41,5 +44,9 @@ def spooled(url: str, config: CheckpointConfig, *, key: str) -> tuple[Path, Chec
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
     if base.lstat().st_uid != os.getuid() or base.is_symlink():
         raise DirectoryError(path=str(base), message="another user has made it: set storage.cache_dir")
-    local = base / hashlib.sha256(url.encode()).hexdigest()[:_LETTERS]
+    given = [option for option in config.storage.options if "endpoint" in option.partition("=")[0].lower()]
+    where = "\n".join([url, *given, *(variables().get(name, "") for name in _ENDPOINTS)])
+    local = base / hashlib.sha256(where.encode()).hexdigest()[:_LETTERS]
+    if local.exists():
+        logger.info("%s: going on with what an earlier job left in %s; delete that, too, to start afresh", url, local)
     return local, dataclasses.replace(config, mirror=mirror)

@@ -1,21 +1,28 @@
 """The mirror behind a ``Checkpointer``: what is uploaded, kept and deleted, and what a resume makes of it."""
 
+import dataclasses
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
 import torch
 
 from kit.fault_proxy import FaultProxy
+from kit.patience import scaled
 from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, Retention, StorageConfig, Timeouts, events
+from safe_ckpt.core.directory.catalog import WEIGHTS
 from safe_ckpt.core.directory.object_catalog import list_objects
+from safe_ckpt.core.directory.workspace import Workspace
+from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
+from safe_ckpt.core.transfer.mirror import Mirror as Uploads
 from safe_ckpt.errors import DirectoryError, NoValidCheckpointError
 from support import flip_bit
 
@@ -128,8 +135,7 @@ def test_what_is_damaged_on_the_disk_is_not_mirrored(tmp_path, bucket):
 def test_a_mirror_that_does_not_answer_fails_no_save(tmp_path, object_server, bucket, monkeypatch):
     """Saves go on; what was missed is uploaded by the next job that resumes. An empty disk without an answer is an error."""
     with FaultProxy(object_server.endpoint) as proxy:
-        for name, value in bucket.environment(proxy.endpoint).items():
-            monkeypatch.setenv(name, value)
+        through(bucket, monkeypatch, proxy.endpoint)
         settings = config(bucket)
         proxy.down = True
         seen = []
@@ -176,3 +182,117 @@ def test_a_signal_leaves_time_for_the_upload(tmp_path, bucket):
     assert job.wait(40) == 0
     job.stdout.close()
     assert len(there(bucket)) == 1
+
+
+def keeping_one(bucket):
+    """In the mirror; here all stay."""
+    return dataclasses.replace(config(bucket), mirror=Mirror(url=bucket.url(), keep_last=1))
+
+
+def test_directories_do_not_mix(tmp_path, bucket):
+    """Two directories with one last name: each has its own retention, and a resume of one never gets the other's."""
+    settings = keeping_one(bucket)
+    workspaces, seen = {}, []
+    for folder in ("a", "b/ckpt", "c/ckpt"):
+        workspaces[folder] = Workspace(tmp_path / folder, lease_s=60)
+    mirror = Uploads(settings, seen.append, "a test")
+    roots = {str(mirror.root_of(workspace)) for workspace in workspaces.values()}
+    assert len(roots) == 3
+    other = Uploads(settings, seen.append, "a test")  # another machine, the same layout
+    assert {str(other.root_of(workspace)) for workspace in workspaces.values()} == roots
+    for one in (mirror, other):
+        one.drain()
+        one.close()
+
+
+def test_what_failed_is_uploaded_at_the_end(tmp_path, bucket, monkeypatch):
+    """The store was away after the save and is back before the end: the newest is there then."""
+    seen = []
+    with FaultProxy(bucket.endpoint) as proxy:
+        through(bucket, monkeypatch, proxy.endpoint)
+        proxy.down = True
+        settings = dataclasses.replace(config(bucket), timeouts=dataclasses.replace(TIMES, lengthy_s=1, barrier_s=2))
+        with Checkpointer(tmp_path / "run", settings, hooks=[seen.append]) as ckpt:
+            ckpt.save(1, state(1)).result()
+            while not [event for event in seen if isinstance(event, events.Mirrored) and event.error]:
+                time.sleep(0.01)
+            proxy.down = False
+        assert there(bucket) == [1]
+        assert [event.error == "" for event in seen if isinstance(event, events.Mirrored)] == [False, True]
+
+
+def test_a_clock_that_is_behind_loses_nothing(tmp_path, bucket, monkeypatch):
+    """A new run on a host whose clock is an hour behind: what it saves counts as newer than what the mirror had."""
+    settings = keeping_one(bucket)
+    run(tmp_path / "a", settings, [1, 2])
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() - 3600)
+    run(tmp_path / "b", settings, [3, 4])
+    monkeypatch.setattr(time, "time", now)
+    assert there(bucket) == [4]
+    assert resumed(tmp_path / "c", settings) == 4
+    assert resumed(tmp_path / "b", settings) == 4
+
+
+def test_a_store_that_is_away_does_not_hold_up_the_end(tmp_path, bucket, monkeypatch):
+    """Every request gets no answer: the job ends soon, no thread of the mirror is left, and nothing is owned later on."""
+    with FaultProxy(bucket.endpoint) as proxy:
+        through(bucket, monkeypatch, proxy.endpoint)
+        proxy.down = True
+        settings = dataclasses.replace(config(bucket), timeouts=dataclasses.replace(TIMES, lengthy_s=600, shutdown_s=1))
+        ckpt = Checkpointer(tmp_path / "run", settings)
+        ckpt.save(1, state(1)).result()
+        begun = time.monotonic()
+        ckpt.close()
+        assert time.monotonic() - begun < scaled(20)
+        ends = time.monotonic() + scaled(20)
+        while names_of_threads() and time.monotonic() < ends:
+            time.sleep(0.05)
+        assert not names_of_threads()
+        proxy.down = False
+    through(bucket, monkeypatch)
+    assert there(bucket) == []
+
+
+def through(bucket, monkeypatch, endpoint=None):
+    """Have the environment lead to the bucket, perhaps by another address."""
+    for name, value in bucket.environment(endpoint).items():
+        monkeypatch.setenv(name, value)
+
+
+def names_of_threads():
+    return [one.name for one in threading.enumerate() if one.name in ("safe_ckpt-mirror", "safe_ckpt-lease")]
+
+
+def test_weights_alone_do_not_count(tmp_path, bucket):
+    """With ``keep_last=1`` the last checkpoint to resume from stays beside weights that were saved after it."""
+    settings = keeping_one(bucket)
+    with Checkpointer(tmp_path / "run", settings) as ckpt:
+        ckpt.save(1, state(1)).result()
+        wait_for_mirror(ckpt)
+        mirror, workspace = ckpt._engine.mirror, ckpt._workspace
+        folder = tmp_path / "run" / "final"
+        shutil.copytree(tmp_path / "run/step-00000001", folder)
+        manifest = read_manifest(folder)
+        notes = {**manifest.notes, "adapter": WEIGHTS}
+        manifest = dataclasses.replace(
+            manifest, name="final", op_id="0" * 32, sequence=manifest.sequence + 1, notes=notes
+        )
+        (folder / "manifest.json").write_bytes(manifest.to_bytes())
+        mirror.put(CheckpointInfo.of(manifest, folder, 1), workspace)
+        wait_for_mirror(ckpt)
+    assert sorted(one.manifest.name for one in list_objects(place(bucket))) == ["final", "step-00000001"]
+
+
+def test_all_that_is_there_follows(tmp_path, bucket, monkeypatch):
+    """With ``follow`` nothing is passed over: what local retention keeps is in the mirror at the end."""
+    settings = dataclasses.replace(config(bucket, follow=True, required=True), retention=Retention(keep_last=3))
+    with FaultProxy(bucket.endpoint) as proxy:
+        through(bucket, monkeypatch, proxy.endpoint)
+        proxy.slow_s = 0.1
+        with Checkpointer(tmp_path / "run", settings) as ckpt:
+            for step in range(1, 6):
+                ckpt.save(step, state(step)).result()
+        proxy.slow_s = 0.0
+    through(bucket, monkeypatch)
+    assert there(bucket) == steps(tmp_path / "run") == [3, 4, 5]

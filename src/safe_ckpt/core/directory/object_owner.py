@@ -171,6 +171,8 @@ class ObjectOwner:
         self._token = lease.token
         seen, since = -1, time.monotonic()
         while True:
+            if self._path.bucket.stop is not None:
+                self._path.bucket.stop()
             found = self._look(self._bucket())
             if found is None:
                 if self._create(Head().taken(lease)):

@@ -296,8 +296,9 @@ class Engine:
         try:
             self._save_queue.close(within_s=within_s)
         finally:
-            self._close_mirror(within_s)
+            self._drain_mirror(within_s)
             self._end()
+            self._close_mirror()
         try:
             self.raise_unreported()
         except SafeCheckpointError as error:
@@ -371,16 +372,22 @@ class Engine:
                 self._handles.append(job.handle)
                 self._save_queue.put(job)
 
-    def _close_mirror(self, within_s: float | None) -> None:
+    def _drain_mirror(self, within_s: float | None) -> None:
         if self.mirror is None:
             return
         try:
             self.mirror.drain(within_s)
             self._save_queue.delete_deferred()
-            self.mirror.close()
         except Exception:  # the directories are given back all the same
-            logger.exception("the mirror could not be closed")
+            logger.exception("the mirror could not be brought up to date")
         self.coordinator.movers.remove(self.mirror.progress)
+
+    def _close_mirror(self) -> None:
+        try:
+            if self.mirror is not None:
+                self.mirror.close()
+        except Exception:
+            logger.exception("the mirror could not be closed")
 
     def _end(self) -> None:
         if self._preemption is not None:

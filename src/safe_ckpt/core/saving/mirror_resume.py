@@ -65,7 +65,7 @@ class Mirrored:
         """The ranks resume from this: it goes to the mirror, if an earlier job did not come to that."""
         mirror, workspace = self._engine.mirror, self._workspace
         if mirror is not None and workspace is not None and info.verified:
-            mirror.put(info, workspace)
+            mirror.put(info, workspace, saved=False)
 
     def _agree(self, kind: str, action: Callable[[], Any]) -> Any:
         if self._workspace is None:
@@ -80,9 +80,13 @@ class Mirrored:
     def _fetch_newer(self) -> None:
         usable = newest_first(self._list())
         newest = newest_sequence(usable)
+        here = {one.manifest.op_id for one in usable if one.manifest is not None}
         try:
             for candidate in self._there():
-                if candidate.manifest is not None and candidate.manifest.sequence > newest and self._fetch(candidate):
+                manifest = candidate.manifest
+                if manifest is None or manifest.op_id in here or manifest.sequence <= newest:
+                    return  # the others are older
+                if self._fetch(candidate) is not None:
                     return
         except (OSError, SafeCheckpointError) as error:
             if not usable:

@@ -8,36 +8,74 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from safe_ckpt.core.directory.workspace import Workspace
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest
+from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.core.transfer.host_cache import fetch_ranges, ranges_of
-from safe_ckpt.errors import CorruptCheckpointError
+from safe_ckpt.errors import CorruptCheckpointError, SafeCheckpointError
 
 MIRRORED = "mirrored"
-"""The entry of a mirrored manifest's notes: where the checkpoint was, and whether it is a single file."""
+"""The entry of a mirrored manifest's notes: where the checkpoint was, its own name, and whether it is a single file."""
+_PLAIN = "=+,@:!~ ()[]"  # besides letters, digits and "_.-"
 
 
-def mirrored(manifest: Manifest, name: str, files: Sequence[FileEntry], *, single: bool) -> Manifest:
+def mirrored(
+    manifest: Manifest, path: Path, workspace: Workspace, files: Sequence[FileEntry], *, single: bool
+) -> Manifest:
     """The manifest of a checkpoint for the mirror.
 
     Args:
         manifest: its own.
-        name: its path, relative to the directory of checkpoints.
+        path: the checkpoint.
+        workspace: the directory that it is in.
         files: what is uploaded.
         single: it is a file, and has its own manifest inside.
     """
-    notes = {**manifest.notes, MIRRORED: {"name": name, "single": single}}
-    return dataclasses.replace(manifest, notes=notes, files=tuple(files))
+    facts = {
+        "name": path.relative_to(workspace.path).as_posix(),
+        "single": single,
+        "own_name": manifest.name,
+        "path": str(path),
+    }
+    notes = {**manifest.notes, MIRRORED: facts}
+    return dataclasses.replace(manifest, name=identity_of(path, workspace), notes=notes, files=tuple(files))
 
 
-def name_of(manifest: Manifest) -> str:
-    """The path of a mirrored checkpoint below its directory, as the manifest says."""
+def is_for_one_name(workspace: Workspace) -> bool:
+    """Whether the user names checkpoints one by one, and this was taken for one of them."""
+    return workspace.hidden.parent.parent.name == HIDDEN
+
+
+def identity_of(path: Path, workspace: Workspace) -> str:
+    """What a checkpoint is called in the mirror. What has the same name later replaces it.
+
+    Relative to its directory; one that the user named himself, relative to where the job was started.
+    """
+    relative = os.path.relpath(path) if is_for_one_name(workspace) else path.relative_to(workspace.path).as_posix()
+    return quote(relative, safe=_PLAIN)
+
+
+def is_copy_of(manifest: Manifest, path: Path, workspace: Workspace) -> bool:
+    """Whether a mirrored checkpoint is what ``path`` names: on this machine, or relative to where the job was started."""
+    facts = _facts(manifest)
+    same_path = is_for_one_name(workspace) and facts.get("path") == str(path)
+    return same_path or (bool(facts) and manifest.name == identity_of(path, workspace))
+
+
+def _facts(manifest: Manifest) -> Mapping[str, Any]:
     facts = manifest.notes.get(MIRRORED)
-    return str(facts.get("name", "")) if isinstance(facts, Mapping) else ""
+    return facts if isinstance(facts, Mapping) else {}
+
+
+def directory_of(manifest: Manifest) -> str:
+    """The last part of the directory from which a checkpoint was mirrored; "" where the manifest does not say."""
+    facts = _facts(manifest)
+    path, name = str(facts.get("path", "")), str(facts.get("name", ""))
+    return Path(path.removesuffix(name)).name if path and name else ""
 
 
 def origin(manifest: Manifest, path: ObjectPath) -> tuple[str, bool]:
@@ -46,8 +84,7 @@ def origin(manifest: Manifest, path: ObjectPath) -> tuple[str, bool]:
     Raises:
         CorruptCheckpointError: its name leads elsewhere.
     """
-    facts: Any = manifest.notes.get(MIRRORED, {})
-    facts = facts if isinstance(facts, Mapping) else {}
+    facts = _facts(manifest)
     name = str(facts.get("name", manifest.name))
     parts = Path(name).parts
     if not parts or name.startswith("/") or "\0" in name or any(part in ("..", ".") for part in parts):
@@ -58,7 +95,8 @@ def origin(manifest: Manifest, path: ObjectPath) -> tuple[str, bool]:
 
 def own_manifest(manifest: Manifest) -> Manifest:
     """What ``mirrored`` was given, but for the files."""
-    return dataclasses.replace(manifest, notes={k: v for k, v in manifest.notes.items() if k != MIRRORED})
+    name = str(_facts(manifest).get("own_name", manifest.name))
+    return dataclasses.replace(manifest, name=name, notes={k: v for k, v in manifest.notes.items() if k != MIRRORED})
 
 
 def fetch_into(
@@ -67,7 +105,7 @@ def fetch_into(
     """Fetch a checkpoint to its place below a directory that this job holds. On rank 0.
 
     Args:
-        workspace: the directory. What stands at that place is quarantined.
+        workspace: the directory. An older checkpoint at that place is replaced; anything else is quarantined.
         source: the folder in the store.
         manifest: its manifest.
         at_a_time: how many reads are under way at a time.
@@ -95,7 +133,7 @@ def fetch_into(
             (staged / MANIFEST_NAME).write_bytes(own.to_bytes())
         _make_durable(folder)
         final = workspace.path / name
-        if os.path.lexists(final):
+        if os.path.lexists(final) and not _is_older(final, own):
             workspace.quarantine(final)
         durable.make_directory(final.parent)
         aside = workspace.aside(op_id, final)
@@ -104,6 +142,14 @@ def fetch_into(
     finally:
         workspace.drop_pending(op_id)
     return CheckpointInfo.of(own, final, size)
+
+
+def _is_older(path: Path, new: Manifest) -> bool:
+    """Whether a checkpoint of ours stands there that the new one replaces. If it is this very one, it is damaged."""
+    try:
+        return read_manifest(path).sequence < new.sequence
+    except (OSError, SafeCheckpointError):
+        return False
 
 
 def _make_durable(folder: Path) -> None:

@@ -1,35 +1,33 @@
 """The mirror: committed checkpoints are uploaded to an object store in the background, by a process of its own.
 
 Used on rank 0. The process is as nice as can be, so that it gives way to training and to the writer of the next save. Where
-uploads take longer than saves come, only the newest that waits is uploaded, and those that ``keep_every_steps`` names.
+uploads take longer than saves come, only the newest that waits is uploaded, and those that ``keep_every_steps`` names; with
+``follow`` all that are still there. What failed is tried again before the next one, and at the end.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import logging
+import os
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from safe_ckpt import events
-from safe_ckpt.config import CheckpointConfig, Retention
-from safe_ckpt.core.directory import retention
+from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.directory.catalog import Candidate, newest_first
-from safe_ckpt.core.directory.object_catalog import ObjectCatalog, list_objects
-from safe_ckpt.core.directory.object_root import ObjectRoot
-from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
-from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry, read_manifest
+from safe_ckpt.core.directory.object_catalog import list_objects
+from safe_ckpt.core.directory.workspace import Workspace
+from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.staging.worker_thread import Background, Refused
-from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place, open_place
-from safe_ckpt.core.transfer.fetching import fetch_into, mirrored, name_of
-from safe_ckpt.core.writer.client import WriteJob
+from safe_ckpt.core.transfer.fetching import directory_of, fetch_into, identity_of, is_for_one_name
+from safe_ckpt.core.transfer.mirror_tier import Tier, Waiting
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import CorruptCheckpointError, SafeCheckpointError, SaveError, named
 
@@ -38,23 +36,7 @@ NAMED = "named"
 _NICENESS = 19
 _LOOK_S = 0.1
 _LAST_WORDS_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Waiting:
-    root: ObjectPath
-    workspace: Workspace
-    info: CheckpointInfo
-
-
-@dataclass(kw_only=True)
-class _Tier:
-    """One directory of the mirror, owned by this job."""
-
-    root: ObjectRoot
-    catalog: ObjectCatalog
-    uploaded: set[str]
-    names: dict[Place, str]
+_LETTERS = 8
 
 
 class Mirror:
@@ -77,56 +59,68 @@ class Mirror:
         self._config = config
         self._emit = emit
         self._owner = owner
-        self._options = StorageOptions.of(config.storage, config.timeouts.lengthy_s)
-        self._top = open_place(config.mirror.url or "", self._options)
+        options = StorageOptions.of(config.storage, config.timeouts.lengthy_s)
+        top = open_place(config.mirror.url or "", options)
+        self._top = ObjectPath(top.bucket.within(options.give_up_after_s, self._check), top.key)
         writer = dataclasses.replace(config.writer, niceness=_NICENESS, inline_bytes=0)
-        self._writer = WriterSupervisor(writer, config.timeouts, self._respawned, self._options)
+        self._writer = WriterSupervisor(writer, config.timeouts, self._respawned, options)
         self._background = Background("safe_ckpt-mirror", self._work)
         self._turn = threading.Condition()
-        self._queue: list[_Waiting] = []
-        self._current: _Waiting | None = None
+        self._queue: list[Waiting] = []
+        self._current: Waiting | None = None
         self._there: set[str] = set()  # uploaded by an earlier job, by the saves' ids
-        self._committed: dict[Place, _Waiting] = {}
+        self._committed: dict[Place, Waiting] = {}
         self._deleted: set[tuple[ObjectPath, str]] = set()
-        self._tiers: dict[ObjectPath, _Tier] = {}
+        self._tiers: dict[ObjectPath, Tier] = {}
+        self._roots: dict[Path, ObjectPath] = {}
         self._newest: dict[ObjectPath, int] = {}  # the highest number in the order of commits that is uploaded
-        self._first: Path | None = None
         self._closing = threading.Event()
+        self._closed = False
         self._rate = 0.0
         self.stop_by: float | None = None
         self.error: SafeCheckpointError | None = None
 
     def root_of(self, workspace: Workspace) -> ObjectPath:
         """Where the checkpoints of a directory go: of the first one to the url itself, of others to a folder in it."""
-        if workspace.hidden.parent.parent.name == HIDDEN:  # taken for one name alone
+        if is_for_one_name(workspace):
             return self._top / NAMED
-        if self._first is None:
-            self._first = workspace.path
-        return self._top if self._first == workspace.path else self._top / workspace.path.name
+        path = workspace.path
+        with self._turn:
+            if path not in self._roots:
+                first = next(iter(self._roots), None)
+                self._roots[path] = self._top if first is None else self._top / _name_beside(path, first)
+            return self._roots[path]
 
-    def put(self, info: CheckpointInfo, workspace: Workspace) -> None:
-        """This was committed: upload it."""
+    def put(self, info: CheckpointInfo, workspace: Workspace, *, saved: bool = True) -> None:
+        """Upload this.
+
+        Args:
+            info: what was committed.
+            workspace: the directory.
+            saved: this job has just saved it; else an earlier one has, and did not come to uploading it.
+        """
         if workspace.path not in info.file_path.parents:
             return  # a file elsewhere, of which a resume knows nothing
         if info.op_id in self._there:
             return
-        waiting = _Waiting(root=self.root_of(workspace), workspace=workspace, info=info)
-        every = self._config.mirror.keep_every_steps
+        waiting = Waiting(root=self.root_of(workspace), workspace=workspace, info=info, saved=saved)
         with self._turn:
-            passed = [
-                one
-                for one in self._queue
-                if one.root == waiting.root and not (every is not None and one.info.step % every == 0)
-            ]
+            passed = [one for one in self._queue if self._gives_way(one, waiting)]
             self._queue = [*(one for one in self._queue if one not in passed), waiting]
             self._committed[info.path] = waiting
-            self._deleted.discard((waiting.root, info.file_path.relative_to(workspace.path).as_posix()))
+            self._deleted.discard((waiting.root, identity_of(info.file_path, workspace)))
         for one in passed:
             logger.info("%s is not mirrored: a newer one is there, and the mirror is behind", one.info.path)
         try:
             self._background.put(info.name)
         except Refused as error:
             logger.warning("%s is not mirrored: %s", info.path, error)
+
+    def _gives_way(self, one: Waiting, newer: Waiting) -> bool:
+        mirror = self._config.mirror
+        every = mirror.keep_every_steps
+        kept = mirror.follow or (every is not None and one.info.step % every == 0)
+        return one.root == newer.root and (not kept or one.info.path == newer.info.path) and one.root.name != NAMED
 
     def holding(self, paths: Sequence[Place]) -> set[Place]:
         """Those of ``paths`` that must not be deleted now: one that is being uploaded, and what ``required`` protects."""
@@ -141,10 +135,12 @@ class Mirror:
         """Whether ``required`` keeps it: neither it nor a newer one of its directory is uploaded."""
         if not self._config.mirror.required:
             return False
-        if path not in self._committed:  # an earlier job's
-            return not self._newest
-        one = self._committed[path]
-        return one.info.sequence > self._newest.get(one.root, -1)
+        if path in self._committed:
+            one = self._committed[path]
+            return one.info.sequence > self._newest.get(one.root, -1)
+        parents = path.parents if isinstance(path, Path) else ()  # of an earlier job
+        root = next((root for folder, root in self._roots.items() if folder in parents), None)
+        return root is None or root not in self._newest
 
     def candidates(self, workspace: Workspace) -> list[Candidate]:
         """What the mirror has of a directory, the newest first.
@@ -167,10 +163,15 @@ class Mirror:
         """
         if candidate.manifest is None or not isinstance(candidate.path, ObjectPath):
             raise CorruptCheckpointError(path=str(candidate.path), message=candidate.problem or "has no manifest")
+        earlier = directory_of(candidate.manifest)
+        if earlier not in ("", workspace.path.name):
+            message = "%s was mirrored from a directory %r: this run, in %s, continues that one. Was that meant?"
+            logger.warning(message, candidate.path, earlier, workspace.path)
         storage, begun = self._config.storage, time.monotonic()
+        near = candidate.path.bucket.within(self._config.timeouts.lengthy_s)
         info = fetch_into(
             workspace,
-            candidate.path,
+            ObjectPath(near, candidate.path.key),
             candidate.manifest,
             at_a_time=2 * storage.parts_in_flight,
             part_bytes=storage.part_bytes,
@@ -181,8 +182,8 @@ class Mirror:
                 rank=0, path=str(info.path), url=str(candidate.path), size_bytes=info.size_bytes, seconds=seconds
             )
         )
+        root = self.root_of(workspace)
         with self._turn:  # it need not be uploaded again
-            root = self.root_of(workspace)
             self._newest[root] = max(self._newest.get(root, -1), info.sequence)
         return info
 
@@ -193,14 +194,14 @@ class Mirror:
         place = self.root_of(workspace)
         gone = [path for path in paths if isinstance(path, Path) and workspace.path in path.parents]
         with self._turn:
-            self._deleted |= {(place, path.relative_to(workspace.path).as_posix()) for path in gone}
+            self._deleted |= {(place, identity_of(path, workspace)) for path in gone}
 
     def progress(self) -> int:
         """A number that changes as long as bytes move."""
         return self._writer.progress()
 
     def drain(self, within_s: float | None = None) -> None:
-        """Upload the newest that waits.
+        """Upload what waits, the newest first.
 
         Waits as long as bytes move, and ``shutdown_s`` for what makes no progress.
 
@@ -211,6 +212,8 @@ class Mirror:
             size = sum(one.info.size_bytes for one in self._known())
         if size:
             self._forecast(size)
+            with contextlib.suppress(Refused):
+                self._background.put("once more")  # what has failed
         self._background.end()
         try:
             self._drain(within_s)
@@ -224,11 +227,13 @@ class Mirror:
 
     def close(self) -> None:
         """Give the mirror back, after ``drain``."""
+        self._closing.set()
         self._writer.close()
-        for tier in self._tiers.values():
-            with contextlib.suppress(OSError, SafeCheckpointError):
-                self._follow(tier)
-            tier.root.close()
+        with self._turn:
+            self._closed = True
+            tiers = dict(self._tiers)
+        for place, tier in tiers.items():
+            tier.close(self._deleted_from(place) if self.error is None else ())
 
     def _forecast(self, size: int) -> None:
         left = "" if self.stop_by is None else f", {max(0.0, self.stop_by - time.monotonic()):.0f} s are left"
@@ -245,118 +250,67 @@ class Mirror:
             if (now := self.progress()) != seen and within_s is None:
                 seen, since = now, time.monotonic()
 
-    def _known(self) -> list[_Waiting]:
+    def _known(self) -> list[Waiting]:
         return [*([self._current] if self._current is not None else []), *self._queue]
 
     def _work(self, _: str) -> None:
-        with self._turn:
-            if not self._queue or self._closing.is_set():
-                return
-            self._current = self._queue.pop(0)
-        one, begun = self._current, time.monotonic()
-        try:
-            url = self._upload(one)
-        except Exception as error:
-            self.error = named(error, rank=0, phase="mirroring", path=one.info.path)
-            logger.warning("%s is not mirrored: %s", one.info.path, self.error)
-            self._emit(events.Mirrored(rank=0, path=str(one.info.path), url=str(one.root), error=str(self.error)))
-        else:
-            self._uploaded(one, url, time.monotonic() - begun)
-        finally:
+        """Upload what waits, until one fails: what is left has its turn after the next save, or at the end."""
+        while not self._closing.is_set():
             with self._turn:
-                self._current = None
-
-    def _uploaded(self, one: _Waiting, url: str, seconds: float) -> None:
-        self.error = None
-        with self._turn:
-            self._newest[one.root] = max(self._newest.get(one.root, -1), one.info.sequence)
-        if not url:
-            return
-        self._rate = one.info.size_bytes / max(seconds, 1e-3)
-        self._emit(
-            events.Mirrored(rank=0, path=str(one.info.path), url=url, size_bytes=one.info.size_bytes, seconds=seconds)
-        )
-
-    def _upload(self, one: _Waiting) -> str:
-        """Returns where it is; "" if it was there already."""
-        tier, path = self._tier(one.root), one.info.file_path
-        if one.info.op_id in tier.uploaded or not path.exists():  # or retention was faster
-            return ""
-        manifest, single = read_manifest(path), not path.is_dir()
-        expected = {entry.path: entry for entry in manifest.files}
-        names = [path.name] if single else list(expected)
-        folder = tier.root.place(path.name, uuid.uuid4().hex)
-        tier.root.announce(folder, tier.root.next_sequence())
-        try:
-            entries = self._send(path.parent if single else path, names, folder)
-            for entry in entries:
-                known = expected.get(entry.path)
-                if known is not None and (known.size_bytes, known.xxh3_128) != (entry.size_bytes, entry.xxh3_128):
-                    message = "its bytes are not those that were written: it is not mirrored"
-                    raise CorruptCheckpointError(path=str(path), file=entry.path, message=message)
-            name = path.relative_to(one.workspace.path).as_posix()
-            kept = [expected.get(entry.path, entry) for entry in entries]
-            remote = mirrored(manifest, name, kept, single=single)
-            tier.root.commit(folder, remote.to_bytes())
-        except BaseException:
-            tier.root.drop(folder)
-            raise
-        tier.uploaded.add(manifest.op_id)
-        tier.names[folder] = name
-        self._retain(tier, CheckpointInfo.of(remote, folder, sum(entry.size_bytes for entry in entries)))
-        return str(folder)
-
-    def _send(self, base: Path, names: Sequence[str], folder: ObjectPath) -> list[FileEntry]:
-        copies = [
-            FileCopy(source=str(base / name), path=f"{folder}/{name}", stamp=Stamp.of((base / name).stat()))
-            for name in names
-        ]
-        written = self._writer.write(WriteJob(name=folder.name, rank=0, copies=copies), self._check)
-        return [
-            FileEntry(path=name, size_bytes=result.size_bytes, xxh3_128=result.xxh3_128, rank=0)
-            for name, result in zip(names, written, strict=True)
-        ]
-
-    def _retain(self, tier: _Tier, info: CheckpointInfo) -> None:
-        mirror = self._config.mirror
-        rules = Retention(keep_last=mirror.keep_last, keep_every_steps=mirror.keep_every_steps)
-        decision = retention.after_commit(info, tier.catalog, retention.policy_of(rules))
-        if decision is not None:
-            tier.root.discard(decision.to_delete)
-        self._follow(tier)
-
-    def _follow(self, tier: _Tier) -> None:
-        """Delete what was deleted here, but never the newest that is there."""
-        with self._turn:
-            names = {name for place, name in self._deleted if place == tier.root.path}
-        newest = max(tier.catalog.committed, key=lambda info: info.sequence, default=None)
-        due = [
-            info.path for info in tier.catalog.committed if tier.names.get(info.path) in names and info is not newest
-        ]
-        if due:
-            tier.catalog.forget(due)
-            tier.root.discard(due)
-        with self._turn:
-            self._deleted -= {(tier.root.path, name) for name in names}
-
-    def _tier(self, place: ObjectPath) -> _Tier:
-        if place not in self._tiers:
-            storage = self._config.storage
-            root = ObjectRoot(place, lease_s=self._config.lease_s, owner=self._owner, unfenced=storage.unfenced)
-            root.open(self._config.timeouts.barrier_s + self._config.lease_s)
+                if not self._queue:
+                    return
+                one = self._current = max(self._queue, key=lambda waiting: waiting.info.sequence)
+                self._queue.remove(one)
+            begun = time.monotonic()
             try:
-                candidates = list_objects(place)
-            except BaseException:
-                root.close()
-                raise
-            ours = [(one.path, one.manifest) for one in candidates if one.manifest is not None]
-            self._tiers[place] = _Tier(
-                root=root,
-                catalog=ObjectCatalog(candidates),
-                uploaded={manifest.op_id for _, manifest in ours},
-                names={path: name_of(manifest) for path, manifest in ours},
-            )
-        return self._tiers[place]
+                url = self._tier(one.root).upload(one, lambda job: self._writer.write(job, self._check))
+                self._uploaded(one, url, time.monotonic() - begun)
+            except Exception as error:
+                self._failed(one, error)
+                return
+            finally:
+                with self._turn:
+                    self._current = None
+
+    def _failed(self, one: Waiting, error: Exception) -> None:
+        self.error = named(error, rank=0, phase="mirroring", path=one.info.path)
+        logger.warning("%s is not mirrored: %s", one.info.path, self.error)
+        self._emit(events.Mirrored(rank=0, path=str(one.info.path), url=str(one.root), error=str(self.error)))
+        if isinstance(self.error, CorruptCheckpointError):
+            return  # the same bytes would be refused again
+        with self._turn:
+            if not any(self._gives_way(one, newer) for newer in self._queue):
+                self._queue.append(one)
+
+    def _uploaded(self, one: Waiting, url: str | None, seconds: float) -> None:
+        self.error = None
+        if url is not None:
+            with self._turn:
+                self._newest[one.root] = max(self._newest.get(one.root, -1), one.info.sequence)
+        if url:
+            self._rate = one.info.size_bytes / max(seconds, 1e-3)
+            size = one.info.size_bytes
+            self._emit(events.Mirrored(rank=0, path=str(one.info.path), url=url, size_bytes=size, seconds=seconds))
+        deleted = self._deleted_from(one.root)
+        if deleted:
+            self._tier(one.root).follow(deleted)
+            with self._turn:
+                self._deleted -= {(one.root, name) for name in deleted}
+
+    def _deleted_from(self, place: ObjectPath) -> set[str]:
+        with self._turn:
+            return {name for root, name in self._deleted if root == place}
+
+    def _tier(self, place: ObjectPath) -> Tier:
+        if place in self._tiers:
+            return self._tiers[place]
+        tier = Tier(place, self._config, self._owner, keeps_all=place == self._top / NAMED)
+        with self._turn:
+            if not self._closed:
+                self._tiers[place] = tier
+                return tier
+        tier.close()  # the store answered when the job was over
+        raise SaveError(name="mirror", cause="the job is over", rank=0, phase="mirroring")
 
     def _check(self) -> None:
         over = self.stop_by is not None and time.monotonic() > self.stop_by
@@ -366,3 +320,9 @@ class Mirror:
     def _respawned(self, pid: int, ended: str) -> None:
         name = self._current.info.name if self._current is not None else ""
         self._emit(events.Respawned(rank=0, pid=pid, ended=ended, name=name))
+
+
+def _name_beside(path: Path, first: Path) -> str:
+    """The folder of a further directory: another one for each, and the same on another machine with the same layout."""
+    digest = hashlib.sha256(os.path.relpath(path, first).encode()).hexdigest()
+    return f"{path.name}-{digest[:_LETTERS]}"

@@ -1,0 +1,203 @@
+"""One directory of the mirror: how a checkpoint gets there, under which name, and what is deleted after that."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from safe_ckpt.config import CheckpointConfig, Retention
+from safe_ckpt.core.directory import retention
+from safe_ckpt.core.directory.catalog import WEIGHTS, newest_sequence
+from safe_ckpt.core.directory.object_catalog import ObjectCatalog, list_objects
+from safe_ckpt.core.directory.object_root import ObjectRoot
+from safe_ckpt.core.directory.workspace import Workspace
+from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry, Manifest, read_manifest
+from safe_ckpt.core.formats.verify import verify_archive
+from safe_ckpt.core.storage.copier import FileCopy, Stamp
+from safe_ckpt.core.storage.durable import WrittenFile
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.transfer.fetching import identity_of, mirrored
+from safe_ckpt.core.writer.client import WriteJob
+from safe_ckpt.errors import CorruptCheckpointError, SafeCheckpointError
+
+_LAST_WORDS_S = 5.0
+Send = Callable[[WriteJob], Sequence[WrittenFile]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """A checkpoint that is to be uploaded.
+
+    Attributes:
+        root: the directory of the mirror.
+        workspace: the local directory.
+        info: the checkpoint.
+        saved: this job saved it, so nothing in the mirror is newer. Otherwise an earlier job did.
+    """
+
+    root: ObjectPath
+    workspace: Workspace
+    info: CheckpointInfo
+    saved: bool
+
+
+class Tier:
+    """A directory of the mirror, owned by this job from its opening to ``close``.
+
+    Args:
+        place: where.
+        config: settings.
+        owner: what this belongs to and how that is ended, for messages.
+        keeps_all: it holds checkpoints that the user names one by one: they go when they are replaced, or are deleted locally.
+
+    Raises:
+        DirectoryError: the store refuses, gives no answer, or does not keep conditions.
+        DirectoryInUseError: a live job owns it.
+        OSError: the store gave no answer.
+    """
+
+    def __init__(self, place: ObjectPath, config: CheckpointConfig, owner: str, *, keeps_all: bool) -> None:
+        self._root = ObjectRoot(place, lease_s=config.lease_s, owner=owner, unfenced=config.storage.unfenced)
+        self._root.open(config.timeouts.barrier_s + config.lease_s)
+        try:
+            candidates = list_objects(place)
+        except BaseException:
+            self._root.close()
+            raise
+        self._catalog = ObjectCatalog(candidates)
+        self._rules = None if keeps_all else _rules_of(config)
+        manifests = {one.path: one.manifest for one in candidates if one.manifest is not None}
+        self._there = {manifest.op_id for manifest in manifests.values()}
+        self._names: dict[Place, str] = {path: manifest.name for path, manifest in manifests.items()}
+        self._weights: set[Place] = {path for path, manifest in manifests.items() if _is_weights(manifest)}
+        self._newest_before = newest_sequence(candidates)
+        self._root.start_after(self._newest_before)
+
+    def upload(self, one: Waiting, send: Send) -> str | None:
+        """Upload it, compared with what was written, and then delete what the rules do not keep.
+
+        Args:
+            one: what.
+            send: uploads files.
+
+        Returns:
+            Where it is, "" if it was there already, None if nothing is to be uploaded.
+
+        Raises:
+            CorruptCheckpointError: its bytes are not those that were written.
+            DirectoryInUseError: another job has taken this over.
+            OSError: a file could not be read, or the store gave no answer.
+        """
+        path = one.info.file_path
+        if one.info.op_id in self._there:
+            return ""
+        if not path.exists() or (not one.saved and one.info.sequence <= self._newest_before):
+            return None  # retention was faster, or what is there came later
+        manifest, name = read_manifest(path), identity_of(path, one.workspace)
+        folder = self._root.place(name, uuid.uuid4().hex)
+        self._root.announce(folder, self._root.next_sequence())
+        try:
+            entries = _sent(manifest, path, folder, send)
+            remote = mirrored(
+                self._as_the_newest(manifest, saved=one.saved), path, one.workspace, entries, single=not path.is_dir()
+            )
+            self._root.commit(folder, remote.to_bytes())
+        except BaseException:
+            self._root.drop(folder)
+            raise
+        self._there.add(manifest.op_id)
+        self._names[folder] = name
+        if _is_weights(manifest):
+            self._weights.add(folder)
+        self._retain(CheckpointInfo.of(remote, folder, sum(entry.size_bytes for entry in entries)))
+        return str(folder)
+
+    def follow(self, deleted: Collection[str]) -> None:
+        """Delete what was deleted locally, by its name here, but never the newest that is there."""
+        newest = max(self._catalog.committed, key=lambda info: info.sequence, default=None)
+        due = [
+            info.path
+            for info in self._catalog.committed
+            if self._names.get(info.path) in deleted and info is not newest
+        ]
+        if due:
+            self._catalog.forget(due)
+            self._root.discard(due)
+
+    def close(self, deleted: Collection[str] = ()) -> None:
+        """Give the directory back. ``deleted``: as in ``follow``, with little patience."""
+        if deleted:
+            self._root.persist(_LAST_WORDS_S)
+            with contextlib.suppress(OSError, SafeCheckpointError):
+                self.follow(deleted)
+        self._root.close()
+
+    def _as_the_newest(self, manifest: Manifest, *, saved: bool) -> Manifest:
+        """Where this host's clock is behind that of an earlier one, it would come before what was there."""
+        if saved and manifest.sequence <= self._newest_before:
+            return replace(manifest, sequence=self._root.next_sequence())
+        return manifest
+
+    def _retain(self, info: CheckpointInfo) -> None:
+        policy = _KeepBesides(rules=self._rules, ignored=self._weights, new=info.path) if self._rules else None
+        decision = retention.after_commit(info, self._catalog, policy)
+        if decision is not None:
+            self._root.discard(decision.to_delete)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _KeepBesides:
+    """As ``KeepByRules``. Weights alone neither count nor go, and what was just committed stays."""
+
+    rules: Retention
+    ignored: Collection[Place]
+    new: Place
+
+    def to_delete(self, committed: Sequence[CheckpointInfo]) -> list[Place]:
+        """See ``RetentionPolicy``."""
+        counted = [info for info in committed if info.path not in self.ignored]
+        return [info.path for info in retention.to_delete(counted, self.rules) if info.path != self.new]
+
+
+def _rules_of(config: CheckpointConfig) -> Retention | None:
+    """The mirror's rules; what is the best of the directory stays the best there."""
+    mirror, local = config.mirror, config.retention
+    if mirror.keep_last is None and mirror.keep_every_steps is None:
+        return None
+    return replace(local, keep_last=mirror.keep_last, keep_every_steps=mirror.keep_every_steps)
+
+
+def _is_weights(manifest: Manifest) -> bool:
+    return manifest.notes.get("adapter") == WEIGHTS or bool(manifest.notes.get("weights_only"))
+
+
+def _sent(manifest: Manifest, path: Path, folder: ObjectPath, send: Send) -> list[FileEntry]:
+    """Upload the files. Their entries, as they are in the manifest; they are what was written, and no other bytes."""
+    single = not path.is_dir()
+    expected = {entry.path: entry for entry in manifest.files}
+    names, base = ([path.name], path.parent) if single else (list(expected), path)
+    copies = [
+        FileCopy(source=str(base / name), path=f"{folder}/{name}", stamp=Stamp.of(os.stat(base / name)))
+        for name in names
+    ]
+    written = send(WriteJob(name=folder.name, rank=0, copies=copies))
+    entries = [
+        FileEntry(path=name, size_bytes=result.size_bytes, xxh3_128=result.xxh3_128, rank=0)
+        for name, result in zip(names, written, strict=True)
+    ]
+    if single:
+        verify_archive(path, cached=True)  # it carries its own digest
+        if Stamp.of(os.stat(path)) != copies[0].stamp:
+            raise OSError(errno.ESTALE, "it changed while it was being sent", str(path))
+        return entries
+    for entry in entries:
+        known = expected[entry.path]
+        if (known.size_bytes, known.xxh3_128) != (entry.size_bytes, entry.xxh3_128):
+            message = "its bytes are not those that were written: it is not mirrored"
+            raise CorruptCheckpointError(path=str(path), file=entry.path, message=message)
+    return list(manifest.files)
