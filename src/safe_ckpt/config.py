@@ -126,12 +126,14 @@ class StorageConfig:
 
     Attributes:
         options: what is to hold instead of the environment, as ``name=value`` in obstore's names, such as
-            ``endpoint=https://minio.example:9000`` or ``region=eu-central-1``. Values are never shown.
+            ``endpoint=https://minio.example:9000`` or ``region=eu-central-1``. Listings show no value, and errors show no key,
+            token or password.
         part_bytes: the size of one part of an upload, and of one read.
         parts_in_flight: how many are under way at a time, for each rank.
         request_timeout_s: how long one request may take, a part included. What fails is tried again until ``lengthy_s``.
-        cache_dir: where checkpoints are fetched to for the frameworks' own readers; null for memory (``/dev/shm``) where there
-            is room, else the directory for temporary files.
+        cache_dir: where ranks that share a host fetch a checkpoint to (null: memory (``/dev/shm``) where there is room, else
+            the directory for temporary files), and where a framework's files lie if its directory is an address (null: the
+            directory for temporary files). An absolute path.
         unfenced: use a store that cannot create or replace an object on a condition. Two jobs may then commit into one
             directory.
     """
@@ -142,7 +144,7 @@ class StorageConfig:
     part_bytes: int = field(default=8 << 20, metadata=limits(at_least=5 << 20, multiple_of=1 << 20))
     parts_in_flight: int = field(default=4, metadata=limits(at_least=1, at_most=64))
     request_timeout_s: float = field(default=60.0, metadata=limits(above=0, at_most=_LONGEST_S))
-    cache_dir: str | None = None
+    cache_dir: str | None = field(default=None, metadata=limits(pattern=r"^/", words="an absolute path"))
     unfenced: bool = False
 
     def __post_init__(self) -> None:
@@ -162,7 +164,11 @@ class Mirror:
     """
 
     url: str | None = field(
-        default=None, metadata=limits(pattern=r"^(s3|gs|az)://[^/@]+", words="s3://, gs:// or az://")
+        default=None,
+        metadata=limits(
+            pattern=r"^(s3|gs|az)://[^/@?]+(/[^@]*)?$",
+            words="s3://, gs:// or az:// with a bucket, and no user or password",
+        ),
     )
     keep_last: int | None = field(default=None, metadata=limits(at_least=1))
     keep_every_steps: int | None = field(default=None, metadata=limits(at_least=1))
@@ -171,6 +177,9 @@ class Mirror:
 
     def __post_init__(self) -> None:
         check(self)
+        for name in ("keep_last", "keep_every_steps", "required", "follow"):
+            given = self.url is None and getattr(self, name) not in (None, False)
+            _require(not given, name, "does nothing without mirror.url: set that, too")
 
 
 @dataclass(frozen=True, kw_only=True)

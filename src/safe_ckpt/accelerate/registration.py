@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from safe_ckpt.accelerate.handle import Handle, check
@@ -53,11 +54,21 @@ def register(accelerator: Any, config: CheckpointConfig | None = None, *, hooks:
     project = accelerator.project_configuration
     if project.project_dir is not None and is_url(project.project_dir, "project_dir"):
         local, settings = spooled(str(project.project_dir), settings, key="ProjectConfiguration.project_dir")
+        if project.logging_dir == project.project_dir:
+            project.logging_dir = _logs_beside(local, accelerator)
         project.project_dir = str(local)
     _end_earlier(accelerator)
     handle = Handle(accelerator, settings, hooks=hooks)
     _registered.add(handle)
     return handle
+
+
+def _logs_beside(local: Path, accelerator: Any) -> str:
+    """Where trackers write on this host: their files are none of a checkpoint's, and few of them take an address."""
+    logs = local.with_name(f"{local.name}-logs")
+    if accelerator.log_with:
+        logger.warning("trackers write to %s, which is not mirrored: set logging_dir to have it elsewhere", logs)
+    return str(logs)
 
 
 def _end_earlier(accelerator: Any) -> None:

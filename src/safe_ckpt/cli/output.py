@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from safe_ckpt.core.storage.objects.options import is_url
+from safe_ckpt.core.storage.objects.options import SCHEMES, is_url
 from safe_ckpt.errors import ConfigError, SafeCheckpointError
 
 DAMAGED = 1
@@ -39,6 +39,9 @@ def _existing(what: str, *, files: bool = True, readable: bool = True) -> Callab
     """
 
     def parse(text: str) -> str:
+        scheme, found, rest = text.partition(":/")
+        if found and scheme in SCHEMES and not rest.startswith("/"):
+            raise typer.BadParameter(f"write {scheme}:// with two slashes: {scheme}://{rest}")
         try:
             if is_url(text):
                 return text

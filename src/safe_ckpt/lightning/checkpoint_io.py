@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters.directories import commit_order, presence, verify_if_ours
 from safe_ckpt.adapters.extras import one_shot
+from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.lightning.compat import CheckpointIO
 from safe_ckpt.lightning.resume import WEIGHTS_NOTE
 
@@ -63,6 +64,7 @@ class SafeCheckpointIO(CheckpointIO):
 
         Raises:
             TypeError: ``storage_options`` were given.
+            ConfigError: ``path`` is the address of an object store.
             SafeCheckpointError: written here, and it failed.
         """
         if storage_options is not None:
@@ -70,6 +72,7 @@ class SafeCheckpointIO(CheckpointIO):
         if self._box is not None:
             self._box.checkpoint = checkpoint
             return
+        refuse_url(path, "save_checkpoint: filepath")
         target = Path(os.path.abspath(path))
         next_sequence = self.saver.next_sequence if self.saver is not None else commit_order.sequence_beside
         step = int(checkpoint.get("global_step", 0))

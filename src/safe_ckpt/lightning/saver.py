@@ -15,6 +15,7 @@ from safe_ckpt.adapters import CheckpointInfo, Engine, OnCommit, Planned, SaveHa
 from safe_ckpt.adapters.directories import DeleteListed, HeldDirectories
 from safe_ckpt.adapters.extras import Exporter, one_shot, open_coordinator
 from safe_ckpt.adapters.planning import Destination, Facts, Link, SaveRequest, Shards, prepare_memory
+from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import RendezvousTimeout, SaveError
 from safe_ckpt.events import Hook
@@ -165,6 +166,7 @@ class TrainerSaver:
         """
         if storage_options is not None:
             raise TypeError("storage_options are not supported: safe_ckpt writes to local and mounted file systems")
+        refuse_url(path, "save_checkpoint: filepath")
         target = Path(os.path.abspath(path))
         if self._busy or signals.in_signal_handler():
             self._save_alone(target, weights_only)

@@ -26,6 +26,8 @@ DEFAULTS = "the defaults"
 HIDDEN_VALUE = "(not shown)"
 _LIMITS = "safe_ckpt.limits"
 _UNITS = {"_s": "seconds", "_bytes": "bytes", "_steps": "steps"}
+_USER = re.compile(r"://[^\s'\"]*@")
+"""In an address: who asks, and mostly a password."""
 _LONGEST_SHOWN = 200
 _LARGEST_SHOWN = 1e18
 _LONGEST_DEVIATIONS = 600
@@ -219,12 +221,15 @@ def _section(root: type, kind: type[_T], data: object, path: str) -> _T:
     if data is None and path:
         return kind()  # a section whose keys are all commented out
     if not isinstance(data, Mapping):
-        raise ConfigError(key=path, message=f"expected keys with values, got {_shown(data)}")
+        raise ConfigError(key=path, message=f"expected keys with values, got {_shown_section(kind, data)}")
     known = fields_of(kind)
     values: dict[str, Any] = {}
     for name, value in data.items():
         here = joined(path, name)
         if name not in known:
+            if _has_secrets(kind):
+                name = str(name).partition("=")[0]  # noqa: PLW2901 - behind it may be a password
+                here = joined(path, name)
             raise ConfigError(key=here, message=f"unknown key; {suggestion(root, kind, name)}")
         key = known[name]
         values[name] = _section(root, key.kind, value, here) if is_section(key.kind) else _value(key, value, here)
@@ -232,6 +237,19 @@ def _section(root: type, kind: type[_T], data: object, path: str) -> _T:
         return kind(**values)
     except ConfigError as error:
         raise ConfigError(key=joined(path, error.key), message=error.message) from None
+
+
+def _has_secrets(kind: type) -> bool:
+    return any(key.limits.secret for key in keys(kind))
+
+
+def _shown_section(kind: type, data: object) -> str:
+    """What was given instead of a section; where that may hold a password, only its type."""
+    if not _has_secrets(kind):
+        return _shown(data)
+    return (
+        "a list" if isinstance(data, list | tuple) else "text" if isinstance(data, str) else f"a {type(data).__name__}"
+    )
 
 
 def _value(key: Key, value: object, path: str) -> Any:
@@ -268,7 +286,8 @@ def _check_type(key: Key, value: object) -> None:
     if key.choices:
         words, right = f"one of {', '.join(map(repr, key.choices))}", isinstance(value, str) and value in key.choices
     elif kind is tuple:
-        words = f"a list of names{f' such as [{value}]' if isinstance(value, str) and value else ''}"
+        example = isinstance(value, str) and value and not key.limits.secret
+        words = f"a list of names{f' such as [{value}]' if example else ''}"
         right = isinstance(value, tuple | list) and all(isinstance(entry, str) for entry in value)
     elif kind is float:
         words = "a finite number"
@@ -303,6 +322,7 @@ def _shown(value: object) -> str:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python prints
         return "a number that is too large to be shown"
+    text = _USER.sub("://...@", text)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 

@@ -150,7 +150,8 @@ def read_yaml(path: str | os.PathLike[str]) -> Layer:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         message = f"cannot be read as YAML: {error.problem or error.context}"
-        raise ConfigError(message=message, source=source, line=mark.line + 1 if mark else None) from error
+        # Not "from error": that shows the line, which may hold a password.
+        raise ConfigError(message=message, source=source, line=mark.line + 1 if mark else None) from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(message=f"cannot be read as YAML: {error}", source=source) from error
 
@@ -320,6 +321,9 @@ def _parsed(text: str, key: Key, name: str) -> object:
     try:
         value: object = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
+        if key.limits.secret:
+            message = "cannot be read as YAML; check brackets and quotes"
+            raise ConfigError(key=key.path, source=name, message=message) from None
         raise ConfigError(key=key.path, source=name, message=f"cannot be read as YAML: {text!r}") from error
     # A metric may be called 1 or off, and values in a shell are not quoted for YAML.
     return text if key.kind is str and not isinstance(value, str | None) else value

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformers import TrainingArguments
 from transformers import trainer as upstream
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -56,6 +57,21 @@ class SafeCheckpointMixin(_Base):
     checkpoint_hooks: Sequence[Hook] = ()
     _safe_saver: TrainerSaver | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, TrainingArguments):  # before the Trainer makes a folder of it
+                refuse_url(given.output_dir or ".", "output_dir")
+        super().__init__(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """See ``Trainer.save_model``.
+
+        Raises:
+            ConfigError: ``output_dir`` is the address of an object store.
+        """
+        refuse_url(output_dir or ".", "save_model: output_dir")
+        super().save_model(output_dir, _internal_call)
+
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """See ``Trainer.train``. When it returns, everything that was saved is committed.
 
@@ -75,6 +91,7 @@ class SafeCheckpointMixin(_Base):
                 if resume_from_checkpoint is True:
                     path = str(saver.newest(Path(os.path.abspath(self.args.output_dir or "."))))
                 elif resume_from_checkpoint:
+                    refuse_url(resume_from_checkpoint, "resume_from_checkpoint")
                     path = os.path.abspath(resume_from_checkpoint)
                     saver.verify(Path(path))
                 return super().train(path, *args, **kwargs)

@@ -444,7 +444,7 @@ def test_convert_takes_an_address(store, tmp_path):
 @pytest.mark.parametrize(
     ("args", "why"),
     [
-        (["list", "s3:/b/run"], "pathlib takes a slash away"),
+        (["list", "s3:/b/run"], "write s3:// with two slashes: s3://b/run"),
         (["verify", "ftp://b/run"], "ftp:// is not supported"),
         (["inspect", "http://b/run"], "http:// is not supported"),
         (["doctor", "ftp://b/run"], "ftp:// is not supported"),

@@ -179,7 +179,7 @@ def test_every_setting_is_among_the_deviations():
             part_bytes=5 << 20,
             parts_in_flight=1,
             request_timeout_s=1,
-            cache_dir="c",
+            cache_dir="/c",
             unfenced=True,
         ),
         "mirror": Mirror(url="s3://b/c", keep_last=1, keep_every_steps=1, required=True, follow=True),
@@ -196,3 +196,19 @@ def test_every_setting_is_among_the_deviations():
     }
     texts = {CheckpointConfig(**{name: value}).deviations() for name, value in changed.items()}
     assert sum(text.count("=") for text in texts) == len(keys(CheckpointConfig))
+
+
+@pytest.mark.parametrize("rule", [{"keep_last": 3}, {"keep_every_steps": 5}, {"required": True}, {"follow": True}])
+def test_a_mirror_needs_an_address(rule):
+    """What would do nothing without ``mirror.url`` is refused, and says so."""
+    with pytest.raises(ConfigError, match="set that, too") as caught:
+        CheckpointConfig.from_mapping({"mirror": rule})
+    assert caught.value.key == f"mirror.{next(iter(rule))}"
+    assert CheckpointConfig.from_mapping({"mirror": {**rule, "url": "s3://bucket/run"}}).mirror.url
+
+
+@pytest.mark.parametrize("folder", ["", "relative", "~/cache", "s3://bucket/cache"])
+def test_the_cache_is_a_folder_of_this_machine(folder):
+    """An absolute path: all else would lead elsewhere on each rank, or nowhere."""
+    with pytest.raises(ConfigError, match="expected an absolute path"):
+        StorageConfig(cache_dir=folder)

@@ -62,7 +62,7 @@ def refused(file, text):
             "retention: &a\n  keep_last: *a",
             ":2: retention.keep_last.keep_last.keep_last: nested deeper than any setting",
         ),
-        ("\n- 1", ":2: expected keys with values, got [1]"),
+        ("\n- 1", ":2: expected keys with values, got a list"),
         (
             f"timeouts:\n  barrier_s: {'9' * 321}",
             f':2: timeouts.barrier_s: expected seconds or "HH:MM:SS", got {"9" * 200}...',

@@ -134,8 +134,12 @@ def test_addresses():
         is_url("hf://x/y")
     with pytest.raises(ConfigError, match="as text"):
         is_url("s3:/bucket/run")
-    with pytest.raises(ConfigError, match="a bucket and a plain path"):
-        open_place("s3://bucket/../x", QUICK)
+    for wrong in ("s3://bucket/../x", "s3://user:VERYSECRET@host/x", "s3://user:VERY/SECRET@host/x", "s3:///x"):
+        with pytest.raises(ConfigError, match="a bucket and a plain path") as caught:
+            open_place(wrong, QUICK, "mirror.url")
+        assert (caught.value.key, "SECRET" in str(caught.value)) == ("mirror.url", False)
+    with pytest.raises(ConfigError, match="small letters"):
+        is_url("S3://bucket/run")
     place = open_place("s3://bucket/a//b/", QUICK)
     assert (str(place), place.name, str(place.parent), (place / "c.pt").suffix) == (
         "s3://bucket/a/b",

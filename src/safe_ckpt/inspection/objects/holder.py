@@ -20,9 +20,11 @@ def holder_of_objects(directory: ObjectPath) -> Holder | None:
     """Who owns the directory; None when nobody does. Only read.
 
     Raises:
-        OSError: the store gave no answer, or refuses.
+        OSError: the store gave no answer, or refuses; or there is no such bucket.
     """
     head = read_head(directory)
+    if head is None:  # a bucket that there is not looks the same; the listing tells
+        directory.bucket.list_folders(f"{directory.key}/" if directory.key else "")
     if head is None or head.lease is None:
         return None
     lease = head.lease

@@ -9,6 +9,8 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.storage.objects.options import StorageOptions, is_url
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place, open_place
 
+_FIRST_ANSWER_S = 10.0
+
 
 def place_at(url: str, config: CheckpointConfig | None = None, *, within_s: float | None = None) -> ObjectPath:
     """What ``url`` names, reached as the environment says.
@@ -29,10 +31,25 @@ def place_at(url: str, config: CheckpointConfig | None = None, *, within_s: floa
 def place_of(path: str) -> Place:
     """What a user names: a place in a bucket if it is an address of one, else a path.
 
+    A store gets one request at once, so that a wrong endpoint is found in some seconds.
+
     Raises:
         ConfigError: as ``place_at``.
+        OSError: the store gave no first answer within some seconds.
     """
-    return place_at(path) if is_url(path) else Path(path)
+    if not is_url(path):
+        return Path(path)
+    place = place_at(path)
+    _await_answer(place)
+    return place
+
+
+def _await_answer(place: ObjectPath) -> None:
+    first_s = min(_FIRST_ANSWER_S, place.bucket.options.give_up_after_s)
+    try:
+        place.bucket.hurried(first_s).within(first_s).size_of((place / MANIFEST_NAME).key)
+    except (FileNotFoundError, PermissionError):
+        return  # an answer: what it means is for the request that is meant
 
 
 def is_checkpoint(place: ObjectPath) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import re
+import urllib.parse
 from collections.abc import Sequence
+
+from safe_ckpt.core.storage.objects.options import PREFIXES
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _REFUSED = ("400", "405", "411", "413", "414", "501")
@@ -12,6 +15,11 @@ _NO_ACCESS = ("401", "403")
 _NEVER = ("NotSupportedError", "InvalidPathError", "UnknownConfigurationKeyError")
 _EXPIRED = re.compile(r"Expired|RequestTimeTooSkewed|TokenRefreshRequired|InvalidToken", re.IGNORECASE)
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist", re.IGNORECASE)
+_NOT_MADE = "builder error"
+_PANIC = "PanicException"
+_BODY = re.compile(r"(<\?xml[^>]*>\s*)?<Error\b.*?(</Error>|$)", re.IGNORECASE | re.DOTALL)
+_CODE = re.compile(r"<Code>([^<]*)", re.IGNORECASE)
+_MESSAGE = re.compile(r"<Message>([^<]*)", re.IGNORECASE)
 _QUERY = re.compile(r"\?[^\s\"'<>]+")
 _USER = re.compile(r"://[^/\s@]+@")
 _LONGEST_TEXT = 400
@@ -25,17 +33,22 @@ class ChangedError(OSError):
     """An object that was to be replaced is another one by now, or is not there."""
 
 
-def is_expired(error: Exception) -> bool:
+def is_expired(error: BaseException) -> bool:
     """Whether other credentials, or another clock, would have been accepted."""
     return _EXPIRED.search(str(error)) is not None
 
 
-def is_bucket_missing(error: Exception) -> bool:
+def is_bucket_missing(error: BaseException) -> bool:
     """Whether not the object is missing but the bucket, or container."""
     return _NO_BUCKET.search(str(error)) is not None
 
 
-def named(error: Exception, path: str, verb: str, secrets: Sequence[str]) -> OSError:
+def is_panic(error: BaseException) -> bool:
+    """Whether obstore failed within: of a class that cannot be imported, and is no ``Exception``."""
+    return type(error).__name__ == _PANIC
+
+
+def named(error: BaseException, path: str, verb: str, secrets: Sequence[str]) -> OSError:
     """The error that says what happened at ``path``: ``TimeoutError`` for what may work in a moment.
 
     Args:
@@ -54,17 +67,32 @@ def named(error: Exception, path: str, verb: str, secrets: Sequence[str]) -> OSE
         return PermissionError(errno.EACCES, f"the store refuses to {verb} it: {text}", path)
     if isinstance(error, OSError) and error.errno is not None:
         return error
-    said = f"could not {verb} it: {text}"
-    if status == "404":  # such as a bucket that there is not
+    return _not_done(error, path, f"could not {verb} it: {text}", status)
+
+
+def _not_done(error: BaseException, path: str, said: str, status: str) -> OSError:
+    """The error about what is neither there already nor forbidden."""
+    if is_bucket_missing(error):
+        return FileNotFoundError(errno.ENOENT, "there is no such bucket", path)
+    if status == "404":
         return FileNotFoundError(errno.ENOENT, said, path)
-    never = kind in _NEVER or status in _REFUSED
+    if _NOT_MADE in said:
+        variable = f"{PREFIXES.get(path.partition('://')[0], 'AWS')}_ALLOW_HTTP=true"
+        said = f"{said}: if the endpoint is http://, set {variable}, or allow_http=true in storage.options"
+    never = _NOT_MADE in said or is_panic(error) or type(error).__name__ in _NEVER or status in _REFUSED
     return OSError(errno.EINVAL, said, path) if never else TimeoutError(errno.ETIMEDOUT, said, path)
 
 
 def cleaned(text: str, secrets: Sequence[str]) -> str:
     """One line, without what a signature, a token or a setting may show."""
-    text = text.partition("\n\nDebug source")[0]
-    text = _USER.sub("://", _QUERY.sub("?...", " ".join(text.split())))
     for secret in secrets:
-        text = text.replace(secret, "...")
+        text = text.replace(secret, "...").replace(urllib.parse.quote(secret, safe=""), "...")
+    text = _BODY.sub(_summary, text.partition("\n\nDebug source")[0])
+    text = _USER.sub("://", _QUERY.sub("?...", " ".join(text.split())))
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
+
+
+def _summary(body: re.Match[str]) -> str:
+    """Of an answer in XML what it is about. Its other parts may hold a token, or what was signed."""
+    parts = [found.group(1).strip() for part in (_CODE, _MESSAGE) if (found := part.search(body.group()))]
+    return ": ".join(parts)

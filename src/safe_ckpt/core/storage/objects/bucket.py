@@ -6,7 +6,6 @@ and whatever got no answer may be sent again. Standard library and obstore only;
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import errno
 import functools
@@ -16,32 +15,27 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 from safe_ckpt.core.storage.objects.answers import (
     ChangedError,
     ExistsError,
-    cleaned,
     is_bucket_missing,
     is_expired,
+    is_panic,
     named,
 )
+from safe_ckpt.core.storage.objects.clients import connect, secrets_of
 from safe_ckpt.core.storage.objects.options import StorageOptions
-from safe_ckpt.errors import ConfigError, ForkedError
+from safe_ckpt.errors import ForkedError
 
 logger = logging.getLogger(__name__)
-_STORES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
-_PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 _RETRIES = 8  # of obstore itself, so that an upload does not begin anew for one of its parts; all else is retried here
-_RETRY_S = 60
-_CONNECT_S = 10
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 _MOST_PARTS = 9_000  # S3 and GCS take 10,000
 _CONFLICTS = 20
 _UPLOADS = 4
-_SHORT = 3  # such an option is no secret
 _Result = TypeVar("_Result")
 _used_by: list[int] = []  # the process that made the first request
 
@@ -84,12 +78,16 @@ class Bucket:
         self.name = name
         self.options = options
         self.stop: Callable[[], None] | None = None
-        self._secrets = tuple(value for value in options.given.values() if len(value) > _SHORT)
+        self._secrets = secrets_of(options)
         self._store, self._patient_store = self._connect(0), self._connect(_RETRIES)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Bucket, (self.scheme, self.name, self.options)  # a pickle of these holds no secret
 
     def within(self, seconds: float, stop: Callable[[], None] | None = None) -> Bucket:
         """The same bucket, with another deadline for each request, and another ``stop``."""
-        other = copy.copy(self)
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
         other.options = dataclasses.replace(self.options, give_up_after_s=seconds)
         other.stop = stop
         return other
@@ -303,7 +301,7 @@ class Bucket:
         """Do ``request``, and again after a pause as long as it gets no answer or one that says to come back later."""
         _refuse_fork(verb)
         deadline = time.monotonic() + self.options.give_up_after_s
-        pause_s, refreshed = _FIRST_PAUSE_S, False
+        pause_s, refreshed, level = _FIRST_PAUSE_S, False, logging.WARNING
         while True:
             try:
                 return request()
@@ -320,7 +318,12 @@ class Bucket:
                     continue
                 if not isinstance(failure, TimeoutError) or time.monotonic() + pause_s > deadline:
                     raise failure from None
-                logger.debug("%s: once more in %.1f s", failure, pause_s)
+                logger.log(level, "%s: once more in %.1f s", failure, pause_s)
+                level = logging.DEBUG
+            except BaseException as error:
+                if not is_panic(error):
+                    raise
+                raise named(error, f"{self.url}/{key}", verb, self._secrets) from None
             self._pause(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -330,33 +333,7 @@ class Bucket:
         time.sleep(seconds * random.uniform(0.5, 1.0))  # noqa: S311 - so that the ranks do not come all at once
 
     def _connect(self, retries: int) -> Any:
-        from obstore import store
-
-        config = self.options.given
-        if self.scheme == "s3":
-            config.setdefault("checksum_algorithm", "SHA256")  # of each part; the request's signature needs it anyway
-        client: dict[str, Any] = {
-            "timeout": timedelta(seconds=self.options.request_timeout_s),
-            "connect_timeout": timedelta(seconds=min(_CONNECT_S, self.options.request_timeout_s)),
-        }
-        # Client options that are given hide those of the environment.
-        if config.pop("allow_http", os.environ.get(f"{_PREFIXES[self.scheme]}_ALLOW_HTTP", "")).lower() in (
-            "true",
-            "1",
-        ):
-            client["allow_http"] = True
-        try:
-            return getattr(store, _STORES[self.scheme])(
-                self.name,
-                config=config,
-                client_options=client,
-                retry_config={
-                    "max_retries": retries,
-                    "retry_timeout": timedelta(seconds=_RETRY_S),
-                },
-            )
-        except Exception as error:
-            raise ConfigError(key="storage", message=f"{self.url}: {cleaned(str(error), self._secrets)}") from None
+        return connect(self.scheme, self.name, self.options, retries)
 
 
 def _refuse_fork(verb: str) -> None:

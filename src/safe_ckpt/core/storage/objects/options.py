@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.errors import ConfigError
 
@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from safe_ckpt.config import StorageConfig
 
 SCHEMES = ("s3", "gs", "az")
-_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
+PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+"""How the environment variables of each begin."""
 _EXTRA = "object stores need obstore: pip install 'safe-ckpt[remote]'"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StorageOptions:
-    """How to reach a store. See ``StorageConfig``; the deadline is ``Timeouts.lengthy_s``."""
+    """How to reach a store. See ``StorageConfig``; the deadline is ``Timeouts.lengthy_s``. Pickled without ``options``."""
 
     options: tuple[str, ...] = ()
     part_bytes: int = 8 << 20
@@ -41,6 +42,15 @@ class StorageOptions:
     def __repr__(self) -> str:
         return f"StorageOptions(part_bytes={self.part_bytes})"  # the options may hold a password
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "options": ()}  # a pickle may lie anywhere
+
+    def __copy__(self) -> StorageOptions:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StorageOptions:
+        return self
+
     @property
     def given(self) -> dict[str, str]:
         """The options by name."""
@@ -50,7 +60,8 @@ class StorageOptions:
 
 def variables() -> dict[str, str]:
     """What the environment says now of how stores are reached."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    starts = tuple(f"{prefix}_" for prefix in PREFIXES.values())
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(starts)}
 
 
 def take_variables(given: dict[str, str]) -> None:
@@ -64,10 +75,11 @@ def is_url(path: object, key: str = "directory") -> bool:
     """Whether this is the address of an object store; ``key`` is what the user gave it as, for messages.
 
     Raises:
-        ConfigError: it is one that went through ``pathlib``, or has a scheme that is not known.
+        ConfigError: it is one that went through ``pathlib``, has a scheme that is not known, or names no plain place.
     """
     text = path if isinstance(path, str) else str(path)
-    scheme, found, rest = text.partition(":/")
+    given, found, rest = text.partition(":/")
+    scheme = given.lower()
     if not found or scheme == "file" or not re.fullmatch(r"[a-z][a-z0-9+.-]+", scheme):
         return False
     if scheme not in SCHEMES:
@@ -76,6 +88,12 @@ def is_url(path: object, key: str = "directory") -> bool:
         raise ConfigError(key=key, message=message)
     if not rest.startswith("/"):
         raise ConfigError(key=key, message=f"give {scheme}:// addresses as text: pathlib takes a slash away")
+    if given != scheme:
+        raise ConfigError(key=key, message=f"write {scheme}:// in small letters")
+    bucket, *parts = rest[1:].split("/")
+    if not bucket or "@" in rest or "?" in bucket or any(part in (".", "..") for part in parts):
+        message = f"{scheme}:// needs a bucket and a plain path behind it, without a user, a password or a query"
+        raise ConfigError(key=key, message=message)
     return True
 
 
@@ -91,9 +109,9 @@ def refuse_url(path: object, key: str) -> None:
         raise ConfigError(key=key, message=message)
 
 
-def require_obstore() -> None:
-    """Raise ``ConfigError`` if the client is not installed."""
+def require_obstore(key: str = "directory") -> None:
+    """Raise ``ConfigError`` about ``key`` if the client is not installed."""
     try:
         import obstore  # noqa: F401 - whether it is there
     except ImportError as error:
-        raise ConfigError(key="directory", message=f"{_EXTRA} ({error})") from None
+        raise ConfigError(key=key, message=f"{_EXTRA} ({error})") from None

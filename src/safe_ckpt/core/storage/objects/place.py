@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.storage.objects.options import StorageOptions, is_url, require_obstore, variables
@@ -13,6 +14,8 @@ from safe_ckpt.errors import ConfigError
 
 class ObjectPath:
     """A key, or what keys below it begin with. Compared, hashed and shown as its address.
+
+    A pickle holds the address alone: where it is loaded, the environment says how the store is reached.
 
     Args:
         bucket: where.
@@ -30,6 +33,15 @@ class ObjectPath:
 
     def __repr__(self) -> str:
         return f"ObjectPath({str(self)!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopened, (str(self),)
+
+    def __copy__(self) -> ObjectPath:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ObjectPath:
+        return self
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ObjectPath) and str(self) == str(other)
@@ -79,21 +91,29 @@ Place = Path | ObjectPath
 """Where a checkpoint is."""
 
 
-def open_place(url: str, options: StorageOptions) -> ObjectPath:
+def open_place(url: str, options: StorageOptions, key: str = "directory") -> ObjectPath:
     """The place that ``url`` names, such as ``s3://bucket/run``.
+
+    Args:
+        url: the address.
+        options: how to reach it.
+        key: what the user gave the address as, for messages.
 
     Raises:
         ConfigError: it is none, obstore is not installed, or does not take the options.
     """
-    if not is_url(url):
-        raise ConfigError(key="directory", message=f"{url!r} is no address of an object store")
-    require_obstore()
+    if not is_url(url, key):
+        raise ConfigError(key=key, message=f"{url!r} is no address of an object store")
+    require_obstore(key)
     scheme, _, rest = url.partition("://")
-    bucket, _, key = rest.partition("/")
-    parts: Sequence[str] = [part for part in key.split("/") if part]
-    if not bucket or "@" in bucket or any(part in (".", "..") for part in parts):
-        raise ConfigError(key="directory", message=f"{scheme}:// needs a bucket and a plain path behind it")
+    bucket, _, path = rest.partition("/")
+    parts: Sequence[str] = [part for part in path.split("/") if part]
     return ObjectPath(_bucket(scheme, bucket, options, tuple(variables().items())), "/".join(parts))
+
+
+def _reopened(address: str) -> ObjectPath:
+    """What a pickle was made of. Named in pickles: do not rename it."""
+    return open_place(address, StorageOptions())
 
 
 @functools.lru_cache(maxsize=16)  # each has its own connections

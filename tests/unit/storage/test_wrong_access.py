@@ -1,0 +1,135 @@
+"""What is wrong in how a store is reached is said at once, and what to do about it; or soon, where it must be tried."""
+
+import errno
+import logging
+import time
+
+import pytest
+
+from kit.fault_proxy import FaultProxy
+from kit.patience import scaled
+from safe_ckpt.core.storage.objects.options import StorageOptions
+from safe_ckpt.core.storage.objects.place import open_place
+from safe_ckpt.errors import ConfigError
+from safe_ckpt.inspection.objects.holder import holder_of_objects
+from safe_ckpt.inspection.objects.listing import read_objects
+from safe_ckpt.inspection.objects.reach import place_of
+
+KEYS = ("access_key_id=someone", "secret_access_key=hunter2hunter2")
+AZURE = ("account_name=someone", "account_key=aHVudGVyMg==")
+NOWHERE = "http://127.0.0.1:9"
+
+
+def options(*more, keys=KEYS, **kwargs):
+    return StorageOptions(options=(*keys, *more), **{"give_up_after_s": 60, "request_timeout_s": 1, **kwargs})
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch):
+    for name in ("AWS_ALLOW_HTTP", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_ALLOW_HTTP", "AZURE_STORAGE_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_http_must_be_allowed():
+    """A request to an endpoint that is http:// fails at once, and says which variable allows it."""
+    place = open_place("s3://bucket/run", options(f"endpoint={NOWHERE}"))
+    with pytest.raises(OSError, match="AWS_ALLOW_HTTP=true, or allow_http=true") as caught:
+        place.bucket.read("x")
+    assert caught.value.errno == errno.EINVAL
+    assert NOWHERE in str(caught.value)  # one sees which endpoint was asked
+
+
+@pytest.mark.parametrize("allowed", ["allow_http=true", "aws_allow_http=true"])
+def test_both_names_of_an_option_do(allowed):
+    """With obstore's prefix or without it; also where we have a value of our own."""
+    given = options(f"aws_endpoint={NOWHERE}", allowed, "aws_checksum_algorithm=SHA256", give_up_after_s=0)
+    with pytest.raises(TimeoutError):
+        open_place("s3://bucket/run", given).bucket.read("x")
+
+
+@pytest.mark.parametrize(
+    ("url", "keys", "option"),
+    [
+        ("s3://b/r", KEYS, "endpoint"),
+        ("s3://b/r", KEYS, "aws_endpoint_url"),
+        ("az://b/r", AZURE, "endpoint"),
+        ("az://b/r", AZURE, "azure_storage_endpoint"),
+    ],
+)
+def test_an_endpoint_of_the_settings_needs_a_scheme(url, keys, option):
+    """It is refused before a request is made of it; its value is not shown."""
+    with pytest.raises(ConfigError, match=f"{option} needs http://") as caught:
+        open_place(url, options(f"{option}=localhost:9000", keys=keys))
+    assert "9000" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "keys", "variable"),
+    [("s3://b/r", KEYS, "AWS_ENDPOINT_URL"), ("az://b/r", AZURE, "AZURE_STORAGE_ENDPOINT")],
+)
+def test_an_endpoint_of_the_environment_needs_a_scheme(monkeypatch, url, keys, variable):
+    """The same, named by its variable; one in the settings counts more."""
+    monkeypatch.setenv(variable, "localhost:9000")
+    with pytest.raises(ConfigError, match="needs http://") as caught:
+        open_place(url, options(keys=keys))
+    assert caught.value.key == variable
+    open_place(url, options("endpoint=http://localhost:9000", keys=keys))
+
+
+def test_a_panic_of_the_client_is_an_error_like_others(monkeypatch):
+    """It is no ``Exception`` there; here it is an ``OSError``, which is not tried again."""
+    panic = type("PanicException", (BaseException,), {})
+    place = open_place("s3://bucket/run", options())
+
+    def panics():
+        raise panic("request valid: InvalidUri")
+
+    with pytest.raises(OSError, match="InvalidUri") as caught:
+        place.bucket._again(panics, "x", "read")
+    assert caught.value.errno == errno.EINVAL
+
+
+def test_the_first_retry_is_a_warning(object_server, bucket, monkeypatch, caplog):
+    """A store that does not answer is seen in the log, once for each request."""
+    with FaultProxy(object_server.endpoint) as proxy:
+        for name, value in bucket.environment(proxy.endpoint).items():
+            monkeypatch.setenv(name, value)
+        place = open_place(bucket.url(), StorageOptions(give_up_after_s=30, request_timeout_s=5))
+        place.bucket.overwrite((place / "x").key, b"1")
+        proxy.reset()
+        for number in (1, 2, 3):
+            proxy.plan(number, "503", "before")
+        caplog.set_level(logging.DEBUG, logger="safe_ckpt")
+        place.bucket.read((place / "x").key)
+    tries = [record.levelno for record in caplog.records if "once more in" in record.message]
+    assert tries == [logging.WARNING, logging.DEBUG, logging.DEBUG]
+
+
+def test_commands_wait_a_little_for_a_first_answer(monkeypatch):
+    """Where nothing answers, a command gives up after some seconds, and not after ``barrier_s``."""
+    monkeypatch.setattr("safe_ckpt.inspection.objects.reach._FIRST_ANSWER_S", 0.5)
+    for name, value in {
+        "ENDPOINT_URL": NOWHERE,
+        "ALLOW_HTTP": "true",
+        "ACCESS_KEY_ID": "a",
+        "SECRET_ACCESS_KEY": "b",
+    }.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError, match=NOWHERE):
+        place_of("s3://bucket/run")
+    assert time.monotonic() - begun < scaled(30)
+
+
+def test_a_bucket_that_is_missing_is_said_to_be(bucket, monkeypatch):
+    """In a few words, by whatever asks first; nobody is told that a directory in it is free."""
+    for name, value in bucket.environment().items():
+        monkeypatch.setenv(name, value)
+    place = open_place("s3://there-is-none/run", StorageOptions(give_up_after_s=30))
+    for ask in (holder_of_objects, read_objects):
+        with pytest.raises(FileNotFoundError) as caught:
+            ask(place)
+        assert caught.value.strerror == "there is no such bucket"
+    with pytest.raises(FileNotFoundError, match="no such bucket"):
+        place.bucket.upload("run/x", 3, lambda: iter([b"abc"]))
+    assert holder_of_objects(open_place(bucket.url(), StorageOptions())) is None
