@@ -170,7 +170,7 @@ def _pace(file: Place) -> tuple[int, int]:
     if not isinstance(file, ObjectPath):
         return _CHUNK, _AHEAD
     options = file.bucket.options
-    return -(-options.part_bytes // PAGE) * PAGE, 2 * options.parts_in_flight
+    return -(-options.part_bytes // PAGE) * PAGE, options.parts_in_flight
 
 
 def drop_cache(path: Path) -> None:

@@ -29,7 +29,7 @@ from safe_ckpt.inspection.check import (
 from safe_ckpt.inspection.objects.reach import is_checkpoint
 
 _LARGE_BYTES = 8 << 20
-_large = threading.BoundedSemaphore(2)  # each takes memory for nine parts while it is read
+_large = threading.BoundedSemaphore(2)  # each takes memory for some parts while it is read
 
 
 def plan_any(path: Place, *, follow_symlinks: bool = False) -> Task:
