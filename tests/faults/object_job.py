@@ -230,7 +230,10 @@ class Watch:
     def look(self, where):
         """Look now."""
         told = Told(self._said())
-        numbers, wrong = self._store.live(self._store.keys())
+        keys = self._store.keys()
+        # A delayed request may bring a manifest back: nobody sees what the head says is deleted.
+        hidden = self._store.hidden()
+        numbers, wrong = self._store.live({k: n for k, n in keys.items() if k.rpartition("/")[0] not in hidden})
         self.looks += 1
         if wrong:
             self.problems.append(f"{where}: {wrong}")

@@ -12,7 +12,7 @@ from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import DirectoryInUseError
 
 PROCESSES = 16
-LEASE_S = 1.2
+LEASE_S = 6.0  # on a busy machine a process may not come to a sign of life for seconds
 
 
 def _want(url, options, elsewhere, meet, outcomes, rounds):
@@ -23,22 +23,27 @@ def _want(url, options, elsewhere, meet, outcomes, rounds):
     for left in reversed(range(rounds)):
         root = ObjectRoot(place, lease_s=LEASE_S if elsewhere else 30.0)
         meet.wait(120)
-        try:
-            root.open(patience_s=None if elsewhere else 0.0)
-        except DirectoryInUseError:
-            outcomes.put("refused")
-            meet.wait(120)
-        else:
-            outcomes.put("owner")
-            manifest = Manifest(name="step-00000001", sequence=root.next_sequence(), step=1, world_size=1)
-            folder = root.place(manifest.name, manifest.op_id)
-            root.announce(folder, manifest.sequence)
-            root.commit(folder, manifest.to_bytes())
-            meet.wait(120)  # it lives until all have asked
-            if left:  # in the last round it dies as it is, and the next ones find its head
-                root.close()
+        outcomes.put(_try(root, elsewhere))
+        meet.wait(120)  # who has it lives until all have asked
+        if left:  # in the last round it dies as it is, and the next ones find its head
+            root.close()
         meet.wait(120)
     os._exit(0)
+
+
+def _try(root, elsewhere):
+    """What came of it."""
+    try:
+        root.open(patience_s=None if elsewhere else 0.0)
+        manifest = Manifest(name="step-00000001", sequence=root.next_sequence(), step=1, world_size=1)
+        folder = root.place(manifest.name, manifest.op_id)
+        root.announce(folder, manifest.sequence)
+        root.commit(folder, manifest.to_bytes())
+    except DirectoryInUseError as error:
+        return "refused" if "took" not in str(error) else f"it lost it: {error}"
+    except Exception as error:
+        return repr(error)
+    return "owner"
 
 
 def races(url, options, rounds, *, elsewhere):

@@ -119,7 +119,8 @@ def _pieces(file: Place, length: int, *, cached: bool | None) -> Iterator[memory
     if cached is not False and isinstance(file, Path) and is_cached(file, length):
         yield from _one_by_one(file, 0, length)
         return
-    room = min(length, (_AHEAD + 1) * _CHUNK)
+    chunk, ahead = _pace(file)
+    room = min(length, (ahead + 1) * chunk)
     with mmap.mmap(-1, max(1, -(-room // PAGE)) * PAGE) as memory, memoryview(memory) as view:
         for start, end in read_ahead(file, length, view, cached=bool(cached)):
             with view[start:end] as piece:
@@ -132,24 +133,25 @@ def read_ahead(file: Place, length: int, memory: memoryview, *, cached: bool = F
     With less memory than ``length`` it is used over and over: a piece is valid until the next one is asked for.
     """
     source: _Source | _ObjectSource
+    chunk, ahead = _pace(file)
     if isinstance(file, ObjectPath):
         source = _ObjectSource(file)
     else:
         source = _Source(file, direct=length >= _DIRECT_FROM and not cached)
-    slots = len(memory) // _CHUNK if len(memory) < length else 0
+    slots = len(memory) // chunk if len(memory) < length else 0
     pending: list[tuple[int, int, Future[int]]] = []
-    starts = iter(range(0, length, _CHUNK))
+    starts = iter(range(0, length, chunk))
 
     def ask(pool: ThreadPoolExecutor) -> None:
         at = next(starts, None)
         if at is not None:
-            place = at if not slots else (at // _CHUNK) % slots * _CHUNK
-            size = min(_CHUNK, length - at)
+            place = at if not slots else (at // chunk) % slots * chunk
+            size = min(chunk, length - at)
             pending.append((place, size, pool.submit(source.read, memory, place, at, size)))
 
     try:
-        with ThreadPoolExecutor(_AHEAD, thread_name_prefix="safe_ckpt-read") as pool:
-            for _ in range(_AHEAD):
+        with ThreadPoolExecutor(ahead, thread_name_prefix="safe_ckpt-read") as pool:
+            for _ in range(ahead):
                 ask(pool)
             while pending:
                 place, size, future = pending.pop(0)
@@ -161,6 +163,14 @@ def read_ahead(file: Place, length: int, memory: memoryview, *, cached: bool = F
                 ask(pool)
     finally:
         source.close()
+
+
+def _pace(file: Place) -> tuple[int, int]:
+    """The size of one read, and how many are under way at a time."""
+    if not isinstance(file, ObjectPath):
+        return _CHUNK, _AHEAD
+    options = file.bucket.options
+    return -(-options.part_bytes // PAGE) * PAGE, 2 * options.parts_in_flight
 
 
 def drop_cache(path: Path) -> None:
