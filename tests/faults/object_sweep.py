@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 from collections import Counter
 from dataclasses import dataclass
 
@@ -98,23 +99,29 @@ def sample(total, count, seed):
 
 
 class Killer:
-    """Kills the process that it is given at the n-th request from now, and lets nothing of it pass any more."""
+    """Kills the process that it is given at the n-th request that matches, and lets nothing of it pass any more."""
 
-    def __init__(self, proxy, number, when):
+    def __init__(self, proxy, number, when, match=None):
         self._proxy, self._number, self._when = proxy, number, when
+        self._match, self._seen, self._meant = match or (lambda _: True), 0, None
+        self._lock = threading.Lock()
         self.pid = 0
         self.struck = False
         proxy.reset()
         proxy.on_request, proxy.on_answer = self._asked, self._answered
 
     def _asked(self, record):
-        if self._when == "before" and record.number == self._number and self.pid:
+        with self._lock:
+            self._seen += bool(self._match(record))
+            if self._meant is None and self._seen == self._number:
+                self._meant = record
+        if self._when == "before" and record is self._meant and self.pid:
             self._strike()
             return False
         return None
 
     def _answered(self, record):
-        if self._when == "after" and record.number == self._number and self.pid:
+        if self._when == "after" and record is self._meant and self.pid:
             self._strike()
 
     def _strike(self):
@@ -141,8 +148,10 @@ def end_of(process, seconds=60.0):
     return process.exitcode
 
 
-def kill_point(server, proxy, folder, number, when, *, in_job):
-    """Kill the first or the second job at this request. Job 2 comes after a job 1 that ended, or was killed within a save.
+def kill_point(server, proxy, folder, number, when, *, in_job, match=None):
+    """Kill the first or the second job at this request, of those that match.
+
+    Job 2 comes after a job 1 that ended, or was killed within a save.
 
     Returns what was said and whether it was killed.
     """
@@ -159,12 +168,12 @@ def kill_point(server, proxy, folder, number, when, *, in_job):
     elif in_job == "resume":
         train_here(store, server, lines)
     if in_job == "first":
-        killer = Killer(proxy, number, when)
+        killer = Killer(proxy, number, when, match)
         process = start(store.url, config, lines, FIRST)
         killer.pid = process.pid
         code, struck = end_of(process), killer.struck
         assert code == (-signal.SIGKILL if struck else 0), (code, said_in(lines))
-    killer = Killer(proxy, number if in_job != "first" else -1, when)
+    killer = Killer(proxy, number if in_job != "first" else -1, when, match)
     process = start(store.url, config, lines, SECOND, resumes=True)
     killer.pid = process.pid
     code = end_of(process)

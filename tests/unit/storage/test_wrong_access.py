@@ -133,3 +133,22 @@ def test_a_bucket_that_is_missing_is_said_to_be(bucket, monkeypatch):
     with pytest.raises(FileNotFoundError, match="no such bucket"):
         place.bucket.upload("run/x", 3, lambda: iter([b"abc"]))
     assert holder_of_objects(open_place(bucket.url(), StorageOptions())) is None
+
+
+def test_credentials_that_expire_are_asked_for_again(object_server, bucket, monkeypatch):
+    """S3 says so with status 400; the request is made once more with what the source of credentials has by then."""
+    with FaultProxy(object_server.endpoint) as proxy:
+        for name, value in bucket.environment(proxy.endpoint).items():
+            monkeypatch.setenv(name, value)
+        place = open_place(bucket.url(), StorageOptions(give_up_after_s=30, request_timeout_s=5))
+        place.bucket.overwrite((place / "x").key, b"1")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "another")
+        proxy.reset()
+        proxy.plan(1, "400")
+        assert place.bucket.read((place / "x").key)[0] == b"1"
+        first, second = (record.headers["authorization"] for record in proxy.seen)
+        assert ("Credential=another/" in first, "Credential=another/" in second) == (False, True)
+        for number in (3, 4):
+            proxy.plan(number, "400")
+        with pytest.raises(OSError, match="ExpiredToken: of the fault proxy"):
+            place.bucket.read((place / "x").key)

@@ -312,7 +312,7 @@ class Bucket:
                 raise FileNotFoundError(errno.ENOENT, why, f"{self.url}/{key}") from None
             except (OSError, ValueError, _obstore().exceptions.BaseError) as error:
                 failure = named(error, f"{self.url}/{key}", verb, self._secrets)
-                if isinstance(failure, PermissionError) and is_expired(error) and not refreshed:
+                if is_expired(error) and not refreshed:  # S3 answers 400 or 403
                     refreshed = True
                     self._store, self._patient_store = self._connect(0), self._connect(_RETRIES)  # with new credentials
                     continue
