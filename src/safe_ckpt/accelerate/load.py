@@ -15,6 +15,7 @@ from safe_ckpt.accelerate.dataloaders import KEY
 from safe_ckpt.accelerate.directories import CheckpointDirectory, next_number
 from safe_ckpt.accelerate.save import Context
 from safe_ckpt.adapters.directories import manifest_of, presence, resume, verify, warn_if_foreign
+from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.errors import NoValidCheckpointError
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ def load(
     if input_dir is None:
         path = _newest(context)
     else:
+        refuse_url(input_dir, "load_state: input_dir")
         path = Path(os.path.abspath(os.path.expanduser(input_dir)))
         context.directories.fetch(path)
         engine.agree("load_state", must_match={"path": path}, decide=lambda _: _expect(path))

@@ -60,7 +60,7 @@ class Mirror:
         self._emit = emit
         self._owner = owner
         options = StorageOptions.of(config.storage, config.timeouts.lengthy_s)
-        top = open_place(config.mirror.url or "", options)
+        top = open_place(config.mirror.url or "", options, key="mirror.url")
         self._top = ObjectPath(top.bucket.within(options.give_up_after_s, self._check), top.key)
         writer = dataclasses.replace(config.writer, niceness=_NICENESS, inline_bytes=0)
         self._writer = WriterSupervisor(writer, config.timeouts, self._respawned, options)
