@@ -1,0 +1,98 @@
+"""Where in the data training is, as a value: small, the same on all ranks, plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from safe_ckpt.errors import RestoreError
+
+VERSION = 2
+_KEY = "loader"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """A place within an epoch, or between two.
+
+    Attributes:
+        epoch: how many epochs were begun before this one.
+        begun: whether this one was begun.
+        batches: how many batches of it this rank has been given.
+        first_batch: how many of these came before the last resume.
+        first_sample: how many indices those had, of all ranks together if they share one order.
+        each: how many indices a batch has, likewise; 0 where only batches count.
+        most: how many indices there are, likewise; None where that is not known.
+        seed: what the sampler drew at its start; None where it draws none.
+        token: from which the seeds of its samples are derived; None without such seeds.
+        sampler_epoch: what ``set_epoch`` was given; None where the sampler has none.
+        generators: as they were at its start, those that the order depends on, by name, encoded.
+        now: the user's own generators, as they are now, by name, encoded.
+        facts: what the order depends on besides.
+    """
+
+    epoch: int = 0
+    begun: bool = False
+    batches: int = 0
+    first_batch: int = 0
+    first_sample: int = 0
+    each: int = 0
+    most: int | None = None
+    seed: int | None = None
+    token: int | None = None
+    sampler_epoch: int | None = None
+    generators: Mapping[str, str] = field(default_factory=dict)
+    now: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> int:
+        """How many indices were used up, of all ranks together if they share one order."""
+        given = self.first_sample + (self.batches - self.first_batch) * self.each
+        return given if self.most is None else min(given, self.most)
+
+    def without(self, unseen: int) -> Position:
+        """The place before the last ``unseen`` batches."""
+        return dataclasses.replace(self, batches=self.batches - unseen)
+
+    def at_end(self) -> Position:
+        """The place after the last batch of this epoch."""
+        return Position(epoch=self.epoch + self.begun, now=self.now, facts=self.facts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; what says nothing is left out."""
+        facts = {name: value for name, value in vars(self).items() if value not in (None, {}, 0, False)}
+        return {"version": VERSION, **facts}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Position:
+        """From ``to_json``.
+
+        Raises:
+            RestoreError: it is not the position of a loader, or of a newer version.
+        """
+        facts = dict(data)
+        version = facts.pop("version", None)
+        known = {one.name for one in dataclasses.fields(cls)}
+        if version != VERSION or not facts.keys() <= known:
+            raise RestoreError(key=_KEY, message=f"is not a position that this version knows (version {version!r})")
+        return cls(**facts)
+
+    def refuse_other(self, facts: Mapping[str, Any], what: str) -> None:
+        """Raise ``RestoreError`` where the order was another one, so that this is no place in it.
+
+        Args:
+            facts: what the order depends on now.
+            what: the loader, for messages.
+        """
+        for name, then in self.facts.items():
+            now = facts.get(name)
+            if now != then:
+                message = f"its place was saved with {name} {then!r}, and now it is {now!r}: it cannot be found again"
+                if name == "rank":
+                    message = (
+                        f"each rank has an order of its own, and this is the place of rank {then}: save PerRank(loader)"
+                    )
+                raise RestoreError(key=what, message=message)

@@ -1,0 +1,267 @@
+"""A loader that goes on where it was: the same batches as the loader itself, and the rest of them after a resume."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from safe_ckpt.data import resumable
+from safe_ckpt.errors import RestoreError
+
+SIZE = 53
+
+
+class Ids(Dataset):
+    """Each sample is its index, and what was drawn for it."""
+
+    def __init__(self, draws=False, size=SIZE):
+        self.draws, self.size = draws, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if not self.draws:
+            return index
+        return index, torch.rand(()).item(), random.random(), float(np.random.rand())
+
+
+class Custom(Sampler):
+    """Draws from the generators of this process, in no way that is known."""
+
+    def __iter__(self):
+        order = list(range(SIZE))
+        random.shuffle(order)
+        yield from order
+
+    def __len__(self):
+        return SIZE
+
+
+class CustomBatches(Sampler):
+    """Batches of different sizes."""
+
+    def __iter__(self):
+        order = torch.randperm(SIZE).tolist()
+        at = 0
+        while at < SIZE:
+            size = 1 + order[at] % 7
+            yield order[at : at + size]
+            at += size
+
+    def __len__(self):
+        return 15
+
+
+def generator():
+    return torch.Generator().manual_seed(3)
+
+
+SAMPLERS = {
+    "in order": dict,
+    "shuffle": lambda: {"shuffle": True},
+    "shuffle, generator": lambda: {"shuffle": True, "generator": generator()},
+    "sampler's generator": lambda: {"sampler": RandomSampler(range(SIZE), generator=generator())},
+    "replacement": lambda: {"sampler": RandomSampler(range(SIZE), replacement=True, num_samples=77)},
+    "replacement, generator": lambda: {
+        "sampler": RandomSampler(range(SIZE), replacement=True, num_samples=64, generator=generator())
+    },
+    "more than there are": lambda: {"sampler": RandomSampler(range(SIZE), num_samples=120)},
+    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0 + i % 3 for i in range(SIZE)], 60)},
+    "subset": lambda: {"sampler": SubsetRandomSampler(range(5, 40))},
+    "subset, generator": lambda: {"sampler": SubsetRandomSampler(range(5, 40), generator=generator())},
+    "distributed": lambda: {"sampler": DistributedSampler(range(SIZE), num_replicas=3, rank=1, seed=4)},
+    "custom": lambda: {"sampler": Custom()},
+    "custom batches": lambda: {"batch_sampler": CustomBatches()},
+    "own batches": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(SIZE)), 5, drop_last=True)},
+    "no batches": lambda: {"batch_size": None, "shuffle": True},
+}
+
+
+def seed_all(seed):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def made(name, workers=0, draws=False, **more):
+    kinds = SAMPLERS[name]()
+    if "batch_sampler" not in kinds:
+        kinds.setdefault("batch_size", 4)
+    if workers and more.pop("persistent", False):
+        more["persistent_workers"] = True
+    return DataLoader(
+        Ids(draws), **kinds, num_workers=workers, collate_fn=list if kinds.get("batch_size", 1) else None, **more
+    )
+
+
+def epoch_of(loader, epoch):
+    if hasattr(loader.sampler, "set_epoch"):
+        loader.sampler.set_epoch(epoch)
+    return loader
+
+
+def states():
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def set_states(kept):
+    torch.set_rng_state(kept[0])
+    random.setstate(kept[1])
+    np.random.set_state(kept[2])
+
+
+def run(loader, epochs, stop_at=None, resumed=None):
+    """All batches, each with what training drew after it; or until one is to be the last, and then the state."""
+    seen, first = [], 0
+    if resumed is not None:
+        first = resumed["epoch"]
+        loader.load_state_dict(json.loads(resumed["loader"]))
+        set_states(resumed["rng"])
+    for epoch in range(first, epochs):
+        for batch in epoch_of(loader, epoch):
+            seen.append((epoch, batch, torch.rand(()).item(), random.random()))
+            if stop_at is not None and len(seen) == stop_at:
+                return seen, {"epoch": epoch, "loader": json.dumps(loader.state_dict()), "rng": states()}
+    return seen, None
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_nothing_changes(name):
+    """Three epochs of the same batches as the loader itself gives, and training draws the same numbers."""
+    seed_all(1)
+    expected, _ = run(made(name), 3)
+    seed_all(1)
+    found, _ = run(resumable(made(name)), 3)
+    assert found == expected
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_resume_goes_on_with_the_next_batch(name, workers):
+    """At places in every epoch, first and last batch among them: the rest is equal, element by element."""
+    seed_all(1)
+    whole, _ = run(resumable(made(name, workers)), 3)
+    places = range(1, len(whole)) if not workers else range(1, len(whole), 11)
+    for place in places:
+        seed_all(1)
+        first, state = run(resumable(made(name, workers)), 3, stop_at=place)
+        seed_all(99)
+        rest, _ = run(resumable(made(name, workers)), 3, resumed=state)
+        assert first + rest == whole, (place, state["loader"])
+
+
+@pytest.mark.parametrize("name", ["in order", "shuffle", "replacement", "distributed", "no batches"])
+def test_the_state_is_small(name):
+    """A few hundred bytes of plain data."""
+    loader = resumable(made(name))
+    next(iter(loader))
+    assert len(json.dumps(loader.state_dict())) < 400
+
+
+def test_nothing_is_read_to_find_the_place():
+    """After a resume only the samples that are left are made."""
+    seen = []
+
+    class Noting(Ids):
+        def __getitem__(self, index):
+            seen.append(index)
+            return index
+
+    loader = resumable(DataLoader(Noting(), batch_size=4, shuffle=True))
+    batches = iter(loader)
+    for _ in range(10):
+        next(batches)
+    state, before = loader.state_dict(), list(seen)
+    seen.clear()
+    again = resumable(DataLoader(Noting(), batch_size=4, shuffle=True))
+    again.load_state_dict(state)
+    assert len(list(again)) == 4
+    assert sorted(before + seen) == list(range(SIZE))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_drawn_belongs_to_the_sample(workers):
+    """With worker_seeding="per_sample": the same with any workers, prefetching, and after a resume."""
+
+    def loader(count, **more):
+        return resumable(made("shuffle", count, draws=True, **more), worker_seeding="per_sample")
+
+    seed_all(1)
+    whole, _ = run(loader(0), 2)
+    for place in (3, 20):
+        seed_all(1)
+        first, state = run(loader(workers, **({"prefetch_factor": 4} if workers else {})), 2, stop_at=place)
+        rest, _ = run(loader(workers), 2, resumed=state)
+        assert first + rest == whole
+    drawn = [sample[1] for _, batch, *_ in whole for sample in batch]
+    assert len(set(drawn)) == len(drawn)
+
+
+def consumed(sizes, ranks_at, seed, drop_last=False):
+    """Ids that all ranks see in one epoch, with another number of ranks after each place."""
+    seen, state = [], None
+    for (ranks, batches), size in zip(ranks_at, sizes, strict=True):
+        states = []
+        for rank in range(ranks):
+            sampler = DistributedSampler(range(SIZE), num_replicas=ranks, rank=rank, seed=seed, drop_last=drop_last)
+            sampler.set_epoch(2)
+            loader = resumable(DataLoader(Ids(), batch_size=size, sampler=sampler, collate_fn=list))
+            if state is not None:
+                loader.load_state_dict(state)
+            for number, batch in enumerate(loader):
+                seen += batch
+                if number + 1 == batches:
+                    states.append(loader.state_dict())
+                    break
+        if batches is not None:
+            assert states == [states[0]] * ranks
+            state = states[0]
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_another_number_of_ranks_sees_each_sample_once(seed):
+    """4, then 2, then 3 ranks within an epoch, with other batch sizes: each sample once, but for the last turn."""
+    chance = random.Random(seed)
+    sizes = [chance.randint(1, 3) for _ in range(3)]
+    seen = consumed(sizes, [(4, chance.randint(1, 3)), (2, chance.randint(1, 4)), (3, None)], seed)
+    assert set(seen) == set(range(SIZE))
+    assert len(seen) - SIZE <= 2
+    dropped = consumed(sizes, [(4, 1), (2, 1), (3, None)], seed, drop_last=True)
+    assert len(set(dropped)) == len(dropped) >= SIZE - 2
+
+
+def test_another_order_is_refused():
+    """Another length, another sampler, another rank's order: an error that names the loader and what differs."""
+    state = resumable(made("shuffle")).state_dict()
+    for other in (
+        DataLoader(Ids(size=SIZE + 1), batch_size=4, shuffle=True),
+        DataLoader(Ids(), batch_size=4),
+    ):
+        with pytest.raises(RestoreError, match="over Ids"):
+            resumable(other).load_state_dict(state)
+    with pytest.raises(RestoreError, match="PerRank"):
+        resumable(made("shuffle")).load_state_dict({**state, "facts": {**state["facts"], "rank": 1}})
+    with pytest.raises(RestoreError, match="version 9"):
+        resumable(made("shuffle")).load_state_dict({"version": 9})
+
+
+def test_draws_in_workers_are_noticed(capfd):
+    """A worker says once, at its first samples, what is not exact and what to do; a data set that draws nothing is no matter."""
+    list(resumable(DataLoader(Ids(draws=True), batch_size=4, num_workers=2)))
+    assert capfd.readouterr().err.count("worker_seeding='per_sample'") == 1
+    list(resumable(DataLoader(Ids(), batch_size=4, num_workers=2)))
+    assert "worker_seeding" not in capfd.readouterr().err
