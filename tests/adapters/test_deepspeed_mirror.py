@@ -4,10 +4,13 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from deepspeed_runs import engine, spawn, train, weights
 
 from safe_ckpt import CheckpointConfig, Mirror
+
+pytest.importorskip("deepspeed")
 
 
 def _config():
