@@ -240,15 +240,16 @@ def test_a_store_that_is_away_does_not_hold_up_the_end(tmp_path, bucket, monkeyp
         through(bucket, monkeypatch, proxy.endpoint)
         proxy.down = True
         settings = dataclasses.replace(config(bucket), timeouts=dataclasses.replace(TIMES, lengthy_s=600, shutdown_s=1))
+        before = threads_of_ours()
         ckpt = Checkpointer(tmp_path / "run", settings)
         ckpt.save(1, state(1)).result()
         begun = time.monotonic()
         ckpt.close()
         assert time.monotonic() - begun < scaled(20)
         ends = time.monotonic() + scaled(20)
-        while names_of_threads() and time.monotonic() < ends:
+        while threads_of_ours() - before and time.monotonic() < ends:
             time.sleep(0.05)
-        assert not names_of_threads()
+        assert not threads_of_ours() - before
         proxy.down = False
     through(bucket, monkeypatch)
     assert there(bucket) == []
@@ -260,8 +261,8 @@ def through(bucket, monkeypatch, endpoint=None):
         monkeypatch.setenv(name, value)
 
 
-def names_of_threads():
-    return [one.name for one in threading.enumerate() if one.name in ("safe_ckpt-mirror", "safe_ckpt-lease")]
+def threads_of_ours():
+    return {one for one in threading.enumerate() if one.name in ("safe_ckpt-mirror", "safe_ckpt-lease")}
 
 
 def test_weights_alone_do_not_count(tmp_path, bucket):

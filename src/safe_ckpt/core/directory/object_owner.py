@@ -78,8 +78,14 @@ class ObjectOwner:
             DirectoryInUseError: a live job owns it.
             OSError: the store gave no answer, or refuses.
         """
-        found = self._take(None if patience_s is None else time.monotonic() + patience_s)
-        _owned.add(self._token)
+        lease = self._own_lease()
+        self._token = lease.token
+        _owned.add(lease.token)  # before the store has it: another thread would take it for one that was not given back
+        try:
+            found = self._take(lease, None if patience_s is None else time.monotonic() + patience_s)
+        except BaseException:
+            _owned.discard(lease.token)
+            raise
         self._held_by, self._taken_by = os.getpid(), None
         self._stop = threading.Event()
         self._keeper = threading.Thread(target=self._keep, args=(self._stop,), name="safe_ckpt-lease", daemon=True)
@@ -166,9 +172,7 @@ class ObjectOwner:
     def _bucket(self) -> Bucket:
         return self._quick.within(self._path.bucket.options.give_up_after_s, self._path.bucket.stop)
 
-    def _take(self, deadline: float | None) -> Found:
-        lease = self._own_lease()
-        self._token = lease.token
+    def _take(self, lease: Lease, deadline: float | None) -> Found:
         seen, since = -1, time.monotonic()
         while True:
             if self._path.bucket.stop is not None:
