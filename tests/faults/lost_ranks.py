@@ -11,6 +11,7 @@ from safe_ckpt import CheckpointConfig, Timeouts
 from safe_ckpt.core.coordination.mailbox import TwoPhaseCommit
 from safe_ckpt.core.saving.commit_protocol import CommitProtocol
 from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.saving.file_publication import FilePublication
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, SafeCheckpointError, SaveError
@@ -31,7 +32,7 @@ LATE_S = 4.0
 PHASES = {
     "agree": (Engine, "save", "before"),
     "snapshot": (snapshot, "lay_out", "before"),
-    "prepare": (CommitProtocol, "_prepare", "before"),
+    "prepare": (FilePublication, "prepare", "before"),
     "write": (CommitProtocol, "_write", "before"),
     "report": (TwoPhaseCommit, "report", "before"),
     "commit": (durable, "publish_directory", "before"),
