@@ -168,7 +168,7 @@ FILES = [MODEL, OPTIM.format(0)]
 HEAD = """
     import os, signal, sys, torch
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
-    from safe_ckpt import CheckpointConfig, Network, Retention, Telemetry, Timeouts, WriterConfig
+    from safe_ckpt import CheckpointConfig, Mirror, Network, Retention, StorageConfig, Telemetry, Timeouts, WriterConfig
     from safe_ckpt.deepspeed import SafeCheckpointEngine
     from safe_ckpt.errors import ConfigError
     folder = sys.argv[1]
