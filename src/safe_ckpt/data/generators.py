@@ -16,9 +16,13 @@ import torch
 from safe_ckpt.core.state.rng import get_rng_state, set_rng_state
 
 
-def to_text(generator: torch.Generator | None) -> str:
+def state_of(generator: torch.Generator | None) -> torch.Tensor:
     """The state of a generator; None for torch's own."""
-    state = torch.get_rng_state() if generator is None else generator.get_state()
+    return torch.get_rng_state() if generator is None else generator.get_state()
+
+
+def to_text(state: torch.Tensor) -> str:
+    """The same as text."""
     return base64.b85encode(zlib.compress(bytes(state.tolist()))).decode()
 
 
@@ -52,12 +56,16 @@ def fingerprint() -> int:
 
 @contextlib.contextmanager
 def borrowed() -> Iterator[None]:
-    """Within this block the generators of this process may be used; after it they are as before."""
-    before = get_rng_state()
+    """Within this block the generators of this process may be used; after it they are as before. Not those of devices."""
+    numpy = sys.modules.get("numpy")
+    before = random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy is not None else None
     try:
         yield
     finally:
-        set_rng_state(before)
+        random.setstate(before[0])
+        torch.set_rng_state(before[1])
+        if numpy is not None and before[2] is not None:
+            numpy.random.set_state(before[2])
 
 
 def _loaded(text: str) -> Mapping[str, Any]:

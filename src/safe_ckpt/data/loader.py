@@ -10,14 +10,29 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 
-from safe_ckpt.core.coordination.process_groups import world_rank
 from safe_ckpt.data import generators, order, seeding
+from safe_ckpt.data.facts import (
+    draws_itself,
+    each_of,
+    epoch_of,
+    facts_of,
+    is_map,
+    is_still_meant,
+    is_warm,
+    most_of,
+    name_of,
+    own_generators,
+    put_back,
+    sampler_of,
+    set_epoch,
+)
 from safe_ckpt.data.position import Position
 from safe_ckpt.errors import RestoreError
 
@@ -25,8 +40,13 @@ logger = logging.getLogger(__name__)
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
 Seeding = Literal["stock", "per_sample"]
 _GLOBAL = "process"
+_READ = "before"
 _TORCH = "torch"
 _END = object()
+_CANNOT = (
+    "its data set cannot go to a place within an epoch. "
+    "resumable(loader, skip='read') reads what came before it again, and drops it"
+)
 
 
 class Resumable:
@@ -36,6 +56,9 @@ class Resumable:
     skip: ClassVar[Literal["read"] | None] = None
     _place = Position()
     _pending: Position | None = None
+    _given: Counter | None = None
+    _found = False
+    _undo: Mapping[str, torch.Tensor] | None = None
     _drawn: Mapping[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -44,7 +67,10 @@ class Resumable:
         It is the same on all ranks if they share one order (``DistributedSampler``). If each rank has an order of its own, save
         it as ``PerRank(loader)``.
         """
-        return self.position().to_json()
+        position = self.position()
+        if position.begun and not is_map(self) and self.skip != "read":
+            logger.warning("%s: %s", name_of(self), _CANNOT)
+        return position.to_json()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a place at the start of the next iteration.
@@ -53,39 +79,50 @@ class Resumable:
             RestoreError: the state is no place of a loader, or the data or their order were others then.
         """
         position = Position.from_json(state)
-        position.refuse_other(_facts(self), _name(self))
-        if position.begun and not _is_map(self) and self.skip != "read":
-            message = (
-                "its data set cannot go to a place. resumable(loader, skip='read') reads and drops what came before it"
-            )
-            raise RestoreError(key=_name(self), message=message)
-        if position.sampler_epoch is not None and hasattr(_sampler(self), "set_epoch"):
-            _sampler(self).set_epoch(position.sampler_epoch)
-        self._pending = position
-        self._place = position
+        if position.begun and not is_map(self) and self.skip != "read":
+            raise RestoreError(key=name_of(self), message=_CANNOT)
+        if position.sampler_epoch is not None:
+            set_epoch(sampler_of(self), position.sampler_epoch)
+        position.refuse_other(facts_of(self), name_of(self))
+        if (
+            position.begun
+            and self.skip == "read"
+            and (position.each != each_of(self) or _READ not in position.generators)
+        ):
+            message = "with skip='read' the batch size must be what it was, and the place must have been saved that way"
+            raise RestoreError(key=name_of(self), message=message)
+        self._pending = self._place = position
+        self._given, self._drawn = None, {}
 
     def position(self) -> Position:
         """The place, as a value."""
-        own = {name: generators.to_text(one) for name, one in _own_generators(self).items()}
-        begun = {name: _as_text(name, state) for name, state in self._drawn.items()} if self._place.begun else {}
-        return dataclasses.replace(self._place, now=own, generators=begun or self._place.generators, facts=_facts(self))
+        if self._pending is not None:
+            return self._pending
+        place, own = self._place, own_generators(self)
+        now = {name: generators.to_text(generators.state_of(one)) for name, one in own.items()}
+        if not place.begun:
+            warm, epoch = is_warm(self), epoch_of(sampler_of(self))
+            return dataclasses.replace(place, now=now, warm=warm, sampler_epoch=epoch, facts=facts_of(self))
+        given = self._given.count if self._given is not None else 0
+        begun = {name: _as_text(state) for name, state in self._drawn.items()}
+        return dataclasses.replace(place, batches=place.batches + given, now=now, generators=begun)
 
     def __iter__(self) -> Iterator[Any]:
-        return Batches(self._go_on())
+        return Batches(self)
 
     @property
     def _index_sampler(self) -> Any:
         given: Any = super()._index_sampler  # type: ignore[misc]
-        return given if not _is_map(self) else _Remaining(self, given)
+        return given if not is_map(self) else _Remaining(self, given)
 
     def _get_iterator(self) -> Any:
         """As torch's, with another data set where samples are made."""
         own: dict[str, Any] = self.__dict__
         dataset, in_worker = own["dataset"], own["num_workers"] > 0
-        if self.worker_seeding == "per_sample" and _is_map(self):
+        if self.worker_seeding == "per_sample":
             own["dataset"] = seeding.SeededDataset(dataset, own_process=in_worker)
-        elif in_worker and _is_map(self):
-            own["dataset"] = seeding.WatchedDataset(dataset, _name(self))
+        elif in_worker and is_map(self) and self.skip != "read":
+            own["dataset"] = seeding.WatchedDataset(dataset, name_of(self))
         try:
             return super()._get_iterator()  # type: ignore[misc]
         finally:
@@ -93,56 +130,67 @@ class Resumable:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The class was made at run time: another process makes it again.
-        kind = type(self)
-        return make, (kind.__mro__[2], self.__dict__, kind.worker_seeding, kind.skip)
+        kind, passing = type(self), {"_iterator": None, "_given": None, "_undo": None}
+        return make, (kind.__bases__[1], self.__dict__ | passing, kind.worker_seeding, kind.skip, kind.__bases__[0])
 
-    def _go_on(self) -> Iterator[Any]:
-        # A generator: all this happens when the first batch is asked for, after a framework's hooks before it have run.
+    def _begin(self, given: Counter) -> Iterator[Any]:
+        """The batches of torch, from the place on. Called when the first one is asked for."""
         pending, self._pending = self._pending, None
-        if pending is not None and not _is_still_meant(self, pending):
+        if pending is not None and not is_still_meant(self, pending):
             pending = None
         if pending is not None and not pending.begun:
-            for name, one in _own_generators(self).items():
-                generators.put_back(one, pending.now[name])
-        begun = pending is not None and pending.begun
-        batches = self._resumed(pending) if pending is not None and begun else self._started()
-        for batch in batches:
-            self._place = dataclasses.replace(self._place, batches=self._place.batches + 1)
-            yield batch
-        self._place = dataclasses.replace(self._place.at_end(), sampler_epoch=None)
-        self._drawn = {}
+            put_back(self, pending.now)
+        if pending is not None and pending.warm and not is_warm(self):
+            # Workers that went on running would not have been seeded again: what that draws is put back.
+            own = own_generators(self) if not pending.begun else {}
+            self._undo = {_TORCH: torch.get_rng_state(), **{name: one.get_state() for name, one in own.items()}}
+        self._given, self._found = given, False
+        if pending is None or not pending.begun:
+            return self._started()
+        return self._resumed(pending)
+
+    def _end(self, given: Counter) -> None:
+        if self._given is given:  # else another iteration has begun since
+            self._place, self._given, self._drawn = self._place.at_end(), None, {}
 
     def _started(self) -> Iterator[Any]:
-        sampler = _sampler(self)
-        self._drawn = {name: one.get_state() for name, one in _own_generators(self).items()}
+        sampler, last = sampler_of(self), self._place
+        self._drawn = {name: one.get_state() for name, one in own_generators(self).items()}
         self._place = Position(
-            epoch=self._place.epoch,
+            epoch=last.epoch + last.begun,  # an epoch that was broken off counts
             begun=True,
-            each=_each(self),
-            most=_most(self),
-            sampler_epoch=_epoch_of(sampler),
-            facts=_facts(self),
+            each=each_of(self),
+            most=most_of(self),
+            sampler_epoch=epoch_of(sampler),
+            warm=is_warm(self) or self._undo is not None,
+            facts=facts_of(self),
         )
         if self.worker_seeding == "per_sample":
-            token = order.draw_seed() if not order.is_spread(sampler) else seeding.mixed(sampler.seed, sampler.epoch)
+            if order.is_spread(sampler):
+                token = seeding.mixed(seeding.mixed(sampler.seed, sampler.epoch), self._place.epoch)
+            else:
+                token = order.draw_seed()
             self._place = dataclasses.replace(self._place, token=token)
-        if not _is_map(self):
-            self._drawn = {**self._drawn, _GLOBAL: generators.all_to_text()}
+        if self.skip == "read":
+            self._drawn = {**self._drawn, _READ: generators.all_to_text()}
         return super().__iter__()  # type: ignore[misc, no-any-return]
 
     def _resumed(self, pending: Position) -> Iterator[Any]:
-        for name, one in _own_generators(self).items():
-            generators.put_back(one, pending.generators[name])
+        put_back(self, pending.generators)
+        if self._undo is not None:
+            own = {name: one.get_state() for name, one in own_generators(self).items()}
+            self._undo = {**self._undo, **own}
         self._drawn = dict(pending.generators)
+        again = self.skip == "read"
         self._place = dataclasses.replace(
             pending,
-            first_batch=pending.batches,
-            first_sample=pending.samples,
-            each=_each(self),
-            most=_most(self),
-            facts=_facts(self),
+            first_batch=0 if again else pending.batches,
+            first_sample=0 if again else pending.samples,
+            each=each_of(self),
+            most=most_of(self),
+            facts=facts_of(self),
         )
-        if not _is_map(self):
+        if again:
             return self._read_up_to(pending)
         with generators.borrowed():  # what torch draws to start an epoch was drawn before the save
             batches: Iterator[Any] = super().__iter__()  # type: ignore[misc]
@@ -150,72 +198,116 @@ class Resumable:
 
     def _read_up_to(self, pending: Position) -> Iterator[Any]:
         with generators.borrowed():
-            generators.put_all_back(pending.generators[_GLOBAL])
+            generators.put_all_back(pending.generators[_READ])
             batches: Iterator[Any] = super().__iter__()  # type: ignore[misc]
             for _ in range(pending.batches):
                 next(batches, None)
         return batches
 
 
-class Batches:
-    """The batches of an epoch. As Lightning has it for those of a DataLoader, none go along in a copy of a Trainer."""
+class Counter:
+    """How many batches were given since an epoch began, or was resumed: counting is all that is done for each of them."""
 
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Batches:
+    """The batches of an epoch. As Lightning has it for those of a DataLoader, none go along in a copy of a Trainer.
+
+    The loader does not hold it, so that workers end with the last reference to either.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._inner: Iterator[Any] | None = None
+        self._counter = Counter()
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
+    def __len__(self) -> int:
+        return len(self._loader)
+
     def __next__(self) -> Any:
-        return next(self._batches)
+        inner = self._inner
+        if inner is None:
+            # Not in ``__iter__``: a framework's hooks before the first batch have run by now.
+            inner = self._inner = self._loader._begin(self._counter)
+            resumed = self._loader._place.first_batch > 0
+            batch = self._given(inner)
+            if resumed and is_map(self._loader) and not self._loader._found:
+                message = "its class has an iteration of its own, so that its place cannot be found again"
+                raise RestoreError(key=name_of(self._loader), message=message)
+            return batch
+        return self._given(inner)
+
+    def _given(self, inner: Iterator[Any]) -> Any:
+        try:
+            batch = next(inner)
+        except StopIteration:
+            self._loader._end(self._counter)
+            raise
+        except Exception:
+            self._counter.count += 1  # torch goes on with the next one, if the caller does
+            raise
+        self._counter.count += 1
+        return batch
 
     def __reduce__(self) -> tuple[Any, ...]:
         return iter, ((),)
 
 
 class _Remaining:
-    """The index sampler of a loader from its place on."""
+    """The index sampler of a loader from its place on. Its loader may hold the iterator that holds this."""
 
     def __init__(self, loader: Any, given: Any) -> None:
-        self._loader = loader
+        self._loader = weakref.ref(loader)
         self._given = given
 
     def __len__(self) -> int:
         return len(self._given)
 
     def __iter__(self) -> Iterator[Any]:
-        loader = self._loader
-        batches = self._from_the_place()
+        loader = self._loader()
+        if loader is None:
+            return iter(())
+        batches = self._from_the_place(loader)
         token = loader._place.token
-        return batches if token is None else seeding.marked(batches, token)
+        return batches if token is None else seeding.marked(batches, token, batched=loader.batch_sampler is not None)
 
-    def _from_the_place(self) -> Iterator[Any]:
+    def _from_the_place(self, loader: Any) -> Iterator[Any]:
         """A generator: samplers draw when the first index is asked for."""
-        loader, given, place = self._loader, self._given, self._loader._place
+        given, place = self._given, loader._place
+        loader._found = True
+        undo, loader._undo = loader._undo, None
+        if undo is not None:
+            torch.set_rng_state(undo[_TORCH])
+            for name, one in own_generators(loader).items():
+                one.set_state(undo[name])
         plain = type(given) is BatchSampler
         sampler = given.sampler if plain else given
-        resumed = place.first_batch > 0 or bool(place.generators) or place.seed is not None
         start = place.first_sample if place.each else place.first_batch
         seed = place.seed
         if order.draws_seed(sampler) and seed is None:
             seed = order.draw_seed()
             loader._place = dataclasses.replace(loader._place, seed=seed)
-        if _draws_itself(sampler):
-            indices = self._drawn(sampler, start, resumed=resumed)
-        else:
-            indices = order.indices(sampler, start, seed=seed)
+        own = draws_itself(sampler)
+        indices = self._drawn(loader, sampler, start) if own else order.indices(sampler, start, seed=seed)
+        del loader  # a generator that waits must not keep it
         yield from order.batches(given, indices) if plain else indices
 
-    def _drawn(self, sampler: Any, start: int, *, resumed: bool) -> Iterator[Any]:
+    def _drawn(self, loader: Any, sampler: Any, start: int) -> Iterator[Any]:
         """From the generators of this process, as they were when the epoch began."""
-        loader = self._loader
         name = _TORCH if order.is_known(sampler) else _GLOBAL
-        if not resumed:
+        saved = loader._place.generators.get(name)
+        if saved is None:
             state = torch.get_rng_state() if name == _TORCH else generators.all_to_text()
             loader._drawn = {**loader._drawn, name: state}
             return order.indices(sampler, start)
         with generators.borrowed():
-            saved = loader._place.generators[name]
             generators.put_back(None, saved) if name == _TORCH else generators.put_all_back(saved)
             indices = order.indices(sampler, start)
             first = next(indices, _END)
@@ -233,113 +325,54 @@ def resumable(loader: Loader, *, worker_seeding: Seeding = "stock", skip: Litera
         worker_seeding: "stock": torch seeds each worker, so what a data set draws in one depends on what it has made before,
             and differs after a resume within an epoch. "per_sample": the generators are set before each sample is made, by
             the epoch and its index. What is drawn for it is the same for any workers, prefetching and number of ranks, and
-            after a resume.
-        skip: "read": for an ``IterableDataset``, a resume reads and drops what was used up.
+            after a resume. One number more is drawn at the start of an epoch.
+        skip: "read": a resume within an epoch reads what was used up again, and drops it. For an ``IterableDataset``; or for
+            data sets that draw random numbers in workers, which then draw the same.
 
     Raises:
-        TypeError: it is not a DataLoader.
+        TypeError: it is not a DataLoader, or one whose place cannot be told: with ``in_order=False``, or of a class that
+            knows its place itself.
     """
+    return made_of(loader, worker_seeding, skip, Resumable)
+
+
+def made_of(loader: Loader, worker_seeding: Seeding, skip: Literal["read"] | None, mixin: type[Resumable]) -> Loader:
+    """See ``resumable``; with a mixin of one's own."""
     if not isinstance(loader, DataLoader):
         raise TypeError(f"resumable() takes a DataLoader, got {type(loader).__name__}")
-    if issubclass(type(loader), Resumable):
-        return make(type(loader).__mro__[2], loader.__dict__, worker_seeding, skip)  # type: ignore[no-any-return]
-    return make(type(loader), loader.__dict__, worker_seeding, skip)  # type: ignore[no-any-return]
+    kind: Any = type(loader)
+    if issubclass(kind, Resumable):
+        if (kind.worker_seeding, kind.skip, kind.__bases__[0]) == (worker_seeding, skip, mixin):
+            return loader
+        kind = kind.__bases__[1]
+    elif hasattr(kind, "state_dict"):
+        raise TypeError(f"resumable(): a {kind.__name__} knows its place itself: save it as it is")
+    if loader.num_workers and not getattr(loader, "in_order", True):
+        raise TypeError("resumable() needs in_order=True: which batches have come cannot be told otherwise")
+    if worker_seeding == "per_sample" and not is_map(loader):
+        raise TypeError("resumable(): worker_seeding='per_sample' needs a data set with indices")
+    if skip == "read" and loader.num_workers and loader.persistent_workers:
+        raise TypeError(
+            "resumable(): skip='read' needs persistent_workers=False: what workers drew before is not known"
+        )
+    return make(kind, loader.__dict__ | {"_iterator": None}, worker_seeding, skip, mixin)  # type: ignore[no-any-return]
 
 
-def make(kind: type[Any], state: dict[str, Any], worker_seeding: Seeding, skip: Literal["read"] | None) -> Any:
+def make(
+    kind: type[Any],
+    state: dict[str, Any],
+    worker_seeding: Seeding,
+    skip: Literal["read"] | None,
+    mixin: type[Resumable] = Resumable,
+) -> Any:
     """A loader of a subclass of ``kind``, with this state."""
     facts = {"__module__": __name__, "worker_seeding": worker_seeding, "skip": skip}
-    subclass: Any = type(f"Resumable{kind.__name__}", (Resumable, kind), facts)
+    subclass: Any = type(f"Resumable{kind.__name__}", (mixin, kind), facts)
     made = subclass.__new__(subclass)
     # Past DataLoader's guard against changing attributes: these are the ones it was built with.
     made.__dict__.update(state)
     return made
 
 
-def _is_map(loader: Any) -> bool:
-    return not isinstance(loader.__dict__["dataset"], IterableDataset)
-
-
-def _sampler(loader: Any) -> Any:
-    """What gives the indices, one by one if that can be told."""
-    given = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    return given.sampler if type(given) is BatchSampler else given
-
-
-def _draws_itself(sampler: Any) -> bool:
-    """Whether it draws from the generators of this process, so that they must be known."""
-    if order.is_known(sampler):
-        return (
-            not order.is_spread(sampler)
-            and getattr(sampler, "generator", _END) is None
-            and not order.draws_seed(sampler)
-        )
-    return True
-
-
-def _own_generators(loader: Any) -> dict[str, torch.Generator]:
-    """Generators that the user gave."""
-    places = {"loader": loader, "sampler": _sampler(loader), "batch_sampler": loader.batch_sampler}
-    found = {name: getattr(place, "generator", None) for name, place in places.items()}
-    return {name: one for name, one in found.items() if isinstance(one, torch.Generator)}
-
-
-def _each(loader: Any) -> int:
-    """How many indices a batch has, of all ranks together; 0 where only batches can be counted."""
-    given, sampler = loader.batch_sampler, _sampler(loader)
-    if given is not None and type(given) is not BatchSampler:
-        return 0
-    size = given.batch_size if given is not None else 1
-    return int(size * (sampler.num_replicas if order.is_spread(sampler) else 1))
-
-
-def _most(loader: Any) -> int | None:
-    sampler = _sampler(loader)
-    try:
-        return len(sampler.dataset) if order.is_spread(sampler) else len(sampler)
-    except TypeError:
-        return None
-
-
-def _epoch_of(sampler: Any) -> int | None:
-    epoch = getattr(sampler, "epoch", None)
-    return epoch if isinstance(epoch, int) else None
-
-
-def _is_still_meant(loader: Any, pending: Position) -> bool:
-    """Whether nobody has called ``set_epoch`` with another one since the place was loaded."""
-    now = _epoch_of(_sampler(loader))
-    if not pending.begun or pending.sampler_epoch is None or now == pending.sampler_epoch:
-        return True
-    message = "%s: its place was in epoch %d, and set_epoch was called with %s: that epoch starts from its beginning"
-    logger.warning(message, _name(loader), pending.sampler_epoch, now)
-    return False
-
-
-def _facts(loader: Any) -> dict[str, Any]:
-    """What the order depends on: another one then, and the place means nothing."""
-    sampler, given = _sampler(loader), loader.batch_sampler
-    facts: dict[str, Any] = {"sampler": type(sampler).__name__}
-    if (most := _most(loader)) is not None:
-        facts["indices"] = most
-    if order.is_spread(sampler):
-        facts |= {"seed": sampler.seed, "shuffle": sampler.shuffle}
-        return facts
-    if given is not None and type(given) is not BatchSampler:
-        facts["batch_sampler"] = type(given).__name__
-    if order.draws_seed(sampler) or _draws_itself(sampler):
-        facts["rank"] = world_rank()  # each rank has an order of its own
-    return facts
-
-
-def _name(loader: Any) -> str:
-    return f"{type(loader).__name__} over {type(loader.__dict__['dataset']).__name__}"
-
-
-def _as_text(name: str, state: Any) -> str:
-    if isinstance(state, str):
-        return state
-    made = torch.Generator()
-    made.set_state(state)
-    del name
-    return generators.to_text(made)
+def _as_text(state: Any) -> str:
+    return state if isinstance(state, str) else generators.to_text(state)

@@ -30,6 +30,7 @@ class Position:
         sampler_epoch: what ``set_epoch`` was given; None where the sampler has none.
         generators: as they were at its start, those that the order depends on, by name, encoded.
         now: the user's own generators, as they are now, by name, encoded.
+        warm: whether workers were running already when it was begun, or are now, between two epochs.
         facts: what the order depends on besides.
     """
 
@@ -45,6 +46,7 @@ class Position:
     sampler_epoch: int | None = None
     generators: Mapping[str, str] = field(default_factory=dict)
     now: Mapping[str, str] = field(default_factory=dict)
+    warm: bool = False
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -63,7 +65,8 @@ class Position:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; what says nothing is left out."""
-        facts = {name: value for name, value in vars(self).items() if value not in (None, {}, 0, False)}
+        plain = Position()
+        facts = {name: value for name, value in vars(self).items() if value != getattr(plain, name)}
         return {"version": VERSION, **facts}
 
     @classmethod
@@ -87,12 +90,15 @@ class Position:
             facts: what the order depends on now.
             what: the loader, for messages.
         """
-        for name, then in self.facts.items():
-            now = facts.get(name)
-            if now != then:
-                message = f"its place was saved with {name} {then!r}, and now it is {now!r}: it cannot be found again"
-                if name == "rank":
-                    message = (
-                        f"each rank has an order of its own, and this is the place of rank {then}: save PerRank(loader)"
-                    )
-                raise RestoreError(key=what, message=message)
+        if not self.begun:
+            return  # it is at the beginning of an order, whatever that is
+        for name in (*self.facts, *facts):
+            then, now = self.facts.get(name), facts.get(name)
+            if now == then:
+                continue
+            message = f"its place was saved with {name} {then!r}, and now it is {now!r}: it cannot be found again"
+            if name == "rank" and then is not None and now is not None:
+                message = (
+                    f"each rank has an order of its own, and this is the place of rank {then}: save PerRank(loader)"
+                )
+            raise RestoreError(key=what, message=message)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,10 +46,16 @@ def _batch(indices: Sequence[Any], token: int) -> Batch:
     return made
 
 
-def marked(given: Iterator[Any], token: int) -> Iterator[Any]:
-    """The same indices, carrying the token."""
+def marked(given: Iterator[Any], token: int, *, batched: bool) -> Iterator[Any]:
+    """The same indices, carrying the token.
+
+    Args:
+        given: lists of indices, or indices.
+        token: the epoch's.
+        batched: whether they are lists.
+    """
     for indices in given:
-        yield _batch(indices, token) if isinstance(indices, list | tuple) else One(indices, token)
+        yield _batch(indices, token) if batched else One(indices, token)
 
 
 class SeededDataset:
@@ -70,6 +76,11 @@ class SeededDataset:
 
     def __setattr__(self, name: str, value: object) -> None:
         setattr(self._inner, name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """What ``isinstance`` in a ``worker_init_fn`` should see."""
+        return type(self.__dict__.get("_inner", self))
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -106,26 +117,40 @@ class WatchedDataset:
         self.__dict__.update(_inner=inner, _what=what, _looks=_LOOKS)
 
     def __getattr__(self, name: str) -> Any:
-        if "_inner" not in self.__dict__ or (name.startswith("__") and name != "__getitems__"):
+        if "_inner" not in self.__dict__ or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._inner, name)
 
     def __setattr__(self, name: str, value: object) -> None:
         setattr(self._inner, name, value)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """What ``isinstance`` in a ``worker_init_fn`` should see."""
+        return type(self.__dict__.get("_inner", self))
+
     def __len__(self) -> int:
         return len(self._inner)
 
     def __getitem__(self, index: Any) -> Any:
-        if self.__dict__["_looks"] <= 0:
-            return self._inner[index]
-        self.__dict__["_looks"] -= 1
+        return self._watched(lambda: self._inner[index])
+
+    def __getitems__(self, indices: Any) -> Any:
+        if hasattr(self._inner, "__getitems__"):
+            return self._watched(lambda: self._inner.__getitems__(indices))
+        return [self[index] for index in indices]
+
+    def _watched(self, make: Callable[[], Any]) -> Any:
+        own: dict[str, Any] = self.__dict__
+        if own["_looks"] <= 0:
+            return make()
+        own["_looks"] -= 1
         before = generators.fingerprint()
-        sample = self._inner[index]
+        made = make()
         if generators.fingerprint() != before:
-            self.__dict__["_looks"] = 0
-            _say(self.__dict__["_what"])
-        return sample
+            own["_looks"] = 0
+            _say(own["_what"])
+        return made
 
 
 def _say(what: str) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
@@ -34,7 +35,7 @@ class Ids(Dataset):
         return self.size
 
     def __getitem__(self, index):
-        if not self.draws:
+        if not self.draws or isinstance(index, list):
             return index
         return index, torch.rand(()).item(), random.random(), float(np.random.rand())
 
@@ -66,6 +67,23 @@ class CustomBatches(Sampler):
         return 15
 
 
+class OwnBatches(BatchSampler):
+    """What it does is not known from its type."""
+
+
+class Counting(Sampler):
+    """Counts its epochs itself."""
+
+    epoch = 0
+
+    def __iter__(self):
+        self.epoch += 1
+        return iter(torch.randperm(SIZE, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+    def __len__(self):
+        return SIZE
+
+
 def generator():
     return torch.Generator().manual_seed(3)
 
@@ -88,6 +106,12 @@ SAMPLERS = {
     "custom batches": lambda: {"batch_sampler": CustomBatches()},
     "own batches": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(SIZE)), 5, drop_last=True)},
     "no batches": lambda: {"batch_size": None, "shuffle": True},
+    "batches as samples": lambda: {"batch_size": None, "sampler": BatchSampler(RandomSampler(range(SIZE)), 5, False)},
+    "subclass of batches": lambda: {
+        "batch_sampler": OwnBatches(RandomSampler(range(SIZE), generator=generator()), 5, False)
+    },
+    "epochs of its own": lambda: {"sampler": Counting()},
+    "a list": lambda: {"sampler": list(range(7, SIZE))},
 }
 
 
@@ -101,8 +125,6 @@ def made(name, workers=0, draws=False, **more):
     kinds = SAMPLERS[name]()
     if "batch_sampler" not in kinds:
         kinds.setdefault("batch_size", 4)
-    if workers and more.pop("persistent", False):
-        more["persistent_workers"] = True
     return DataLoader(
         Ids(draws), **kinds, num_workers=workers, collate_fn=list if kinds.get("batch_size", 1) else None, **more
     )
@@ -211,6 +233,126 @@ def test_what_is_drawn_belongs_to_the_sample(workers):
     assert len(set(drawn)) == len(drawn)
 
 
+@pytest.mark.parametrize("name", ["shuffle", "shuffle, generator", "weighted", "custom"])
+def test_workers_that_stay_are_seeded_once(name):
+    """With persistent_workers torch draws their seed once in the loader's life: also of a run that was resumed."""
+    more = {"persistent_workers": True}
+    seed_all(1)
+    whole, _ = run(resumable(made(name, 1, **more)), 3)
+    per_epoch = len(whole) // 3
+    for place in (3, per_epoch, per_epoch + 1, per_epoch + 4, 2 * per_epoch):
+        seed_all(1)
+        first, state = run(resumable(made(name, 1, **more)), 3, stop_at=place)
+        rest, _ = run(resumable(made(name, 1, **more)), 3, resumed=state)
+        assert first + rest == whole, place
+
+
+def test_a_place_that_was_loaded_is_the_place():
+    """Saved again before any batch, also after going back within one process: the same state."""
+    for name in SAMPLERS:
+        loader = resumable(made(name))
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+        state = loader.state_dict()
+        again = resumable(made(name))
+        again.load_state_dict(state)
+        assert again.state_dict() == state
+        rest = list(batches)
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state
+        assert list(loader) == rest
+
+
+def test_a_bad_sample_ends_nothing():
+    """As with the loader itself: the caller may go on with the next batch, and the place is behind it."""
+
+    class Bad(Ids):
+        def __getitem__(self, index):
+            if index == 5:
+                raise OSError("a bad sample")
+            return index
+
+    def given(loader):
+        seen, batches = [], iter(loader)
+        while True:
+            try:
+                seen.append(next(batches))
+            except OSError:
+                seen.append("bad")
+            except StopIteration:
+                return seen
+
+    stock = given(DataLoader(Bad(), batch_size=4, collate_fn=list))
+    loader = resumable(DataLoader(Bad(), batch_size=4, collate_fn=list))
+    assert given(loader) == stock
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(OSError, match="bad sample"):
+        next(batches)
+    again = resumable(DataLoader(Bad(), batch_size=4, collate_fn=list))
+    again.load_state_dict(loader.state_dict())
+    assert list(again) == stock[2:]
+
+
+def test_what_cannot_be_told_is_refused():
+    """At once, and by name: order of arrival, classes that know their place, data sets without indices."""
+
+    class Knows(DataLoader):
+        def state_dict(self):
+            return {}
+
+    class Endless(IterableDataset):
+        def __iter__(self):
+            return iter(range(10))
+
+    with pytest.raises(TypeError, match="in_order"):
+        resumable(DataLoader(Ids(), num_workers=2, in_order=False))
+    with pytest.raises(TypeError, match="knows its place itself"):
+        resumable(Knows(Ids()))
+    with pytest.raises(TypeError, match="per_sample"):
+        resumable(DataLoader(Endless()), worker_seeding="per_sample")
+    loader = resumable(DataLoader(Endless(), batch_size=2))
+    next(iter(loader))
+    state = loader.state_dict()
+    with pytest.raises(RestoreError, match="skip='read'"):
+        resumable(DataLoader(Endless(), batch_size=2)).load_state_dict(state)
+    with pytest.raises(RestoreError, match="must have been saved that way"):
+        resumable(DataLoader(Endless(), batch_size=2), skip="read").load_state_dict(state)
+    reading = resumable(DataLoader(Endless(), batch_size=2), skip="read")
+    next(iter(reading))
+    again = resumable(DataLoader(Endless(), batch_size=2), skip="read")
+    again.load_state_dict(reading.state_dict())
+    assert [batch.tolist() for batch in again] == [[2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+def test_an_iteration_of_its_own_is_noticed():
+    """A subclass that gives batches past torch's: the resume fails by name, and does not begin at the start."""
+
+    class Own(DataLoader):
+        def __iter__(self):
+            return iter([[1], [2], [3]])
+
+    loader = resumable(Own(Ids(), batch_size=1))
+    next(iter(loader))
+    again = resumable(Own(Ids(), batch_size=1))
+    again.load_state_dict(loader.state_dict())
+    with pytest.raises(RestoreError, match="iteration of its own"):
+        next(iter(again))
+
+
+def test_a_dropped_loader_ends_its_workers():
+    """No cycle keeps it: its workers end with the last reference, also of a loop that was broken off."""
+    for persistent in (True, False):
+        loader = resumable(DataLoader(Ids(), batch_size=4, num_workers=1, persistent_workers=persistent))
+        batches = iter(loader)
+        next(batches)
+        (worker,) = batches._inner._workers
+        del batches, loader
+        worker.join(20)
+        assert worker.exitcode is not None
+
+
 def consumed(sizes, ranks_at, seed, drop_last=False):
     """Ids that all ranks see in one epoch, with another number of ranks after each place."""
     seen, state = [], None
@@ -247,13 +389,17 @@ def test_another_number_of_ranks_sees_each_sample_once(seed):
 
 def test_another_order_is_refused():
     """Another length, another sampler, another rank's order: an error that names the loader and what differs."""
-    state = resumable(made("shuffle")).state_dict()
+    loader = resumable(made("shuffle"))
+    next(iter(loader))
+    state = loader.state_dict()
     for other in (
         DataLoader(Ids(size=SIZE + 1), batch_size=4, shuffle=True),
         DataLoader(Ids(), batch_size=4),
     ):
         with pytest.raises(RestoreError, match="over Ids"):
             resumable(other).load_state_dict(state)
+    with pytest.raises(RestoreError, match="it cannot be found again"):
+        resumable(made("shuffle, generator")).load_state_dict(state)
     with pytest.raises(RestoreError, match="PerRank"):
         resumable(made("shuffle")).load_state_dict({**state, "facts": {**state["facts"], "rank": 1}})
     with pytest.raises(RestoreError, match="version 9"):

@@ -1,0 +1,137 @@
+"""What a DataLoader is made of, as far as its place depends on it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
+
+from safe_ckpt.core.coordination.process_groups import world_rank
+from safe_ckpt.data import generators, order
+from safe_ckpt.data.position import Position
+
+logger = logging.getLogger(__name__)
+_DEEP = 6  # samplers in samplers
+
+
+def is_map(loader: Any) -> bool:
+    """Whether its data set gives samples by index."""
+    return not isinstance(loader.__dict__["dataset"], IterableDataset)
+
+
+def sampler_of(loader: Any) -> Any:
+    """What gives the indices, one by one if that can be told."""
+    given = order_of(loader)
+    return given.sampler if type(given) is BatchSampler else given
+
+
+def order_of(loader: Any) -> Any:
+    """What gives the indices: of batches, or one by one."""
+    return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+
+
+def draws_itself(sampler: Any) -> bool:
+    """Whether it draws from the generators of this process, so that they must be known."""
+    if order.is_known(sampler):
+        own = order.is_spread(sampler) or order.draws_seed(sampler) or type(sampler) is SequentialSampler
+        return not own and getattr(sampler, "generator", None) is None
+    return not isinstance(sampler, list | tuple | range)
+
+
+def own_generators(loader: Any) -> dict[str, torch.Generator]:
+    """Generators that the user gave: the loader's, and those of its samplers."""
+    found, places = {"loader": loader.generator}, [order_of(loader)]
+    while places and len(found) < _DEEP:
+        place = places.pop(0)
+        found[f"sampler{len(found)}"] = getattr(place, "generator", None)
+        places += [inner for name in ("sampler", "batch_sampler") if (inner := getattr(place, name, None)) is not None]
+    seen: dict[int, str] = {}
+    return {
+        name: one
+        for name, one in found.items()
+        if isinstance(one, torch.Generator) and seen.setdefault(id(one), name) == name
+    }
+
+
+def put_back(loader: Any, texts: Mapping[str, str]) -> None:
+    """Set the user's own generators to what was encoded."""
+    for name, one in own_generators(loader).items():
+        if name in texts:
+            generators.put_back(one, texts[name])
+
+
+def is_warm(loader: Any) -> bool:
+    """Whether its workers run, and go on into the next epoch."""
+    return bool(loader.persistent_workers and getattr(loader, "_iterator", None) is not None)
+
+
+def each_of(loader: Any) -> int:
+    """How many indices a batch has, of all ranks together; 0 where only batches can be counted."""
+    given, sampler = order_of(loader), sampler_of(loader)
+    if type(given) is BatchSampler:
+        size = given.batch_size
+    elif loader.batch_sampler is None and is_map(loader):
+        size = 1
+    else:
+        return 0
+    return int(size * (sampler.num_replicas if order.is_spread(sampler) else 1))
+
+
+def most_of(loader: Any) -> int | None:
+    """How many indices an epoch has, of all ranks together if they share one order; None where that is not known."""
+    sampler = sampler_of(loader)
+    try:
+        return len(sampler.dataset) if order.is_spread(sampler) else len(sampler)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def epoch_of(sampler: Any) -> int | None:
+    """What ``set_epoch`` was given; None where the sampler has no such number."""
+    epoch = getattr(sampler, "epoch", None)
+    return epoch if isinstance(epoch, int) else None
+
+
+def set_epoch(sampler: Any, epoch: int) -> None:
+    """Go to an epoch, where the sampler has such a number."""
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    elif hasattr(sampler, "epoch"):
+        sampler.epoch = epoch
+
+
+def is_still_meant(loader: Any, pending: Position) -> bool:
+    """Whether nobody has called ``set_epoch`` with another one since the place was loaded."""
+    now = epoch_of(sampler_of(loader))
+    if not pending.begun or pending.sampler_epoch is None or now == pending.sampler_epoch:
+        return True
+    message = "%s: its place was in epoch %d, and set_epoch was called with %s: that epoch starts from its beginning"
+    logger.warning(message, name_of(loader), pending.sampler_epoch, now)
+    return False
+
+
+def facts_of(loader: Any) -> dict[str, Any]:
+    """What the order depends on: another one then, and the place means nothing."""
+    sampler, given = sampler_of(loader), order_of(loader)
+    facts: dict[str, Any] = {"sampler": type(sampler).__name__}
+    if not is_map(loader):
+        return {**facts, "num_workers": loader.num_workers, "batch_size": loader.batch_size}
+    if (most := most_of(loader)) is not None:
+        facts["indices"] = most
+    if own := sorted(own_generators(loader)):
+        facts["generators"] = own
+    if order.is_spread(sampler):
+        return {**facts, "seed": sampler.seed, "shuffle": sampler.shuffle}
+    if given is not sampler and type(given) is not BatchSampler:
+        facts["batch_sampler"] = type(given).__name__
+    if order.draws_seed(sampler) or draws_itself(sampler):
+        facts["rank"] = world_rank()  # each rank has an order of its own
+    return facts
+
+
+def name_of(loader: Any) -> str:
+    """For messages."""
+    return f"{type(loader).__name__} over {type(loader.__dict__['dataset']).__name__}"
