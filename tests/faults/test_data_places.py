@@ -125,7 +125,7 @@ CASES = [
     for size in (1, 2, 4)
     if kind != "distributed" or size > 1
 ]
-SOME = [("shuffle", 2, 1), ("distributed", 0, 2)]
+SOME = [("shuffle", 2, 1), ("distributed", 2, 2)]
 
 
 @pytest.mark.parametrize(("kind", "workers", "size"), CASES if THOROUGH else SOME)

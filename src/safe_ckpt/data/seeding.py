@@ -82,6 +82,9 @@ class SeededDataset:
         """What ``isinstance`` in a ``worker_init_fn`` should see."""
         return type(self.__dict__.get("_inner", self))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _stand_in, (type(self), dict(self.__dict__))  # a worker that was not forked makes it again
+
     def __len__(self) -> int:
         return len(self._inner)
 
@@ -129,6 +132,9 @@ class WatchedDataset:
         """What ``isinstance`` in a ``worker_init_fn`` should see."""
         return type(self.__dict__.get("_inner", self))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _stand_in, (type(self), dict(self.__dict__))  # a worker that was not forked makes it again
+
     def __len__(self) -> int:
         return len(self._inner)
 
@@ -162,6 +168,12 @@ def _say(what: str) -> None:
             "uninterrupted run would. resumable(loader, worker_seeding='per_sample') makes them the same",
             what,
         )
+
+
+def _stand_in(kind: type[Any], state: dict[str, Any]) -> Any:
+    made = kind.__new__(kind)
+    made.__dict__.update(state)
+    return made
 
 
 def set_seed(token: int, index: Any) -> None:

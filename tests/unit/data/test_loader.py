@@ -17,6 +17,7 @@ from torch.utils.data import (
     Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 from safe_ckpt.data import resumable
@@ -245,6 +246,29 @@ def test_workers_that_stay_are_seeded_once(name):
         first, state = run(resumable(made(name, 1, **more)), 3, stop_at=place)
         rest, _ = run(resumable(made(name, 1, **more)), 3, resumed=state)
         assert first + rest == whole, place
+
+
+@pytest.mark.parametrize("seeding", ["stock", "per_sample"])
+def test_workers_that_are_not_forked(seeding):
+    """What stands in for the data set gets there by pickle, and looks like the data set."""
+    loader = DataLoader(
+        Ids(),
+        batch_size=20,
+        num_workers=1,
+        multiprocessing_context="spawn",
+        collate_fn=list,
+        worker_init_fn=looks_like_ids,
+    )
+    assert list(resumable(loader, worker_seeding=seeding)) == [
+        list(range(20)),
+        list(range(20, 40)),
+        list(range(40, SIZE)),
+    ]
+
+
+def looks_like_ids(_):
+    assert isinstance(get_worker_info().dataset, Ids)
+    assert get_worker_info().dataset.size == SIZE
 
 
 def test_a_place_that_was_loaded_is_the_place():
