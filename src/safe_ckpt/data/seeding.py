@@ -171,7 +171,7 @@ def _say(what: str) -> None:
 
 
 def _stand_in(kind: type[Any], state: dict[str, Any]) -> Any:
-    made = kind.__new__(kind)
+    made: Any = object.__new__(kind)
     made.__dict__.update(state)
     return made
 
