@@ -16,13 +16,8 @@ import torch
 from safe_ckpt.core.state.rng import get_rng_state, set_rng_state
 
 
-def state_of(generator: torch.Generator | None) -> torch.Tensor:
-    """The state of a generator; None for torch's own."""
-    return torch.get_rng_state() if generator is None else generator.get_state()
-
-
 def to_text(state: torch.Tensor) -> str:
-    """The same as text."""
+    """The state of a generator as text."""
     return base64.b85encode(zlib.compress(bytes(state.tolist()))).decode()
 
 

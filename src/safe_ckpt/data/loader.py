@@ -99,7 +99,7 @@ class Resumable:
         if self._pending is not None:
             return self._pending
         place, own = self._place, own_generators(self)
-        now = {name: generators.to_text(generators.state_of(one)) for name, one in own.items()}
+        now = {name: generators.to_text(one.get_state()) for name, one in own.items()}
         if not place.begun:
             warm, epoch = is_warm(self), epoch_of(sampler_of(self))
             return dataclasses.replace(place, now=now, warm=warm, sampler_epoch=epoch, facts=facts_of(self))

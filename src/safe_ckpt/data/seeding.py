@@ -58,16 +58,11 @@ def marked(given: Iterator[Any], token: int, *, batched: bool) -> Iterator[Any]:
         yield _batch(indices, token) if batched else One(indices, token)
 
 
-class SeededDataset:
-    """Stands in for a data set where its samples are made.
+class _StandIn:
+    """Looks like a data set where its samples are made: attributes, length and ``isinstance`` are the data set's."""
 
-    Args:
-        inner: the data set.
-        own_process: whether that is a worker. Elsewhere training uses the same generators, so they are given back.
-    """
-
-    def __init__(self, inner: Any, *, own_process: bool) -> None:
-        self.__dict__.update(_inner=inner, _own_process=own_process)
+    def __init__(self, inner: Any, **own: Any) -> None:
+        self.__dict__.update(_inner=inner, **own)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_inner" not in self.__dict__:
@@ -87,6 +82,18 @@ class SeededDataset:
 
     def __len__(self) -> int:
         return len(self._inner)
+
+
+class SeededDataset(_StandIn):
+    """Stands in for a data set where its samples are made.
+
+    Args:
+        inner: the data set.
+        own_process: whether that is a worker. Elsewhere training uses the same generators, so they are given back.
+    """
+
+    def __init__(self, inner: Any, *, own_process: bool) -> None:
+        super().__init__(inner, _own_process=own_process)
 
     def __getitem__(self, index: One) -> Any:
         if self._own_process:
@@ -108,7 +115,7 @@ class SeededDataset:
         return self._inner[index]
 
 
-class WatchedDataset:
+class WatchedDataset(_StandIn):
     """Stands in for a data set in a worker: looks whether its first samples draw random numbers, and says so once.
 
     Args:
@@ -117,26 +124,7 @@ class WatchedDataset:
     """
 
     def __init__(self, inner: Any, what: str) -> None:
-        self.__dict__.update(_inner=inner, _what=what, _looks=_LOOKS)
-
-    def __getattr__(self, name: str) -> Any:
-        if "_inner" not in self.__dict__ or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._inner, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        setattr(self._inner, name, value)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """What ``isinstance`` in a ``worker_init_fn`` should see."""
-        return type(self.__dict__.get("_inner", self))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _stand_in, (type(self), dict(self.__dict__))  # a worker that was not forked makes it again
-
-    def __len__(self) -> int:
-        return len(self._inner)
+        super().__init__(inner, _what=what, _looks=_LOOKS)
 
     def __getitem__(self, index: Any) -> Any:
         return self._watched(lambda: self._inner[index])

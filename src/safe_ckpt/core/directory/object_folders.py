@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from safe_ckpt.core.directory.head import HEAD, Head
 from safe_ckpt.core.directory.workspace import HIDDEN
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.storage.objects.answers import ChangedError, ExistsError
 from safe_ckpt.core.storage.objects.place import ObjectPath
 
@@ -37,18 +38,40 @@ def is_folder(name: str) -> bool:
     return _FOLDER.match(name) is not None
 
 
+def read_head(path: ObjectPath) -> Head | None:
+    """What the head of a directory says; None where there is none, or none that can be read. Needs no ownership.
+
+    Raises:
+        OSError: the store gave no answer, or refuses.
+    """
+    place = path / HIDDEN / HEAD
+    try:
+        return Head.from_bytes(path.bucket.read(place.key)[0], place)
+    except FileNotFoundError:
+        return None
+
+
 def hidden_in(path: ObjectPath) -> tuple[str, ...]:
     """The folders below ``path`` that are being deleted or are in quarantine. Needs no ownership.
 
     Raises:
         OSError: the store gave no answer.
     """
-    try:
-        place = path / HIDDEN / HEAD
-        head = Head.from_bytes(path.bucket.read(place.key)[0], place)
-    except FileNotFoundError:
-        return ()
+    head = read_head(path)
     return (*head.trash, *head.quarantined) if head is not None else ()
+
+
+def has_manifest(folder: ObjectPath) -> bool:
+    """Whether ``folder`` has a manifest, whatever that says.
+
+    Raises:
+        OSError: the store gave no answer, or refuses.
+    """
+    try:
+        folder.bucket.size_of((folder / MANIFEST_NAME).key)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def is_gravestone(data: bytes) -> bool:

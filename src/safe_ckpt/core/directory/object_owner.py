@@ -97,9 +97,8 @@ class ObjectOwner:
         if self._held_by != os.getpid():
             return
         self._stop.set()
-        if self._taken_by is None and self._turn.acquire(
-            timeout=_LAST_WORD_S
-        ):  # else a request of another thread hangs
+        # Without the turn a request of another thread hangs.
+        if self._taken_by is None and self._turn.acquire(timeout=_LAST_WORD_S):
             try:
                 self.update(Head.released, within_s=_LAST_WORD_S)
             except (OSError, DirectoryError) as error:
@@ -131,14 +130,10 @@ class ObjectOwner:
                 for one in (*later, change):
                     head = one(head)
                 try:
-                    if self._unfenced:
-                        self._version = bucket.overwrite(self._place.key, head.to_bytes())
-                    else:
-                        self._version = bucket.replace(self._place.key, head.to_bytes(), self._version)
+                    self._put(bucket, head, self._version)
                 except ChangedError:
                     self._find_out(bucket)  # an earlier request of ours, given up by then, may have come through
                     continue
-                self.head = head
                 del self._later[: len(later)]
                 return
             raise DirectoryError(path=str(self._path), message="its head changes all the time", rank=0)
@@ -192,12 +187,16 @@ class ObjectOwner:
                 continue
             taken = head.taken(lease)
             with contextlib.suppress(ChangedError):  # by another job, which is the owner now
-                if self._unfenced:
-                    self._version = self._bucket().overwrite(self._place.key, taken.to_bytes())
-                else:
-                    self._version = self._bucket().replace(self._place.key, taken.to_bytes(), version)
-                self.head = taken
+                self._put(self._bucket(), taken, version)
                 return state
+
+    def _put(self, bucket: Bucket, head: Head, version: Version) -> None:
+        """Replace the head that has this version."""
+        if self._unfenced:
+            self._version = bucket.overwrite(self._place.key, head.to_bytes())
+        else:
+            self._version = bucket.replace(self._place.key, head.to_bytes(), version)
+        self.head = head
 
     def _create(self, head: Head) -> bool:
         try:

@@ -26,6 +26,7 @@ from safe_ckpt.core.directory.object_folders import (
     GRAVESTONE,
     ID_LETTERS,
     folders_of,
+    has_manifest,
     in_parallel,
     is_folder,
     is_gravestone,
@@ -236,20 +237,13 @@ class ObjectRoot:
 
     def _spare_unknown(self, *, stop: bool) -> None:
         """Without a head nobody says whose these are: they stay, and are named. ``stop``: no late request commits one."""
-        bare = [folder for folder in folders_of(self.path) if not self._has_manifest(folder)]
+        bare = [folder for folder in folders_of(self.path) if not has_manifest(folder)]
         for folder in bare if stop else ():
             self._bury(folder, self.path.bucket, spares=True)
         if bare:
             what = listed([folder.name for folder in bare])
             message = "%s: no job says that these are its own, so they stay: %s. safe-ckpt gc --quarantine deletes them"
             logger.warning(message, self.path, what)
-
-    def _has_manifest(self, folder: ObjectPath) -> bool:
-        try:
-            self.path.bucket.size_of((folder / MANIFEST_NAME).key)
-        except FileNotFoundError:
-            return False
-        return True
 
     def _is_ours(self, folder: ObjectPath) -> bool:
         try:

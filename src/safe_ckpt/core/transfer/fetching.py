@@ -131,7 +131,7 @@ def fetch_into(
         verify(into, manifest, cached=True)
         if not single:
             (staged / MANIFEST_NAME).write_bytes(own.to_bytes())
-        _make_durable(folder)
+        make_durable(folder)
         final = workspace.path / name
         if os.path.lexists(final) and not _is_older(final, own):
             workspace.quarantine(final)
@@ -152,7 +152,8 @@ def _is_older(path: Path, new: Manifest) -> bool:
         return False
 
 
-def _make_durable(folder: Path) -> None:
+def make_durable(folder: Path) -> None:
+    """Have everything in a folder reach the disk, the folder included."""
     for where, _, names in os.walk(folder):
         for name in names:
             durable.sync_file(Path(where, name))

@@ -12,7 +12,7 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry
 from safe_ckpt.core.formats.verify import verify_entry
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.objects.place import ObjectPath
-from safe_ckpt.core.transfer.fetching import MIRRORED, origin, own_manifest
+from safe_ckpt.core.transfer.fetching import MIRRORED, make_durable, origin, own_manifest
 from safe_ckpt.core.transfer.host_cache import fetch_ranges, ranges_of
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, IncompleteCheckpointError
 from safe_ckpt.inspection.files import inside
@@ -26,7 +26,6 @@ def fetch(source: ObjectPath, directory: Path) -> Path:
     """Fetch a checkpoint to ``directory/<name>``. It gets that name when it is complete, verified and durable.
 
     One that was mirrored has the name that it had in its directory; a single file becomes one again.
-
 
     Args:
         source: the checkpoint.
@@ -64,7 +63,7 @@ def fetch(source: ObjectPath, directory: Path) -> Path:
         if not single:
             own = own_manifest(manifest).to_bytes() if MIRRORED in manifest.notes else data
             (folder / MANIFEST_NAME).write_bytes(own)
-        _sync(folder)
+        make_durable(folder)
         _refuse_existing(final)
         os.rename(folder / final.name if single else folder, final)
     durable.sync_directory(str(directory))
@@ -88,14 +87,6 @@ def _verify(source: ObjectPath, entry: FileEntry, folder: Path) -> None:
             _read(source, [entry], folder)  # it may have suffered on its way
         else:
             return
-
-
-def _sync(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        if path.is_dir():
-            durable.sync_directory(str(path))
-        else:
-            durable.sync_file(path)
 
 
 def _refuse_existing(path: Path) -> None:

@@ -8,10 +8,10 @@ import errno
 from safe_ckpt.core.directory.head import HEAD, Head
 from safe_ckpt.core.directory.lease import fate_of_process
 from safe_ckpt.core.directory.lock import Holder
+from safe_ckpt.core.directory.object_folders import read_head
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.storage.objects.answers import ChangedError
 from safe_ckpt.core.storage.objects.place import ObjectPath
-from safe_ckpt.inspection.objects.listing import read_head
 
 _ATTEMPTS = 20
 

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from safe_ckpt.core.directory.catalog import Candidate, newest_first
-from safe_ckpt.core.directory.head import HEAD, Head
+from safe_ckpt.core.directory.head import Head
 from safe_ckpt.core.directory.object_catalog import list_objects
-from safe_ckpt.core.directory.object_folders import folders_of, in_parallel
-from safe_ckpt.core.directory.workspace import HIDDEN
+from safe_ckpt.core.directory.object_folders import folders_of, in_parallel, read_head
 from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.errors import UnsupportedFormatError
 from safe_ckpt.inspection.listing import FOUND_DAMAGED, NOT_COMMITTED, Row, row_of
@@ -70,19 +69,6 @@ def read_objects(folder: ObjectPath) -> ObjectListing:
         unknown=tuple(path for path in bare if path.name not in facts.pending),
         quarantined=tuple(path for path in there if path.name in facts.quarantined),
     )
-
-
-def read_head(folder: ObjectPath) -> Head | None:
-    """What the head says; None where there is none, or none that can be read.
-
-    Raises:
-        OSError: the store gave no answer, or refuses.
-    """
-    try:
-        place = folder / HIDDEN / HEAD
-        return Head.from_bytes(folder.bucket.read(place.key)[0], place)
-    except FileNotFoundError:
-        return None
 
 
 def object_rows(listing: ObjectListing) -> Iterator[Row]:

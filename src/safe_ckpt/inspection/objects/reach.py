@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core.directory.object_folders import has_manifest
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.storage.objects.options import StorageOptions, is_url
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place, open_place
@@ -58,8 +59,4 @@ def is_checkpoint(place: ObjectPath) -> bool:
     Raises:
         OSError: the store gave no answer, or refuses.
     """
-    try:
-        place.bucket.size_of((place / MANIFEST_NAME).key)
-    except FileNotFoundError:
-        return False
-    return True
+    return has_manifest(place)
