@@ -22,6 +22,12 @@ def is_map(loader: Any) -> bool:
     return not isinstance(loader.__dict__["dataset"], IterableDataset)
 
 
+def is_placed(loader: Any) -> bool:
+    """Whether its data set is iterable, and knows its place."""
+    dataset = loader.__dict__["dataset"]
+    return not is_map(loader) and hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+
+
 def sampler_of(loader: Any) -> Any:
     """What gives the indices, one by one if that can be told."""
     given = order_of(loader)
@@ -66,6 +72,11 @@ def put_back(loader: Any, texts: Mapping[str, str]) -> None:
 def is_warm(loader: Any) -> bool:
     """Whether its workers run, and go on into the next epoch."""
     return bool(loader.persistent_workers and getattr(loader, "_iterator", None) is not None)
+
+
+def stays(loader: Any) -> bool:
+    """Whether its workers go on into the next epoch."""
+    return bool(loader.persistent_workers and loader.num_workers)
 
 
 def each_of(loader: Any) -> int:
@@ -118,7 +129,8 @@ def facts_of(loader: Any) -> dict[str, Any]:
     sampler, given = sampler_of(loader), order_of(loader)
     facts: dict[str, Any] = {"sampler": type(sampler).__name__}
     if not is_map(loader):
-        return {**facts, "num_workers": loader.num_workers, "batch_size": loader.batch_size}
+        own = {"rank": world_rank()} if is_placed(loader) else {}
+        return {**facts, "num_workers": loader.num_workers, "batch_size": loader.batch_size, **own}
     if (most := most_of(loader)) is not None:
         facts["indices"] = most
     if own := sorted(own_generators(loader)):

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import array
 import base64
 import contextlib
+import ctypes
 import io
 import random
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from safe_ckpt.core.state.rng import get_rng_state, set_rng_state
 
+TORCH, PYTHON, NUMPY = "torch", "python", "numpy"
+"""The generators of a process, by name."""
+
 
 def to_text(state: torch.Tensor) -> str:
     """The state of a generator as text."""
-    return base64.b85encode(zlib.compress(bytes(state.tolist()))).decode()
+    return _packed(_bytes(state))
 
 
 def put_back(generator: torch.Generator | None, text: str) -> None:
     """Set a generator to what ``to_text`` gave."""
-    state = torch.frombuffer(bytearray(zlib.decompress(base64.b85decode(text))), dtype=torch.uint8)
+    state = torch.frombuffer(bytearray(_unpacked(text)), dtype=torch.uint8)
     if generator is None:
         torch.set_rng_state(state)
     else:
@@ -34,19 +39,59 @@ def all_to_text() -> str:
     """The generators of this process: Python's, numpy's and torch's."""
     buffer = io.BytesIO()
     torch.save({name: value for name, value in get_rng_state().items() if name != "cuda"}, buffer)
-    return base64.b85encode(zlib.compress(buffer.getvalue())).decode()
+    return _packed(buffer.getvalue())
 
 
 def put_all_back(text: str) -> None:
     """Set them to what ``all_to_text`` gave."""
-    set_rng_state(_loaded(text))
+    loaded: Mapping[str, Any] = torch.load(io.BytesIO(_unpacked(text)), weights_only=True)
+    set_rng_state(loaded)
 
 
-def fingerprint() -> int:
-    """Another number after any of the generators of this process has drawn something."""
-    numpy = sys.modules.get("numpy")
-    of_numpy = numpy.random.get_state() if numpy is not None else (None, b"", 0)
-    return hash((random.getstate(), tuple(torch.get_rng_state().tolist()), bytes(of_numpy[1]), of_numpy[2]))
+def snapshot(names: Iterable[str] = (TORCH, PYTHON, NUMPY)) -> dict[str, Any]:
+    """Some generators of this process, as values that can be compared and sent. Without numpy's, where it is not in use."""
+    taken: dict[str, Any] = {}
+    for name in names:
+        if name == TORCH:
+            taken[name] = _bytes(torch.default_generator.get_state())
+        elif name == PYTHON:
+            taken[name] = random.getstate()
+        elif (numpy := sys.modules.get("numpy")) is not None:
+            kind, keys, *rest = numpy.random.get_state()
+            taken[name] = (kind, keys.tobytes(), *rest)
+    return taken
+
+
+def snapshot_to_text(taken: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``snapshot`` gave, as plain data."""
+    text: dict[str, Any] = {}
+    for name, state in taken.items():
+        if isinstance(state, str | list):
+            text[name] = state  # it is
+        elif name == TORCH:
+            text[name] = _packed(state)
+        elif name == PYTHON:
+            version, words, gauss = state
+            text[name] = [version, _packed(array.array("I", words).tobytes()), gauss]
+        else:
+            kind, keys, position, has_gauss, cached = state
+            text[name] = [str(kind), _packed(keys), int(position), int(has_gauss), float(cached)]
+    return text
+
+
+def put_snapshot_back(text: Mapping[str, Any]) -> None:
+    """Set the generators of this process to what ``snapshot_to_text`` gave."""
+    for name, state in text.items():
+        if name == TORCH:
+            put_back(None, state)
+        elif name == PYTHON:
+            version, words, gauss = state
+            random.setstate((version, tuple(array.array("I", _unpacked(words))), gauss))
+        else:
+            import numpy
+
+            kind, keys, *rest = state
+            numpy.random.set_state((kind, numpy.frombuffer(_unpacked(keys), dtype=numpy.uint32), *rest))
 
 
 @contextlib.contextmanager
@@ -63,7 +108,13 @@ def borrowed() -> Iterator[None]:
             numpy.random.set_state(before[2])
 
 
-def _loaded(text: str) -> Mapping[str, Any]:
-    data = zlib.decompress(base64.b85decode(text))
-    loaded: Mapping[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
-    return loaded
+def _bytes(state: torch.Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+def _packed(data: bytes) -> str:
+    return base64.b85encode(zlib.compress(data)).decode()
+
+
+def _unpacked(text: str) -> bytes:
+    return zlib.decompress(base64.b85decode(text))

@@ -8,22 +8,23 @@ begins at the place, so only what is left is read, and batches that were in flig
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
-import weakref
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
-from safe_ckpt.data import generators, order, seeding
+from safe_ckpt.core.coordination.process_groups import world_rank
+from safe_ckpt.data import generators, order, seeding, workers
+from safe_ckpt.data.batches import Batches, Counter
 from safe_ckpt.data.facts import (
-    draws_itself,
     each_of,
     epoch_of,
     facts_of,
     is_map,
+    is_placed,
     is_still_meant,
     is_warm,
     most_of,
@@ -32,20 +33,19 @@ from safe_ckpt.data.facts import (
     put_back,
     sampler_of,
     set_epoch,
+    stays,
 )
 from safe_ckpt.data.position import Position
+from safe_ckpt.data.remaining import Remaining
 from safe_ckpt.errors import RestoreError
 
 logger = logging.getLogger(__name__)
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
 Seeding = Literal["stock", "per_sample"]
-_GLOBAL = "process"
 _READ = "before"
-_TORCH = "torch"
-_END = object()
 _CANNOT = (
-    "its data set cannot go to a place within an epoch. "
-    "resumable(loader, skip='read') reads what came before it again, and drops it"
+    "its data set has neither indices nor a state_dict and load_state_dict of its own, so that its place within an epoch cannot "
+    "be found again. resumable(loader, skip='read') reads what came before it again, and drops it"
 )
 
 
@@ -59,6 +59,7 @@ class Resumable:
     _given: Counter | None = None
     _found = False
     _undo: Mapping[str, torch.Tensor] | None = None
+    _restored: Position | None = None
     _drawn: Mapping[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -67,10 +68,7 @@ class Resumable:
         It is the same on all ranks if they share one order (``DistributedSampler``). If each rank has an order of its own, save
         it as ``PerRank(loader)``.
         """
-        position = self.position()
-        if position.begun and not is_map(self) and self.skip != "read":
-            logger.warning("%s: %s", name_of(self), _CANNOT)
-        return position.to_json()
+        return self.position().without(0).to_json()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a place at the start of the next iteration.
@@ -79,7 +77,7 @@ class Resumable:
             RestoreError: the state is no place of a loader, or the data or their order were others then.
         """
         position = Position.from_json(state)
-        if position.begun and not is_map(self) and self.skip != "read":
+        if position.begun and not self._can_go_to_a_place():
             raise RestoreError(key=name_of(self), message=_CANNOT)
         if position.sampler_epoch is not None:
             set_epoch(sampler_of(self), position.sampler_epoch)
@@ -91,8 +89,11 @@ class Resumable:
         ):
             message = "with skip='read' the batch size must be what it was, and the place must have been saved that way"
             raise RestoreError(key=name_of(self), message=message)
+        if not is_placed(self):
+            position = position.for_workers(self.__dict__["num_workers"], world_rank(), name_of(self))
         self._pending = self._place = position
         self._given, self._drawn = None, {}
+        self.__dict__["_iterator"] = None  # workers that stay are somewhere else
 
     def position(self) -> Position:
         """The place, as a value."""
@@ -103,9 +104,16 @@ class Resumable:
         if not place.begun:
             warm, epoch = is_warm(self), epoch_of(sampler_of(self))
             return dataclasses.replace(place, now=now, warm=warm, sampler_epoch=epoch, facts=facts_of(self))
-        given = self._given.count if self._given is not None else 0
-        begun = {name: _as_text(state) for name, state in self._drawn.items()}
-        return dataclasses.replace(place, batches=place.batches + given, now=now, generators=begun)
+        given = self._given or Counter()
+        return dataclasses.replace(
+            place,
+            batches=place.batches + given.count,
+            now=now,
+            generators={name: _as_text(state) for name, state in self._drawn.items()},
+            turn=given.turn,
+            workers={worker: _plain(state) for worker, state in given.workers.items()},
+            undo=[(count, worker, state and _plain(state)) for count, worker, state in given.undo],
+        )
 
     def __iter__(self) -> Iterator[Any]:
         return Batches(self)
@@ -113,24 +121,38 @@ class Resumable:
     @property
     def _index_sampler(self) -> Any:
         given: Any = super()._index_sampler  # type: ignore[misc]
-        return given if not is_map(self) else _Remaining(self, given)
+        return given if not is_map(self) else Remaining(self, given)
 
     def _get_iterator(self) -> Any:
-        """As torch's, with another data set where samples are made."""
+        """As torch's, with stand-ins where samples are made and put together."""
         own: dict[str, Any] = self.__dict__
-        dataset, in_worker = own["dataset"], own["num_workers"] > 0
+        dataset, collate, in_worker = own["dataset"], own["collate_fn"], own["num_workers"] > 0
+        before, self._restored = self._restored, None
         if self.worker_seeding == "per_sample":
             own["dataset"] = seeding.SeededDataset(dataset, own_process=in_worker)
-        elif in_worker and is_map(self) and self.skip != "read":
-            own["dataset"] = seeding.WatchedDataset(dataset, name_of(self))
+        elif (in_worker or is_placed(self)) and self.skip != "read":
+            maker = workers.Maker(before.workers if before is not None else {}, watched=in_worker)
+            own["dataset"] = (workers.PlacedDataset if is_placed(self) else workers.WatchedDataset)(dataset, maker)
+            own["collate_fn"] = workers.Collate(collate, maker)
         try:
-            return super()._get_iterator()  # type: ignore[misc]
+            return self._workers(before) if in_worker else super()._get_iterator()  # type: ignore[misc]
         finally:
-            own["dataset"] = dataset
+            own["dataset"], own["collate_fn"] = dataset, collate
+
+    def _workers(self, before: Position | None) -> Any:
+        kind: Any = type(self)
+        if kind.__bases__[1]._get_iterator is not DataLoader._get_iterator:
+            return super()._get_iterator()  # type: ignore[misc]
+        self.check_worker_number_rationality()  # type: ignore[attr-defined]
+        if before is None:
+            return workers.Workers(self, None, 0)
+        count = self.__dict__["num_workers"]
+        turn = before.batches if is_map(self) else before.turn
+        return workers.Workers(self, before.base_seed, turn % count if before.begun and self.skip != "read" else 0)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The class was made at run time: another process makes it again.
-        kind, passing = type(self), {"_iterator": None, "_given": None, "_undo": None}
+        kind, passing = type(self), {"_iterator": None, "_given": None, "_undo": None, "_restored": None}
         return make, (kind.__bases__[1], self.__dict__ | passing, kind.worker_seeding, kind.skip, kind.__bases__[0])
 
     def _begin(self, given: Counter) -> Iterator[Any]:
@@ -143,15 +165,22 @@ class Resumable:
         if pending is not None and pending.warm and not is_warm(self):
             # Workers that went on running would not have been seeded again: what that draws is put back.
             own = own_generators(self) if not pending.begun else {}
-            self._undo = {_TORCH: torch.get_rng_state(), **{name: one.get_state() for name, one in own.items()}}
-        self._given, self._found = given, False
-        if pending is None or not pending.begun:
-            return self._started()
-        return self._resumed(pending)
+            self._undo = {generators.TORCH: torch.get_rng_state(), **{name: one.get_state() for name, one in own.items()}}
+        self._given, self._found, self._restored = given, False, pending
+        if pending is not None:
+            given.before, given.workers, given.turn = pending.batches, dict(pending.workers), pending.turn
+        elif is_warm(self) and not self._place.begun:
+            given.workers = dict(self._place.workers)
+        batches = self._resumed(pending) if pending is not None and pending.begun else self._started()
+        self._restored = None
+        if self.__dict__["num_workers"]:
+            seed = getattr(batches, "_base_seed", None)
+            self._place = dataclasses.replace(self._place, base_seed=seed, rank=world_rank())
+        return batches
 
     def _end(self, given: Counter) -> None:
         if self._given is given:  # else another iteration has begun since
-            self._place, self._given, self._drawn = self._place.at_end(), None, {}
+            self._place, self._given, self._drawn = self.position().at_end(), None, {}
 
     def _started(self) -> Iterator[Any]:
         sampler, last = sampler_of(self), self._place
@@ -163,6 +192,8 @@ class Resumable:
             most=most_of(self),
             sampler_epoch=epoch_of(sampler),
             warm=is_warm(self) or self._undo is not None,
+            stay=stays(self),
+            num_workers=self.__dict__["num_workers"],
             facts=facts_of(self),
         )
         if self.worker_seeding == "per_sample":
@@ -188,6 +219,8 @@ class Resumable:
             first_sample=0 if again else pending.samples,
             each=each_of(self),
             most=most_of(self),
+            stay=stays(self),
+            num_workers=self.__dict__["num_workers"],
             facts=facts_of(self),
         )
         if again:
@@ -197,121 +230,18 @@ class Resumable:
         return batches
 
     def _read_up_to(self, pending: Position) -> Iterator[Any]:
+        began_s = time.monotonic()
         with generators.borrowed():
             generators.put_all_back(pending.generators[_READ])
             batches: Iterator[Any] = super().__iter__()  # type: ignore[misc]
-            for _ in range(pending.batches):
+            for _ in shown(pending.batches, f"{name_of(self)}: reading up to its place"):
                 next(batches, None)
+        took_s = time.monotonic() - began_s
+        logger.info("%s: read %d batches again in %.1f s to find its place", name_of(self), pending.batches, took_s)
         return batches
 
-
-class Counter:
-    """How many batches were given since an epoch began, or was resumed: counting is all that is done for each of them."""
-
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
-class Batches:
-    """The batches of an epoch. As Lightning has it for those of a DataLoader, none go along in a copy of a Trainer.
-
-    The loader does not hold it, so that workers end with the last reference to either.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        self._inner: Iterator[Any] | None = None
-        self._counter = Counter()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __next__(self) -> Any:
-        inner = self._inner
-        if inner is None:
-            # Not in ``__iter__``: a framework's hooks before the first batch have run by now.
-            inner = self._inner = self._loader._begin(self._counter)
-            resumed = self._loader._place.first_batch > 0
-            batch = self._given(inner)
-            if resumed and is_map(self._loader) and not self._loader._found:
-                message = "its class has an iteration of its own, so that its place cannot be found again"
-                raise RestoreError(key=name_of(self._loader), message=message)
-            return batch
-        return self._given(inner)
-
-    def _given(self, inner: Iterator[Any]) -> Any:
-        try:
-            batch = next(inner)
-        except StopIteration:
-            self._loader._end(self._counter)
-            raise
-        except Exception:
-            self._counter.count += 1  # torch goes on with the next one, if the caller does
-            raise
-        self._counter.count += 1
-        return batch
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return iter, ((),)
-
-
-class _Remaining:
-    """The index sampler of a loader from its place on. Its loader may hold the iterator that holds this."""
-
-    def __init__(self, loader: Any, given: Any) -> None:
-        self._loader = weakref.ref(loader)
-        self._given = given
-
-    def __len__(self) -> int:
-        return len(self._given)
-
-    def __iter__(self) -> Iterator[Any]:
-        loader = self._loader()
-        if loader is None:
-            return iter(())
-        batches = self._from_the_place(loader)
-        token = loader._place.token
-        return batches if token is None else seeding.marked(batches, token, batched=loader.batch_sampler is not None)
-
-    def _from_the_place(self, loader: Any) -> Iterator[Any]:
-        """A generator: samplers draw when the first index is asked for."""
-        given, place = self._given, loader._place
-        loader._found = True
-        undo, loader._undo = loader._undo, None
-        if undo is not None:
-            torch.set_rng_state(undo[_TORCH])
-            for name, one in own_generators(loader).items():
-                one.set_state(undo[name])
-        plain = type(given) is BatchSampler
-        sampler = given.sampler if plain else given
-        start = place.first_sample if place.each else place.first_batch
-        seed = place.seed
-        if order.draws_seed(sampler) and seed is None:
-            seed = order.draw_seed()
-            loader._place = dataclasses.replace(loader._place, seed=seed)
-        own = draws_itself(sampler)
-        indices = self._drawn(loader, sampler, start) if own else order.indices(sampler, start, seed=seed)
-        del loader  # a generator that waits must not keep it
-        yield from order.batches(given, indices) if plain else indices
-
-    def _drawn(self, loader: Any, sampler: Any, start: int) -> Iterator[Any]:
-        """From the generators of this process, as they were when the epoch began."""
-        name = _TORCH if order.is_known(sampler) else _GLOBAL
-        saved = loader._place.generators.get(name)
-        if saved is None:
-            state = torch.get_rng_state() if name == _TORCH else generators.all_to_text()
-            loader._drawn = {**loader._drawn, name: state}
-            return order.indices(sampler, start)
-        with generators.borrowed():
-            generators.put_back(None, saved) if name == _TORCH else generators.put_all_back(saved)
-            indices = order.indices(sampler, start)
-            first = next(indices, _END)
-        return iter(()) if first is _END else itertools.chain([first], indices)
+    def _can_go_to_a_place(self) -> bool:
+        return is_map(self) or is_placed(self) or self.skip == "read"
 
 
 def resumable(loader: Loader, *, worker_seeding: Seeding = "stock", skip: Literal["read"] | None = None) -> Loader:
@@ -322,12 +252,12 @@ def resumable(loader: Loader, *, worker_seeding: Seeding = "stock", skip: Litera
 
     Args:
         loader: a ``torch.utils.data.DataLoader``.
-        worker_seeding: "stock": torch seeds each worker, so what a data set draws in one depends on what it has made before,
-            and differs after a resume within an epoch. "per_sample": the generators are set before each sample is made, by
-            the epoch and its index. What is drawn for it is the same for any workers, prefetching and number of ranks, and
-            after a resume. One number more is drawn at the start of an epoch.
-        skip: "read": a resume within an epoch reads what was used up again, and drops it. For an ``IterableDataset``; or for
-            data sets that draw random numbers in workers, which then draw the same.
+        worker_seeding: "stock": torch seeds each worker, and what a data set draws in one depends on what it has made before.
+            The state of each worker's generators is saved, if it draws, so a resume with as many workers is exact.
+            "per_sample": the generators are set before each sample is made, by the epoch and its index. What is drawn for it
+            is the same for any number of workers and ranks. One number more is drawn at the start of an epoch.
+        skip: "read": a resume within an epoch reads what was used up again, and drops it. For an ``IterableDataset`` without
+            ``state_dict`` and ``load_state_dict``.
 
     Raises:
         TypeError: it is not a DataLoader, or one whose place cannot be told: with ``in_order=False``, or of a class that
@@ -355,7 +285,10 @@ def made_of(loader: Loader, worker_seeding: Seeding, skip: Literal["read"] | Non
         raise TypeError(
             "resumable(): skip='read' needs persistent_workers=False: what workers drew before is not known"
         )
-    return make(kind, loader.__dict__ | {"_iterator": None}, worker_seeding, skip, mixin)  # type: ignore[no-any-return]
+    found = make(kind, loader.__dict__ | {"_iterator": None}, worker_seeding, skip, mixin)
+    if not found._can_go_to_a_place():
+        logger.warning("%s: %s", name_of(found), _CANNOT)
+    return found  # type: ignore[no-any-return]
 
 
 def make(
@@ -376,3 +309,17 @@ def make(
 
 def _as_text(state: Any) -> str:
     return state if isinstance(state, str) else generators.to_text(state)
+
+
+def _plain(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**state, workers.RNG: generators.snapshot_to_text(state[workers.RNG])} if workers.RNG in state else state
+
+
+def shown(batches: int, what: str) -> Iterable[int]:
+    """Numbers to go through, with a progress bar on rank 0 where tqdm is installed."""
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return range(batches)
+    bar: Iterable[int] = tqdm(range(batches), desc=what, unit="batch", disable=world_rank() != 0)
+    return bar

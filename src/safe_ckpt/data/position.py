@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from safe_ckpt.errors import RestoreError
 
+logger = logging.getLogger(__name__)
+
 VERSION = 2
+RNG = "rng"
 _KEY = "loader"
 
 
@@ -31,6 +35,13 @@ class Position:
         generators: as they were at its start, those that the order depends on, by name, encoded.
         now: the user's own generators, as they are now, by name, encoded.
         warm: whether workers were running already when it was begun, or are now, between two epochs.
+        stay: whether workers stay for the next epoch.
+        num_workers: how many there are.
+        rank: whose workers these are.
+        base_seed: from which torch derived the seeds of the workers that run; None without workers.
+        turn: which worker makes the next batch of an iterable data set.
+        workers: what each of them was at after its last batch that was given, by number: see ``safe_ckpt.data.workers``.
+        undo: of the last few batches: how many had been given then, which worker made it, and what that was at before.
         facts: what the order depends on besides.
     """
 
@@ -47,6 +58,13 @@ class Position:
     generators: Mapping[str, str] = field(default_factory=dict)
     now: Mapping[str, str] = field(default_factory=dict)
     warm: bool = False
+    stay: bool = False
+    num_workers: int = 0
+    rank: int | None = None
+    base_seed: int | None = None
+    turn: int = 0
+    workers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    undo: Sequence[tuple[int, str, Mapping[str, Any] | None]] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -56,12 +74,41 @@ class Position:
         return given if self.most is None else min(given, self.most)
 
     def without(self, unseen: int) -> Position:
-        """The place before the last ``unseen`` batches."""
-        return dataclasses.replace(self, batches=self.batches - unseen)
+        """The place before the last ``unseen`` batches, which are but a few."""
+        batches, turn = self.batches - unseen, self.turn
+        workers = dict(self.workers)
+        for given, worker, before in reversed(self.undo):
+            if given <= batches:
+                break
+            workers.pop(worker) if before is None else workers.update({worker: before})
+            turn = int(worker)
+        return dataclasses.replace(self, batches=batches, turn=turn, workers=workers, undo=())
 
     def at_end(self) -> Position:
-        """The place after the last batch of this epoch."""
-        return Position(epoch=self.epoch + self.begun, now=self.now, facts=self.facts)
+        """The place after the last batch of this epoch. Workers that stay go on drawing where they are."""
+        place = Position(epoch=self.epoch + self.begun, now=self.now, facts=self.facts)
+        if not self.stay:
+            return place
+        drawn = {worker: {RNG: state[RNG]} for worker, state in self.workers.items() if RNG in state}
+        return dataclasses.replace(place, warm=True, stay=True, num_workers=self.num_workers, rank=self.rank, base_seed=self.base_seed, workers=drawn)
+
+    def for_workers(self, count: int, rank: int, what: str) -> Position:
+        """This place without what only other workers could go on with. Says so if they drew random numbers.
+
+        Args:
+            count: how many workers there are now.
+            rank: whose they are.
+            what: the loader, for messages.
+        """
+        if (self.num_workers, self.rank) in ((count, rank), (0, None)):
+            return self
+        if self.workers:
+            logger.warning(
+                "%s: %d workers of rank %s drew random numbers before the save, and these are %d of rank %d: what they draw "
+                "differs from an uninterrupted run. Save PerRank(loader), or use worker_seeding='per_sample'",
+                *(what, self.num_workers, self.rank, count, rank),
+            )
+        return dataclasses.replace(self, base_seed=None, workers={}, undo=())
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; what says nothing is left out."""

@@ -6,21 +6,18 @@ are set by token and index. What puts a batch together draws on after its last s
 
 from __future__ import annotations
 
-import logging
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import xxhash
-from torch.utils.data import get_worker_info
 
 from safe_ckpt.data import generators
+from safe_ckpt.data.stand_in import StandIn
 
-logger = logging.getLogger(__name__)
 _MASK = (1 << 64) - 1
-_LOOKS = 4
 
 
 class Batch(list[Any]):
@@ -58,33 +55,7 @@ def marked(given: Iterator[Any], token: int, *, batched: bool) -> Iterator[Any]:
         yield _batch(indices, token) if batched else One(indices, token)
 
 
-class _StandIn:
-    """Looks like a data set where its samples are made: attributes, length and ``isinstance`` are the data set's."""
-
-    def __init__(self, inner: Any, **own: Any) -> None:
-        self.__dict__.update(_inner=inner, **own)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_inner" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self._inner, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        setattr(self._inner, name, value)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """What ``isinstance`` in a ``worker_init_fn`` should see."""
-        return type(self.__dict__.get("_inner", self))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _stand_in, (type(self), dict(self.__dict__))  # a worker that was not forked makes it again
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-
-class SeededDataset(_StandIn):
+class SeededDataset(StandIn):
     """Stands in for a data set where its samples are made.
 
     Args:
@@ -113,55 +84,6 @@ class SeededDataset(_StandIn):
     def _made(self, index: Any, token: int) -> Any:
         set_seed(token, index)
         return self._inner[index]
-
-
-class WatchedDataset(_StandIn):
-    """Stands in for a data set in a worker: looks whether its first samples draw random numbers, and says so once.
-
-    Args:
-        inner: the data set.
-        what: the loader, for the message.
-    """
-
-    def __init__(self, inner: Any, what: str) -> None:
-        super().__init__(inner, _what=what, _looks=_LOOKS)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._watched(lambda: self._inner[index])
-
-    def __getitems__(self, indices: Any) -> Any:
-        if hasattr(self._inner, "__getitems__"):
-            return self._watched(lambda: self._inner.__getitems__(indices))
-        return [self[index] for index in indices]
-
-    def _watched(self, make: Callable[[], Any]) -> Any:
-        own: dict[str, Any] = self.__dict__
-        if own["_looks"] <= 0:
-            return make()
-        own["_looks"] -= 1
-        before = generators.fingerprint()
-        made = make()
-        if generators.fingerprint() != before:
-            own["_looks"] = 0
-            _say(own["_what"])
-        return made
-
-
-def _say(what: str) -> None:
-    info = get_worker_info()
-    if info is None or info.id == 0:
-        # Not a warning of Python: where those are errors, torch would end the training with it.
-        logger.warning(
-            "%s: its data set draws random numbers in worker processes. After a resume within an epoch it draws others than an "
-            "uninterrupted run would. resumable(loader, worker_seeding='per_sample') makes them the same",
-            what,
-        )
-
-
-def _stand_in(kind: type[Any], state: dict[str, Any]) -> Any:
-    made: Any = object.__new__(kind)
-    made.__dict__.update(state)
-    return made
 
 
 def set_seed(token: int, index: Any) -> None:

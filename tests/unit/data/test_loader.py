@@ -1,7 +1,6 @@
 """A loader that goes on where it was: the same batches as the loader itself, and the rest of them after a resume."""
 
 import json
-import logging
 import random
 
 import numpy as np
@@ -428,17 +427,3 @@ def test_another_order_is_refused():
         resumable(made("shuffle")).load_state_dict({**state, "facts": {**state["facts"], "rank": 1}})
     with pytest.raises(RestoreError, match="version 9"):
         resumable(made("shuffle")).load_state_dict({"version": 9})
-
-
-def test_draws_in_workers_are_noticed(tmp_path):
-    """A worker says once, at its first samples, what is not exact and what to do; of data that draws nothing, nothing."""
-    handler = logging.FileHandler(tmp_path / "log")  # what forked workers say goes there, too
-    logging.getLogger("safe_ckpt").addHandler(handler)
-    try:
-        list(resumable(DataLoader(Ids(), batch_size=4, num_workers=2)))
-        assert (tmp_path / "log").read_text() == ""
-        list(resumable(DataLoader(Ids(draws=True), batch_size=4, num_workers=2)))
-        assert (tmp_path / "log").read_text().count("worker_seeding='per_sample'") == 1
-    finally:
-        logging.getLogger("safe_ckpt").removeHandler(handler)
-        handler.close()

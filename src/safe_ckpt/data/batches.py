@@ -1,0 +1,84 @@
+"""The batches of an epoch as training is given them: counted, and what came along with them kept."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from safe_ckpt.data.facts import is_map, name_of
+from safe_ckpt.data.workers import Delivered
+from safe_ckpt.errors import RestoreError
+
+_LOOKED_BACK = 3  # a framework has given training one batch less than it took, or two
+
+
+class Counter:
+    """How many batches were given since an epoch began, or was resumed, and what their workers were at after them.
+
+    Args:
+        before: how many of the epoch were given before.
+        workers: what they were at then.
+        turn: which of them makes the next batch.
+    """
+
+    __slots__ = ("before", "count", "turn", "undo", "workers")
+
+    def __init__(self) -> None:
+        self.before = self.count = self.turn = 0
+        self.workers: dict[str, Mapping[str, Any]] = {}
+        self.undo: deque[tuple[int, str, Mapping[str, Any] | None]] = deque(maxlen=_LOOKED_BACK)
+
+    def took(self, delivered: Delivered) -> Any:
+        """The batch that has just been counted."""
+        worker = str(delivered.worker)
+        self.undo.append((self.before + self.count, worker, self.workers.get(worker)))
+        self.workers[worker] = delivered.state
+        self.turn = delivered.worker + 1
+        return delivered.batch
+
+
+class Batches:
+    """The batches of an epoch. As Lightning has it for those of a DataLoader, none go along in a copy of a Trainer.
+
+    The loader does not hold it, so that workers end with the last reference to either.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._inner: Iterator[Any] | None = None
+        self._counter = Counter()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __next__(self) -> Any:
+        inner = self._inner
+        if inner is None:
+            # Not in ``__iter__``: a framework's hooks before the first batch have run by now.
+            inner = self._inner = self._loader._begin(self._counter)
+            resumed = self._loader._place.first_batch > 0
+            batch = self._given(inner)
+            if resumed and is_map(self._loader) and not self._loader._found:
+                message = "its class has an iteration of its own, so that its place cannot be found again"
+                raise RestoreError(key=name_of(self._loader), message=message)
+            return batch
+        return self._given(inner)
+
+    def _given(self, inner: Iterator[Any]) -> Any:
+        try:
+            batch = next(inner)
+        except StopIteration:
+            self._loader._end(self._counter)
+            raise
+        except Exception:
+            self._counter.count += 1  # torch goes on with the next one, if the caller does
+            raise
+        self._counter.count += 1
+        return self._counter.took(batch) if type(batch) is Delivered else batch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return iter, ((),)

@@ -1,0 +1,74 @@
+"""The index sampler of a loader, from a place on."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler
+
+from safe_ckpt.data import generators, order, seeding
+from safe_ckpt.data.facts import draws_itself, own_generators
+
+_GLOBAL = "process"
+_END = object()
+
+
+class Remaining:
+    """The index sampler of a loader from its place on. Its loader may hold the iterator that holds this."""
+
+    def __init__(self, loader: Any, given: Any) -> None:
+        self._loader = weakref.ref(loader)
+        self._given = given
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def __iter__(self) -> Iterator[Any]:
+        loader = self._loader()
+        if loader is None:
+            return iter(())
+        batches = self._from_the_place(loader)
+        token = loader._place.token
+        return batches if token is None else seeding.marked(batches, token, batched=loader.batch_sampler is not None)
+
+    def _from_the_place(self, loader: Any) -> Iterator[Any]:
+        """A generator: samplers draw when the first index is asked for."""
+        given, place = self._given, loader._place
+        loader._found = True
+        undo, loader._undo = loader._undo, None
+        if undo is not None:
+            torch.set_rng_state(undo[generators.TORCH])
+            for name, one in own_generators(loader).items():
+                one.set_state(undo[name])
+        plain = type(given) is BatchSampler
+        sampler = given.sampler if plain else given
+        start = place.first_sample if place.each else place.first_batch
+        seed = place.seed
+        if order.draws_seed(sampler) and seed is None:
+            seed = order.draw_seed()
+            loader._place = dataclasses.replace(loader._place, seed=seed)
+        own = draws_itself(sampler)
+        indices = self._drawn(loader, sampler, start) if own else order.indices(sampler, start, seed=seed)
+        del loader  # a generator that waits must not keep it
+        yield from order.batches(given, indices) if plain else indices
+
+    def _drawn(self, loader: Any, sampler: Any, start: int) -> Iterator[Any]:
+        """From the generators of this process, as they were when the epoch began."""
+        name = generators.TORCH if order.is_known(sampler) else _GLOBAL
+        saved = loader._place.generators.get(name)
+        if saved is None:
+            state = torch.get_rng_state() if name == generators.TORCH else generators.all_to_text()
+            loader._drawn = {**loader._drawn, name: state}
+            return order.indices(sampler, start)
+        with generators.borrowed():
+            generators.put_back(None, saved) if name == generators.TORCH else generators.put_all_back(saved)
+            indices = order.indices(sampler, start)
+            first = next(indices, _END)
+        return iter(()) if first is _END else itertools.chain([first], indices)
+
+

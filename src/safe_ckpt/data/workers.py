@@ -1,0 +1,195 @@
+"""What makes the batches, and what only it knows: its random generators, and the place of an iterable data set.
+
+That comes along with each batch, as it was right after the batch was made. So what is saved belongs to the last batch that
+training was given, however far ahead the workers are; and after a resume the workers go on from there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from safe_ckpt.data import generators
+from safe_ckpt.data.stand_in import StandIn
+
+RNG, DATA, ENDED = "rng", "data", "ended"
+_LOOKS, _EVERY = 8, 64
+_ALL = (generators.TORCH, generators.PYTHON, generators.NUMPY)
+
+
+class Delivered:
+    """A batch, with the state of the worker that made it, right after that.
+
+    Args:
+        batch: what training gets.
+        worker: its number; 0 where there are no workers.
+        state: the state.
+    """
+
+    def __init__(self, batch: Any, worker: int, state: Mapping[str, Any]) -> None:
+        self.batch = batch
+        self.worker = worker
+        self.state = state
+
+    def pin_memory(self) -> Delivered:
+        """As torch does it with the batch itself. Not run: no machine with a GPU was at hand."""
+        return Delivered(pin_memory(self.batch), self.worker, self.state)
+
+
+class Maker:
+    """Knows, where batches are made, what has to come along with them.
+
+    A worker whose data set draws no random numbers sends nothing of them. Whether it does is looked at after each of its first
+    batches, and then after each 64th: looking takes as long as making a trivial batch.
+
+    Args:
+        states: what to begin with, by worker.
+        watched: whether random generators are this process's own, so that their state is to come along.
+    """
+
+    def __init__(self, states: Mapping[str, Mapping[str, Any]], *, watched: bool) -> None:
+        self._states = dict(states)
+        self._watched = watched
+        self._drawn: set[str] = set()
+        self._first: Mapping[str, Any] | None = None
+        self._made = 0
+        self.worker = 0
+        self.inner: Any = None
+        self.ended = False
+
+    def begin(self) -> None:
+        """Before the first sample: the generators as they are to be."""
+        if self._first is not None:
+            return
+        info = get_worker_info()
+        self.worker = info.id if info is not None else 0
+        self._first = generators.snapshot() if self._watched else {}
+        if self._watched:
+            drawn = self._states.get(str(self.worker), {}).get(RNG, {})
+            generators.put_snapshot_back(drawn)
+            self._drawn = set(drawn)
+
+    def place(self) -> Mapping[str, Any]:
+        """What the data set is to begin with; once."""
+        return self._states.pop(str(self.worker), {})
+
+    def after(self) -> dict[str, Any]:
+        """What comes along with the batch that has just been made."""
+        state: dict[str, Any] = {}
+        if self._watched:
+            self._made += 1
+            if self._made <= _LOOKS or self._made % _EVERY == 0:
+                self._look()
+            if self._drawn:
+                state[RNG] = generators.snapshot(self._drawn)
+        if self.inner is not None:
+            state[DATA] = copy.deepcopy(self.inner.state_dict())
+            if self.ended:
+                state[ENDED] = True
+        return state
+
+    def _look(self) -> None:
+        others = [name for name in _ALL if name not in self._drawn]
+        now, first = generators.snapshot(others), self._first or {}
+        self._drawn |= {name for name in others if now.get(name) != first.get(name)}
+
+
+class WatchedDataset(StandIn):
+    """Stands in for a data set with indices, in a worker.
+
+    Args:
+        inner: the data set.
+        maker: of this worker.
+    """
+
+    def __init__(self, inner: Any, maker: Maker) -> None:
+        super().__init__(inner, _maker=maker)
+
+    def __getitem__(self, index: Any) -> Any:
+        self._maker.begin()
+        return self._inner[index]
+
+    def __getitems__(self, indices: Any) -> Any:
+        self._maker.begin()
+        inner = self._inner
+        if getattr(inner, "__getitems__", None):
+            return inner.__getitems__(indices)
+        return [inner[index] for index in indices]
+
+
+class PlacedDataset(StandIn):
+    """Stands in for an iterable data set that knows its place.
+
+    Args:
+        inner: the data set.
+        maker: of this worker, or process.
+    """
+
+    def __init__(self, inner: Any, maker: Maker) -> None:
+        super().__init__(inner, _maker=maker)
+
+    def __iter__(self) -> Iterator[Any]:
+        maker, inner = self._maker, self._inner
+        maker.begin()
+        place = maker.place()
+        maker.inner, maker.ended = inner, bool(place.get(ENDED))
+        if maker.ended:
+            return iter(())
+        if DATA in place:
+            inner.load_state_dict(place[DATA])
+        return self._to_the_end(iter(inner))
+
+    def _to_the_end(self, samples: Iterator[Any]) -> Iterator[Any]:
+        yield from samples
+        self._maker.ended = True
+
+
+class Collate:
+    """Puts a batch together as the loader does, and sends along what belongs to it.
+
+    Args:
+        collate: the loader's own.
+        maker: of this worker, or process.
+    """
+
+    def __init__(self, collate: Any, maker: Maker) -> None:
+        self._collate = collate
+        self._maker = maker
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self._collate(samples)
+        state = self._maker.after()
+        return Delivered(batch, self._maker.worker, state) if state else batch
+
+
+class Workers(_MultiProcessingDataLoaderIter):
+    """The workers of a loader, seeded as they were, and asked in turn from a certain one on.
+
+    Args:
+        loader: the loader.
+        seed: the number from which torch derives the seeds of workers; None to draw one, as ever.
+        turn: which worker makes the first batch.
+    """
+
+    def __init__(self, loader: Any, seed: int | None, turn: int) -> None:
+        self._given_seed, self._turn = seed, turn
+        super().__init__(loader)
+
+    @property
+    def _base_seed(self) -> int:
+        return self._seed
+
+    @_base_seed.setter
+    def _base_seed(self, drawn: int) -> None:
+        self._seed = drawn if self._given_seed is None else self._given_seed
+
+    def _try_put_index(self) -> None:
+        turn, self._turn = self._turn, 0
+        for _ in range(turn):
+            next(self._worker_queue_idx_cycle)
+        super()._try_put_index()  # type: ignore[no-untyped-call]

@@ -1,0 +1,223 @@
+"""What workers draw, and where iterable data sets are: the same after a resume, in stock seeding, unasked."""
+
+import json
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
+
+from safe_ckpt.data import resumable
+from safe_ckpt.errors import RestoreError
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
+SIZE = 53
+
+
+class Draws(Dataset):
+    """What was drawn for a sample, and in which worker."""
+
+    def __init__(self, kinds=("torch", "random", "numpy"), late=0):
+        self.kinds, self.late = kinds, late
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        if index < self.late:
+            return index, get_worker_info().id
+        drawn = {"torch": torch.rand(()).item(), "random": random.gauss(0, 1), "numpy": float(np.random.randn())}
+        return index, get_worker_info().id, [drawn[kind] for kind in self.kinds]
+
+
+class Lines(IterableDataset):
+    """Each worker reads lines of its own, knows where it is, and draws a number for each."""
+
+    def __init__(self, sizes=(23, 9, 16), draws=False):
+        self.sizes, self.draws, self.at = sizes, draws, 0
+
+    def __iter__(self):
+        info = get_worker_info()
+        worker = info.id if info is not None else 0
+        while self.at < self.sizes[worker]:
+            self.at += 1
+            yield worker, self.at, torch.rand(()).item() if self.draws else 0.0
+        self.at = 0  # for the next epoch
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def batches(loader, epochs, stop_at=None, state=None):
+    seen, first = [], 0
+    if state is not None:
+        loader.load_state_dict(json.loads(state["loader"]))
+        first = state["epoch"]
+        torch.set_rng_state(state["rng"])
+    for epoch in range(first, epochs):
+        for batch in loader:
+            seen.append(batch)
+            if len(seen) == stop_at:
+                return seen, {
+                    "epoch": epoch,
+                    "loader": json.dumps(loader.state_dict()),
+                    "rng": torch.get_rng_state(),
+                }
+    return seen, None
+
+
+def is_exact(make, places, epochs=2):
+    """The rest after a resume at these places is that of a run without."""
+    torch.manual_seed(1)
+    whole, _ = batches(make(), epochs)
+    for place in places:
+        torch.manual_seed(1)
+        first, state = batches(make(), epochs, stop_at=place)
+        torch.manual_seed(77)
+        rest, _ = batches(make(), epochs, state=state)
+        assert first + rest == whole, place
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kinds", [("torch",), ("random", "numpy"), ("torch", "random", "numpy")])
+def test_workers_go_on_drawing_where_they_were(kinds, persistent):
+    """In stock seeding, with the batches in flight made again, each by the worker that would have made it."""
+
+    def make():
+        data = Draws(kinds)
+        more = {"num_workers": 2, "persistent_workers": persistent, "prefetch_factor": 3}
+        return resumable(DataLoader(data, batch_size=4, shuffle=True, collate_fn=list, **more))
+
+    is_exact(make, (1, 2, 7, 13, 14, 15, 20), epochs=3)
+
+
+def test_a_batch_that_is_put_together_with_luck():
+    """What collate_fn draws counts, too, and batch_size=None has batches of one."""
+
+    def noisy(samples):
+        return samples, torch.rand(()).item()
+
+    is_exact(lambda: resumable(DataLoader(range(SIZE), batch_size=4, num_workers=2, collate_fn=noisy)), (3, 8))
+    is_exact(lambda: resumable(DataLoader(Draws(), batch_size=None, num_workers=2, collate_fn=list)), (3, 40))
+
+
+def test_workers_that_start_to_draw_late():
+    """From the batch on at which a worker is seen to draw, the place is exact; until then it needs nothing."""
+    is_exact(lambda: resumable(DataLoader(Draws(late=20), batch_size=4, num_workers=2, collate_fn=list)), (2, 4, 8, 11))
+
+
+def test_workers_that_draw_nothing_cost_nothing():
+    """Nothing comes along with their batches, and the state stays small."""
+    loader = resumable(DataLoader(range(SIZE), batch_size=4, num_workers=2))
+    given = iter(loader)
+    for _ in range(9):
+        next(given)
+    assert len(json.dumps(loader.state_dict())) < 400
+    assert "workers" not in loader.state_dict()
+
+
+def test_workers_of_another_rank_do_not_go_on(caplog):
+    """The place of all ranks together holds one rank's workers: the others say that they draw other numbers, and how not to."""
+
+    def make(rank, workers=2):
+        sampler = DistributedSampler(range(SIZE), num_replicas=2, rank=rank)
+        return resumable(DataLoader(Draws(), batch_size=4, sampler=sampler, num_workers=workers, collate_fn=list))
+
+    loader = make(0)
+    next(iter(loader))
+    state = loader.state_dict()
+    make(0).load_state_dict(state)
+    assert not caplog.records
+    other = make(1, workers=3)
+    with caplog.at_level(logging.WARNING):
+        other.load_state_dict(state)
+    assert "PerRank(loader)" in caplog.text
+    assert len(list(other)) == 6
+
+
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize(("workers", "size"), [(0, 4), (1, 4), (3, 4), (3, 1), (3, None)])
+def test_iterable_data_sets_go_to_their_place(workers, size, draws):
+    """Workers that have read all stay so, the others go on in turn; as in a run without a resume, at any place."""
+
+    def make():
+        return resumable(DataLoader(Lines(draws=draws), batch_size=size, num_workers=workers, collate_fn=collected))
+
+    total = len(list(make()))
+    is_exact(make, sorted({1, 2, 5, total - 5, total - 1, total, total + 1, total + 3} & set(range(1, 2 * total))))
+
+
+def collected(samples):
+    return samples
+
+
+def test_the_place_of_an_iterable_is_this_ranks(monkeypatch):
+    """Another rank, another number of workers, or data without a place: an error that says what to do."""
+    monkeypatch.setenv("RANK", "0")
+
+    def made(workers=0, **more):
+        return resumable(DataLoader(Lines(), batch_size=4, num_workers=workers, **more))
+
+    loader = made()
+    next(iter(loader))
+    state = loader.state_dict()
+    with pytest.raises(RestoreError, match="num_workers"):
+        made(2).load_state_dict(state)
+    with pytest.raises(RestoreError, match="PerRank"):
+        made().load_state_dict({**state, "facts": {**state["facts"], "rank": 1}})
+
+
+def test_what_cannot_be_exact_is_said_at_once(caplog):
+    """One warning when the loader is made, with its name, the reason and the remedy."""
+
+    class Plain(IterableDataset):
+        def __iter__(self):
+            return iter(range(10))
+
+    with caplog.at_level(logging.WARNING):
+        resumable(DataLoader(Lines()))
+        resumable(DataLoader(Plain()), skip="read")
+        assert not caplog.records
+        resumable(DataLoader(Plain()))
+    assert len(caplog.records) == 1
+    assert "DataLoader over Plain" in caplog.text
+    assert "skip='read'" in caplog.text
+
+
+def test_the_last_batches_can_be_taken_back():
+    """A framework has taken more batches than training was given: the place before them, workers and all."""
+    for data, more in ((Lines(draws=True), {}), (Draws(), {"shuffle": True})):
+        make = lambda data=data, more=more: resumable(  # noqa: E731
+            DataLoader(data, batch_size=2, num_workers=2, collate_fn=list, **more)
+        )
+        torch.manual_seed(1)
+        whole = list(make())
+        for unseen in (1, 2):
+            torch.manual_seed(1)
+            loader = make()
+            given = iter(loader)
+            for _ in range(9):
+                next(given)
+            place = loader.position().without(unseen).to_json()
+            again = make()
+            again.load_state_dict(json.loads(json.dumps(place)))
+            assert list(again) == whole[9 - unseen :]
+
+
+def test_reading_again_says_how_long_it_took(caplog, capsys):
+    """A progress bar, and one line in the log."""
+    loader = resumable(DataLoader(range(SIZE), batch_size=4), skip="read")
+    given = iter(loader)
+    for _ in range(5):
+        next(given)
+    again = resumable(DataLoader(range(SIZE), batch_size=4), skip="read")
+    again.load_state_dict(loader.state_dict())
+    with caplog.at_level(logging.INFO):
+        assert len(list(again)) == 9
+    assert "read 5 batches again in" in caplog.text
+    assert "reading up to its place" in capsys.readouterr().err
