@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +26,15 @@ def is_map(loader: Any) -> bool:
 def is_placed(loader: Any) -> bool:
     """Whether its data set is iterable, and knows its place."""
     dataset = loader.__dict__["dataset"]
-    return not is_map(loader) and hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+    return not is_map(loader) and hasattr(dataset, "load_state_dict") and _is_asked_plainly(dataset, "state_dict")
+
+
+def loses_its_buffer(loader: Any) -> bool:
+    """Whether its data set says itself that a resume loses samples: ``datasets`` does not save what is in a shuffle buffer."""
+    step = getattr(loader.__dict__["dataset"], "_ex_iterable", None)
+    while step is not None and type(step).__name__ != "BufferShuffledExamplesIterable":
+        step = getattr(step, "ex_iterable", None)
+    return step is not None
 
 
 def sampler_of(loader: Any) -> Any:
@@ -67,6 +76,15 @@ def put_back(loader: Any, texts: Mapping[str, str]) -> None:
     for name, one in own_generators(loader).items():
         if name in texts:
             generators.put_back(one, texts[name])
+
+
+def _is_asked_plainly(dataset: Any, name: str) -> bool:
+    """Whether it has a method that takes nothing: litdata's ``state_dict`` wants what only its own loader knows."""
+    try:
+        inspect.signature(getattr(dataset, name)).bind()
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return True
 
 
 def is_warm(loader: Any) -> bool:
@@ -129,8 +147,8 @@ def facts_of(loader: Any) -> dict[str, Any]:
     sampler, given = sampler_of(loader), order_of(loader)
     facts: dict[str, Any] = {"sampler": type(sampler).__name__}
     if not is_map(loader):
-        own = {"rank": world_rank()} if is_placed(loader) else {}
-        return {**facts, "num_workers": loader.num_workers, "batch_size": loader.batch_size, **own}
+        whose = {"rank": world_rank()} if is_placed(loader) else {}
+        return {**facts, "num_workers": loader.num_workers, "batch_size": loader.batch_size, **whose}
     if (most := most_of(loader)) is not None:
         facts["indices"] = most
     if own := sorted(own_generators(loader)):

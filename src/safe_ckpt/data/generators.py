@@ -91,7 +91,8 @@ def put_snapshot_back(text: Mapping[str, Any]) -> None:
             import numpy
 
             kind, keys, *rest = state
-            numpy.random.set_state((kind, numpy.frombuffer(_unpacked(keys), dtype=numpy.uint32), *rest))
+            words_ = numpy.frombuffer(_unpacked(keys), dtype=numpy.uint32)
+            numpy.random.set_state((kind, words_, *rest))  # noqa: NPY002 (it is the global one that data sets use)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from safe_ckpt.data.facts import (
     is_placed,
     is_still_meant,
     is_warm,
+    loses_its_buffer,
     most_of,
     name_of,
     own_generators,
@@ -44,8 +45,12 @@ Loader = TypeVar("Loader", bound="DataLoader[Any]")
 Seeding = Literal["stock", "per_sample"]
 _READ = "before"
 _CANNOT = (
-    "its data set has neither indices nor a state_dict and load_state_dict of its own, so that its place within an epoch cannot "
-    "be found again. resumable(loader, skip='read') reads what came before it again, and drops it"
+    "its data set has neither indices nor a state_dict and load_state_dict of its own, so its place within an epoch cannot be "
+    "found again. resumable(loader, skip='read') reads what came before it again, and drops it"
+)
+_LOSES = (
+    "its data set does not save what is in its shuffle buffer: a resume within an epoch leaves out those samples. "
+    "resumable(loader, skip='read') reads what came before it again, and loses nothing"
 )
 
 
@@ -165,7 +170,10 @@ class Resumable:
         if pending is not None and pending.warm and not is_warm(self):
             # Workers that went on running would not have been seeded again: what that draws is put back.
             own = own_generators(self) if not pending.begun else {}
-            self._undo = {generators.TORCH: torch.get_rng_state(), **{name: one.get_state() for name, one in own.items()}}
+            self._undo = {
+                generators.TORCH: torch.get_rng_state(),
+                **{name: one.get_state() for name, one in own.items()},
+            }
         self._given, self._found, self._restored = given, False, pending
         if pending is not None:
             given.before, given.workers, given.turn = pending.batches, dict(pending.workers), pending.turn
@@ -288,6 +296,8 @@ def made_of(loader: Loader, worker_seeding: Seeding, skip: Literal["read"] | Non
     found = make(kind, loader.__dict__ | {"_iterator": None}, worker_seeding, skip, mixin)
     if not found._can_go_to_a_place():
         logger.warning("%s: %s", name_of(found), _CANNOT)
+    elif skip is None and loses_its_buffer(found):
+        logger.warning("%s: %s", name_of(found), _LOSES)
     return found  # type: ignore[no-any-return]
 
 
@@ -318,7 +328,7 @@ def _plain(state: Mapping[str, Any]) -> Mapping[str, Any]:
 def shown(batches: int, what: str) -> Iterable[int]:
     """Numbers to go through, with a progress bar on rank 0 where tqdm is installed."""
     try:
-        from tqdm.auto import tqdm
+        from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
         return range(batches)
     bar: Iterable[int] = tqdm(range(batches), desc=what, unit="batch", disable=world_rank() != 0)

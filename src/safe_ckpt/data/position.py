@@ -90,7 +90,8 @@ class Position:
         if not self.stay:
             return place
         drawn = {worker: {RNG: state[RNG]} for worker, state in self.workers.items() if RNG in state}
-        return dataclasses.replace(place, warm=True, stay=True, num_workers=self.num_workers, rank=self.rank, base_seed=self.base_seed, workers=drawn)
+        theirs = {"num_workers": self.num_workers, "rank": self.rank, "base_seed": self.base_seed, "workers": drawn}
+        return dataclasses.replace(place, warm=True, stay=True, **theirs)  # type: ignore[arg-type]
 
     def for_workers(self, count: int, rank: int, what: str) -> Position:
         """This place without what only other workers could go on with. Says so if they drew random numbers.

@@ -70,5 +70,3 @@ class Remaining:
             indices = order.indices(sampler, start)
             first = next(indices, _END)
         return iter(()) if first is _END else itertools.chain([first], indices)
-
-

@@ -19,6 +19,9 @@ from safe_ckpt.data.stand_in import StandIn
 
 RNG, DATA, ENDED = "rng", "data", "ended"
 _LOOKS, _EVERY = 8, 64
+_OF_DATASETS = (
+    "_starting_state_dict"  # datasets.IterableDataset begins each epoch of that number there, not only the first
+)
 _ALL = (generators.TORCH, generators.PYTHON, generators.NUMPY)
 
 
@@ -38,7 +41,7 @@ class Delivered:
 
     def pin_memory(self) -> Delivered:
         """As torch does it with the batch itself. Not run: no machine with a GPU was at hand."""
-        return Delivered(pin_memory(self.batch), self.worker, self.state)
+        return Delivered(pin_memory(self.batch), self.worker, self.state)  # type: ignore[no-untyped-call]
 
 
 class Maker:
@@ -147,6 +150,8 @@ class PlacedDataset(StandIn):
     def _to_the_end(self, samples: Iterator[Any]) -> Iterator[Any]:
         yield from samples
         self._maker.ended = True
+        if getattr(self._inner, _OF_DATASETS, None) is not None:
+            self._inner.load_state_dict(None)
 
 
 class Collate:
@@ -162,6 +167,7 @@ class Collate:
         self._maker = maker
 
     def __call__(self, samples: Any) -> Any:
+        """A batch, or a ``Delivered`` with it."""
         batch = self._collate(samples)
         state = self._maker.after()
         return Delivered(batch, self._maker.worker, state) if state else batch
@@ -192,4 +198,4 @@ class Workers(_MultiProcessingDataLoaderIter):
         turn, self._turn = self._turn, 0
         for _ in range(turn):
             next(self._worker_queue_idx_cycle)
-        super()._try_put_index()  # type: ignore[no-untyped-call]
+        super()._try_put_index()

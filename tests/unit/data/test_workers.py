@@ -221,3 +221,40 @@ def test_reading_again_says_how_long_it_took(caplog, capsys):
         assert len(list(again)) == 9
     assert "read 5 batches again in" in caplog.text
     assert "reading up to its place" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streams_of_hugging_face(workers, caplog):
+    """``datasets.IterableDataset`` in shards, with a map that draws: exact in this epoch, and the next one is whole."""
+    datasets = pytest.importorskip("datasets")
+
+    def noisy(row):
+        return {**row, "noise": torch.rand(()).item()}
+
+    def make(buffer=0, **more):
+        rows = datasets.Dataset.from_dict({"x": list(range(SIZE))}).to_iterable_dataset(num_shards=4)
+        rows = rows.shuffle(seed=3, buffer_size=buffer) if buffer else rows.map(noisy)
+        return resumable(DataLoader(rows, batch_size=4, num_workers=workers, collate_fn=list), **more)
+
+    is_exact(make, (1, 5, 10, 15, 20))
+    assert not caplog.records
+    make(buffer=5)
+    assert "shuffle buffer" in caplog.text
+    is_exact(lambda: make(buffer=5, skip="read"), (3,))
+
+
+def test_a_data_set_that_wants_to_be_asked_otherwise(caplog):
+    """litdata's ``state_dict`` takes what only its own loader knows: such a one has no place for a stock loader."""
+
+    class Asks(IterableDataset):
+        def __iter__(self):
+            return iter(range(10))
+
+        def state_dict(self, num_samples_yielded, num_workers, batch_size):
+            raise AssertionError
+
+        def load_state_dict(self, state):
+            raise AssertionError
+
+    assert len(list(resumable(DataLoader(Asks(), batch_size=2)))) == 5
+    assert "skip='read'" in caplog.text
