@@ -356,17 +356,6 @@ def test_what_was_never_ours_is_neither_moved_nor_taken(tmp_path, junk):
     assert not list((tmp_path / ".safe_ckpt/quarantine").rglob("*"))
 
 
-def test_a_loader_without_a_length_is_refused():
-    """Lightning fetches ahead of it, and the batch in hand would be lost: said at once, with the remedy."""
-
-    class Endless(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter([])
-
-    with pytest.raises(TypeError, match="__len__"):
-        resumable(torch.utils.data.DataLoader(Endless()))
-
-
 def test_stock_files_with_foreign_classes_inside_are_tried_in_order(tmp_path):
     """A Path in the hyperparameters: the step is read without loading, or running, anything, and the newest is taken."""
     pl = package("lightning.pytorch")

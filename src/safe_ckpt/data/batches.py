@@ -6,10 +6,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from safe_ckpt.data import generators
 from safe_ckpt.data.facts import is_map, name_of
 from safe_ckpt.data.workers import Delivered
 from safe_ckpt.errors import RestoreError
 
+Undo = tuple[int, str, Mapping[str, Any] | None, Mapping[str, Any] | None]
 _LOOKED_BACK = 3  # a framework has given training one batch less than it took, or two
 
 
@@ -27,12 +29,12 @@ class Counter:
     def __init__(self) -> None:
         self.before = self.count = self.turn = 0
         self.workers: dict[str, Mapping[str, Any]] = {}
-        self.undo: deque[tuple[int, str, Mapping[str, Any] | None]] = deque(maxlen=_LOOKED_BACK)
+        self.undo: deque[Undo] = deque(maxlen=_LOOKED_BACK)
 
-    def took(self, delivered: Delivered) -> Any:
-        """The batch that has just been counted."""
+    def took(self, delivered: Delivered, drawn: Mapping[str, Any] | None) -> Any:
+        """The batch that has just been counted, and what the generators of this process were before."""
         worker = str(delivered.worker)
-        self.undo.append((self.before + self.count, worker, self.workers.get(worker)))
+        self.undo.append((self.before + self.count, worker, self.workers.get(worker), drawn))
         self.workers[worker] = delivered.state
         self.turn = delivered.worker + 1
         return delivered.batch
@@ -48,6 +50,7 @@ class Batches:
         self._loader = loader
         self._inner: Iterator[Any] | None = None
         self._counter = Counter()
+        self._noted = loader.looks_ahead and not loader.__dict__["num_workers"]
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -69,6 +72,7 @@ class Batches:
         return self._given(inner)
 
     def _given(self, inner: Iterator[Any]) -> Any:
+        drawn = generators.snapshot() if self._noted else None
         try:
             batch = next(inner)
         except StopIteration:
@@ -77,8 +81,13 @@ class Batches:
         except Exception:
             self._counter.count += 1  # torch goes on with the next one, if the caller does
             raise
-        self._counter.count += 1
-        return self._counter.took(batch) if type(batch) is Delivered else batch
+        counter = self._counter
+        counter.count += 1
+        if type(batch) is Delivered:
+            return counter.took(batch, drawn)
+        if drawn is not None:
+            counter.undo.append((counter.before + counter.count, "0", None, drawn))
+        return batch
 
     def __reduce__(self) -> tuple[Any, ...]:
         return iter, ((),)

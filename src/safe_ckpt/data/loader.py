@@ -8,6 +8,7 @@ begins at the place, so only what is left is read, and batches that were in flig
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -59,12 +60,16 @@ class Resumable:
 
     worker_seeding: ClassVar[Seeding] = "stock"
     skip: ClassVar[Literal["read"] | None] = None
+    looks_ahead: ClassVar[bool] = (
+        False  # whether batches are taken before they are used, so that the last may be taken back
+    )
     _place = Position()
     _pending: Position | None = None
     _given: Counter | None = None
     _found = False
     _undo: Mapping[str, torch.Tensor] | None = None
     _restored: Position | None = None
+    _ended: Position | None = None
     _drawn: Mapping[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,7 +78,7 @@ class Resumable:
         It is the same on all ranks if they share one order (``DistributedSampler``). If each rank has an order of its own, save
         it as ``PerRank(loader)``.
         """
-        return self.position().without(0).to_json()
+        return self.position().to_json()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a place at the start of the next iteration.
@@ -100,8 +105,22 @@ class Resumable:
         self._given, self._drawn = None, {}
         self.__dict__["_iterator"] = None  # workers that stay are somewhere else
 
-    def position(self) -> Position:
-        """The place, as a value."""
+    def position(self, unseen: int = 0) -> Position:
+        """The place, as a value.
+
+        Args:
+            unseen: how many of the last batches were not used, and are to be given again: at most two.
+        """
+        place, last = self._now(), self.ended()
+        if unseen and not place.begun and last is not None:
+            place = last  # the last batch of the epoch was taken, and that it is the last was seen
+        return place.without(unseen)
+
+    def ended(self) -> Position | None:
+        """The end of the last epoch, as a place in it; None once the next one has begun."""
+        return self._ended if self._pending is None else None
+
+    def _now(self) -> Position:
         if self._pending is not None:
             return self._pending
         place, own = self._place, own_generators(self)
@@ -117,7 +136,10 @@ class Resumable:
             generators={name: _as_text(state) for name, state in self._drawn.items()},
             turn=given.turn,
             workers={worker: _plain(state) for worker, state in given.workers.items()},
-            undo=[(count, worker, state and _plain(state)) for count, worker, state in given.undo],
+            undo=[
+                (count, worker, state and _plain(state), drawn and generators.snapshot_to_text(drawn))
+                for count, worker, state, drawn in given.undo
+            ],
         )
 
     def __iter__(self) -> Iterator[Any]:
@@ -162,7 +184,7 @@ class Resumable:
 
     def _begin(self, given: Counter) -> Iterator[Any]:
         """The batches of torch, from the place on. Called when the first one is asked for."""
-        pending, self._pending = self._pending, None
+        pending, self._pending, self._ended = self._pending, None, None
         if pending is not None and not is_still_meant(self, pending):
             pending = None
         if pending is not None and not pending.begun:
@@ -188,7 +210,8 @@ class Resumable:
 
     def _end(self, given: Counter) -> None:
         if self._given is given:  # else another iteration has begun since
-            self._place, self._given, self._drawn = self.position().at_end(), None, {}
+            self._ended = self._now()
+            self._place, self._given, self._drawn = self._ended.at_end(), None, {}
 
     def _started(self) -> Iterator[Any]:
         sampler, last = sampler_of(self), self._place
@@ -223,6 +246,8 @@ class Resumable:
         again = self.skip == "read"
         self._place = dataclasses.replace(
             pending,
+            again=0,
+            before={},
             first_batch=0 if again else pending.batches,
             first_sample=0 if again else pending.samples,
             each=each_of(self),
@@ -234,8 +259,7 @@ class Resumable:
         if again:
             return self._read_up_to(pending)
         with generators.borrowed():  # what torch draws to start an epoch was drawn before the save
-            batches: Iterator[Any] = super().__iter__()  # type: ignore[misc]
-        return batches
+            return _again(super().__iter__(), pending)  # type: ignore[misc]
 
     def _read_up_to(self, pending: Position) -> Iterator[Any]:
         began_s = time.monotonic()
@@ -244,6 +268,7 @@ class Resumable:
             batches: Iterator[Any] = super().__iter__()  # type: ignore[misc]
             for _ in shown(pending.batches, f"{name_of(self)}: reading up to its place"):
                 next(batches, None)
+            batches = _again(batches, pending)
         took_s = time.monotonic() - began_s
         logger.info("%s: read %d batches again in %.1f s to find its place", name_of(self), pending.batches, took_s)
         return batches
@@ -315,6 +340,14 @@ def make(
     # Past DataLoader's guard against changing attributes: these are the ones it was built with.
     made.__dict__.update(state)
     return made
+
+
+def _again(batches: Iterator[Any], pending: Position) -> Iterator[Any]:
+    """The same batches; those that were taken and not used are made at once, as they were made then."""
+    if not pending.again:
+        return batches
+    generators.put_snapshot_back(pending.before)
+    return itertools.chain([next(batches) for _ in range(pending.again)], batches)
 
 
 def _as_text(state: Any) -> str:

@@ -41,7 +41,10 @@ class Position:
         base_seed: from which torch derived the seeds of the workers that run; None without workers.
         turn: which worker makes the next batch of an iterable data set.
         workers: what each of them was at after its last batch that was given, by number: see ``safe_ckpt.data.workers``.
-        undo: of the last few batches: how many had been given then, which worker made it, and what that was at before.
+        undo: of the last few batches: how many had been given then, which worker made it, what that was at before, and what
+            the generators of this process were before, where it makes the batches.
+        again: how many batches are to be made before anything else, with the generators of this process at ``before``.
+        before: what they were before those were made first.
         facts: what the order depends on besides.
     """
 
@@ -64,7 +67,9 @@ class Position:
     base_seed: int | None = None
     turn: int = 0
     workers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    undo: Sequence[tuple[int, str, Mapping[str, Any] | None]] = ()
+    undo: Sequence[tuple[int, str, Mapping[str, Any] | None, Mapping[str, Any] | None]] = ()
+    again: int = 0
+    before: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -75,14 +80,20 @@ class Position:
 
     def without(self, unseen: int) -> Position:
         """The place before the last ``unseen`` batches, which are but a few."""
-        batches, turn = self.batches - unseen, self.turn
-        workers = dict(self.workers)
-        for given, worker, before in reversed(self.undo):
+        if not self.begun:
+            return self
+        batches, turn, again = max(0, self.batches - unseen), self.turn, 0
+        workers, before = dict(self.workers), self.before
+        for given, worker, state, drawn in reversed(self.undo):
             if given <= batches:
                 break
-            workers.pop(worker) if before is None else workers.update({worker: before})
+            workers.pop(worker, None) if state is None else workers.update({worker: state})
             turn = int(worker)
-        return dataclasses.replace(self, batches=batches, turn=turn, workers=workers, undo=())
+            if drawn is not None:
+                again, before = again + 1, drawn
+        return dataclasses.replace(
+            self, batches=batches, turn=turn, workers=workers, undo=(), again=self.again or again, before=before
+        )
 
     def at_end(self) -> Position:
         """The place after the last batch of this epoch. Workers that stay go on drawing where they are."""

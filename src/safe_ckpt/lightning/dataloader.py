@@ -1,137 +1,122 @@
-"""A loader whose position in the data survives a restart in mid-epoch, exactly."""
+"""Loaders that know their place, under a Trainer: its loop says how far training is, and takes batches before it uses them."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 from torch.utils.data import DataLoader
 
-from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
+from safe_ckpt.adapters.extras import get_rng_state
+from safe_ckpt.data.facts import is_map, is_placed
+from safe_ckpt.data.loader import Resumable, Seeding, made_of
+from safe_ckpt.data.position import Position
 
+logger = logging.getLogger(__name__)
 _Loader = TypeVar("_Loader", bound="DataLoader[Any]")
 _KEY = "safe_ckpt.position"
+_PLACES, _AHEAD, _NOW = "places", "ahead", "now"
+_AT_MOST = 2  # batches that were taken and not trained on: one that was fetched ahead, and one at an exception
 
 
-class _Batches:
-    """The batches of an epoch. As Lightning has it for those of a DataLoader, none go along in a copy of the Trainer."""
+class ForLightning(Resumable):
+    """With the generators of this process, which a stock ``ModelCheckpoint`` does not save."""
 
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return next(self._batches)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return iter, ((),)
-
-
-class _Resumable:
-    """Mixed into the class of a DataLoader by ``resumable``.
-
-    After a restart the epoch is started with the generators as they were when it began, the batches that were used up are
-    fetched again and dropped, and the generators are set to where they were at the save. So the next batch, and everything
-    random after it, is the same.
-    """
-
-    _begun: dict[str, Any] | None = None
-    _fetched = 0
-    _pending: dict[str, Any] | None = None
+    looks_ahead = True  # where it has no length, and an exception may come before a batch was trained on
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is. Called on every rank at a save."""
-        return {_KEY: {"begun": self._begun, "fetched": self._fetched, "now": get_rng_state()}}
+        places = [self.position(unseen).to_json() for unseen in range(_AT_MOST + 1)]
+        return {_KEY: {_PLACES: places, _AHEAD: int(not _has_length(self)), _NOW: get_rng_state()}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go there at the start of the next iteration."""
-        position = state.get(_KEY)
-        # Without a beginning there is nothing to skip: the next epoch starts afresh.
-        self._pending = position if position and position["begun"] is not None and position["fetched"] else None
+        if _KEY not in state:
+            return  # of a loader of another kind
+        if _PLACES not in state[_KEY]:
+            logger.warning(
+                "the place in the data was saved by an earlier version of safe_ckpt and is not known: the epoch starts afresh"
+            )
+            return
+        super().load_state_dict(state[_KEY][_PLACES][0])
 
-    def __iter__(self) -> Iterator[Any]:
-        pending, self._pending = self._pending, None
-        return _Batches(self._go_on(pending))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The class was made at run time: another process makes it again.
-        return _make, (type(self).__mro__[2], self.__dict__)
+def states(loaders: Any, *, ended: bool, unseen: int, now: dict[str, Any]) -> list[dict[str, Any]]:
+    """What to save of the loaders of a loop.
 
-    def _go_on(self, pending: dict[str, Any] | None) -> Iterator[Any]:
-        # A generator: all this happens when the first batch is asked for, after the hooks before it have run.
-        if pending is not None:
-            set_rng_state(pending["begun"])
-        self._begun = get_rng_state()
-        self._fetched = 0
-        batches = super().__iter__()  # type: ignore[misc]
-        if pending is not None:
-            unseen = pending.get("unseen", 0)
-            for _ in range(pending["fetched"] - unseen):
-                next(batches)
-            again = [next(batches) for _ in range(unseen)]
-            self._fetched = pending["fetched"] - unseen
-            set_rng_state(pending["now"])
-            batches = itertools.chain(again, batches)
-        for batch in batches:
-            self._fetched += 1
-            yield batch
-        self._begun, self._fetched = None, 0
+    Args:
+        loaders: Lightning's ``CombinedLoader``.
+        ended: whether this is the end of an epoch.
+        unseen: how many of the batches that they gave were not trained on; they are given again.
+        now: what the generators were when training stopped, which may be a while ago.
+    """
+    found = [one for one in loaders.flattened if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]
+    places = {id(one): one.position(unseen) for one in found if isinstance(one, Resumable)}
+    epoch = max((place.epoch for place in places.values() if place.begun), default=0)
+    saved = []
+    for loader in found:
+        place = places.get(id(loader))
+        if place is None:
+            saved.append(loader.state_dict())
+            continue
+        last = loader.ended()
+        if ended:
+            place = place.at_end()
+        elif not place.begun and last is not None and last.epoch >= epoch:
+            place = last  # it has given all it has, and others go on
+        saved.append(_state(loader, place, now))
+    return saved
+
+
+def _state(loader: Resumable, place: Position, now: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(loader, ForLightning):  # safe_ckpt.data.resumable made it
+        return place.to_json()
+    return {_KEY: {_PLACES: [place.to_json()], _NOW: now}}
 
 
 def at_end(state: dict[str, Any]) -> dict[str, Any]:
     """The state of a loader after the last batch of an epoch. Lightning does not ask for more, so the loader cannot know."""
-    return {_KEY: {**state[_KEY], "begun": None}} if _KEY in state else state
+    if _PLACES not in state.get(_KEY, {}):
+        return state
+    place = Position.from_json(state[_KEY][_PLACES][0]).at_end()
+    return {_KEY: {**state[_KEY], _PLACES: [place.to_json()]}}
 
 
 def generators(states: Sequence[Any]) -> dict[str, Any] | None:
     """What the generators were at a save, as far as one of these states of loaders says."""
-    ours = (state[_KEY]["now"] for state in states if isinstance(state, dict) and _KEY in state)
+    ours = (state[_KEY][_NOW] for state in states if isinstance(state, dict) and _KEY in state)
     return next(ours, None)
 
 
-def at_batch(state: dict[str, Any], *, unseen: int, now: dict[str, Any]) -> dict[str, Any]:
-    """The state of a loader within an epoch.
-
-    Args:
-        state: what the loader says.
-        unseen: how many of the batches that it gave were not trained on; they are given again.
-        now: what the generators were when training stopped, which may be a while ago.
-    """
-    if _KEY not in state:
+def at_batch(state: dict[str, Any], *, unseen: int) -> dict[str, Any]:
+    """The state of a loader within an epoch, as a stock checkpoint has it, before the batches that were not trained on."""
+    if _PLACES not in state.get(_KEY, {}):
         return state
-    return {_KEY: {**state[_KEY], "unseen": unseen, "now": now}}
+    places = state[_KEY][_PLACES]
+    return {_KEY: {**state[_KEY], _PLACES: [places[min(unseen + state[_KEY].get(_AHEAD, 0), len(places) - 1)]]}}
 
 
-def resumable(loader: _Loader) -> _Loader:
-    """Make a DataLoader resumable in mid-epoch. Returns a loader that stands in for it, of a subclass of its class.
+def resumable(loader: _Loader, *, worker_seeding: Seeding = "stock", skip: Literal["read"] | None = None) -> _Loader:
+    """Make a DataLoader resumable within an epoch. Returns a loader that stands in for it, of a subclass of its class.
 
-    Resuming fetches the used-up batches of the epoch again, which costs their loading time once. The data order is exact as
-    long as the dataset, the sampler and the number of workers are what they were. For very long epochs use torchdata's
-    ``StatefulDataLoader``, whose workers can skip.
+    See ``safe_ckpt.data.resumable``, which this is for Lightning: Lightning's own ``ModelCheckpoint`` saves its place, too.
 
     Args:
         loader: a ``torch.utils.data.DataLoader``.
+        worker_seeding: as there.
+        skip: as there. An ``IterableDataset`` without ``state_dict`` and ``load_state_dict`` is always read again.
 
     Raises:
-        TypeError: it is not a DataLoader, or it has no length: Lightning fetches ahead of such a one, uncounted.
+        TypeError: as there.
     """
-    if not isinstance(loader, DataLoader):
-        raise TypeError(f"resumable() takes a DataLoader, got {type(loader).__name__}")
+    if isinstance(loader, DataLoader) and not is_map(loader) and not is_placed(loader):
+        skip = "read"
+    return made_of(loader, worker_seeding, skip, ForLightning)
+
+
+def _has_length(loader: Any) -> bool:
     try:
-        len(loader)
-    except TypeError:
-        message = "resumable() needs a loader with a length: give the dataset a __len__, or save at the ends of epochs"
-        raise TypeError(message) from None
-    made: _Loader = loader if isinstance(loader, _Resumable) else _make(type(loader), loader.__dict__)
-    return made
-
-
-def _make(kind: type[Any], state: dict[str, Any]) -> Any:
-    subclass: Any = type(f"Resumable{kind.__name__}", (_Resumable, kind), {"__module__": __name__})
-    made = subclass.__new__(subclass)
-    # Past DataLoader's guard against changing attributes: these are the ones it was built with.
-    made.__dict__.update(state)
-    return made
+        return len(loader) >= 0
+    except (TypeError, NotImplementedError):
+        return False

@@ -37,14 +37,12 @@ def capture(trainer: Any, broken_off: dict[str, Any] | None) -> dict[str, Any]:
     loop = trainer.fit_loop
     ended = at_end(loop)
     rng = get_rng_state() if broken_off is None or ended else broken_off
-    loaders = loop._combined_loader
-    states = [] if loaders is None else loaders._state_dicts()
-    if ended:
-        states = [dataloader.at_end(state) for state in states]
-    else:
-        unseen = unprocessed(vars(loop.epoch_loop.batch_progress.current))
-        states = [dataloader.at_batch(state, unseen=unseen, now=rng) for state in states]
-    return {"rng": rng, "loaders": states, "mid_epoch": not ended}
+    states = []
+    if loop._combined_loader is not None:
+        unseen = unprocessed(vars(loop.epoch_loop.batch_progress.current)) + _ahead(loop)
+        states = dataloader.states(loop._combined_loader, ended=ended, unseen=unseen, now=rng)
+    due = not ended and broken_off is None and _is_validation_due(trainer)
+    return {"rng": rng, "loaders": states, "mid_epoch": not ended, "validation_due": due}
 
 
 def to_text(contribution: Mapping[str, Any]) -> str:
@@ -126,7 +124,7 @@ def _of_stock(states: Sequence[Any], batches: Mapping[str, int]) -> dict[str, An
     if rng is None:
         return None
     unseen = unprocessed(batches)
-    return {"rng": rng, "loaders": [dataloader.at_batch(state, unseen=unseen, now=rng) for state in states]}
+    return {"rng": rng, "loaders": [dataloader.at_batch(state, unseen=unseen) for state in states]}
 
 
 def let_next_epoch_begin(fit_loop: Any) -> None:
@@ -173,6 +171,8 @@ def continue_from(trainer: Any, continuation: Continuation) -> None:
         return
     if continuation.broken_off:
         _train_at_once(fit_loop.epoch_loop)
+    elif mine is not None and mine.get("validation_due"):
+        _validate_at_once(fit_loop.epoch_loop)
     if mine is not None:
         _warn_if_inexact(trainer, mine)
 
@@ -204,6 +204,24 @@ def _train_at_once(epoch_loop: Any) -> None:
         epoch_loop.restarting = False
 
     patch.once(epoch_loop, "on_run_start", begin)
+
+
+def _validate_at_once(epoch_loop: Any) -> None:
+    """The save came before a validation within the epoch. Lightning would leave that validation out."""
+
+    def leave_out_the_batch(_: Callable[[Any], None], __: Any) -> None:
+        epoch_loop.val_loop.restarting = False
+        epoch_loop._batches_that_stepped -= 1  # counted once already, for the restart
+
+    patch.once(epoch_loop, "advance", leave_out_the_batch)
+
+
+def _is_validation_due(trainer: Any) -> bool:
+    """Whether a validation within the epoch follows the batch that was trained on last."""
+    loop = trainer.fit_loop.epoch_loop
+    counts = loop.batch_progress.current
+    before = counts.ready == counts.processed == counts.completed + 1
+    return bool(before and not trainer.validating and loop._should_check_val_fx(trainer.fit_loop._data_fetcher))
 
 
 def _start_epoch_with(epoch_loop: Any, *, finish: bool) -> None:
@@ -251,6 +269,11 @@ def ended(batch_progress: Mapping[str, Any]) -> bool:
 def unprocessed(batches: Mapping[str, int]) -> int:
     """How many batches were fetched and not trained on: one where an exception came in between."""
     return max(0, batches["ready"] - batches["processed"])
+
+
+def _ahead(fit_loop: Any) -> int:
+    """How many batches the fetcher has taken and not handed on: one, of loaders that have no length."""
+    return len(getattr(fit_loop._data_fetcher, "batches", ()))
 
 
 def go_on_within(fit_loop: dict[str, Any]) -> bool:

@@ -203,7 +203,7 @@ def test_the_last_batches_can_be_taken_back():
             given = iter(loader)
             for _ in range(9):
                 next(given)
-            place = loader.position().without(unseen).to_json()
+            place = loader.position(unseen).to_json()
             again = make()
             again.load_state_dict(json.loads(json.dumps(place)))
             assert list(again) == whole[9 - unseen :]

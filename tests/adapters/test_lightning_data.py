@@ -1,0 +1,185 @@
+"""The place in the data under a Trainer: whatever loaders it combines, and however they are read."""
+
+import contextlib
+import json
+import random
+
+import numpy
+import pytest
+import torch
+from lightning_runs import PACKAGES, Stop, fingerprint, package, stop_at, trainer
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from safe_ckpt import data
+from safe_ckpt.lightning import SafeCheckpointCallback, resumable
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined"),
+]
+
+
+class Noisy(Dataset):
+    """What is drawn for a sample makes part of it."""
+
+    def __init__(self, size=13, offset=0):
+        self.size, self.offset = size, offset
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return torch.tensor([self.offset + index, torch.rand(()).item(), random.random(), numpy.random.rand()])
+
+
+class Stream(IterableDataset):
+    """Knows where it is, in each worker; without a length."""
+
+    def __init__(self, size=13):
+        self.size, self.at = size, 0
+
+    def __iter__(self):
+        info = get_worker_info()
+        step, first = (info.num_workers, info.id) if info else (1, 0)
+        while first + step * self.at < self.size:
+            self.at += 1
+            yield torch.tensor([float(first + step * (self.at - 1)), torch.rand(()).item(), 0.0, 1.0])
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Blind(Stream):
+    """Has to be read again."""
+
+    state_dict = property()
+    load_state_dict = property()
+
+
+class Sized(Blind):
+    def __len__(self):
+        return self.size
+
+
+def module_of(pl, loaders):
+    class Module(pl.LightningModule):
+        """Writes down what it trains on."""
+
+        def __init__(self):
+            super().__init__()
+            self.net, self.drop = torch.nn.Linear(4, 2), torch.nn.Dropout(0.3)
+            self.seen = []
+
+        def training_step(self, batch, batch_idx):
+            parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else [batch]
+            self.seen.append((self.global_step, [None if part is None else part.tolist() for part in parts]))
+            return sum(self.drop(self.net(part)).pow(2).mean() for part in parts if part is not None)
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.net(batch).pow(2).mean() + torch.rand(1))
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+
+        def train_dataloader(self):
+            return loaders(pl)
+
+        def val_dataloader(self):
+            return DataLoader(Noisy(8), batch_size=4)
+
+    return Module()
+
+
+def one(dataset=Noisy, made=resumable, **more):
+    return lambda pl: made(DataLoader(dataset(), **{"batch_size": 2, **more}))
+
+
+def combined(mode):
+    def loaders(pl):
+        long = resumable(DataLoader(Noisy(13), batch_size=2, shuffle=True))
+        short = resumable(DataLoader(Noisy(5, offset=100), batch_size=2, shuffle=True, num_workers=1))
+        return pl.utilities.CombinedLoader({"long": long, "short": short}, mode)
+
+    return loaders
+
+
+CASES = {
+    "in order": (one(), {}),
+    "shuffle": (one(shuffle=True), {}),
+    "workers": (one(shuffle=True, num_workers=2), {}),
+    "workers that stay": (one(shuffle=True, num_workers=2, persistent_workers=True), {}),
+    "of safe_ckpt.data": (one(made=data.resumable, shuffle=True, num_workers=2), {}),
+    "per sample": (lambda pl: resumable(DataLoader(Noisy(), 2, True, num_workers=1), worker_seeding="per_sample"), {}),
+    "stream": (one(Stream), {}),
+    "stream, workers": (one(Stream, num_workers=2), {}),
+    "stream that is read again": (one(Blind), {}),
+    "stream with a length": (one(Sized), {}),
+    "longest": (combined("max_size_cycle"), {}),
+    "shortest": (combined("min_size"), {}),
+    "all of all": (combined("max_size"), {}),
+    "made anew": (one(shuffle=True), {"reload_dataloaders_every_n_epochs": 1}),
+    "validation within": (one(shuffle=True), {"val_check_interval": 3}),
+    "sanity check": (one(shuffle=True), {"num_sanity_val_steps": 1, "val_check_interval": 2}),
+    "validation at the save": (one(shuffle=True), {"val_check_interval": 2}),
+    "only sanity": (one(shuffle=True), {"num_sanity_val_steps": 1}),
+    "limited": (one(shuffle=True), {"limit_train_batches": 5}),
+    "accumulated": (one(shuffle=True), {"accumulate_grad_batches": 3}),
+}
+
+
+def run(folder, case, *, seed, stop=None, name="lightning.pytorch", callback=None):
+    loaders, settings = CASES[case]
+    pl = package(name)
+    pl.seed_everything(seed, verbose=False)
+    module = module_of(pl, loaders)
+    callback = callback or SafeCheckpointCallback(
+        dirpath=folder,
+        filename="{epoch}-{step}",
+        resume="auto",
+        every_n_train_steps=1,
+        save_top_k=2,
+        monitor="step",
+        mode="max",
+    )
+    callbacks = [callback, *([stop_at(pl, stop)] if stop is not None else [])]
+    made = trainer(pl, callbacks, folder, **{"limit_val_batches": 1, **settings})
+    with contextlib.suppress(Stop):
+        made.fit(module)
+    return fingerprint(module), module.seen, callback
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_samples_are_those_of_an_uninterrupted_run(tmp_path, case):
+    """Stopped within each of the epochs and resumed: each step's samples, what was drawn for them, and the weights."""
+    weights, seen, _ = run(tmp_path / "whole", case, seed=1)
+    steps = max(step for step, _ in seen) + 1
+    for stop in sorted({2, steps // 2, steps - 2}):
+        folder = tmp_path / str(stop)
+        _, before, _ = run(folder, case, seed=1, stop=stop)
+        found, after, callback = run(folder, case, seed=77)
+        assert callback._came_from is not None
+        first = min(step for step, _ in after)
+        kept = [one for one in before if one[0] < first]
+        assert json.dumps(kept + after) == json.dumps(seen), (case, stop)
+        assert found == weights
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize("case", ["shuffle", "workers", "stream, workers"])
+def test_lightnings_own_checkpoints_hold_the_place_too(tmp_path, case, name):
+    """Saved by a stock ModelCheckpoint, resumed with ours: the loader's state has all that is needed."""
+    weights, seen, _ = run(tmp_path / "whole", case, seed=1, name=name)
+    stock = package(name).callbacks.ModelCheckpoint(
+        tmp_path / "x", every_n_train_steps=4, save_top_k=-1, filename="{step}"
+    )
+    _, before, _ = run(tmp_path / "x", case, seed=1, stop=6, name=name, callback=stock)
+    found, after, callback = run(tmp_path / "x", case, seed=77, name=name)
+    assert callback._came_from.name == "step=4.ckpt"
+    assert json.dumps([one for one in before if one[0] < 4] + after) == json.dumps(seen)
+    assert found == weights
