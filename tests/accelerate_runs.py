@@ -70,7 +70,7 @@ def forget():
 class Training:
     """Dropout, numpy and Python randomness in the step; two models, two optimizers, a scheduler, an object of the user's."""
 
-    def __init__(self, accelerator, width=4, number=0, data=None, **loading):
+    def __init__(self, accelerator, width=4, number=0, data=None, wrap=lambda loader: loader, **loading):
         seed(number)
         self.accelerator = accelerator
         # With several ranks each has running averages of its own, and rank 0's are saved.
@@ -83,13 +83,14 @@ class Training:
         other = torch.optim.SGD(self.side.parameters(), lr=0.1, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.9)
         data = TensorDataset(torch.arange(24.0).repeat(4, 1).T) if data is None else data
-        loader = DataLoader(data, batch_size=4, shuffle=True, **loading)
+        loader = wrap(DataLoader(data, **{"batch_size": 4, "shuffle": True, **loading}))
         prepared = accelerator.prepare(self.net, self.side, optimizer, other, scheduler, loader)
         self.model, self.head, self.optimizer, self.other, self.scheduler, self.loader = prepared
-        self.counter = Counter()
+        self.counter, self.seen = Counter(), []
         accelerator.register_for_checkpointing(self.counter)
 
     def step(self, batch):
+        self.seen.append(batch[0][:, 0].tolist())
         x = batch[0] * (1 + numpy.random.rand() + random.random())
         loss = self.drop(self.head(self.model(x))).pow(2).mean()
         for optimizer in (self.optimizer, self.other):

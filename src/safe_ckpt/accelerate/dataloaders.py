@@ -10,13 +10,18 @@ states and fetches its first batch with the second. Then the generators get the 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from safe_ckpt.accelerate import contents
+from safe_ckpt.accelerate import contents, placed_loaders
+from safe_ckpt.accelerate.placed_loaders import Placed, is_within
 from safe_ckpt.adapters import Patch
+from safe_ckpt.core.coordination.process_groups import world_rank
+
+logger = logging.getLogger(__name__)
 
 KEY = "safe_ckpt_loaders"
 """In each rank's ``random_states_<rank>.pkl``; stock Accelerate ignores it."""
@@ -26,16 +31,41 @@ class Loaders:
     """The stateful loaders of one Accelerator, watched from ``prepare`` on."""
 
     def __init__(self) -> None:
-        self._watched: dict[int, _Watched] = {}
+        self._watched: dict[int, _Watched | Placed] = {}
+        self._said = False
 
-    def watch(self, loader: Any) -> None:
-        """From now on record the state with which ``loader`` can be continued."""
-        if getattr(loader, "use_stateful_dataloader", False) and self._of(loader) is None:
+    def watch(self, loader: Any, given: Any = None) -> None:
+        """From now on record the state with which ``loader`` can be continued.
+
+        Args:
+            loader: a prepared one.
+            given: what the user gave to have it prepared.
+        """
+        placed_loaders.prepare(loader, given)
+        if self._of(loader) is not None:
+            return
+        if placed_loaders.is_placed_loader(loader):
+            self._watched[id(loader.base_dataloader)] = Placed(loader)
+        elif getattr(loader, "use_stateful_dataloader", False):
             self._watched[id(loader.base_dataloader)] = _Watched.on(loader)
+
+    def is_at(self, loader: Any, batches: int) -> bool:
+        """Whether the next loop over ``loader`` begins behind so many batches of its epoch anyway."""
+        placed = self._of(loader)
+        return isinstance(placed, Placed) and placed.pending() == batches
 
     def states(self, loaders: Sequence[Any]) -> list[dict[str, Any] | None]:
         """What to save, loader by loader."""
         watched = [self._of(loader) for loader in loaders]
+        blind = [loader for loader, one in zip(loaders, watched, strict=True) if one is None and is_within(loader)]
+        if blind and not self._said and world_rank() == 0:
+            self._said = True
+            logger.warning(
+                "saving within an epoch, and %s cannot tell where it is: after a resume this epoch begins anew, or, with "
+                "skip_first_batches, where the script says. Give accelerator.prepare safe_ckpt.data.resumable(loader), or use "
+                "DataLoaderConfiguration(use_stateful_dataloader=True)",
+                ", ".join(f"{type(loader).__name__} over {type(loader.dataset).__name__}" for loader in blind),
+            )
         return [one.state() if one is not None else None for one in watched]
 
     def resume(self, loaders: Sequence[Any], states: Sequence[Mapping[str, Any] | None]) -> None:
@@ -54,7 +84,7 @@ class Loaders:
             watched.forget()
         self._watched.clear()
 
-    def _of(self, loader: Any) -> _Watched | None:
+    def _of(self, loader: Any) -> _Watched | Placed | None:
         return self._watched.get(id(getattr(loader, "base_dataloader", None)))
 
 
@@ -87,7 +117,7 @@ class _Watched:
             "ahead": self.ahead,
             "place": self._loader.state_dict(),
             "iteration": getattr(self._loader, "iteration", None),
-            "within": self._is_within(),
+            "within": is_within(self._loader),
             **self._now(),
         }
 
@@ -146,11 +176,6 @@ class _Watched:
     def _is_ready(self) -> bool:
         """Whether the loader's next iterator exists already: ``state_dict`` of a new loader starts one."""
         return bool(getattr(self._base, "_initial_iter_for_state_dict", False))
-
-    def _is_within(self) -> bool:
-        """Whether a loop is iterating: the number of the epoch increases only when the loop is left."""
-        active = getattr(getattr(self._loader, "gradient_state", None), "dataloader_references", ())
-        return any(loader is self._loader for loader in active)
 
     def _set_generator(self, state: torch.Tensor | None) -> None:
         generator = self._generator()

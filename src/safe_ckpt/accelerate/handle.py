@@ -29,7 +29,10 @@ logger = logging.getLogger(__name__)
 _OWNER = "a registered Accelerator; its free_memory() or end_training(), or handle.remove(), frees it"
 _OTHERS = ("MEGATRON_LM", "XLA")
 """They write their checkpoints with functions that are not replaced here."""
-_REPLACED = ("save_state", "load_state", "save_model", "end_training", "free_memory", "prepare_data_loader")
+_REPLACED = (
+    *("save_state", "load_state", "save_model", "end_training", "free_memory"),
+    *("prepare_data_loader", "skip_first_batches"),
+)
 
 
 class Handle(AttachedHandle):
@@ -72,6 +75,7 @@ class Handle(AttachedHandle):
         for loader in accelerator._dataloaders:
             self._context.loaders.watch(loader)
         self._prepare_data_loader: Callable[..., Any] = accelerator.prepare_data_loader
+        self._skip_first_batches: Callable[..., Any] = accelerator.skip_first_batches
         self._load_state: Callable[..., None] = accelerator.load_state
         self._end_training: Callable[[], None] = accelerator.end_training
         self._free_memory: Callable[..., Any] = accelerator.free_memory
@@ -173,9 +177,16 @@ class Handle(AttachedHandle):
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         """Stands in for ``Accelerator.prepare_data_loader``, which ``prepare`` calls: the same, and the loader is watched."""
         self._refuse_copy("prepare_data_loader")
+        given = args[0] if args else kwargs.get("data_loader")
         loader = self._prepare_data_loader(*args, **kwargs)
-        self._context.loaders.watch(loader)
+        self._context.loaders.watch(loader, given)
         return loader
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Stands in for ``Accelerator.skip_first_batches``: a loader that begins there after ``load_state`` stays as it is."""
+        if not self.closed and self._context.loaders.is_at(dataloader, num_batches):
+            return dataloader
+        return self._skip_first_batches(dataloader, num_batches)
 
     def save_model(
         self,

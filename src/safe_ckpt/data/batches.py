@@ -19,17 +19,21 @@ class Counter:
     """How many batches were given since an epoch began, or was resumed, and what their workers were at after them.
 
     Args:
+        looked_back: how many batches may have to be given again.
+
+    Attributes:
         before: how many of the epoch were given before.
-        workers: what they were at then.
+        workers: what they are at.
         turn: which of them makes the next batch.
+        undo: what it was before the last batches: see ``Position``.
     """
 
     __slots__ = ("before", "count", "turn", "undo", "workers")
 
-    def __init__(self) -> None:
+    def __init__(self, looked_back: int = _LOOKED_BACK) -> None:
         self.before = self.count = self.turn = 0
         self.workers: dict[str, Mapping[str, Any]] = {}
-        self.undo: deque[Undo] = deque(maxlen=_LOOKED_BACK)
+        self.undo: deque[Undo] = deque(maxlen=looked_back)
 
     def took(self, delivered: Delivered, drawn: Mapping[str, Any] | None) -> Any:
         """The batch that has just been counted, and what the generators of this process were before."""
@@ -49,8 +53,8 @@ class Batches:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._inner: Iterator[Any] | None = None
-        self._counter = Counter()
-        self._noted = loader.looks_ahead and not loader.__dict__["num_workers"]
+        self._counter = Counter(max(_LOOKED_BACK, loader.looks_ahead))
+        self._noted = bool(loader.looks_ahead) and not loader.__dict__["num_workers"]
 
     def __iter__(self) -> Iterator[Any]:
         return self

@@ -61,7 +61,8 @@ def own_generators(loader: Any) -> dict[str, torch.Generator]:
     found, places = {"loader": loader.generator}, [order_of(loader)]
     while places and len(found) < _DEEP:
         place = places.pop(0)
-        found[f"sampler{len(found)}"] = getattr(place, "generator", None)
+        # One that seeds its generator for each epoch, as Accelerate's, makes it as late as it likes.
+        found[f"sampler{len(found)}"] = None if hasattr(place, "initial_seed") else getattr(place, "generator", None)
         places += [inner for name in ("sampler", "batch_sampler") if (inner := getattr(place, name, None)) is not None]
     seen: dict[int, str] = {}
     return {

@@ -60,9 +60,7 @@ class Resumable:
 
     worker_seeding: ClassVar[Seeding] = "stock"
     skip: ClassVar[Literal["read"] | None] = None
-    looks_ahead: ClassVar[bool] = (
-        False  # whether batches are taken before they are used, so that the last may be taken back
-    )
+    looks_ahead: int = 0  # how many batches may be taken before they are used, and given again after a resume
     _place = Position()
     _pending: Position | None = None
     _given: Counter | None = None
@@ -109,7 +107,7 @@ class Resumable:
         """The place, as a value.
 
         Args:
-            unseen: how many of the last batches were not used, and are to be given again: at most two.
+            unseen: how many of the last batches were not used, and are to be given again: at most ``looks_ahead``.
         """
         place, last = self._now(), self.ended()
         if unseen and not place.begun and last is not None:

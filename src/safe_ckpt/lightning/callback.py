@@ -17,7 +17,7 @@ from safe_ckpt.adapters.spool import is_url, spooled
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.events import Hook
-from safe_ckpt.lightning import loop_state, signals
+from safe_ckpt.lightning import dataloader, loop_state, signals
 from safe_ckpt.lightning import resume as resuming
 from safe_ckpt.lightning.callback_state import PendingActions, SavedCallbackState, known_paths, reconcile
 from safe_ckpt.lightning.compat import ModelCheckpoint
@@ -194,6 +194,8 @@ class SafeCheckpointCallback(ModelCheckpoint):
             # This step is on disk already. Lightning does not save these two attributes, and would save the step again.
             self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, str(self._came_from)
         due, self._saver.continuation = self._saver.continuation, None
+        within = self._every_n_train_steps > 0 or self._train_time_interval is not None
+        dataloader.say_what_is_inexact(trainer, within_epochs=within or (due is not None and due.mid_epoch))
         if due is not None:
             loop_state.continue_from(trainer, due)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 from torch.utils.data import DataLoader
 
 from safe_ckpt.adapters.extras import get_rng_state
-from safe_ckpt.data.facts import is_map, is_placed
+from safe_ckpt.data.facts import is_map, is_placed, name_of
 from safe_ckpt.data.loader import Resumable, Seeding, made_of
 from safe_ckpt.data.position import Position
 
@@ -17,17 +17,16 @@ logger = logging.getLogger(__name__)
 _Loader = TypeVar("_Loader", bound="DataLoader[Any]")
 _KEY = "safe_ckpt.position"
 _PLACES, _AHEAD, _NOW = "places", "ahead", "now"
-_AT_MOST = 2  # batches that were taken and not trained on: one that was fetched ahead, and one at an exception
 
 
 class ForLightning(Resumable):
     """With the generators of this process, which a stock ``ModelCheckpoint`` does not save."""
 
-    looks_ahead = True  # where it has no length, and an exception may come before a batch was trained on
+    looks_ahead = 2  # one where it has no length, and one at an exception
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is. Called on every rank at a save."""
-        places = [self.position(unseen).to_json() for unseen in range(_AT_MOST + 1)]
+        places = [self.position(unseen).to_json() for unseen in range(self.looks_ahead + 1)]
         return {_KEY: {_PLACES: places, _AHEAD: int(not _has_length(self)), _NOW: get_rng_state()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -95,6 +94,26 @@ def at_batch(state: dict[str, Any], *, unseen: int) -> dict[str, Any]:
         return state
     places = state[_KEY][_PLACES]
     return {_KEY: {**state[_KEY], _PLACES: [places[min(unseen + state[_KEY].get(_AHEAD, 0), len(places) - 1)]]}}
+
+
+def say_what_is_inexact(trainer: Any, *, within_epochs: bool) -> None:
+    """Before training, on rank 0: one warning about loaders that do not know their place.
+
+    Args:
+        trainer: in ``fit``.
+        within_epochs: whether checkpoints are saved within an epoch, or this one was.
+    """
+    loaders = trainer.fit_loop._combined_loader
+    if not within_epochs or loaders is None or trainer.global_rank != 0:
+        return
+    blind = [loader for loader in loaders.flattened if not hasattr(loader, "load_state_dict")]
+    if blind:
+        logger.warning(
+            "checkpoints within an epoch, and %s cannot tell where it was: after a resume within an epoch some batches come "
+            "again and others not, and the run differs from an uninterrupted one. Use safe_ckpt.lightning.resumable(loader), "
+            "or save at the ends of epochs",
+            ", ".join(name_of(loader) if isinstance(loader, DataLoader) else type(loader).__name__ for loader in blind),
+        )
 
 
 def resumable(loader: _Loader, *, worker_seeding: Seeding = "stock", skip: Literal["read"] | None = None) -> _Loader:

@@ -173,8 +173,6 @@ def continue_from(trainer: Any, continuation: Continuation) -> None:
         _train_at_once(fit_loop.epoch_loop)
     elif mine is not None and mine.get("validation_due"):
         _validate_at_once(fit_loop.epoch_loop)
-    if mine is not None:
-        _warn_if_inexact(trainer, mine)
 
 
 def let_schedulers_step(trainer: Any) -> None:
@@ -241,16 +239,6 @@ def _start_epoch_with(epoch_loop: Any, *, finish: bool) -> None:
         on_advance_end(data_fetcher)
 
     patch.once(epoch_loop, "on_run_start", begin)
-
-
-def _warn_if_inexact(trainer: Any, mine: Mapping[str, Any]) -> None:
-    loaders = trainer.fit_loop._combined_loader
-    if trainer.global_rank == 0 and (loaders is None or len(mine["loaders"]) < len(loaders.flattened)):
-        logger.warning(
-            "resumed in mid-epoch with a loader that cannot tell where it was: some batches of this epoch will be seen "
-            "again and the run will differ from an uninterrupted one. Use safe_ckpt.lightning.resumable(loader), a "
-            "torchdata StatefulDataLoader, or save at the ends of epochs"
-        )
 
 
 def at_end(fit_loop: Any) -> bool:

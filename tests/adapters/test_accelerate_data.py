@@ -1,0 +1,195 @@
+"""resumable(loader) under Accelerate: a stock DataLoader goes on where it was, whatever Accelerate makes of it."""
+
+import contextlib
+import json
+import logging
+import random
+
+import numpy
+import pytest
+import torch
+from accelerate.utils import DataLoaderConfiguration
+from test_accelerate_ranks import run as run_ranks
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
+
+from accelerate_runs import Training, forget, fresh, registered
+from safe_ckpt.data import resumable
+from safe_ckpt.errors import NoValidCheckpointError
+
+SIZE, PER_EPOCH = 22, 6
+
+
+@pytest.fixture(autouse=True)
+def _alone():
+    with fresh():
+        yield
+
+
+class Drawing(torch.utils.data.Dataset):
+    """Draws from every generator for a sample."""
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        noise = torch.rand(1) + random.random() + numpy.random.rand()
+        return (torch.full((4,), float(index)) + noise.float(),)
+
+
+class Stream(IterableDataset):
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < SIZE:
+            self.at += 1
+            yield (torch.full((4,), float(self.at)) + torch.rand(1),)
+        self.at = 0
+
+
+class Placed(Stream):
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def batches():
+    return BatchSampler(RandomSampler(range(SIZE)), 4, drop_last=False)
+
+
+CASES = {
+    "shuffle": ({}, {}, resumable),
+    "in order": ({"shuffle": False}, {}, resumable),
+    "workers": ({"num_workers": 2}, {}, resumable),
+    "workers that stay": ({"num_workers": 2, "persistent_workers": True}, {}, resumable),
+    "per sample": ({"num_workers": 1}, {}, lambda loader: resumable(loader, worker_seeding="per_sample")),
+    "seedable": ({}, {"use_seedable_sampler": True}, resumable),
+    "batches of its own": ({"batch_sampler": batches, "shuffle": False, "batch_size": 1}, {}, resumable),
+    "stream": ({"data": Placed, "shuffle": False}, {}, resumable),
+    "stream that is read again": (
+        {"data": Stream, "shuffle": False},
+        {},
+        lambda loader: resumable(loader, skip="read"),
+    ),
+    "dispatched": ({}, {"dispatch_batches": True}, resumable),
+    "dispatched stream": ({"data": Placed, "shuffle": False}, {"dispatch_batches": True}, resumable),
+}
+
+
+def run(folder, case, *, stop_at=None, skips=False):
+    loading, how, wrap = CASES[case]
+    loading = {name: value() if name in ("data", "batch_sampler") else value for name, value in loading.items()}
+    loading.setdefault("data", Drawing())
+    with registered(folder, dataloader_config=DataLoaderConfiguration(**how)) as (accelerator, _):
+        training = Training(accelerator, wrap=wrap, **loading)
+        with contextlib.suppress(NoValidCheckpointError):
+            accelerator.load_state()
+        begun = training.counter.count
+
+        def after(count):
+            if count == stop_at:
+                accelerator.save_state()
+                raise KeyboardInterrupt
+
+        with contextlib.suppress(KeyboardInterrupt):
+            for epoch in range(max(begun, 0) // PER_EPOCH, 3):
+                whole = training.loader
+                if skips and epoch == begun // PER_EPOCH and begun % PER_EPOCH:
+                    training.loader = accelerator.skip_first_batches(whole, begun % PER_EPOCH)
+                training.epoch(after)
+                training.loader = whole
+        found = training.seen, training.fingerprint()
+    forget()
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resume_within_an_epoch_is_exact(tmp_path, case):
+    """At places in each epoch, also at its last batch: the samples, what was drawn for them, generators and weights."""
+    seen, end = run(tmp_path / "whole", case)
+    assert len(seen) == 3 * PER_EPOCH
+    for place in (1, 4, 5, 6, 9, 17):
+        folder = tmp_path / str(place)
+        before, _ = run(folder, case, stop_at=place)
+        after, found = run(folder, case)
+        assert json.dumps(before + after) == json.dumps(seen), place
+        assert found == end
+
+
+def test_scripts_that_skip_batches_stay_as_they_are(tmp_path):
+    """skip_first_batches to the place where the loader is anyway skips nothing twice."""
+    seen, end = run(tmp_path / "whole", "workers")
+    before, _ = run(tmp_path / "x", "workers", stop_at=9)
+    after, found = run(tmp_path / "x", "workers", skips=True)
+    assert json.dumps(before + after) == json.dumps(seen)
+    assert found == end
+
+
+def test_a_loader_that_does_not_know_its_place_is_named(tmp_path, caplog):
+    """At the first save within an epoch, once, with the remedy; never between epochs."""
+    with registered(tmp_path) as (accelerator, _):
+        training = Training(accelerator)
+        with caplog.at_level(logging.WARNING, "safe_ckpt"):
+            accelerator.save_state()
+            assert not caplog.records
+            training.epoch(lambda _: accelerator.save_state())
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "over TensorDataset" in said
+    assert "resumable(loader)" in said
+
+
+RANKS = """
+    import contextlib, json
+    from accelerate.utils import DataLoaderConfiguration
+    from safe_ckpt.data import resumable
+    from safe_ckpt.errors import NoValidCheckpointError
+    from test_accelerate_data import Drawing, Placed, Stream
+    how, loading, stop = json.loads(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4])
+    data = {"map": Drawing, "stream": Placed, "blind": Stream}[loading.pop("data", "map")]()
+    skip = loading.pop("skip", None)
+    accelerator = make(folder, dataloader_config=DataLoaderConfiguration(**how))
+    with register(accelerator, CONFIG):
+        training = Training(accelerator, data=data, wrap=lambda loader: resumable(loader, skip=skip), **loading)
+        with contextlib.suppress(NoValidCheckpointError):
+            accelerator.load_state()
+        def after(count):
+            if count == stop:
+                accelerator.save_state()
+                raise KeyboardInterrupt
+        with contextlib.suppress(KeyboardInterrupt):
+            while training.loader.iteration < 3:
+                training.epoch(after)
+        say(json.dumps(training.seen))
+        say(training.fingerprint())
+"""
+EVEN = {
+    "as it is": ({}, {}),
+    "workers": ({}, {"num_workers": 1}),
+    "seedable": ({"use_seedable_sampler": True}, {}),
+    "split": ({"split_batches": True}, {}),
+    "not even": ({"even_batches": False}, {"drop_last": True}),
+    "dispatched": ({"dispatch_batches": True}, {"drop_last": True}),
+    "dispatched, split": ({"dispatch_batches": True, "split_batches": True}, {"drop_last": True}),
+    "dispatched stream": ({}, {"data": "stream", "shuffle": False, "drop_last": True}),
+    "stream": ({"dispatch_batches": False}, {"data": "blind", "shuffle": False, "skip": "read", "drop_last": True}),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [name if name in ("as it is", "dispatched") else pytest.param(name, marks=pytest.mark.thorough) for name in EVEN],
+)
+def test_ranks_go_on_with_their_batches(tmp_path, case):
+    """Two ranks, as Accelerate shares batches out: each rank's samples and what was drawn for them."""
+    how, loading = map(json.dumps, EVEN[case])
+    whole = run_ranks(tmp_path, RANKS, tmp_path / "whole", how, loading, 0)
+    for stop in (2, 4):
+        folder = tmp_path / str(stop)
+        before = run_ranks(tmp_path, RANKS, folder, how, loading, stop)
+        after = run_ranks(tmp_path, RANKS, folder, how, loading, 0)
+        for rank in (0, 1):
+            seen = json.loads(before[rank][0]) + json.loads(after[rank][0])
+            assert seen == json.loads(whole[rank][0]), (case, stop, rank)
+            assert after[rank][1] == whole[rank][1]
