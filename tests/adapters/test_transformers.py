@@ -39,7 +39,8 @@ def test_the_files_are_those_that_the_trainer_writes(tmp_path):
     assert names(tmp_path / "ours") == names(tmp_path / "stock") == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     for name in names(tmp_path / "ours"):
         there = {p.name for p in (tmp_path / "stock" / name).iterdir()}
-        assert {p.name for p in (tmp_path / "ours" / name).iterdir()} == there | {"manifest.json"}
+        own = {"manifest.json", "train_loader_0.pth"}
+        assert {p.name for p in (tmp_path / "ours" / name).iterdir()} == there | own
         verify(tmp_path / "ours" / name, read_manifest(tmp_path / "ours" / name))
     for kind, folder in ((Trainer, "ours"), (SafeTrainer, "stock")):
         again = trainer(tmp_path / folder, kind)

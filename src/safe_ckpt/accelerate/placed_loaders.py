@@ -7,13 +7,16 @@ those are given again after a resume.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from accelerate.data_loader import DataLoaderDispatcher
 
 from safe_ckpt.data.facts import is_map, is_placed
-from safe_ckpt.data.loader import Resumable, made_of
+from safe_ckpt.data.loader import Resumable, Seeding, made_of
+
+logger = logging.getLogger(__name__)
 
 
 class ForAccelerate(Resumable):
@@ -34,16 +37,36 @@ def prepare(loader: Any, given: Any) -> None:
         loader: what Accelerate made of it.
         given: what the user gave.
     """
+    if isinstance(given, Resumable) and not getattr(loader, "use_stateful_dataloader", False):
+        kind = type(given)
+        count(loader, kind.worker_seeding, kind.skip)
+
+
+def count(loader: Any, seeding: Seeding, skip: Literal["read"] | None) -> bool:
+    """Have the inner loader of a prepared one count. Returns whether it does.
+
+    Args:
+        loader: a prepared one.
+        seeding: see ``safe_ckpt.data.resumable``.
+        skip: see there.
+    """
     inner = getattr(loader, "base_dataloader", None)
-    if not isinstance(given, Resumable) or getattr(loader, "use_stateful_dataloader", False) or inner is None:
-        return
-    if isinstance(inner, Resumable):
-        return  # prepared before
-    kind: Any = type(given)
-    skip: Literal["read"] | None = kind.skip if is_map(inner) or is_placed(inner) else "read"
-    counted = made_of(inner, kind.worker_seeding, skip, ForAccelerate)
+    if inner is None or isinstance(inner, Resumable):
+        return isinstance(inner, ForAccelerate)
+    skip = skip if is_map(inner) or is_placed(inner) else "read"
+    try:
+        counted: Any = made_of(inner, seeding, skip, ForAccelerate)
+    except TypeError as error:
+        logger.warning("%s", error)
+        return False
     counted.__dict__["looks_ahead"] = _ahead(loader)
     loader.base_dataloader = counted
+    return True
+
+
+def forget(loader: Any) -> None:
+    """Have the next loop over a counted loader begin at the beginning."""
+    loader.base_dataloader._pending = None
 
 
 def is_placed_loader(loader: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
 from safe_ckpt.transformers import strategies
+from safe_ckpt.transformers.data_place import DataPlace
 from safe_ckpt.transformers.saver import TrainerSaver
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ class SafeCheckpointMixin(_Base):
         trainer = SafeTrainer(model, args, train_dataset=data)
         trainer.train(resume_from_checkpoint=True)
 
-    ``checkpoint-<step>/`` has the files that the Trainer itself would write, plus a manifest; a stock Trainer resumes from it.
+    ``checkpoint-<step>/`` has the files that the Trainer itself would write, plus a manifest and the loaders' places in the
+    data; a stock Trainer resumes from it.
     ``save_total_limit`` lets an old one go only after the new one is committed, and never the best or the newest.
     ``resume_from_checkpoint=True`` takes the newest valid one, a path is verified first. Callbacks' ``on_save`` comes when the
     snapshot is taken; the directory appears a moment later.
@@ -56,6 +58,7 @@ class SafeCheckpointMixin(_Base):
     checkpoint_config: CheckpointConfig | None = None
     checkpoint_hooks: Sequence[Hook] = ()
     _safe_saver: TrainerSaver | None = None
+    _data_place: DataPlace | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         for given in (*args, *kwargs.values()):
@@ -94,9 +97,33 @@ class SafeCheckpointMixin(_Base):
                     refuse_url(resume_from_checkpoint, "resume_from_checkpoint")
                     path = os.path.abspath(resume_from_checkpoint)
                     saver.verify(Path(path))
-                return super().train(path, *args, **kwargs)
+                place = self._data_place = DataPlace(path, skips=not self.args.ignore_data_skip)
+                with Patch(upstream, {"skip_first_batches": self._skipping(place, path)}):
+                    return super().train(path, *args, **kwargs)
             finally:
-                self._safe_saver = None
+                self._safe_saver = self._data_place = None
+
+    def get_train_dataloader(self) -> Any:
+        """See ``Trainer.get_train_dataloader``. Within ``train()`` the loader counts what it gives."""
+        loader = super().get_train_dataloader()
+        if self._data_place is not None:
+            self._data_place.watch(loader, self.args.process_index)
+        return loader
+
+    def _skipping(self, place: DataPlace, path: str | None) -> Callable[..., Any]:
+        stock = getattr(upstream, "skip_first_batches")  # noqa: B009 (it is not exported)
+
+        def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+            # The Trainer sets the generators after the next batch is there, and what is drawn for it would be another number.
+            return place.skip(
+                dataloader, num_batches, self.args.process_index, stock, lambda: self._load_rng_state(path)
+            )
+
+        return skip_first_batches
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._data_place is None or not self._data_place.rng_is_there():
+            super()._load_rng_state(checkpoint)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self._safe_saver is None:  # not within train(): nothing is held

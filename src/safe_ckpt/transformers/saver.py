@@ -145,6 +145,8 @@ def _write(trainer: Any, folder: str) -> None:
         trainer._save_optimizer_and_scheduler(folder)
         trainer._save_scaler(folder)
         trainer._save_rng_state(folder)
+        if trainer._data_place is not None:
+            trainer._data_place.save(folder, trainer.args.process_index)
     if not trainer.args.should_save:
         return
     for callback in [*trainer.callback_handler.callbacks, trainer.control]:

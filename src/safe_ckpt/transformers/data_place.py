@@ -1,0 +1,122 @@
+"""The place of a Trainer's loader in its data.
+
+The Trainer counts steps. On a resume it draws the samples of the epoch anew and leaves out the first ones; a stream it reads
+from its beginning. What its data set and its collator draw is not what it would have been. Here the loader of each process is
+counted, and its state is a file of the checkpoint, which the stock Trainer ignores.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from safe_ckpt.accelerate import placed_loaders
+from safe_ckpt.errors import RestoreError
+
+logger = logging.getLogger(__name__)
+_FILE = "train_loader_{rank}.pth"
+_PICKLED = (RuntimeError, ValueError, OSError, EOFError)
+
+
+class DataPlace:
+    """The loader of one ``train()``, on this process.
+
+    Args:
+        folder: the checkpoint that training goes on from; None where it begins.
+        skips: whether batches are left out at all: ``ignore_data_skip`` is off.
+    """
+
+    def __init__(self, folder: str | None, *, skips: bool) -> None:
+        self._folder = folder if skips else None
+        self._placed: placed_loaders.Placed | None = None
+        self._loader: Any = None
+        self._is_there = False
+
+    def watch(self, loader: Any, rank: int) -> None:
+        """Count from now on, and go to a place between two epochs."""
+        inner = getattr(loader, "base_dataloader", None)
+        if type(inner) is not DataLoader or not placed_loaders.count(loader, "stock", None):
+            return  # it knows its place itself, or cannot be counted
+        self._loader, self._placed = loader, placed_loaders.Placed(loader)
+        state = self._state(rank)
+        if state is not None and not state["position"].get("begun"):
+            self._go_to(state)
+
+    def save(self, folder: str, rank: int) -> None:
+        """Write the state of this process's loader."""
+        if self._placed is not None:
+            torch.save(self._placed.state(), Path(folder) / _FILE.format(rank=rank))
+
+    def skip(self, loader: Any, batches: int, rank: int, stock: Callable[..., Any], rng: Callable[[], None]) -> Any:
+        """Stands in for ``skip_first_batches``: the same loader, which begins behind these batches, if that is its place.
+
+        Args:
+            loader: of the Trainer.
+            batches: how many to leave out.
+            rank: of this process.
+            stock: what to do otherwise.
+            rng: sets the generators of this process to where they were at the save.
+        """
+        state = self._state(rank) if loader is self._loader and self._loader is not None else None
+        if state is None or not self._go_to(state):
+            return stock(loader, batches)
+        if not _has_length(loader):
+            _count_on(loader, state["iteration"])
+        elif self._placed is None or self._placed.pending() != batches:
+            logger.warning(
+                "the loader's place is not behind batch %d of its epoch: leaving out that many instead", batches
+            )
+            placed_loaders.forget(loader)
+            return stock(loader, batches)
+        rng()
+        self._is_there = True
+        return loader
+
+    def rng_is_there(self) -> bool:
+        """Whether the generators were set already, before the next batch was fetched. Once."""
+        there, self._is_there = self._is_there, False
+        return there
+
+    def _state(self, rank: int) -> dict[str, Any] | None:
+        file = Path(self._folder) / _FILE.format(rank=rank) if self._folder is not None else None
+        if file is None or not file.is_file():
+            return None
+        try:
+            state: dict[str, Any] = torch.load(file, weights_only=True)
+        except _PICKLED as error:  # a stream whose state is not plain data
+            logger.warning("cannot read the place in the data from %s: %s", file, error)
+            return None
+        return state
+
+    def _go_to(self, state: dict[str, Any]) -> bool:
+        try:
+            if self._placed is not None:
+                self._placed.resume(state, {})
+        except RestoreError as error:  # other data, or another number of processes: the Trainer does what it can
+            logger.warning("%s. The Trainer leaves out as many batches as were trained on", error)
+            return False
+        return True
+
+
+def _has_length(loader: Any) -> bool:
+    try:
+        return len(loader) >= 0
+    except (TypeError, NotImplementedError):
+        return False
+
+
+def _count_on(loader: Any, epoch: int) -> None:
+    """Count epochs from this one on. The Trainer does not know how many passes over a stream were made, and begins at 0."""
+    stock, ahead = loader.set_epoch, None
+
+    def set_epoch(number: int) -> None:
+        nonlocal ahead
+        ahead = epoch - number if ahead is None else ahead
+        stock(number + ahead)
+
+    loader.set_epoch = set_epoch

@@ -1,0 +1,147 @@
+"""The place in the data under a Trainer: nothing is read again, and what is drawn for a sample is the same."""
+
+import json
+import random
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from transformers_runs import SafeTrainer, Stop, fingerprint, trainer
+
+ROWS, LENGTHS = 26, (5, 8, 3, 7)
+
+
+def row(index, noise):
+    ids = torch.randint(0, 32, (8,), generator=torch.Generator().manual_seed(index))
+    ids[0] = int(noise * 31)  # what was drawn is trained on
+    return {"input_ids": ids, "labels": ids, "number": torch.tensor(index)}
+
+
+class Rows(Dataset):
+    """Draws something for each row, and notes in this process which were read."""
+
+    def __init__(self):
+        self.read = []
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return row(index, (torch.rand(()).item() + random.random() + numpy.random.rand()) / 3)
+
+
+class Stream(IterableDataset):
+    """A stream without a place."""
+
+    def __init__(self):
+        self.at, self.read = 0, []
+
+    def __iter__(self):
+        info = get_worker_info()
+        step, first = (info.num_workers, info.id) if info else (1, 0)
+        while first + step * self.at < ROWS:
+            self.at += 1
+            index = first + step * (self.at - 1)
+            self.read.append(index)
+            yield row(index, torch.rand(()).item())
+        self.at = 0
+
+
+class Placed(Stream):
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def collate(rows):
+    batch = {name: torch.stack([one[name] for one in rows]) for name in ("input_ids", "labels")}
+    batch["input_ids"][:, 1] = torch.randint(0, 32, (len(rows),))  # as when tokens are masked
+    batch["number"] = torch.stack([one["number"] for one in rows])
+    return batch
+
+
+class Noting(SafeTrainer):
+    """Writes down what it trains on."""
+
+    def training_step(self, model, inputs, *args):
+        self.seen.append([inputs.pop("number").tolist(), inputs["input_ids"][:, :2].tolist()])
+        return super().training_step(model, inputs, *args)
+
+
+CASES = {
+    "shuffle": (Rows, {}),
+    "workers": (Rows, {"dataloader_num_workers": 2}),
+    "workers that stay": (Rows, {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}),
+    "accumulated": (Rows, {"gradient_accumulation_steps": 2, "max_steps": 12}),
+    "in lengths": (Rows, {"train_sampling_strategy": "group_by_length"}),
+    "drop_last": (Rows, {"dataloader_drop_last": True}),
+    "stream": (Placed, {}),
+    "stream, workers": (Placed, {"dataloader_num_workers": 2}),
+    "stream that is read again": (Stream, {}),
+}
+
+
+def run(folder, case, *, stop=None, resume=False, **more):
+    data, settings = CASES[case]
+    callbacks = [Stop(stop)] if stop else []
+    settings = {"max_steps": 18, "save_steps": 1, "seed": 3, "remove_unused_columns": False, **settings, **more}
+    made = trainer(folder, Noting, callbacks=callbacks, **settings)
+    made.seen, made.train_dataset, made.data_collator = [], data(), collate
+    try:
+        made.train(resume_from_checkpoint=resume or None)
+    except KeyboardInterrupt:
+        pass
+    return made
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_samples_are_those_of_an_uninterrupted_run(tmp_path, case):
+    """Stopped within each epoch and resumed: samples, what was drawn for them and put into batches, weights, generators."""
+    whole = run(tmp_path / "whole", case)
+    for stop in (3, 8, 11):
+        before = run(tmp_path / str(stop), case, stop=stop)
+        after = run(tmp_path / str(stop), case, resume=True)
+        steps = CASES[case][1].get("gradient_accumulation_steps", 1)
+        done = len(whole.seen) - len(after.seen)
+        assert steps > 1 or done == stop - 1  # the save at the step of the stop comes after it
+        assert json.dumps(before.seen[:done] + after.seen) == json.dumps(whole.seen), (case, stop)
+        assert fingerprint(after) == fingerprint(whole)
+
+
+@pytest.mark.parametrize("data", [Rows, Placed])
+def test_nothing_is_read_to_find_the_place(tmp_path, data):
+    """The first row that is read after a resume is the next one that training needs."""
+    case = {Rows: "shuffle", Placed: "stream"}[data]
+    whole = run(tmp_path / "whole", case, max_steps=7)
+    run(tmp_path / "broken", case, stop=4, max_steps=7)
+    after = run(tmp_path / "broken", case, resume=True, max_steps=7)
+    assert after.train_dataset.read == whole.train_dataset.read[3 * 4 :]
+
+
+def test_ignore_data_skip_is_respected(tmp_path):
+    """Then the epoch begins anew, as under a stock Trainer."""
+    run(tmp_path, "stream", stop=4)
+    after = run(tmp_path, "stream", resume=True, ignore_data_skip=True)
+    assert after.seen[0][0] == [0, 1, 2, 3]
+
+
+def test_other_data_is_left_to_the_trainer(tmp_path, caplog):
+    """A place that means nothing any more is said, and the Trainer leaves out as many batches as it would."""
+    run(tmp_path, "shuffle", stop=4)
+    data, settings = CASES["shuffle"]
+
+    class Fewer(data):
+        def __len__(self):
+            return ROWS - 2
+
+    CASES["fewer"] = (Fewer, settings)
+    try:
+        after = run(tmp_path, "fewer", resume=True)
+    finally:
+        del CASES["fewer"]
+    assert after.state.global_step == 18
+    assert "The Trainer leaves out as many batches" in caplog.text
