@@ -1,5 +1,6 @@
 """The place in the data under a Trainer: nothing is read again, and what is drawn for a sample is the same."""
 
+import contextlib
 import json
 import random
 
@@ -28,6 +29,8 @@ class Rows(Dataset):
         return ROWS
 
     def __getitem__(self, index):
+        if index >= len(self):
+            raise IndexError(index)
         self.read.append(index)
         return row(index, (torch.rand(()).item() + random.random() + numpy.random.rand()) / 3)
 
@@ -91,10 +94,8 @@ def run(folder, case, *, stop=None, resume=False, **more):
     settings = {"max_steps": 18, "save_steps": 1, "seed": 3, "remove_unused_columns": False, **settings, **more}
     made = trainer(folder, Noting, callbacks=callbacks, **settings)
     made.seen, made.train_dataset, made.data_collator = [], data(), collate
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         made.train(resume_from_checkpoint=resume or None)
-    except KeyboardInterrupt:
-        pass
     return made
 
 
