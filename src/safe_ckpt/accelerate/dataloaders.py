@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from accelerate.state import PartialState
 
 from safe_ckpt.accelerate import contents, placed_loaders
 from safe_ckpt.accelerate.placed_loaders import Placed, is_within
 from safe_ckpt.adapters import Patch
-from safe_ckpt.core.coordination.process_groups import world_rank
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Loaders:
         """What to save, loader by loader."""
         watched = [self._of(loader) for loader in loaders]
         blind = [loader for loader, one in zip(loaders, watched, strict=True) if one is None and is_within(loader)]
-        if blind and not self._said and world_rank() == 0:
+        if blind and not self._said and PartialState().is_main_process:
             self._said = True
             logger.warning(
                 "saving within an epoch, and %s cannot tell where it is: after a resume this epoch begins anew, or, with "

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters import Engine, OpenDirectory
 from safe_ckpt.adapters.directories import (
@@ -29,6 +29,9 @@ from safe_ckpt.adapters.layouts import LATEST, has_states
 from safe_ckpt.config import Retention
 from safe_ckpt.deepspeed.arguments import is_tag
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
+
+if TYPE_CHECKING:
+    from safe_ckpt.deepspeed.data_place import DataPlace
 
 logger = logging.getLogger(__name__)
 
@@ -157,12 +160,14 @@ class Context:
         engine: DeepSpeed's.
         directories: the directories of tags that are held.
         weights: the directories of single files that are held.
+        data_place: of the engine's own loader; None where it is not saved.
     """
 
     core: Engine
     engine: Any
     directories: CheckpointDirectory
     weights: HeldDirectories
+    data_place: DataPlace | None = None
 
 
 def candidates(folder: Path) -> list[Candidate]:

@@ -13,6 +13,7 @@ from safe_ckpt.adapters.handle import begin
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.deepspeed import load, save
 from safe_ckpt.deepspeed.arguments import check_engine, check_settings, default_tag
+from safe_ckpt.deepspeed.data_place import DataPlace
 from safe_ckpt.deepspeed.directories import CheckpointDirectory, Context
 from safe_ckpt.events import Hook
 
@@ -23,7 +24,12 @@ _ENDED = "this engine's checkpoints were closed, by destroy() or remove()"
 
 
 def install(
-    engine: Any, config: CheckpointConfig | None = None, *, async_save: bool = True, hooks: Iterable[Hook] = ()
+    engine: Any,
+    config: CheckpointConfig | None = None,
+    *,
+    async_save: bool = True,
+    resume_data: bool = False,
+    hooks: Iterable[Hook] = (),
 ) -> Handle:
     """Make a DeepSpeed engine's checkpoints safe and asynchronous. Every rank calls this, after ``deepspeed.initialize``.
 
@@ -40,17 +46,21 @@ def install(
         engine: a ``DeepSpeedEngine``, ZeRO 0 to 3, with or without offload.
         config: settings, equal on all ranks; None reads the file that ``SAFE_CKPT_CONFIG`` names, or takes the defaults.
         async_save: return from ``save_checkpoint`` when the snapshot is taken; False waits until it is durable.
+        resume_data: save the place of ``engine.training_dataloader`` in its data, and go on there after ``load_checkpoint``.
+            Leave it out where your script leaves out batches itself.
         hooks: called with what happens; see ``safe_ckpt.events``.
 
     Returns:
         The handle, to wait for what is in flight and to take it all back.
 
     Raises:
-        ConfigError: a setting is not allowed, or the engine's own settings are not covered.
+        ConfigError: a setting is not allowed, or the engine's own settings are not covered; ``resume_data``, and the engine
+            has no loader.
         DesyncError: the ranks were given different settings.
         RendezvousTimeout: some ranks did not call this.
     """
-    return Handle(engine, begin(engine, config, check), async_save=async_save, hooks=hooks)
+    checked = begin(engine, config, check)
+    return Handle(engine, checked, async_save=async_save, resume_data=resume_data, hooks=hooks)
 
 
 class Handle(AttachedHandle):
@@ -62,8 +72,20 @@ class Handle(AttachedHandle):
     endings: Mapping[str, str] = {"destroy": _ENDED, "remove": _ENDED}
 
     def __init__(
-        self, engine: Any, config: CheckpointConfig, *, async_save: bool = True, hooks: Iterable[Hook] = ()
+        self,
+        engine: Any,
+        config: CheckpointConfig,
+        *,
+        async_save: bool = True,
+        resume_data: bool = False,
+        hooks: Iterable[Hook] = (),
     ) -> None:
+        place = DataPlace(engine) if resume_data else None
+        if place is None and engine.training_dataloader is not None and engine.global_rank == 0:
+            logger.warning(
+                "the place of engine.training_dataloader in its data is not saved: after a resume the epoch begins anew, "
+                "unless your script leaves out batches. Say install(engine, resume_data=True)"
+            )
         self._engine, self._core = engine, Engine(config, hooks=hooks, owner=_OWNER)
         super().__init__(engine, self._core)
         self._async_save = async_save
@@ -72,6 +94,7 @@ class Handle(AttachedHandle):
             engine=engine,
             directories=CheckpointDirectory(self._core, config.retention),
             weights=HeldDirectories(self._core),
+            data_place=place,
         )
         self._load_checkpoint = engine.load_checkpoint
         self._destroy: Callable[[], None] = engine.destroy
@@ -231,6 +254,8 @@ class Handle(AttachedHandle):
         try:
             super()._end(by, quiet=quiet)
         finally:
+            if self._context.data_place is not None:
+                self._context.data_place.forget()
             self._context.directories.close()
 
 

@@ -69,6 +69,9 @@ def load(
         path = folder / chosen
         nvme.put_back(core, engine, path)
         nvme.resume_all(core, {path: engine}, optimizer_states=optimizer_states)
+        place = context.data_place
+        if place is not None and optimizer_states:
+            resume.apply(core, functools.partial(place.load, path))
         manifest = manifest_of(path)
         step, seconds = manifest.step if manifest is not None else -1, time.monotonic() - begun
         core.emit(events.Resumed(rank=core.rank, path=str(path), step=step, seconds=seconds, rejected=rejected))

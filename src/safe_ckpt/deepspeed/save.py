@@ -55,6 +55,8 @@ def save(
     top, tag = agree_place(core, "save_checkpoint", save_dir, tag, options)
     directory = context.directories.hold(top, tag)
     planned, scripts = plan_tag(core, engine, tag, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
+    if context.data_place is not None:
+        planned = Planned.joined([planned, Planned(files=context.data_place.files())])
     pointers = [Pointer(path=top / name, data=data, mode=_EXECUTABLE) for name, data in scripts.items()]
     return directory.save(
         core,

@@ -1,0 +1,82 @@
+"""The place of an engine's own loader (``engine.training_dataloader``) in its data.
+
+DeepSpeed makes a new ``DataLoader`` for each epoch. Here it makes one that counts, and keeps it.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import deepspeed.runtime.dataloader as upstream
+import torch
+from torch.utils.data import DataLoader
+
+from safe_ckpt.adapters import FilePlan, Patch, torch_file
+from safe_ckpt.data import resumable
+from safe_ckpt.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+_FILE = "train_loader_rank_{rank}_states.pt"  # a file that ends so belongs to the tag, and is replaced with it
+
+
+class DataPlace:
+    """The loader of one engine, on this rank.
+
+    Args:
+        engine: a ``DeepSpeedEngine``.
+
+    Raises:
+        ConfigError: it has no loader whose place could be saved.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        loader = engine.training_dataloader
+        if not isinstance(loader, upstream.DeepSpeedDataLoader):
+            message = (
+                "the engine has no loader of its own: give deepspeed.initialize training_data, or leave resume_data out"
+            )
+            raise ConfigError(key="install: resume_data", message=message)
+        if loader.curriculum_learning_enabled:
+            message = "DeepSpeed saves the place itself with curriculum learning: leave resume_data out"
+            raise ConfigError(key="install: resume_data", message=message)
+        self._rank = engine.global_rank
+        self._loader = loader
+        self._counted: Any = None
+        self._pending: dict[str, Any] | None = None
+        self._create = loader._create_dataloader
+        self._patch = Patch(loader, {"_create_dataloader": self._create_counted})
+
+    def files(self) -> list[FilePlan]:
+        """What to save of this rank's loader."""
+        state = self._pending if self._counted is None else self._counted.state_dict()
+        return [] if state is None else [torch_file(_FILE.format(rank=self._rank), state)]
+
+    def load(self, tag: Path) -> None:
+        """Go to the place of a checkpoint. Ranks that it does not know take rank 0's, if all share one order."""
+        for rank in (self._rank, 0):
+            file = tag / _FILE.format(rank=rank)
+            if file.is_file():
+                self._pending = torch.load(file, weights_only=True)
+                break
+        else:
+            logger.warning("%s does not say where its loader was: the epoch begins anew", tag)
+            return
+        if self._counted is not None:
+            self._counted.load_state_dict(self._pending)
+
+    def forget(self) -> None:
+        """Leave the loader as it was."""
+        self._patch.give_back()
+
+    def _create_counted(self) -> Any:
+        with Patch(upstream, {"DataLoader": self._make}):
+            return self._create()
+
+    def _make(self, *args: Any, **kwargs: Any) -> Any:
+        if self._counted is None:
+            self._counted = resumable(DataLoader(*args, **kwargs))
+            if self._pending is not None:
+                self._counted.load_state_dict(self._pending)
+        return self._counted

@@ -1,0 +1,101 @@
+"""install(engine, resume_data=True): the engine's own loader goes on within an epoch, on as many ranks and on fewer."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("deepspeed")
+import deepspeed_runs as runs
+import torch
+
+from safe_ckpt.errors import ConfigError
+from safe_ckpt.testing import spawn_ranks
+from safe_ckpt.testing.ranks import values
+
+pytestmark = pytest.mark.timeout(300)
+SIZE, EPOCHS = 44, 2
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Draws in the workers, which DeepSpeed's loader has two of."""
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        return index, torch.rand(64) + random.random()
+
+
+def epochs(rank, folder, stop, *, resumed):
+    """Samples and sums of what was drawn, in order; a save and the end behind ``stop`` batches."""
+    import deepspeed
+
+    from safe_ckpt.deepspeed import install
+
+    torch.manual_seed(rank)
+    net = torch.nn.Linear(64, 16)
+    engine, _, _, _ = deepspeed.initialize(
+        model=net,
+        model_parameters=net.parameters(),
+        training_data=Noisy(),
+        config={
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+            "zero_optimization": {"stage": 1},
+            "steps_per_print": 10**9,
+        },
+    )
+    seen, epoch, count = [], 0, 0
+    with install(engine, resume_data=True):
+        if resumed:
+            epoch = engine.load_checkpoint(folder)[1]["epoch"]
+        loader = engine.training_dataloader
+        for number in range(epoch, EPOCHS):
+            loader.data_sampler.set_epoch(number)
+            for index, values_ in loader:
+                engine.backward(engine(values_).square().mean())
+                engine.step()
+                seen.append([number, index.tolist(), values_.sum().item()])
+                count += 1
+                if count == stop:
+                    engine.save_checkpoint(folder, client_state={"epoch": number})
+                    return seen, None
+        weights = runs.weights(engine).tolist()
+    return seen, weights
+
+
+def job(size, folder, stop, *, resumed=False):
+    return values(spawn_ranks(in_rank, size, str(folder), stop, resumed, timeout_s=120))
+
+
+def in_rank(rank, folder, stop, resumed):
+    return epochs(rank, folder, stop, resumed=resumed)
+
+
+def test_the_engines_loader_goes_on_within_an_epoch(tmp_path):
+    """Samples, what two workers drew for them, and weights: those of a run that was not stopped, on both ranks."""
+    whole = job(2, tmp_path / "whole", 0)
+    for stop in (2, 8):
+        before = job(2, tmp_path / str(stop), stop)
+        after = job(2, tmp_path / str(stop), 0, resumed=True)
+        for rank in (0, 1):
+            assert json.dumps(before[rank][0] + after[rank][0]) == json.dumps(whole[rank][0]), (stop, rank)
+            assert after[rank][1] == whole[rank][1]
+
+
+def test_an_engine_without_a_loader_is_refused(tmp_path):
+    """At install, with what to do."""
+    assert values(spawn_ranks(refused, 1, str(tmp_path), timeout_s=60)) == [True]
+
+
+def refused(rank, folder):
+    from safe_ckpt.deepspeed import install
+
+    engine = runs.engine(0, width=64)
+    with pytest.raises(ConfigError, match="training_data"):
+        install(engine, resume_data=True)
+    return Path(folder).is_dir() and rank == 0
