@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from safe_ckpt.adapters import FilePlan, Patch, torch_file
+from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
 from safe_ckpt.data import resumable
 from safe_ckpt.errors import ConfigError
 
@@ -50,21 +51,24 @@ class DataPlace:
 
     def files(self) -> list[FilePlan]:
         """What to save of this rank's loader."""
-        state = self._pending if self._counted is None else self._counted.state_dict()
-        return [] if state is None else [torch_file(_FILE.format(rank=self._rank), state)]
+        place = self._pending if self._counted is None else self._counted.state_dict()
+        # DeepSpeed does not save the generators, from which torch seeds the workers of the next epoch.
+        state = {"place": place, "rng": get_rng_state()}
+        return [torch_file(_FILE.format(rank=self._rank), state)]
 
     def load(self, tag: Path) -> None:
         """Go to the place of a checkpoint. Ranks that it does not know take rank 0's, if all share one order."""
-        for rank in (self._rank, 0):
-            file = tag / _FILE.format(rank=rank)
-            if file.is_file():
-                self._pending = torch.load(file, weights_only=True)
-                break
-        else:
+        files = [tag / _FILE.format(rank=rank) for rank in (self._rank, 0)]
+        file = next((one for one in files if one.is_file()), None)
+        if file is None:
             logger.warning("%s does not say where its loader was: the epoch begins anew", tag)
             return
-        if self._counted is not None:
+        state = torch.load(file, weights_only=True)
+        self._pending = state["place"]
+        if self._counted is not None and self._pending is not None:
             self._counted.load_state_dict(self._pending)
+        if file == files[0]:
+            set_rng_state(state["rng"])
 
     def forget(self) -> None:
         """Leave the loader as it was."""

@@ -46,8 +46,8 @@ def install(
         engine: a ``DeepSpeedEngine``, ZeRO 0 to 3, with or without offload.
         config: settings, equal on all ranks; None reads the file that ``SAFE_CKPT_CONFIG`` names, or takes the defaults.
         async_save: return from ``save_checkpoint`` when the snapshot is taken; False waits until it is durable.
-        resume_data: save the place of ``engine.training_dataloader`` in its data, and go on there after ``load_checkpoint``.
-            Leave it out where your script leaves out batches itself.
+        resume_data: save the random generators and the place of ``engine.training_dataloader`` in its data, and go on there
+            after ``load_checkpoint``. Leave it out where your script leaves out batches itself.
         hooks: called with what happens; see ``safe_ckpt.events``.
 
     Returns:
