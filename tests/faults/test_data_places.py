@@ -62,13 +62,15 @@ def train(rank, size, folder, kind, workers, fatal):
     torch.manual_seed(5)
     random.seed(5)
     sampler = sampler_of(kind, rank, size)
+    seeding = "per_sample" if workers == 4 else "stock"
     loader = resumable(
         DataLoader(Noisy(), batch_size=3, sampler=sampler, shuffle=sampler is None, num_workers=workers),
-        worker_seeding="per_sample" if workers else "stock",
+        worker_seeding=seeding,
     )
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.AdamW(model.parameters())
-    shared = loader if kind == "distributed" else PerRank(loader)
+    # One place for all ranks where they share one order, unless workers of each rank draw on where they were.
+    shared = loader if kind == "distributed" and not (workers and seeding == "stock") else PerRank(loader)
     state = {"model": model, "optimizer": optimizer, "data": shared, "rng": PerRank(RngState()), "epoch": 0}
     moment = threading.Event()
     threading.Thread(target=kill, args=(moment, fatal), daemon=True).start()
@@ -125,6 +127,7 @@ CASES = [
     for size in (1, 2, 4)
     if kind != "distributed" or size > 1
 ]
+CASES.sort(key=lambda case: case[1] * case[2])  # the quick ones first
 SOME = [("shuffle", 2, 1), ("distributed", 2, 2)]
 
 
