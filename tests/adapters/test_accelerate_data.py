@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 from accelerate.utils import DataLoaderConfiguration
-from test_accelerate_ranks import run as run_ranks
+from accelerate_launch import run as run_ranks
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 from accelerate_runs import Training, forget, fresh, registered

@@ -147,7 +147,9 @@ def test_a_mirror_that_does_not_answer_fails_no_save(tmp_path, object_server, bu
         with Checkpointer(tmp_path / "a", quick, hooks=[seen.append]) as ckpt:
             ckpt.save(1, state(1)).result()
             ckpt.save(2, state(2)).result()
-        assert [event.error != "" for event in seen if isinstance(event, events.Mirrored)] in ([True], [True, True])
+        tries = [event.error for event in seen if isinstance(event, events.Mirrored)]
+        assert tries  # of each save, or of the newest alone, and once more at the end
+        assert all(tries)
         assert steps(tmp_path / "a") == [1, 2]
         with pytest.raises(DirectoryError, match="could not"), Checkpointer(tmp_path / "empty", quick) as ckpt:
             ckpt.resume(state(0))
