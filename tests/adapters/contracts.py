@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 SOURCES = Path(__file__).resolve().parents[2] / "src" / "safe_ckpt"
-OURS = frozenset({"_safe_ckpt", "_getframe", "_exit", "_codecs"})
+OURS = frozenset({"_safe_ckpt", "_data_place", "_getframe", "_exit", "_codecs"})
 """Names of ours on a framework's objects, and CPython's."""
 
 

@@ -36,6 +36,11 @@ class Drawing(torch.utils.data.Dataset):
         return (torch.full((4,), float(index)) + noise.float(),)
 
 
+class Plain(Drawing):
+    def __getitem__(self, index):
+        return (torch.full((4,), float(index)),)
+
+
 class Stream(IterableDataset):
     def __init__(self):
         self.at = 0
@@ -62,6 +67,7 @@ def batches():
 CASES = {
     "shuffle": ({}, {}, resumable),
     "in order": ({"shuffle": False}, {}, resumable),
+    "nothing drawn": ({"data": Plain, "shuffle": False}, {}, resumable),
     "workers": ({"num_workers": 2}, {}, resumable),
     "workers that stay": ({"num_workers": 2, "persistent_workers": True}, {}, resumable),
     "per sample": ({"num_workers": 1}, {}, lambda loader: resumable(loader, worker_seeding="per_sample")),
@@ -78,7 +84,7 @@ CASES = {
 }
 
 
-def run(folder, case, *, stop_at=None, skips=False):
+def run(folder, case, *, stop_at=None, skips=False, skip=None):
     loading, how, wrap = CASES[case]
     loading = {name: value() if name in ("data", "batch_sampler") else value for name, value in loading.items()}
     loading.setdefault("data", Drawing())
@@ -97,7 +103,7 @@ def run(folder, case, *, stop_at=None, skips=False):
             for epoch in range(max(begun, 0) // PER_EPOCH, 3):
                 whole = training.loader
                 if skips and epoch == begun // PER_EPOCH and begun % PER_EPOCH:
-                    training.loader = accelerator.skip_first_batches(whole, begun % PER_EPOCH)
+                    training.loader = accelerator.skip_first_batches(whole, begun % PER_EPOCH if skip is None else skip)
                 training.epoch(after)
                 training.loader = whole
         found = training.seen, training.fingerprint()
@@ -125,6 +131,17 @@ def test_scripts_that_skip_batches_stay_as_they_are(tmp_path):
     after, found = run(tmp_path / "x", "workers", skips=True)
     assert json.dumps(before + after) == json.dumps(seen)
     assert found == end
+
+
+@pytest.mark.parametrize("skip", [0, 2, 4])
+def test_a_script_that_skips_another_number_gets_what_it_asks_for(tmp_path, caplog, skip):
+    """Its number counts, as with a stock loader: that many batches are left out, and a warning says so."""
+    seen, _ = run(tmp_path / "whole", "nothing drawn")
+    run(tmp_path / "x", "nothing drawn", stop_at=PER_EPOCH + 3)
+    with caplog.at_level(logging.WARNING, "safe_ckpt"):
+        after, _ = run(tmp_path / "x", "nothing drawn", skips=True, skip=skip)
+    assert after[: PER_EPOCH - skip] == seen[PER_EPOCH + skip : 2 * PER_EPOCH]
+    assert [f"skip_first_batches({skip})" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_a_loader_that_does_not_know_its_place_is_named(tmp_path, caplog):

@@ -25,7 +25,6 @@ from accelerate.utils.offload import PrefixedDataset
 from contracts import Part, private_names
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, model_parallel
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.storage import TypedStorage
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import Trainer, modeling_utils, trainer
@@ -116,7 +115,6 @@ TRANSFORMERS = [
 ]  # fmt: skip
 
 LIGHTNING = [
-    Part(CombinedLoader, "_state_dicts", "lightning/loop_state.py", "where the loaders are", SELF),
     Part(ModelParallelStrategy(), "_save_distributed_checkpoint", "lightning/strategies.py", "which layout it writes"),
     Part(model_parallel, "_align_compiled_param_names_with_module", "lightning/strategies.py",
          "the names of a compiled module", ("state_dict", "module"), optional=True),
@@ -152,6 +150,13 @@ ELSEWHERE = {
             "_combined_loader",
             "_skip_next_val",
             "_should_check_val_fx",
+            "_should_accumulate",
+            "_batches_that_stepped",
+            "_every_n_train_steps",
+            "_train_time_interval",
+            "_should_save_on_train_epoch_end",
+            "_val_check_time_interval",
+            "_mode",
             "_should_save_on_exception",
             "_sigterm_notifier_fn",
             "_slurm_sigusr_handler_fn",

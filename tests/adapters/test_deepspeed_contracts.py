@@ -9,6 +9,7 @@ import deepspeed.runtime.engine as upstream
 from contracts import Part, private_names
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
 from deepspeed.utils import groups
@@ -35,6 +36,7 @@ PARTS = [
     Part(ENGINE, "checkpoint_writer_enabled", "deepspeed/load.py", "its files are read with the plain engine", SELF),
     Part(ENGINE, "_common_checkpoint_state", "deepspeed/save.py", "which names client_state replaces", SELF),
     Part(ENGINE, "is_first_weights_partition_group", "deepspeed/save.py", "which ranks write the weights of ZeRO-3", SELF),
+    Part(DeepSpeedDataLoader, "_create_dataloader", "deepspeed/data_place.py", "makes the loader of an epoch", SELF),
     Part(groups, "_get_sequence_data_parallel_rank", "deepspeed/save.py", "which rank writes those of other stages", ()),
     Part(ENGINE, "use_node_local_storage", "deepspeed/nvme.py", "which name a rank's swap files have", SELF),
     Part(ENGINE, "_get_zero_ckpt_name", "deepspeed/nvme.py", "the file of the optimizer's states",

@@ -136,7 +136,11 @@ def train_kill_and_go_on(tmp_path, stage, job):
     assert names(tmp_path / "ours") == ["checkpoint-4", "checkpoint-5", "checkpoint-6"]
     for name in ("checkpoint-4", "checkpoint-6"):
         ours = tmp_path / "ours" / name
-        assert files(ours) == files(tmp_path / "stock" / name) | {"manifest.json"}
+        assert files(ours) == files(tmp_path / "stock" / name) | {
+            "manifest.json",
+            "train_loader_0.pth",
+            "train_loader_1.pth",
+        }
         verify(ours, read_manifest(ours))
     return found[0][1]
 

@@ -75,6 +75,11 @@ def test_the_seams_of_the_trainer_exist(name):
         assert list(inspect.signature(getattr(loop.epoch_loop, method)).parameters) == ["data_fetcher"]
     assert hasattr(loop.epoch_loop, "_skip_next_val")
     assert list(inspect.signature(loop.epoch_loop._should_check_val_fx).parameters) == ["data_fetcher"]
+    assert not inspect.signature(loop.epoch_loop._should_accumulate).parameters
+    assert hasattr(loop.epoch_loop, "_batches_that_stepped")
+    saves = package(name).callbacks.ModelCheckpoint()
+    assert (saves._every_n_train_steps, saves._train_time_interval, saves._every_n_epochs) == (0, None, 1)
+    assert list(inspect.signature(saves._should_save_on_train_epoch_end).parameters) == ["trainer"]
     assert hasattr(loop, "min_epochs")
     assert hasattr(loop.epoch_loop, "min_steps")
     assert callable(trainer._signal_connector._sigterm_notifier_fn)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import random
 
 import numpy
@@ -127,6 +128,7 @@ CASES = {
     "validation within": (one(shuffle=True), {"val_check_interval": 3}),
     "sanity check": (one(shuffle=True), {"num_sanity_val_steps": 1, "val_check_interval": 2}),
     "validation at the save": (one(shuffle=True), {"val_check_interval": 2}),
+    "validation at the save, accumulated": (one(shuffle=True), {"val_check_interval": 2, "accumulate_grad_batches": 3}),
     "only sanity": (one(shuffle=True), {"num_sanity_val_steps": 1}),
     "limited": (one(shuffle=True), {"limit_train_batches": 5}),
     "accumulated": (one(shuffle=True), {"accumulate_grad_batches": 3}),
@@ -183,3 +185,38 @@ def test_lightnings_own_checkpoints_hold_the_place_too(tmp_path, case, name):
     assert callback._came_from.name == "step=4.ckpt"
     assert json.dumps([one for one in before if one[0] < 4] + after) == json.dumps(seen)
     assert found == weights
+
+
+WITHIN = {
+    "steps": ({"every_n_train_steps": 2}, {}, True),
+    "validation within": ({}, {"val_check_interval": 2}, True),
+    "exceptions": ({"save_on_exception": True}, {}, True),
+    "ends of epochs": ({}, {}, False),
+    "ends of epochs, validation within": ({"save_on_train_epoch_end": True}, {"val_check_interval": 2}, False),
+}
+
+
+@pytest.mark.parametrize("case", WITHIN)
+def test_a_loader_that_does_not_know_its_place_is_named_before_training(tmp_path, caplog, case):
+    """Once, if any checkpoint is to be saved within an epoch; not where all are saved between epochs."""
+    saving, settings, expected = WITHIN[case]
+    pl = package(PACKAGES[0])
+    callback = SafeCheckpointCallback(dirpath=tmp_path, **saving)
+    with caplog.at_level(logging.WARNING, "safe_ckpt"):
+        trainer(pl, [callback], tmp_path, **{"limit_val_batches": 1, "max_epochs": 1, **settings}).fit(
+            module_of(pl, lambda _: DataLoader(Noisy(), batch_size=2))
+        )
+    said = [record.getMessage() for record in caplog.records if "cannot tell where it was" in record.getMessage()]
+    assert ["Noisy" in words for words in said] == ([True] if expected else [])
+
+
+def test_streams_whose_ends_lightning_forgets_are_named(tmp_path, caplog):
+    """``max_size_cycle`` over several loaders of which one has no length."""
+    pl = package(PACKAGES[0])
+    streams = {"a": resumable(DataLoader(Stream(), batch_size=2)), "b": resumable(DataLoader(Noisy(), batch_size=2))}
+    callback = SafeCheckpointCallback(dirpath=tmp_path, every_n_train_steps=2)
+    with caplog.at_level(logging.WARNING, "safe_ckpt"):
+        trainer(pl, [callback], tmp_path, limit_val_batches=0, max_steps=2).fit(
+            module_of(pl, lambda pl: pl.utilities.CombinedLoader(streams, "max_size_cycle"))
+        )
+    assert ["max_size_cycle" in record.getMessage() for record in caplog.records] == [True]

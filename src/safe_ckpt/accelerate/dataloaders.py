@@ -50,9 +50,23 @@ class Loaders:
             self._watched[id(loader.base_dataloader)] = _Watched.on(loader)
 
     def is_at(self, loader: Any, batches: int) -> bool:
-        """Whether the next loop over ``loader`` begins behind so many batches of its epoch anyway."""
+        """Whether the next loop over ``loader`` begins behind so many batches of its epoch anyway.
+
+        If it begins elsewhere, it is made to begin the epoch, so that leaving out batches leaves out those.
+        """
         placed = self._of(loader)
-        return isinstance(placed, Placed) and placed.pending() == batches
+        if not isinstance(placed, Placed):
+            return False
+        pending = placed.pending()
+        if pending is not None and pending != batches:
+            logger.warning(
+                "skip_first_batches(%d), and the checkpoint was saved behind batch %d of the epoch: the script's number "
+                "counts, and random numbers that the data set draws are other ones",
+                batches,
+                pending,
+            )
+            placed_loaders.forget(loader)
+        return (pending or 0) == batches
 
     def states(self, loaders: Sequence[Any]) -> list[dict[str, Any] | None]:
         """What to save, loader by loader."""
@@ -62,8 +76,8 @@ class Loaders:
             self._said = True
             logger.warning(
                 "saving within an epoch, and %s cannot tell where it is: after a resume this epoch begins anew, or, with "
-                "skip_first_batches, where the script says. Give accelerator.prepare safe_ckpt.data.resumable(loader), or use "
-                "DataLoaderConfiguration(use_stateful_dataloader=True)",
+                "skip_first_batches, where the script says. Give accelerator.prepare safe_ckpt.data.resumable(loader) after "
+                "register(accelerator), or use DataLoaderConfiguration(use_stateful_dataloader=True)",
                 ", ".join(f"{type(loader).__name__} over {type(loader.dataset).__name__}" for loader in blind),
             )
         return [one.state() if one is not None else None for one in watched]

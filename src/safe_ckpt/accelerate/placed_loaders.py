@@ -66,7 +66,7 @@ def count(loader: Any, seeding: Seeding, skip: Literal["read"] | None) -> bool:
 
 def forget(loader: Any) -> None:
     """Have the next loop over a counted loader begin at the beginning."""
-    loader.base_dataloader._pending = None
+    loader.base_dataloader.begin_anew()
 
 
 def is_placed_loader(loader: Any) -> bool:
@@ -103,8 +103,8 @@ class Placed:
 
     def pending(self) -> int | None:
         """How many batches of the epoch were given before the place that is gone to next; None where none is."""
-        place = self._base.position()
-        return place.batches if self._base._pending is not None and place.begun else None
+        place = self._base.pending()
+        return place.batches if place is not None else None
 
     def forget(self) -> None:
         """It counts on: that takes nothing away."""

@@ -114,6 +114,15 @@ class Resumable:
             place = last  # the last batch of the epoch was taken, and that it is the last was seen
         return place.without(unseen)
 
+    def pending(self) -> Position | None:
+        """The place that the next iteration goes to; None where it begins an epoch."""
+        return self._pending if self._pending is not None and self._pending.begun else None
+
+    def begin_anew(self) -> None:
+        """Have the next iteration begin an epoch, not at the place that was loaded."""
+        self._pending = None
+        self._place = self._place.at_end()
+
     def ended(self) -> Position | None:
         """The end of the last epoch, as a place in it; None once the next one has begun."""
         return self._ended if self._pending is None else None

@@ -194,8 +194,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
             # This step is on disk already. Lightning does not save these two attributes, and would save the step again.
             self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, str(self._came_from)
         due, self._saver.continuation = self._saver.continuation, None
-        within = self._every_n_train_steps > 0 or self._train_time_interval is not None
-        dataloader.say_what_is_inexact(trainer, within_epochs=within or (due is not None and due.mid_epoch))
+        dataloader.say_what_is_inexact(trainer, self, resumed_within=due is not None and due.mid_epoch)
         if due is not None:
             loop_state.continue_from(trainer, due)
 

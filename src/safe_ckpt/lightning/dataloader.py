@@ -74,9 +74,9 @@ def _state(loader: Resumable, place: Position, now: dict[str, Any]) -> dict[str,
     return {_KEY: {_PLACES: [place.to_json()], _NOW: now}}
 
 
-def at_end(state: dict[str, Any]) -> dict[str, Any]:
+def at_end(state: Any) -> Any:
     """The state of a loader after the last batch of an epoch. Lightning does not ask for more, so the loader cannot know."""
-    if _PLACES not in state.get(_KEY, {}):
+    if not isinstance(state, dict) or _PLACES not in state.get(_KEY, {}):
         return state
     place = Position.from_json(state[_KEY][_PLACES][0]).at_end()
     return {_KEY: {**state[_KEY], _PLACES: [place.to_json()]}}
@@ -88,24 +88,40 @@ def generators(states: Sequence[Any]) -> dict[str, Any] | None:
     return next(ours, None)
 
 
-def at_batch(state: dict[str, Any], *, unseen: int) -> dict[str, Any]:
+def at_batch(state: Any, *, unseen: int) -> Any:
     """The state of a loader within an epoch, as a stock checkpoint has it, before the batches that were not trained on."""
-    if _PLACES not in state.get(_KEY, {}):
+    if not isinstance(state, dict) or _PLACES not in state.get(_KEY, {}):
         return state
     places = state[_KEY][_PLACES]
     return {_KEY: {**state[_KEY], _PLACES: [places[min(unseen + state[_KEY].get(_AHEAD, 0), len(places) - 1)]]}}
 
 
-def say_what_is_inexact(trainer: Any, *, within_epochs: bool) -> None:
+def saves_within_epochs(trainer: Any, callback: Any) -> bool:
+    """Whether a ``ModelCheckpoint`` is to save before an epoch has ended."""
+    by_steps = callback._every_n_train_steps > 0 or callback._train_time_interval is not None
+    if by_steps or callback.save_on_exception or callback._should_save_on_train_epoch_end(trainer):
+        return by_steps or bool(callback.save_on_exception)
+    timed = getattr(trainer, "_val_check_time_interval", None) is not None
+    return timed or bool(trainer.val_check_batch < trainer.num_training_batches)  # it saves at each validation
+
+
+def say_what_is_inexact(trainer: Any, callback: Any, *, resumed_within: bool) -> None:
     """Before training, on rank 0: one warning about loaders that do not know their place.
 
     Args:
         trainer: in ``fit``.
-        within_epochs: whether checkpoints are saved within an epoch, or this one was.
+        callback: the one that saves.
+        resumed_within: whether this run goes on within an epoch.
     """
     loaders = trainer.fit_loop._combined_loader
-    if not within_epochs or loaders is None or trainer.global_rank != 0:
+    if loaders is None or trainer.global_rank != 0 or not (resumed_within or saves_within_epochs(trainer, callback)):
         return
+    several = len(loaders.flattened) > 1
+    if several and loaders._mode == "max_size_cycle" and not all(map(_has_length, loaders.flattened)):
+        logger.warning(
+            "CombinedLoader: with 'max_size_cycle' and a loader without a length, Lightning does not save which loaders "
+            "have come to their end: after a resume within an epoch that epoch may be longer. Give each loader a length"
+        )
     blind = [loader for loader in loaders.flattened if not hasattr(loader, "load_state_dict")]
     if blind:
         logger.warning(

@@ -209,7 +209,8 @@ def _validate_at_once(epoch_loop: Any) -> None:
 
     def leave_out_the_batch(_: Callable[[Any], None], __: Any) -> None:
         epoch_loop.val_loop.restarting = False
-        epoch_loop._batches_that_stepped -= 1  # counted once already, for the restart
+        if not epoch_loop._should_accumulate():
+            epoch_loop._batches_that_stepped -= 1  # counted once already, for the restart
 
     patch.once(epoch_loop, "advance", leave_out_the_batch)
 
