@@ -32,6 +32,9 @@ CONFIG = CheckpointConfig(
     retention=Retention(keep_last=2),
     timeouts=Timeouts(lengthy_s=60, barrier_s=30, peer_stall_s=10, shutdown_s=10),
 )
+FORK = (
+    "fork"  # workers of a fork server outlive a killed rank: they watch the fork server, which lives as long as they do
+)
 KILLS = 5 if THOROUGH else 1
 
 
@@ -63,9 +66,9 @@ def train(rank, size, folder, kind, workers, fatal):
     random.seed(5)
     sampler = sampler_of(kind, rank, size)
     seeding = "per_sample" if workers == 4 else "stock"
+    how = {"num_workers": workers, "multiprocessing_context": FORK if workers else None}
     loader = resumable(
-        DataLoader(Noisy(), batch_size=3, sampler=sampler, shuffle=sampler is None, num_workers=workers),
-        worker_seeding=seeding,
+        DataLoader(Noisy(), batch_size=3, sampler=sampler, shuffle=sampler is None, **how), worker_seeding=seeding
     )
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.AdamW(model.parameters())
