@@ -114,7 +114,7 @@ def _one_cannot_upload(rank, world, url, environment):
         ckpt.save(1, state_of(1, rank, world)).result()
     if rank == 1:
         os.environ.update(environment)
-    impatient = dataclasses.replace(CONFIG, timeouts=dataclasses.replace(QUICK, lengthy_s=5))
+    impatient = dataclasses.replace(CONFIG, timeouts=dataclasses.replace(QUICK, lengthy_s=12))
     with Checkpointer(url, impatient) as ckpt, pytest.raises(SafeCheckpointError) as caught:
         ckpt.save(2, state_of(2, rank, world)).result()
     return str(caught.value)
