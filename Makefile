@@ -127,7 +127,7 @@ examples: .venv/ready  ## run every example, twice where it resumes
 	STEPS=40 $(BIN)/python examples/transformers_tiny.py runs/examples/transformers
 	$(BIN)/safe-ckpt list runs/examples/plain
 	$(BIN)/safe-ckpt list runs/examples/accelerate/checkpoints
-	$(BIN)/safe-ckpt verify runs/examples/plain/step-00000004 runs/examples/lightning/last.ckpt
+	$(BIN)/safe-ckpt verify runs/examples/plain/step-00000110 runs/examples/lightning/last.ckpt
 
 clean:
 	rm -rf .venv runs site .pytest_cache .mypy_cache .ruff_cache
