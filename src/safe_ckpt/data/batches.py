@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch._utils import ExceptionWrapper
+
 from safe_ckpt.data import generators
 from safe_ckpt.data.facts import is_map, name_of
 from safe_ckpt.data.workers import Delivered
@@ -88,7 +90,10 @@ class Batches:
         counter = self._counter
         counter.count += 1
         if type(batch) is Delivered:
-            return counter.took(batch, drawn)
+            found = counter.took(batch, drawn)
+            if isinstance(found, ExceptionWrapper):
+                found.reraise()  # type: ignore[no-untyped-call]
+            return found
         if drawn is not None:
             counter.undo.append((counter.before + counter.count, "0", None, drawn))
         return batch

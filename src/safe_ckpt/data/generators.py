@@ -98,15 +98,26 @@ def put_snapshot_back(text: Mapping[str, Any]) -> None:
 @contextlib.contextmanager
 def borrowed() -> Iterator[None]:
     """Within this block the generators of this process may be used; after it they are as before. Not those of devices."""
-    numpy = sys.modules.get("numpy")
-    before = random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy is not None else None
+    before = taken()
     try:
         yield
     finally:
-        random.setstate(before[0])
-        torch.set_rng_state(before[1])
-        if numpy is not None and before[2] is not None:
-            numpy.random.set_state(before[2])
+        set_to(before)
+
+
+def taken() -> tuple[Any, Any, Any]:
+    """What the generators of this process are, for ``set_to``."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy is not None else None
+
+
+def set_to(before: tuple[Any, Any, Any]) -> None:
+    """Set them to what ``taken`` returned."""
+    numpy = sys.modules.get("numpy")
+    random.setstate(before[0])
+    torch.set_rng_state(before[1])
+    if numpy is not None and before[2] is not None:
+        numpy.random.set_state(before[2])
 
 
 def _bytes(state: torch.Tensor) -> bytes:

@@ -7,6 +7,7 @@ begins at the place, so only what is left is read, and batches that were in flig
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -51,7 +52,7 @@ _CANNOT = (
 )
 _LOSES = (
     "its data set does not save what is in its shuffle buffer: a resume within an epoch leaves out those samples. "
-    "resumable(loader, skip='read') reads what came before it again, and loses nothing"
+    "resumable(loader, skip='read') reads what came before it again, and loses nothing if no one else draws random numbers"
 )
 
 
@@ -68,6 +69,7 @@ class Resumable:
     _undo: Mapping[str, torch.Tensor] | None = None
     _restored: Position | None = None
     _ended: Position | None = None
+    _offered: Position | None = None
     _drawn: Mapping[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,7 +152,17 @@ class Resumable:
         )
 
     def __iter__(self) -> Iterator[Any]:
+        pending = self._pending
+        if pending is not None and pending is self._offered and self._is_whole(pending):
+            self.begin_anew()  # another loader that is read beside it was at its end, too, so nothing was asked of this one
+        self._offered = self._pending
         return Batches(self)
+
+    def _is_whole(self, place: Position) -> bool:
+        """Whether nothing is left of the epoch, as far as that can be told."""
+        if not place.begun or not is_map(self) or place.first_sample != place.first_batch * place.each:
+            return False
+        return bool(place.batches == len(self))  # type: ignore[arg-type]
 
     @property
     def _index_sampler(self) -> Any:
@@ -163,7 +175,8 @@ class Resumable:
         dataset, collate, in_worker = own["dataset"], own["collate_fn"], own["num_workers"] > 0
         before, self._restored = self._restored, None
         if self.worker_seeding == "per_sample":
-            own["dataset"] = seeding.SeededDataset(dataset, own_process=in_worker)
+            seeded = own["dataset"] = seeding.SeededDataset(dataset, own_process=in_worker)
+            own["collate_fn"] = collate if in_worker else seeding.SeededCollate(collate, seeded)
         elif (in_worker or is_placed(self)) and self.skip != "read":
             maker = workers.Maker(before.workers if before is not None else {}, watched=in_worker)
             own["dataset"] = (workers.PlacedDataset if is_placed(self) else workers.WatchedDataset)(dataset, maker)
@@ -186,11 +199,22 @@ class Resumable:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The class was made at run time: another process makes it again.
-        kind, passing = type(self), {"_iterator": None, "_given": None, "_undo": None, "_restored": None}
+        kind = type(self)
+        passing: dict[str, Any] = {"_iterator": None, "_given": None, "_undo": None, "_restored": None}
+        if self._given is not None:
+            passing["_place"] = self._now()
         return make, (kind.__bases__[1], self.__dict__ | passing, kind.worker_seeding, kind.skip, kind.__bases__[0])
 
     def _begin(self, given: Counter) -> Iterator[Any]:
         """The batches of torch, from the place on. Called when the first one is asked for."""
+        pending = self._pending
+        try:
+            return self._begun(given)
+        except BaseException:
+            self._pending = pending  # the next try begins there, too
+            raise
+
+    def _begun(self, given: Counter) -> Iterator[Any]:
         pending, self._pending, self._ended = self._pending, None, None
         if pending is not None and not is_still_meant(self, pending):
             pending = None
@@ -210,10 +234,21 @@ class Resumable:
             given.workers = dict(self._place.workers)
         batches = self._resumed(pending) if pending is not None and pending.begun else self._started()
         self._restored = None
+        if self._undo is not None and not is_map(self):
+            self._take_back_draws()
         if self.__dict__["num_workers"]:
             seed = getattr(batches, "_base_seed", None)
             self._place = dataclasses.replace(self._place, base_seed=seed, rank=world_rank())
         return batches
+
+    def _take_back_draws(self) -> None:
+        """What torch drew to begin with, and would not have drawn in an uninterrupted run."""
+        undo, self._undo = self._undo, None
+        if undo is None:
+            return
+        torch.set_rng_state(undo[generators.TORCH])
+        for name, one in own_generators(self).items():
+            one.set_state(undo[name])
 
     def _end(self, given: Counter) -> None:
         if self._given is given:  # else another iteration has begun since
@@ -240,6 +275,8 @@ class Resumable:
             else:
                 token = order.draw_seed()
             self._place = dataclasses.replace(self._place, token=token)
+            if self._undo is not None:  # the token would have been drawn anyway
+                self._undo = {**self._undo, generators.TORCH: torch.get_rng_state()}
         if self.skip == "read":
             self._drawn = {**self._drawn, _READ: generators.all_to_text()}
         return super().__iter__()  # type: ignore[misc, no-any-return]
@@ -274,7 +311,8 @@ class Resumable:
             generators.put_all_back(pending.generators[_READ])
             batches: Iterator[Any] = super().__iter__()  # type: ignore[misc]
             for _ in shown(pending.batches, f"{name_of(self)}: reading up to its place"):
-                next(batches, None)
+                with contextlib.suppress(Exception):  # as training went on after it
+                    next(batches, None)
             batches = _again(batches, pending)
         took_s = time.monotonic() - began_s
         logger.info("%s: read %d batches again in %.1f s to find its place", name_of(self), pending.batches, took_s)
@@ -287,7 +325,7 @@ class Resumable:
 def resumable(loader: Loader, *, worker_seeding: Seeding = "stock", skip: Literal["read"] | None = None) -> Loader:
     """Make the place of a DataLoader in its data resumable. Returns a loader that stands in for it, of a subclass of its class.
 
-    It gives the same batches in the same order as the loader itself. Its place is an item of a checkpoint
+    It gives the same batches in the same order as the loader itself. It draws what that draws, when the first batch is asked for. Its place is an item of a checkpoint
     (``state={"loader": loader, ...}``), and a resume within an epoch goes on with the next batch. Nothing is read to find it.
 
     Args:

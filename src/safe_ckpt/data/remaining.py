@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from safe_ckpt.data import generators, order, seeding
-from safe_ckpt.data.facts import draws_itself, own_generators
+from safe_ckpt.data.facts import draws_itself
 
 _GLOBAL = "process"
 _END = object()
@@ -32,19 +32,17 @@ class Remaining:
         loader = self._loader()
         if loader is None:
             return iter(())
-        batches = self._from_the_place(loader)
+        given = self._given
+        # A sampler of somebody's own may draw in its ``__iter__``, which torch calls before it draws itself.
+        at_once = type(given) is not BatchSampler and not order.is_known(given)
+        batches = self._from_the_place(loader) if at_once else _lazily(self, weakref.ref(loader))
         token = loader._place.token
         return batches if token is None else seeding.marked(batches, token, batched=loader.batch_sampler is not None)
 
     def _from_the_place(self, loader: Any) -> Iterator[Any]:
-        """A generator: samplers draw when the first index is asked for."""
         given, place = self._given, loader._place
         loader._found = True
-        undo, loader._undo = loader._undo, None
-        if undo is not None:
-            torch.set_rng_state(undo[generators.TORCH])
-            for name, one in own_generators(loader).items():
-                one.set_state(undo[name])
+        loader._take_back_draws()
         plain = type(given) is BatchSampler
         sampler = given.sampler if plain else given
         start = place.first_sample if place.each else place.first_batch
@@ -54,19 +52,44 @@ class Remaining:
             loader._place = dataclasses.replace(loader._place, seed=seed)
         own = draws_itself(sampler)
         indices = self._drawn(loader, sampler, start) if own else order.indices(sampler, start, seed=seed)
-        del loader  # a generator that waits must not keep it
-        yield from order.batches(given, indices) if plain else indices
+        return order.batches(given, indices) if plain else indices
 
     def _drawn(self, loader: Any, sampler: Any, start: int) -> Iterator[Any]:
         """From the generators of this process, as they were when the epoch began."""
         name = generators.TORCH if order.is_known(sampler) else _GLOBAL
         saved = loader._place.generators.get(name)
         if saved is None:
-            state = torch.get_rng_state() if name == generators.TORCH else generators.all_to_text()
-            loader._drawn = {**loader._drawn, name: state}
-            return order.indices(sampler, start)
+            before = _state(name)
+            indices = order.indices(sampler, start)
+            if before == _state(name):  # it draws when the first index is asked for
+                return _noting(indices, weakref.ref(loader), name)
+            loader._drawn = {**loader._drawn, name: before}
+            return indices
         with generators.borrowed():
             generators.put_back(None, saved) if name == generators.TORCH else generators.put_all_back(saved)
             indices = order.indices(sampler, start)
             first = next(indices, _END)
         return iter(()) if first is _END else itertools.chain([first], indices)
+
+
+def _lazily(remaining: Remaining, loader: Any) -> Iterator[Any]:
+    """A generator, as torch's own samplers are: they draw when the first index is asked for."""
+    held = loader()
+    if held is None:
+        return
+    indices = remaining._from_the_place(held)
+    del held  # a generator that waits must not keep it
+    yield from indices
+
+
+def _noting(indices: Iterator[Any], loader: Any, name: str) -> Iterator[Any]:
+    """The same, once it was noted what the generators were before the first one."""
+    held = loader()
+    if held is not None:
+        held._drawn = {**held._drawn, name: _state(name)}
+    del held
+    yield from indices
+
+
+def _state(name: str) -> str:
+    return generators.to_text(torch.get_rng_state()) if name == generators.TORCH else generators.all_to_text()

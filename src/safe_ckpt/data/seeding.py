@@ -64,19 +64,28 @@ class SeededDataset(StandIn):
     """
 
     def __init__(self, inner: Any, *, own_process: bool) -> None:
-        super().__init__(inner, _own_process=own_process)
+        super().__init__(inner, _own_process=own_process, _left=None)
 
     def __getitem__(self, index: One) -> Any:
         if self._own_process:
             return self._one(index)
         with generators.borrowed():
-            return self._one(index)
+            made = self._one(index)
+            self.__dict__["_left"] = generators.taken()
+        return made
 
     def __getitems__(self, indices: Batch) -> list[Any]:
         if self._own_process:
             return [self._made(index, indices.token) for index in indices]
         with generators.borrowed():
-            return [self._made(index, indices.token) for index in indices]
+            made = [self._made(index, indices.token) for index in indices]
+            self.__dict__["_left"] = generators.taken()
+        return made
+
+    @property
+    def left(self) -> Any:
+        """What the generators were after the last sample."""
+        return self._left
 
     def _one(self, index: One) -> Any:
         return self._made(index.index, index.token)
@@ -84,6 +93,25 @@ class SeededDataset(StandIn):
     def _made(self, index: Any, token: int) -> Any:
         set_seed(token, index)
         return self._inner[index]
+
+
+class SeededCollate:
+    """Stands in for what puts a batch together, outside of workers: it draws on where the last sample left off.
+
+    Args:
+        collate: the loader's own.
+        dataset: makes the samples.
+    """
+
+    def __init__(self, collate: Any, dataset: SeededDataset) -> None:
+        self._collate = collate
+        self._dataset = dataset
+
+    def __call__(self, samples: Any) -> Any:
+        """A batch."""
+        with generators.borrowed():
+            generators.set_to(self._dataset.left)
+            return self._collate(samples)
 
 
 def set_seed(token: int, index: Any) -> None:

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch._utils import ExceptionWrapper
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -96,6 +97,18 @@ class Maker:
                 state[ENDED] = True
         return state
 
+    def failed(self) -> Delivered:
+        """What comes instead of a batch, with the state, if the batch cannot be made: training may go on with the next one.
+
+        Raises:
+            Exception: the one that is being handled, where there is no state.
+        """
+        state = self.after()
+        if not state or get_worker_info() is None:
+            raise  # noqa: PLE0704 - called while it is handled
+        error = ExceptionWrapper(where=f"in DataLoader worker process {self.worker}")  # type: ignore[no-untyped-call]
+        return Delivered(error, self.worker, state)
+
     def _look(self) -> None:
         others = [name for name in _ALL if name not in self._drawn]
         now, first = generators.snapshot(others), self._first or {}
@@ -115,14 +128,20 @@ class WatchedDataset(StandIn):
 
     def __getitem__(self, index: Any) -> Any:
         self._maker.begin()
-        return self._inner[index]
+        try:
+            return self._inner[index]
+        except Exception:
+            return self._maker.failed()
 
     def __getitems__(self, indices: Any) -> Any:
         self._maker.begin()
         inner = self._inner
-        if getattr(inner, "__getitems__", None):
-            return inner.__getitems__(indices)
-        return [inner[index] for index in indices]
+        try:
+            if getattr(inner, "__getitems__", None):
+                return inner.__getitems__(indices)
+            return [inner[index] for index in indices]
+        except Exception:
+            return self._maker.failed()
 
 
 class PlacedDataset(StandIn):
@@ -145,13 +164,27 @@ class PlacedDataset(StandIn):
             return iter(())
         if DATA in place:
             inner.load_state_dict(place[DATA])
-        return self._to_the_end(iter(inner))
+        return _ToTheEnd(iter(inner), inner, maker)
 
-    def _to_the_end(self, samples: Iterator[Any]) -> Iterator[Any]:
-        yield from samples
-        self._maker.ended = True
-        if getattr(self._inner, _OF_DATASETS, None) is not None:
-            self._inner.load_state_dict(None)
+
+class _ToTheEnd:
+    """The samples of an iterable data set. Not a generator: that would be over after an exception."""
+
+    def __init__(self, samples: Iterator[Any], inner: Any, maker: Maker) -> None:
+        self._samples, self._inner, self._maker = samples, inner, maker
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._samples)
+        except StopIteration:
+            if not self._maker.ended:
+                self._maker.ended = True
+                if getattr(self._inner, _OF_DATASETS, None) is not None:
+                    self._inner.load_state_dict(None)
+            raise
 
 
 class Collate:
@@ -168,7 +201,12 @@ class Collate:
 
     def __call__(self, samples: Any) -> Any:
         """A batch, or a ``Delivered`` with it."""
-        batch = self._collate(samples)
+        if type(samples) is Delivered:
+            return samples  # in the place of samples that could not be made
+        try:
+            batch = self._collate(samples)
+        except Exception:
+            return self._maker.failed()
         state = self._maker.after()
         return Delivered(batch, self._maker.worker, state) if state else batch
 
