@@ -325,8 +325,9 @@ class Resumable:
 def resumable(loader: Loader, *, worker_seeding: Seeding = "stock", skip: Literal["read"] | None = None) -> Loader:
     """Make the place of a DataLoader in its data resumable. Returns a loader that stands in for it, of a subclass of its class.
 
-    It gives the same batches in the same order as the loader itself. It draws what that draws, when the first batch is asked for. Its place is an item of a checkpoint
-    (``state={"loader": loader, ...}``), and a resume within an epoch goes on with the next batch. Nothing is read to find it.
+    It gives the same batches in the same order as the loader itself. It draws what that draws, when the first batch is asked
+    for. Its place is an item of a checkpoint (``state={"loader": loader, ...}``), and a resume within an epoch goes on with the
+    next batch. Nothing is read to find it.
 
     Args:
         loader: a ``torch.utils.data.DataLoader``.
