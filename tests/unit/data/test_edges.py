@@ -50,7 +50,7 @@ def go_on(batches, seen, count=None):
     return seen
 
 
-@pytest.mark.parametrize("stop", [3, 4, 5, 6])
+@pytest.mark.parametrize("stop", [4, 5])
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("where", ["sample", "collate"])
 def test_what_a_failed_batch_drew_counts(workers, stop, where):
