@@ -15,7 +15,7 @@ from safe_ckpt.core.coordination.log_entry import Scatter
 from safe_ckpt.core.coordination.mailbox import TwoPhaseCommit
 from safe_ckpt.core.coordination.rendezvous import rendezvous
 from safe_ckpt.core.coordination.store import StoreClient
-from safe_ckpt.errors import to_wire
+from safe_ckpt.core.coordination.wire import to_wire
 
 LIMIT_S = 300.0
 NAME = "control plane"

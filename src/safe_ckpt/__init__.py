@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from safe_ckpt.checkpointer import Checkpointer
     from safe_ckpt.config import (
         CheckpointConfig,
+        Health,
+        Loops,
         Mirror,
         Network,
         Retention,
@@ -44,6 +46,8 @@ _HOMES = {
     "RngState": "safe_ckpt.core.state.rng",
     "SafeCheckpointError": "safe_ckpt.errors",
     "SaveHandle": "safe_ckpt.core.saving.job",
+    "Health": "safe_ckpt.config",
+    "Loops": "safe_ckpt.config",
     "Mirror": "safe_ckpt.config",
     "Network": "safe_ckpt.config",
     "StorageConfig": "safe_ckpt.config",
@@ -61,6 +65,8 @@ __all__ = [
     "CheckpointConfig",
     "CheckpointInfo",
     "Checkpointer",
+    "Health",
+    "Loops",
     "Mirror",
     "Network",
     "PerRank",

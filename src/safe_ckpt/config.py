@@ -2,7 +2,9 @@
 
 Units are in the names: ``_s`` seconds, ``_bytes`` bytes. ``Retention`` says what to keep, ``Timeouts`` how long to wait,
 ``WriterConfig`` how bytes reach the disk, ``Network`` where the ranks meet, ``Telemetry`` where events go,
-``StorageConfig`` how object stores are reached, ``Mirror`` where copies go, and ``CheckpointConfig`` holds one of each.
+``StorageConfig`` how object stores are reached, ``Mirror`` where copies go, ``Health`` what is done about bad numbers,
+``Loops`` what about starts that end early, and
+``CheckpointConfig`` holds one of each.
 """
 
 from __future__ import annotations
@@ -183,6 +185,47 @@ class Mirror:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Health:
+    """What is done about a checkpoint with numbers that are NaN or infinite.
+
+    Attributes:
+        action: ``"mark"``: it is committed and marked; ``resume`` passes over it unless it is asked for by name, and retention
+            does not count it. ``"stop"``: the same, then all ranks raise ``UnhealthyStateError``. ``"warn"``: a warning, and
+            it counts like any other. ``"off"``: the numbers are not looked at.
+        norm_jump: by which factor the norm of a file's numbers may grow between two saves, above 1; null for any.
+        ignore: patterns of names of tensors that are not looked at, such as ``"*.mask"``.
+        recheck: hash buffers, and parameters that are not trained, at every save. If the bytes differ from those of the save
+            before, and nothing has written to the tensor, memory is corrupt: the checkpoint is treated as one with bad numbers.
+            Not for tensors that are changed through ``.data``, which no version counter notices.
+    """
+
+    action: Literal["mark", "stop", "warn", "off"] = "mark"
+    norm_jump: float | None = field(default=None, metadata=limits(above=1))
+    ignore: tuple[str, ...] = ()
+    recheck: bool = False
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loops:
+    """What is done when start after start ends before it has saved anything.
+
+    Attributes:
+        tries: so many starts from one checkpoint that end with an exception, or are killed at the same step, and the next one
+            goes back to the healthy checkpoint before it; 0: never.
+        back: how often that is done before training has come further than it ever had by then; then ``CrashLoopError``.
+    """
+
+    tries: int = field(default=3, metadata=limits(at_least=0))
+    back: int = field(default=2, metadata=limits(at_least=0))
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Telemetry:
     """Where events are recorded and exported. Observing never fails a save, and none of it needs more than rank 0.
 
@@ -220,6 +263,8 @@ class CheckpointConfig:
         telemetry: where events are recorded and exported.
         storage: how object stores are reached.
         mirror: a second place for committed checkpoints.
+        health: what is done about numbers that are NaN or infinite.
+        loops: what is done when start after start ends before it has saved anything.
         snapshot: ``"eager"``: the state is copied before ``save`` returns. ``"overlapped"``: parameters and optimizer state
             are copied while training goes on, and the optimizer's next step waits for the copy; nothing else may change them
             until then. ``"auto"``: eager, as long as nothing proves that overlapping is safe.
@@ -244,6 +289,8 @@ class CheckpointConfig:
     telemetry: Telemetry = field(default_factory=Telemetry)
     storage: StorageConfig = field(default_factory=StorageConfig)
     mirror: Mirror = field(default_factory=Mirror)
+    health: Health = field(default_factory=Health)
+    loops: Loops = field(default_factory=Loops)
     snapshot: Literal["auto", "eager", "overlapped"] = "auto"
     max_host_bytes: int | None = field(default=None, metadata=limits(at_least=1 << 20))
     max_in_flight: int = field(default=1, metadata=limits(at_least=1))

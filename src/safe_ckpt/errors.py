@@ -20,6 +20,8 @@
     │   ├── SourceChangedError                 a file changed while it was being copied
     │   ├── SaveSkippedError                   the save was not started: another one was in flight
     │   └── CommitOutcomeUnknown               rank 0 was lost between commit and verdict
+    ├── UnhealthyStateError(ArithmeticError)   what was saved has numbers that are NaN or infinite
+    ├── CrashLoopError(RuntimeError)           start after start ends before anything is saved
     ├── CorruptCheckpointError(ValueError)     bytes on disk are not the bytes that were written
     │   ├── HostileCheckpointError             no tool writes such a file: reading it could exhaust or mislead the reader
     │   └── IncompleteCheckpointError          a file of it is not there; nothing says that bytes are wrong
@@ -58,13 +60,14 @@ class SafeCheckpointError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         notes = getattr(self, "__notes__", None)
-        return functools.partial(type(self), **_facts(self)), (), {"__notes__": list(notes)} if notes else None
+        return functools.partial(type(self), **facts_of(self)), (), {"__notes__": list(notes)} if notes else None
 
     def __str__(self) -> str:
         return self._text.format(self) or str(getattr(self, "message", "")) or type(self).__name__
 
 
-def _facts(error: SafeCheckpointError) -> dict[str, Any]:
+def facts_of(error: SafeCheckpointError) -> dict[str, Any]:
+    """Its fields."""
     return {f.name: getattr(error, f.name) for f in fields(error) if f.init}  # type: ignore[arg-type]
 
 
@@ -269,6 +272,29 @@ class SaveSkippedError(SaveError):
     _text = "{0.name} was skipped: {0.cause}"
 
 
+@dataclass(eq=False, kw_only=True)
+class UnhealthyStateError(SafeCheckpointError, ArithmeticError):
+    """``health.action`` is "stop", and the checkpoint at ``path`` has bad numbers, in the tensors that ``what`` names."""
+
+    path: str
+    step: int
+    what: str
+    _text = "training went bad by step {0.step}: {0.what}. {0.path} is committed and marked, so no resume takes it"
+
+
+@dataclass(eq=False, kw_only=True)
+class CrashLoopError(SafeCheckpointError, RuntimeError):
+    """Start after start ended before anything was saved, and to go ``back`` so often to an earlier checkpoint was no help."""
+
+    path: str
+    cause: str
+    back: int
+    rank: int = 0
+    _text = (
+        "{0.cause}. It was set back {0.back} times before (loops.back). Find what ends it, or resume from one by name"
+    )
+
+
 class CommitOutcomeUnknown(SaveError):
     """Rank 0 was lost between the commit and its verdict; the next resume decides."""
 
@@ -359,10 +385,7 @@ class ForkedError(SafeCheckpointError, RuntimeError):
 
     what: str
     pid: int
-    _text = (
-        "{0.what}: this was opened by process {0.pid}, and this is a forked child of it: save and resume in "
-        "the process that opened it, or start the child with spawn and open one there"
-    )
+    _text = "{0.what}: process {0.pid} opened this, and this is a forked child of it: use it there, or spawn and open another"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -375,13 +398,6 @@ class ClosedError(SafeCheckpointError, RuntimeError):
 def _listed(ranks: Sequence[int]) -> str:
     shown, more = ", ".join(map(str, sorted(ranks)[:16])), len(ranks) - 16
     return f"[{shown}{f', and {more} more' if more > 0 else ''}]"
-
-
-def _tree(root: type[SafeCheckpointError]) -> dict[str, type[SafeCheckpointError]]:
-    kinds = {root.__name__: root}
-    for child in root.__subclasses__():
-        kinds.update(_tree(child))
-    return kinds
 
 
 class naming(contextlib.AbstractContextManager["naming"]):  # noqa: N801 - called as contextlib's own are
@@ -402,19 +418,3 @@ def named(error: BaseException, *, rank: int, phase: str, path: object = "?") ->
     if isinstance(error, OSError):
         return DirectoryError.of(error, path=str(error.filename or path), rank=rank, phase=phase)
     return UnexpectedError(phase=phase, rank=rank, cause=f"{type(error).__name__}: {error}")
-
-
-def to_wire(error: BaseException, *, rank: int, phase: str) -> dict[str, Any]:
-    """Turn an error into JSON-able data for other ranks and processes, with all its fields.
-
-    A foreign one travels as ``named`` has it: its class may not be importable where the data arrives.
-    """
-    ours = named(error, rank=rank, phase=phase)
-    return {"type": type(ours).__name__, "fields": _facts(ours)}
-
-
-def from_wire(data: Mapping[str, Any]) -> SafeCheckpointError:
-    """Rebuild the error that ``to_wire`` described."""
-    kind = _tree(SafeCheckpointError)[str(data["type"])]
-    facts = {key: tuple(value) if isinstance(value, list) else value for key, value in data["fields"].items()}
-    return kind(**facts)

@@ -88,6 +88,17 @@ class Committed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unhealthy(Event):
+    """The checkpoint was committed, and has numbers that are NaN or infinite: ``what`` names the worst tensors."""
+
+    name: str
+    step: int
+    path: str
+    what: str
+    marked: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Failed(Event):
     """The save failed on every rank, and nothing was committed, unless ``outcome_unknown``: then it may be, as a resume sees.
 

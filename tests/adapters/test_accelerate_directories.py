@@ -130,7 +130,7 @@ def test_a_directory_that_could_not_be_looked_at_is_not_held(tmp_path, monkeypat
     with register(accelerator, CONFIG) as handle:
         accelerator.project_configuration.automatic_checkpoint_naming = automatic  # as a script may do later
         with monkeypatch.context() as patch:
-            patch.setattr("safe_ckpt.core.saving.resume.listed", broken)
+            patch.setattr("safe_ckpt.adapters.directories.listed", broken)
             patch.setattr("safe_ckpt.core.saving.held_directories._sequence_of", broken)
             with pytest.raises(DirectoryError, match="cannot be read"):
                 accelerator.save_state(target)

@@ -28,7 +28,7 @@ from accelerate_runs import (
     shared_memory,
     stateful,
 )
-from safe_ckpt import CheckpointConfig, Retention, WriterConfig
+from safe_ckpt import CheckpointConfig, Health, Retention, WriterConfig
 from safe_ckpt.accelerate import SafeCheckpointPlugin, register
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
@@ -42,6 +42,8 @@ from safe_ckpt.errors import (
     StateError,
 )
 from support import flip_bit, needs_root, small_disk, writer_processes
+
+WARN = replace(CONFIG, health=Health(action="warn"))
 
 
 @pytest.fixture(autouse=True)
@@ -177,8 +179,8 @@ def test_total_limit_and_the_best(tmp_path):
 @needs_root
 def test_a_save_that_fails_leaves_the_one_before(tmp_path):
     """total_limit=1 on a full disk: the error reaches the caller, the old checkpoint is whole and load_state restores it."""
-    with small_disk(tmp_path / "disk", 8 << 20) as disk, registered(disk, limit=1) as (accelerator, handle):
-        training = Training(accelerator, width=20_000)
+    with small_disk(tmp_path / "disk", 8 << 20) as disk, registered(disk, WARN, limit=1) as (accelerator, handle):
+        training = Training(accelerator, width=20_000)  # too wide for its learning rate: its weights become NaN
         training.epoch()
         kept = accelerator.save_state(async_save=False)
         expected = training.fingerprint()
@@ -488,7 +490,7 @@ def test_views_of_one_memory_are_all_saved(tmp_path):
 
 def test_overlapped_with_training(tmp_path):
     """The next step waits for the copy, through Accelerate's own optimizer wrapper: what is saved is what was at the call."""
-    config = CheckpointConfig(timeouts=CONFIG.timeouts, snapshot="overlapped")
+    config = replace(WARN, snapshot="overlapped")
     with registered(tmp_path, config) as (accelerator, handle):
         training = Training(accelerator, width=100_000)
         training.epoch()

@@ -24,12 +24,14 @@ from job import content
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, SafeCheckpointError, Timeouts
+from safe_ckpt import CheckpointConfig, Checkpointer, Health, PerRank, Retention, SafeCheckpointError, Timeouts
 from safe_ckpt.errors import DirectoryInUseError
 
 FLOATS = 1 << 17  # of each part: half a MiB
 LEASE_S, PEER_STALL_S, BARRIER_S = 3.0, 2.0, 20.0
 TIMES = Timeouts(lengthy_s=60, barrier_s=BARRIER_S, peer_stall_s=PEER_STALL_S, shutdown_s=5)
+
+RANDOM = Health(action="warn")  # of the bytes that are saved some look like NaN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,9 @@ def train(plan, rank):
     state = Trained(rank, plan.size)
     dist.barrier()
     begun = time.monotonic()
-    config = CheckpointConfig(timeouts=TIMES, retention=Retention(keep_last=plan.keep_last), lease_s=LEASE_S)
+    config = CheckpointConfig(
+        timeouts=TIMES, retention=Retention(keep_last=plan.keep_last), lease_s=LEASE_S, health=RANDOM
+    )
     with Checkpointer(plan.folder, config) as ckpt:
         say("HELD", rank, round(time.monotonic() - begun, 2))
         info = ckpt.resume(state.parts)

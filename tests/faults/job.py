@@ -15,11 +15,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, Timeouts
+from safe_ckpt import CheckpointConfig, Checkpointer, Health, PerRank, Retention, Timeouts
 
 SHARED, SPREAD, OWN = 4 << 20, 4 << 20, 4 << 20  # floats: 16 MiB of rank 0, 16 MiB spread over the ranks, 16 MiB a rank
+
+RANDOM = Health(action="warn")  # of the bytes that are saved some look like NaN
+
 CONFIG = CheckpointConfig(
-    timeouts=Timeouts(lengthy_s=60, barrier_s=30, peer_stall_s=5, shutdown_s=10), retention=Retention(keep_last=1)
+    health=RANDOM,
+    timeouts=Timeouts(lengthy_s=60, barrier_s=30, peer_stall_s=5, shutdown_s=10),
+    retention=Retention(keep_last=1),
 )
 
 

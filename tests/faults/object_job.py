@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from safe_ckpt import CheckpointConfig, Checkpointer, Retention, SafeCheckpointError, Timeouts, WriterConfig
+from safe_ckpt import CheckpointConfig, Checkpointer, Health, Retention, SafeCheckpointError, Timeouts, WriterConfig
 from safe_ckpt.config import StorageConfig
 from safe_ckpt.core.directory.object_folders import GRAVESTONE
 from safe_ckpt.core.storage.objects.options import StorageOptions
@@ -26,6 +26,8 @@ KEPT = 2
 TIMES = Timeouts(lengthy_s=30, barrier_s=30, writer_stall_s=10, fsync_stall_s=20, peer_stall_s=5, shutdown_s=5)
 _BASE = torch.arange(FLOATS, dtype=torch.float32)
 _APART = 1_500_000.0
+
+RANDOM = Health(action="warn")  # of the bytes that are saved some look like NaN
 
 
 def options_of(server, endpoint=None):
@@ -41,6 +43,7 @@ def options_of(server, endpoint=None):
 def config_of(server, endpoint=None, *, inline=True, lease_s=60.0, times=TIMES, request_timeout_s=1.0, **storage):
     """Settings of a job; ``inline``: no writer process."""
     return CheckpointConfig(
+        health=RANDOM,
         timeouts=times,
         retention=Retention(keep_last=KEPT),
         writer=WriterConfig(inline_bytes=64 << 20) if inline else WriterConfig(),

@@ -4,7 +4,8 @@ import pickle
 import pytest
 
 from safe_ckpt import errors
-from safe_ckpt.errors import SafeCheckpointError, from_wire, naming, to_wire
+from safe_ckpt.core.coordination.wire import from_wire, to_wire
+from safe_ckpt.errors import SafeCheckpointError, naming
 
 SAMPLES = {
     "pid": 7,
@@ -28,6 +29,8 @@ SAMPLES = {
     "lowest": "2.9",
     "remedy": "pip install torch",
     "because": "it lacks something",
+    "step": 3,
+    "back": 2,
 }
 
 
@@ -63,6 +66,8 @@ def test_survives_pickling_and_the_wire(error):
         ("PeerLostError", ConnectionError),
         ("SaveError", RuntimeError),
         ("CorruptCheckpointError", ValueError),
+        ("UnhealthyStateError", ArithmeticError),
+        ("CrashLoopError", RuntimeError),
         ("NoValidCheckpointError", FileNotFoundError),
         ("UnsupportedVersionError", ImportError),
     ],

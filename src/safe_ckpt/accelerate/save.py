@@ -14,7 +14,7 @@ from safe_ckpt.accelerate.dataloaders import KEY, Loaders
 from safe_ckpt.accelerate.directories import ADAPTER, CheckpointDirectory, Target
 from safe_ckpt.adapters import Attempt, Engine, FilePlan, OnCommit, Planned, SaveHandle
 from safe_ckpt.adapters.directories import folder_for_others
-from safe_ckpt.adapters.planning import OverlapPlan, check_step, checked_metrics
+from safe_ckpt.adapters.planning import OverlapPlan, check_step, checked_metrics, know_models
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +79,7 @@ def _save(context: Context, target: Target, folder: Path | None, options: Option
     shards = context.shards.plan(attempt) if context.shards is not None else Planned()
     engines = strategies.collect_engines(context.engine, accelerator, options.arguments)
     planned = Planned.joined([Planned(files=files, error=attempt.error), shards, engines])
+    know_models(context.engine, lambda: accelerator._models)
     overlap = None
     if context.engine.config.snapshot == "overlapped" and planned.files:
         overlap = OverlapPlan(accelerator._models, strategies.plain_optimizers(accelerator)) or None

@@ -17,6 +17,7 @@ from safe_ckpt.adapters.layouts import Kind
 from safe_ckpt.core.directory import catalog, commit_order, extra_files
 from safe_ckpt.core.directory.catalog import WEIGHTS, Candidate, Catalog, is_of
 from safe_ckpt.core.directory.retention import DeleteListed, KeepNewest, policy_of
+from safe_ckpt.core.directory.shared import listed
 from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.formats.verify import verify_entry, verify_if_ours, verify_share
@@ -51,6 +52,7 @@ __all__ = [
     "fetch",
     "folder_for_others",
     "is_of",
+    "listed",
     "manifest_of",
     "policy_of",
     "presence",
@@ -98,7 +100,7 @@ class OpenDirectory:
         taken = cls(workspace=engine.hold(folder, hidden=hidden))
 
         def look() -> None:
-            candidates = resume.listed(find, engine.config.timeouts)
+            candidates = listed(find, engine.config.timeouts)
             taken.catalog = Catalog(candidates)
             taken.workspace.start_after(catalog.newest_sequence(candidates))
 

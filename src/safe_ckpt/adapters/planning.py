@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from safe_ckpt.core.saving.request import (
 )
 from safe_ckpt.core.sharding.gather import gather_nested
 from safe_ckpt.core.staging.overlap import OverlapPlan
+from safe_ckpt.core.state.fixed import fixed_names, written_versions
 from safe_ckpt.core.state.plan import check_step, checked_metrics, expected_bytes
 from safe_ckpt.core.state.planner import Planner
 from safe_ckpt.core.storage.copier import FileCopy
@@ -30,6 +31,8 @@ from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.errors import CoordinationError
 
 if TYPE_CHECKING:
+    import torch
+
     from safe_ckpt.core.saving.engine import Engine
     from safe_ckpt.core.sharding.dcp_plan import ShardPlanner
 
@@ -48,6 +51,7 @@ __all__ = [
     "checked_metrics",
     "file_plan",
     "gather_whole",
+    "know_models",
     "prepare_memory",
     "reraise",
     "safetensors",
@@ -200,3 +204,11 @@ def gather_whole(engine: Engine, states: Mapping[str, Any]) -> dict[str, Any] | 
         SafeCheckpointError: a rank was lost or left, on every rank.
     """
     return gather_nested(states, engine.config.timeouts.lengthy_s, engine.group)
+
+
+def know_models(engine: Engine, modules: Callable[[], Iterable[torch.nn.Module]]) -> None:
+    """Before each save: tell which tensors may be infinite by design, by the models that it saves."""
+    if engine.known.fixed is None:
+        engine.known.fixed = fixed_names(modules())
+    if engine.config.health.recheck:
+        engine.known.versions = written_versions(modules())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 
 from safe_ckpt.cli.output import CHECKPOINT, DAMAGED, AsJson, FollowSymlinks, failing, print_json, print_table, say
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
+from safe_ckpt.core.health.verdict import described
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.errors import ConfigError, UnsupportedFormatError
 from safe_ckpt.inspection.content import read_content
@@ -32,6 +34,9 @@ def inspect(
     path: Annotated[str, typer.Argument(parser=CHECKPOINT, help="A checkpoint: a directory, a file or an address.")],
     other: Annotated[str | None, typer.Argument(parser=CHECKPOINT, help="Another one, to be compared with it.")] = None,
     match: Annotated[str, typer.Option(help="Only tensors and values of such names, as in 'model:*.weight'.")] = "*",
+    health: Annotated[
+        bool, typer.Option("--health", help="Show what is known of its numbers, and of those before.")
+    ] = False,
     follow_symlinks: FollowSymlinks = False,
     as_json: AsJson = False,
 ) -> None:
@@ -43,6 +48,9 @@ def inspect(
     """
     with failing():
         first = place_of(path)
+        if health:
+            _show_health(_one(_here(first)), as_json=as_json)
+            return
         if isinstance(first, ObjectPath) and other is None:
             _show_object(one_of(first), match, as_json=as_json)
             return
@@ -191,3 +199,44 @@ def _difference(one: Entry | None, other: Entry | None, maps: tuple[Mapped, Mapp
     if math.isinf(largest):
         return "values: one has NaN or an infinity where the other has not", None
     return "values" if largest else "", largest
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+_MOST_BARS = 60
+
+
+def _show_health(path: Path, *, as_json: bool) -> None:
+    """Of each file its numbers and their norm, with those of the checkpoints beside it before; then the worst tensors."""
+    found = read_manifest(path).health
+    if not found:
+        say("its numbers were not looked at: it was saved with health.action=off, or by an earlier version")
+        return
+    if as_json:
+        print_json({"path": str(path), **found})
+        return
+    before = [c.manifest for c in read_listing(path.parent).usable if c.manifest is not None and c.manifest.health]
+    before.sort(key=lambda manifest: manifest.sequence)
+    rows = []
+    for name, facts in sorted(found["files"].items()):
+        norms = [m.health.get("files", {}).get(name, {}).get("norm") for m in before[-_MOST_BARS:]]
+        extremes = (f"{facts[key]:.4g}" if key in facts else "" for key in ("norm", "least", "most"))
+        rows.append((name or path.name, facts.get("numbers", 0), *extremes, facts.get("largest", ""), sparkline(norms)))
+    print_table(("file", "numbers", "norm", "least", "most", "largest in", "norms so far"), rows)
+    sick = [
+        (row["name"], row["numbers"], row["nan"], row["inf"])
+        for f in found["files"].values()
+        for row in f.get("sick", ())
+    ]
+    if sick:
+        print_table(("tensor", "numbers", "NaN", "Inf"), sick)
+    say(f"{'healthy' if found['healthy'] else described(found)}{', marked' if found['marked'] else ''}")
+
+
+def sparkline(values: Sequence[float | None]) -> str:
+    """A bar for each value between the least and the largest; a blank where there is none."""
+    there = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
+    if not there:
+        return ""
+    least, span = min(there), (max(there) - min(there)) or 1.0
+    top = len(_BARS) - 1
+    return "".join(" " if value not in there else _BARS[round(top * (value - least) / span)] for value in values)

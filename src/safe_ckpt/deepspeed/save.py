@@ -26,7 +26,7 @@ from safe_ckpt.adapters import Attempt, Engine, FilePlan, OnCommit, Patch, Plann
 from safe_ckpt.adapters.directories import presence
 from safe_ckpt.adapters.extras import export
 from safe_ckpt.adapters.layouts import LATEST
-from safe_ckpt.adapters.planning import Pointer, file_plan
+from safe_ckpt.adapters.planning import Pointer, file_plan, know_models
 from safe_ckpt.deepspeed import arguments, directories, nvme
 from safe_ckpt.deepspeed.directories import Context
 from safe_ckpt.errors import DirectoryError, StateError
@@ -58,6 +58,7 @@ def save(
     if context.data_place is not None:
         planned = Planned.joined([planned, Planned(files=context.data_place.files())])
     pointers = [Pointer(path=top / name, data=data, mode=_EXECUTABLE) for name, data in scripts.items()]
+    know_models(core, lambda: [engine.module])
     return directory.save(
         core,
         top / tag,
@@ -136,7 +137,7 @@ def agree_place(
 
 def latest_pointer(top: Path, tag: str, *, wanted: bool) -> list[Pointer]:
     """The file ``latest`` beside the tags, if it is to name this one."""
-    return [Pointer(path=top / LATEST, data=tag.encode())] if wanted else []
+    return [Pointer(path=top / LATEST, data=tag.encode(), is_for_resume=True)] if wanted else []
 
 
 def plan_tag(

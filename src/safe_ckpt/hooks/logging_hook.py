@@ -16,7 +16,8 @@ class LoggingHook:
 
     def __call__(self, event: events.Event) -> None:
         """Log the event."""
-        level = logging.WARNING if isinstance(event, self._warn) else logging.DEBUG
+        said = isinstance(event, self._warn) or (isinstance(event, events.Unhealthy) and event.rank == 0)
+        level = logging.WARNING if said else logging.DEBUG
         if logger.isEnabledFor(level):
             facts = event.facts()
             logger.log(level, "%s %s", facts.pop("event"), facts)

@@ -50,6 +50,7 @@ class OpenTelemetryHook(SaveHook):
         self._bytes = meter.create_counter("safe_ckpt.bytes", "By", "Bytes of committed checkpoints, of all ranks")
         self._respawns = meter.create_counter("safe_ckpt.respawns", "{process}", "Writer processes that were replaced")
         self._quarantined = meter.create_counter("safe_ckpt.quarantined", "{checkpoint}", "Damaged ones, moved away")
+        self._unhealthy = meter.create_counter("safe_ckpt.unhealthy", "{checkpoint}", "Committed ones with bad numbers")
         self._duration = meter.create_histogram("safe_ckpt.save.duration", "s", "From the call of save to its outcome")
         self._stall = meter.create_histogram("safe_ckpt.save.stall", "s", "How long a save held the training")
 
@@ -64,6 +65,8 @@ class OpenTelemetryHook(SaveHook):
             self._respawns.add(1)
         elif isinstance(event, events.Quarantined):
             self._quarantined.add(1)
+        elif isinstance(event, events.Unhealthy) and event.rank == 0:
+            self._unhealthy.add(1)
         elif isinstance(event, events.Resumed):
             facts: dict[str, AttributeValue] = {"path": event.path, "step": event.step, "rejected": event.rejected}
             self._span("safe_ckpt.resume", event.at - event.seconds, event.at, facts)

@@ -25,6 +25,12 @@ _HELP = {  # what ends in _total is a counter, the others are gauges
     "bytes_written_total": "Bytes of committed checkpoints, of all ranks.",
     "respawns_total": "Writer processes of rank 0 that died or stalled.",
     "quarantined_total": "Damaged checkpoints that were moved away.",
+    "unhealthy_total": "Committed checkpoints with numbers that are NaN or infinite.",
+}
+_COUNTED = {
+    events.Respawned: "respawns_total",
+    events.Quarantined: "quarantined_total",
+    events.Unhealthy: "unhealthy_total",
 }
 _KEPT = ("last_committed_step", "last_committed_timestamp_seconds")
 _LARGEST_BYTES = 1 << 20
@@ -61,7 +67,7 @@ class PrometheusHook(SaveHook):
 
     def on_event(self, event: events.Event) -> None:
         """Count; write when one of the numbers changed."""
-        counter = {events.Respawned: "respawns_total", events.Quarantined: "quarantined_total"}.get(type(event))
+        counter = _COUNTED.get(type(event))
         if counter is not None:
             with self._lock:
                 self._values[counter] += 1

@@ -15,6 +15,9 @@ from safe_ckpt.adapters.layouts import Layout
 from safe_ckpt.core.directory import catalog
 from safe_ckpt.core.directory.catalog import Candidate
 from safe_ckpt.core.directory.workspace import HIDDEN
+from safe_ckpt.core.health.start_log import StartLog, folder_in
+from safe_ckpt.core.health.starts import Log
+from safe_ckpt.core.health.verdict import described
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection.dcp_reader import METADATA
 from safe_ckpt.inspection.files import CheckpointFile, Window, inside
@@ -84,7 +87,8 @@ class Row:
         world_size: number of ranks that saved it.
         metrics: those given to ``save``.
         written_by: versions, host and process; None where another tool wrote it.
-        state: "valid" (its manifest is in order), "unverified", "damaged", "unreadable", "partial" or "quarantined".
+        state: "valid" (its manifest is in order), "unhealthy" (and its numbers are not), "unverified", "damaged", "unreadable",
+            "partial" or "quarantined".
         reason: why it cannot be used; "" where nothing is wrong so far.
     """
 
@@ -134,7 +138,7 @@ def read_listing(directory: Path, *, tags_below: bool = True) -> Listing:
         folder=folder,
         hidden=hidden,
         usable=tuple(usable),
-        unnamed=_unnamed(folder, usable),
+        unnamed={**_passed_over(hidden, usable), **_unnamed(folder, usable)},
         unusable=tuple(candidate for candidate in candidates if candidate.problem),
         unreadable=unreadable,
         under_way=(*_listed(hidden, "pending", unreadable), *_listed(hidden, "staging", unreadable)),
@@ -231,6 +235,25 @@ def in_order(folder: Path, candidates: Iterable[Candidate]) -> list[Candidate]:
     return sorted(newest_first, key=lambda candidate: not (candidate.file_path == named and _is_tag(candidate)))
 
 
+def _passed_over(hidden: Path | None, usable: Sequence[Candidate]) -> dict[Path, str]:
+    """Those that a resume leaves alone unless it is told their name: marked ones, and those from which starts failed."""
+    known = StartLog(folder_in(hidden)).read() if hidden is not None else Log()
+    because = {one.op_id: one.why for one in known.passed}
+    found: dict[Path, str] = {}
+    for candidate in usable:
+        manifest = candidate.manifest
+        if manifest is not None and manifest.health.get("marked"):
+            found[candidate.file_path] = marked_words(manifest.health)
+        elif manifest is not None and manifest.op_id in because:
+            found[candidate.file_path] = because[manifest.op_id]
+    return found
+
+
+def marked_words(health: Mapping[str, Any]) -> str:
+    """Why no resume takes a checkpoint by itself."""
+    return f"it is marked: {described(health)}"
+
+
 def _unnamed(folder: Path, usable: Sequence[Candidate]) -> Mapping[Path, str]:
     """The tags that DeepSpeed loads only by their names.
 
@@ -271,6 +294,8 @@ def row_of(name: str, candidate: Candidate, state: str) -> Row:
     """
     manifest, info = candidate.manifest, candidate.info
     row = Row(name=name, state=state, reason=candidate.problem)
+    if manifest is not None and not candidate.problem and manifest.health.get("healthy") is False:
+        row = replace(row, state="unhealthy", reason=described(manifest.health))
     if manifest is None or info is None:
         return replace(row, step=candidate.step if candidate.step >= 0 else None)
     return replace(

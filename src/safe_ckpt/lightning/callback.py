@@ -201,7 +201,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Save if it is time to."""
         if self._saver is not None:
-            self._saver.tracking.report(committed_only=True)  # does not wait
+            self._saver.note_batch()
         # Such a module swaps in other weights during the save: the copy must be taken then.
         swaps = not pl_module.automatic_optimization and hasattr(pl_module, "saved_models")
         with self._deciding(at_once=swaps):

@@ -19,6 +19,8 @@ from safe_ckpt.adapters.planning import OverlapPlan, Shards, file_plan, reraise
 from safe_ckpt.lightning import loop_state, strategies
 from safe_ckpt.lightning.checkpoint_io import Box, SafeCheckpointIO
 
+UNEXAMINED = tuple(f"{part}.*" for part in ("callbacks", "loops", "lr_schedulers", "hyper_parameters", loop_state.KEY))
+"""Of a checkpoint: a score that is infinite before the first validation is no sign that training went bad."""
 _SWAPPERS = frozenset({"StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning"})
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from safe_ckpt.adapters import Engine
-from safe_ckpt.adapters.directories import Workspace, catalog, commit_order, resume
+from safe_ckpt.adapters.directories import Workspace, catalog, commit_order
+from safe_ckpt.adapters.directories import listed as catalog_listed
 from safe_ckpt.adapters.layouts import is_lightning_directory
 
 
@@ -35,7 +36,7 @@ class TrainerDirectories:
         workspace = self._take(directory)
 
         def look(_: object) -> None:
-            listed = resume.listed(
+            listed = catalog_listed(
                 lambda: catalog.list_files(directory, suffix, is_lightning_directory), self._engine.config.timeouts
             )
             workspace.start_after(catalog.newest_sequence(listed))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from safe_ckpt.adapters import CheckpointInfo, Engine, OnCommit, Planned, SaveHandle, Tracking
 from safe_ckpt.adapters.directories import DeleteListed, HeldDirectories
 from safe_ckpt.adapters.extras import Exporter, one_shot, open_coordinator
-from safe_ckpt.adapters.planning import Destination, Facts, Link, SaveRequest, Shards, prepare_memory
+from safe_ckpt.adapters.planning import Destination, Facts, Link, SaveRequest, Shards, know_models, prepare_memory
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import RendezvousTimeout, SaveError
@@ -96,6 +96,11 @@ class TrainerSaver:
         """Whether this directory is taken already."""
         return directory in self.directories and not self.closed
 
+    def note_batch(self) -> None:
+        """A batch was trained on. Does not wait."""
+        self.tracking.report(committed_only=True)
+        self.engine.known.reached(int(self._trainer.global_step))
+
     def land(self, timeout_s: float | None = None) -> None:
         """Wait until no save is in flight, and report the outcomes to their callbacks. Failures are raised later.
 
@@ -147,7 +152,7 @@ class TrainerSaver:
             raise
 
         def at_end(info: CheckpointInfo | None) -> None:
-            if owner is not None and info is not None:
+            if owner is not None and info is not None and not info.marked:
                 report_commit(owner, self._trainer, info)
             elif owner is not None and state is not None:
                 state.restore(owner)
@@ -358,6 +363,7 @@ class TrainerSaver:
         primary = Path(os.path.abspath((pending.saves or [*pending.links, *pending.removals])[0]))
         workspace = self.directories.of(primary)
         planned = Planned()
+        know_models(self.engine, lambda: [self._trainer.lightning_module])
         if pending.saves:
             fitting = self.training and str(getattr(self._trainer.state.fn, "value", "")) == "fit"
             planned = contents.planned(
@@ -387,6 +393,7 @@ class TrainerSaver:
                 step=int(self._trainer.global_step),
                 metrics=contents.numbers(self._trainer),
                 notes={**planned.notes, **notes},
+                unexamined=contents.UNEXAMINED,
             ),
             must_match={"names": ", ".join([*pending.saves, *pending.links])},
             on_commit=OnCommit(links=links, retention=DeleteListed(paths=to_delete) if to_delete else None),

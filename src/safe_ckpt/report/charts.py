@@ -256,7 +256,7 @@ def _legend() -> Html:
         ("M0 -8V8", "ticks", "committed"),
         (_CROSS, "failed", "failed, interrupted or unknown"),
         (_TRIANGLE, "resume", "resumed"),
-        (_DIAMOND, "notice", "quarantine, new writer"),
+        (_DIAMOND, "notice", "quarantine, new writer, bad numbers"),
         (_SQUARE, "notice", "asked to stop"),
     )
     items = []

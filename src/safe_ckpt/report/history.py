@@ -262,6 +262,10 @@ class HistoryBuilder:
         self._disk.take(event.text("path"))
         self._notice(event, f"{event.text('path')}: {event.text('reason')}")
 
+    def _on_unhealthy(self, event: Recorded) -> None:
+        marked = "marked" if event.facts.get("marked") is True else "not marked"
+        self._notice(event, f"{event.text('path')} ({marked}): {event.text('what')}", event.count("step"))
+
     def _on_respawned(self, event: Recorded) -> None:
         self._notice(event, f"the writer process was replaced on rank {event.rank}: {event.text('ended')}")
 

@@ -22,6 +22,7 @@ from safe_ckpt.adapters.directories import (
     warn_if_foreign,
 )
 from safe_ckpt.adapters.layouts import TRAINER_STATE, TRANSFORMERS
+from safe_ckpt.adapters.planning import know_models
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.events import Hook
@@ -106,6 +107,7 @@ class TrainerSaver:
     def _save(self, trainer: Any, path: Path, directory: OpenDirectory, folder: Path) -> None:
         best = trainer.state.best_model_checkpoint
         limit = trainer.args.save_total_limit
+        know_models(self._engine, lambda: [trainer.model])
         attempt = Attempt()
         noting = self._sharing.noting(trainer, folder)
         with noting as noted, catching(folder, shards=trainer.is_fsdp_enabled) as caught, attempt:

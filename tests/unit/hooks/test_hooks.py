@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Telemetry, Timeouts
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.events import Agreed, Committed, Failed, Quarantined, Respawned, Resumed, Snapshotted, Written
+from safe_ckpt.events import Agreed, Committed, Failed, Quarantined, Respawned, Resumed, Snapshotted, Unhealthy, Written
 from safe_ckpt.hooks import asked_for, event_log
 from safe_ckpt.hooks.event_log import JsonlHook
 from safe_ckpt.hooks.opentelemetry import OpenTelemetryHook
@@ -184,6 +184,7 @@ def test_the_textfile_says_what_happened(tmp_path):
     tell(hook, save(0, at=4000.0, weights_only=True))
     tell(hook, save(8, at=5000.0, size=0))  # another name for what is there
     tell(hook, [Respawned(rank=0, pid=1, ended="died"), removed(1), removed(2)])
+    tell(hook, [Unhealthy(rank=0, name="step-6", step=6, path="x", what="w has 1 NaN", marked=True)])
     assert os.listdir(tmp_path) == ["exp.prom"]
     assert samples(path) == {
         "last_committed_step": ("gauge", 6),
@@ -196,6 +197,7 @@ def test_the_textfile_says_what_happened(tmp_path):
         "bytes_written_total": ("counter", 48e6),
         "respawns_total": ("counter", 1),
         "quarantined_total": ("counter", 2),
+        "unhealthy_total": ("counter", 1),
     }
 
 

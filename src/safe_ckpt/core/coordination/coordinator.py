@@ -24,6 +24,7 @@ from safe_ckpt.core.coordination.mailbox import Receipts
 from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.coordination.rendezvous import Rendezvous, no_store, rendezvous
 from safe_ckpt.core.coordination.store import KeyTimeout, KeyValues, StoreClient
+from safe_ckpt.core.coordination.wire import from_wire, to_wire
 from safe_ckpt.errors import (
     ClosedError,
     ConfigError,
@@ -32,9 +33,7 @@ from safe_ckpt.errors import (
     PeerLostError,
     RendezvousTimeout,
     SafeCheckpointError,
-    from_wire,
     naming,
-    to_wire,
 )
 
 logger = logging.getLogger(__name__)

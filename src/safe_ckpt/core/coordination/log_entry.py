@@ -9,7 +9,8 @@ from typing import Any
 
 from safe_ckpt.core.coordination.mailbox import Mailbox
 from safe_ckpt.core.coordination.store import Check, KeyTimeout, KeyValues, StoreClient
-from safe_ckpt.errors import DesyncError, RendezvousTimeout, from_wire
+from safe_ckpt.core.coordination.wire import from_wire
+from safe_ckpt.errors import DesyncError, RendezvousTimeout
 
 Decide = Callable[[Mapping[int, Any]], Any]
 """Runs on rank 0 with every rank's answer; what it returns (JSON-able, or ``Scatter``) or raises is what every rank gets."""

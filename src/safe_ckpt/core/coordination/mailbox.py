@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.core.coordination.store import Check, KeyTimeout, KeyValues, StoreClient, read_present
-from safe_ckpt.errors import PeerLostError, RendezvousTimeout, SafeCheckpointError, from_wire
+from safe_ckpt.core.coordination.wire import from_wire
+from safe_ckpt.errors import PeerLostError, RendezvousTimeout, SafeCheckpointError
 
 if TYPE_CHECKING:
     from safe_ckpt.core.coordination.coordinator import Coordinator

@@ -25,7 +25,8 @@ from safe_ckpt.config import Network, Timeouts
 from safe_ckpt.core.coordination import network, process_groups
 from safe_ckpt.core.coordination.processes import machine_id
 from safe_ckpt.core.coordination.store import KeyTimeout, KeyValues, SealedStore, StoreClient
-from safe_ckpt.errors import PeerLostError, RendezvousTimeout, TamperedError, from_wire, to_wire
+from safe_ckpt.core.coordination.wire import from_wire, to_wire
+from safe_ckpt.errors import PeerLostError, RendezvousTimeout, TamperedError
 
 logger = logging.getLogger(__name__)
 _PHASE = "first meeting of the ranks"

@@ -69,8 +69,9 @@ class ObjectCatalog(Catalog):
         """
         self._committed = [*(info for info in self._committed if info.path != new.path), new]
         ours = [info for info in self._committed if retention.is_under_its_name(info)]
-        newest = {info.name: info for info in sorted(ours, key=lambda info: info.sequence)}
-        replaced = [info.path for info in ours if info is not newest[info.name]]
+        # A marked one does not replace a healthy one.
+        newest = {(info.name, info.marked): info for info in sorted(ours, key=lambda info: info.sequence)}
+        replaced = [info.path for info in ours if info is not newest[info.name, info.marked]]
         self.forget(replaced)
         return replaced
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -94,11 +94,22 @@ def policy_of(rules: Retention) -> KeepByRules | None:
     return KeepByRules(rules=rules) if has_rules(rules) else None
 
 
-def after_commit(new: CheckpointInfo, catalog: Catalog | None, policy: RetentionPolicy | None) -> Decision | None:
+def after_commit(
+    new: CheckpointInfo, catalog: Catalog | None, policy: RetentionPolicy | None, marked: Collection[Place] = ()
+) -> Decision | None:
     """``new`` was committed: add it to the catalog, and decide what is deleted. On rank 0, in the background.
 
+    Marked ones are not shown to the policy, which would count them. After the commit of a marked one the policy is not asked
+    at all, and only older marked ones are deleted: the newest stays for somebody to look at.
+
+    Args:
+        new: what was committed.
+        catalog: what there is besides; None for no catalog.
+        policy: decides; None deletes nothing.
+        marked: those that this job committed before.
+
     Returns:
-        The decision; None without a policy.
+        The decision; None where nothing is decided.
 
     Raises:
         OSError: a pointer of the catalog could not be read.
@@ -108,7 +119,11 @@ def after_commit(new: CheckpointInfo, catalog: Catalog | None, policy: Retention
         return None
     committed = catalog.still_ours(new) if catalog is not None else []
     named = catalog.named() if catalog is not None else set()
-    chosen = policy.to_delete(committed) if policy is not None else ()
+    if new.marked:
+        listed = [info.path for info in committed if info.marked and is_under_its_name(info) and info is not new]
+        chosen: Sequence[Place] = [path for path in dict.fromkeys([*listed, *marked]) if path != new.path]
+    else:
+        chosen = policy.to_delete([info for info in committed if not info.marked]) if policy is not None else ()
     paths = [*replaced, *(path for path in chosen if path not in named)]
     if catalog is not None:
         catalog.forget(paths)

@@ -12,14 +12,14 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
 from safe_ckpt.core.coordination.process_groups import ProcessGroup
-from safe_ckpt.core.directory.catalog import looks_like_checkpoint
+from safe_ckpt.core.directory.catalog import Candidate, looks_like_checkpoint
 from safe_ckpt.core.directory.lock import not_held
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.storage import durable, presence
@@ -265,3 +265,37 @@ def _size_of(file: Path) -> int:
             return os.fstat(fd).st_size
     except (FileNotFoundError, NotADirectoryError):
         return -1
+
+
+def listed(list_candidates: Callable[[], Sequence[Candidate]], timeouts: Timeouts) -> Sequence[Candidate]:
+    """The candidates, listed again for a bounded time as long as something of ours seems to be missing. On rank 0.
+
+    Raises:
+        OSError: something cannot be looked at, or its directory names what cannot be opened.
+    """
+    patience = Patience(timeouts)
+    while True:
+        over = not patience.left_s
+        candidates = list_candidates()
+        missed = _missed(candidates)
+        if not missed:
+            return candidates
+        if over or not patience.until_there(missed[0]):
+            break
+    for candidate in candidates:
+        if candidate.foreign and candidate.missing in missed:
+            message = "%s has no manifest, unlike those before it: if it is not another tool's, %s is missing"
+            logger.warning(message, candidate.path, candidate.missing)
+        elif candidate.missing in missed:
+            presence.is_gone(candidate.missing)  # raises if that is unknown
+    return candidates
+
+
+def _missed(candidates: Sequence[Candidate]) -> list[Path]:
+    """Files that may be missing: also the manifest of what looks like another tool's and has a higher number than ours."""
+    ours = [c.step if c.step >= 0 else c.manifest.step for c in candidates if c.manifest is not None]
+    return [
+        c.missing
+        for c in candidates
+        if c.missing is not None and (not c.foreign or (ours and not c.problem and c.step > max(ours)))
+    ]

@@ -59,6 +59,7 @@ class FilePlan:
         layout: equal for plans whose tensors have the same addresses and places; None where that is not known.
         fixed: how many of the ``pieces``, from the first on, are the same in every plan of that layout.
         floats: where in the last piece the floats of the state lie; None if that is not known.
+        regions: where its floating-point numbers lie, as rows of ``health.regions.Region``; None where the file itself says it.
     """
 
     path: str
@@ -71,6 +72,7 @@ class FilePlan:
     layout: object = None
     fixed: int = 0
     floats: Sequence[int] | None = ()
+    regions: Sequence[Sequence[Any]] | None = None
 
     @functools.cached_property
     def total_bytes(self) -> int:
@@ -126,6 +128,8 @@ class WriteTask:
         records: for a zip archive, the records in file order; None for a plain file.
         manifest_name: for a zip archive, the name of the manifest record that is appended.
         manifest: for a zip archive, the manifest; the hashes of the records are added to it.
+        regions: where its floating-point numbers lie, as rows of ``health.regions.Region``; None where the file itself says it.
+        health: what is expected of them, as ``health.verdict.Expectation`` has it; None: they are not looked at.
     """
 
     path: str
@@ -134,6 +138,8 @@ class WriteTask:
     records: tuple[Record, ...] | None = None
     manifest_name: str = ""
     manifest: Mapping[str, Any] | None = None
+    regions: Sequence[Sequence[Any]] | None = None
+    health: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As JSON-able data."""
@@ -146,9 +152,20 @@ class WriteTask:
         return cls(**{**data, "records": None if rows is None else tuple(Record(*row) for row in rows)})
 
 
-def closing_of(task: WriteTask, length: int, crcs: dict[str, int], hashes: Mapping[str, str]) -> bytes:
-    """What follows the ``length`` bytes of an archive: its manifest record and directory, up to the comment."""
-    manifest = json.dumps({**(task.manifest or {}), "records": dict(hashes)}, separators=(",", ":")).encode()
+def closing_of(
+    task: WriteTask, length: int, crcs: dict[str, int], hashes: Mapping[str, str], health: Mapping[str, Any]
+) -> bytes:
+    """What follows the ``length`` bytes of an archive: its manifest record and directory, up to the comment.
+
+    Args:
+        task: what is written.
+        length: of the image.
+        crcs: of the records.
+        hashes: of the records.
+        health: what the manifest says of it.
+    """
+    facts = {**(task.manifest or {}), "records": dict(hashes), **({"health": dict(health)} if health else {})}
+    manifest = json.dumps(facts, separators=(",", ":")).encode()
     own = zip_archive.place(task.manifest_name, len(manifest), length)
     crcs[own.name] = crc32(manifest)
     body = zip_archive.local_header(own) + manifest + zip_archive.descriptor(crcs[own.name], own.size)

@@ -104,6 +104,7 @@ class Manifest:
         notes: what an adapter wants to remember.
         written_by: host and process of rank 0; empty where the manifest does not say.
         files: every file of a directory checkpoint; empty for a single file.
+        health: of its numbers, as ``health.verdict.of_checkpoint`` has it; empty where they were not looked at.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Manifest:
     notes: Mapping[str, Any] = field(default_factory=dict)
     written_by: Mapping[str, Any] = field(default_factory=lambda: {"host": socket.gethostname(), "pid": os.getpid()})
     files: tuple[FileEntry, ...] = ()
+    health: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON-able data, without digest."""
@@ -163,7 +165,9 @@ class Manifest:
             maps = {key: _typed(data[key], dict) for key in ("metrics", "versions", "items", "notes")}
             for value in maps["metrics"].values():
                 _number(value)
-            maps["written_by"] = _typed(data.get("written_by", {}), dict)
+            maps |= {key: _typed(data.get(key, {}), dict) for key in ("written_by", "health")}
+            for facts in _typed(maps["health"].get("files", {}), dict).values():
+                _typed(facts, dict)
         except (KeyError, TypeError) as error:
             raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=f"damaged manifest: {error}") from error
         return cls(**texts, **numbers, **maps, files=files)
@@ -184,6 +188,7 @@ class CheckpointInfo:
         size_bytes: bytes of all its files.
         verified: whether it carries our manifest; False for what other tools wrote.
         op_id: unique to the save.
+        marked: whether its numbers are not healthy, so that nothing resumes from it unless it is named.
     """
 
     path: Place
@@ -196,6 +201,7 @@ class CheckpointInfo:
     size_bytes: int
     verified: bool = True
     op_id: str = ""
+    marked: bool = False
 
     @classmethod
     def of(cls, manifest: Manifest, path: Place, size_bytes: int) -> CheckpointInfo:
@@ -210,6 +216,7 @@ class CheckpointInfo:
             world_size=manifest.world_size,
             size_bytes=size_bytes,
             op_id=manifest.op_id,
+            marked=bool(manifest.health.get("marked")),
         )
 
     @property

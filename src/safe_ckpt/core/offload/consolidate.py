@@ -87,7 +87,7 @@ def consolidate_offloaded(
         request = SaveRequest(
             destination=Destination(workspace=workspace, path=path, kind="directory"),
             content=Snapshot(copies=plan.copies, folders=plan.folders),
-            facts=Facts(step=0, notes={"adapter": ADAPTER, "parts": plan.notes}),
+            facts=Facts(step=0, notes={"adapter": ADAPTER, "parts": plan.notes}, unexamined=("*",)),
             on_commit=OnCommit(carry=lambda _: True),
         )
         info = engine.save(request).result()

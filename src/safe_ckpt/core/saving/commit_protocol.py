@@ -7,6 +7,7 @@ The others write, report and wait for the verdict.
 from __future__ import annotations
 
 import dataclasses
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -14,7 +15,10 @@ from typing import Any, Protocol
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.mailbox import TwoPhaseCommit
 from safe_ckpt.core.coordination.store import KeyTimeout
+from safe_ckpt.core.coordination.wire import from_wire, to_wire
+from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry
+from safe_ckpt.core.health.verdict import ITSELF, Expectation, Known, described, of_checkpoint
 from safe_ckpt.core.saving.job import SaveJob
 from safe_ckpt.core.staging.streamed_files import FileStream
 from safe_ckpt.core.storage.copier import FileCopy, first_changed
@@ -28,8 +32,6 @@ from safe_ckpt.errors import (
     SafeCheckpointError,
     SaveError,
     SourceChangedError,
-    from_wire,
-    to_wire,
 )
 
 _LOOK_S = 1.0
@@ -61,13 +63,13 @@ class Publication(Protocol):
         """
 
     def commit(
-        self, entries: tuple[FileEntry, ...], items: Mapping[str, Any], look_around: Callable[[], None]
+        self, entries: tuple[FileEntry, ...], said: Mapping[str, Any], look_around: Callable[[], None]
     ) -> CheckpointInfo:
         """Check that what was reported is there, and make it a checkpoint, in one step.
 
         Args:
             entries: the files that the ranks report.
-            items: what the manifest says of the items.
+            said: what the manifest says besides: of the ``items``, and of the ``health``.
             look_around: called while waiting; raises to give up.
 
         Raises:
@@ -95,8 +97,10 @@ class CommitProtocol:
         config: settings.
         rank: this rank.
         give_up: raises when the save is to be abandoned.
+        known: what this rank knows of the health of the files that it writes.
 
     Attributes:
+        health: what is wrong with the numbers of what was committed, in words; empty where nothing is.
         write_s: how long this rank's writing took; 0 while it has not come to its end.
         written_at: when that was, on the monotonic clock.
         written_bytes: how much it was.
@@ -111,8 +115,12 @@ class CommitProtocol:
         config: CheckpointConfig,
         rank: int,
         give_up: Callable[[], None],
+        known: Known,
     ) -> None:
         self._job = job
+        self._known = known
+        self._found: dict[str, Mapping[str, Any]] = {}
+        self.health = ""
         self._publication = publication
         self._two_phase = two_phase
         self._writer = writer
@@ -131,7 +139,12 @@ class CommitProtocol:
         Raises:
             SafeCheckpointError: it failed; the same error on every rank.
         """
-        return self._lead() if self._rank == 0 else self._follow()
+        info = self._lead() if self._rank == 0 else self._follow()
+        self._known.learn(self._found, healthy=not self.health)
+        self._known.learn_hashes(self._found, self._job.versions)
+        if not info.marked and self._job.writers:
+            self._known.committed()
+        return info
 
     def _lead(self) -> CheckpointInfo:
         job = self._job
@@ -153,7 +166,7 @@ class CommitProtocol:
             if not isinstance(ours, CommitOutcomeUnknown):
                 self._publication.drop()
             raise ours from error
-        self._two_phase.conclude({"ok": info.to_json()})
+        self._two_phase.conclude({"ok": info.to_json(), "health": self.health})
         return info
 
     def _follow(self) -> CheckpointInfo:
@@ -194,6 +207,7 @@ class CommitProtocol:
             raise CommitOutcomeUnknown(name=self._job.name, cause=cause, phase="commit") from error
         if "error" in verdict:
             raise from_wire(verdict["error"])
+        self.health = verdict["health"]
         return CheckpointInfo.from_json(verdict["ok"], beside=self._job.path)
 
     def _write(self) -> dict[str, Any]:
@@ -204,17 +218,41 @@ class CommitProtocol:
             results += self._write_parts(job.stream, directories)
         elif job.streamed:
             most = self._config.max_host_bytes
-            results += self._writer.stream(job.tasks, job.request.content.files, directories, most, self._look_around)
+            tasks = self._expecting(job.tasks)
+            results += self._writer.stream(tasks, job.request.content.files, directories, most, self._look_around)
             job.handle.mark_snapshot_taken()
         elif job.buffer is not None:
-            results += self._run_writer(buffer=job.buffer, files=job.tasks, directories=directories)
+            results += self._run_writer(buffer=job.buffer, files=self._expecting(job.tasks), directories=directories)
             self._await_copy(job)
         else:
             raise SaveError(name=job.name, cause="there is no snapshot", rank=self._rank, phase="write")
         self.written_at = time.monotonic()
         self.write_s = self.written_at - begun
         self.written_bytes = sum(result.size_bytes for result in results)
-        return {"files": [self._entry(result) for result in results], "items": dict(job.request.facts.items)}
+        self._found = {self._place(result.path): result.health for result in results if result.health is not None}
+        items = dict(job.request.facts.items)
+        return {"files": [self._entry(result) for result in results], "items": items, "health": self._found}
+
+    def _expecting(self, tasks: Sequence[WriteTask]) -> list[WriteTask]:
+        """The same tasks with what is expected of the numbers."""
+        settings, unexamined = self._config.health, self._job.request.facts.unexamined
+        if settings.action == "off" or "*" in unexamined:
+            return list(tasks)
+        ignored = (*settings.ignore, *unexamined)
+        unwritten = self._known.unwritten(self._job.versions) if settings.recheck else None
+        whose = f"rank {self._rank} on {socket.gethostname()}"
+        how: dict[str, Any] = {"norm_jump": settings.norm_jump, "action": settings.action, "whose": whose}
+        usual = Expectation(ignored=ignored, unwritten=unwritten, **how)
+        return [
+            dataclasses.replace(task, health=self._known.expectation(self._place(task.path), usual).to_json())
+            for task in tasks
+        ]
+
+    def _place(self, path: str) -> str:
+        """Of a file in the checkpoint; the same for every single file."""
+        if self._job.request.destination.kind == "file":
+            return ITSELF
+        return path.removeprefix(f"{self._job.folder}/")
 
     def _run_writer(self, **what: Any) -> list[WrittenFile]:
         """Have the writer do what the other fields of a ``WriteJob`` say."""
@@ -223,7 +261,8 @@ class CommitProtocol:
     def _write_parts(self, parts: FileStream, directories: list[str]) -> list[WrittenFile]:
         results: dict[str, WrittenFile] = {}  # the second of two with the same name counts
         for buffer, tasks in parts.take(self._look_around):
-            results.update({result.path: result for result in self._run_writer(buffer=buffer, files=tasks)})
+            written = self._run_writer(buffer=buffer, files=self._expecting(tasks))
+            results.update({result.path: result for result in written})
         for directory in directories:
             sync_directory(directory)
         return list(results.values())
@@ -281,7 +320,10 @@ class CommitProtocol:
         entries = tuple(FileEntry(**row) for rank in sorted(reports) for row in reports[rank]["files"])
         if self._job.stream is not None and not entries:
             raise SaveError(name=self._job.name, cause="no rank handed over a file", rank=0, phase="commit")
-        return self._publication.commit(entries, _merge_items(reports), self._look_around)
+        found = {path: facts for rank in sorted(reports) for path, facts in reports[rank]["health"].items()}
+        health = of_checkpoint(found, self._config.health.action)
+        self.health = described(health)
+        return self._publication.commit(entries, {"items": _merge_items(reports), "health": health}, self._look_around)
 
     def _left_s(self) -> float:
         return max(0.001, self._deadline - time.monotonic())

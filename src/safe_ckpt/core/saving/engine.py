@@ -22,6 +22,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
 from safe_ckpt.core.coordination.preemption import Preemption
 from safe_ckpt.core.coordination.process_groups import ProcessGroup, group_timeout_s
+from safe_ckpt.core.coordination.wire import from_wire
 from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import Manifest, versions
 from safe_ckpt.core.saving.held_directories import Workspaces
@@ -39,7 +40,6 @@ from safe_ckpt.errors import (
     SaveError,
     SaveSkippedError,
     StateError,
-    from_wire,
     named,
 )
 from safe_ckpt.hooks import asked_for
@@ -94,6 +94,7 @@ class Engine:
         self.take_stock, self.hold_objects = self._workspaces.take_stock, self._workspaces.hold_objects
         self._stager = Stager(config, self.rank)
         self._save_queue = SaveQueue(self.coordinator, config, self.emit, self._stager.give_back)
+        self.known = self._save_queue.known
         self.mirror: Mirror | None = None
         self._handles: list[SaveHandle] = []
         self._closed = False
@@ -292,6 +293,7 @@ class Engine:
                 return
             raise ForkedError(what="close", pid=self._pid)
         self._closed = True
+        self.known.end(at_exit=quiet)
         self._at_exit.cancel()
         try:
             self._save_queue.close(within_s=within_s)

@@ -96,7 +96,7 @@ def request_of(
     return SaveRequest(
         destination=Destination(workspace=workspace, path=path, kind=kind),
         content=content,
-        facts=Facts(step=0, notes={"adapter": WEIGHTS}),
+        facts=Facts(step=0, notes={"adapter": WEIGHTS}, unexamined=("*",)),
         on_commit=carry,
         patient=True,
     )

@@ -12,7 +12,7 @@ from safe_ckpt.config import Timeouts
 from safe_ckpt.core.directory import extra_files
 from safe_ckpt.core.directory.shared import Patience, await_visible
 from safe_ckpt.core.directory.workspace import Workspace
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, read_manifest
 from safe_ckpt.core.saving.job import SaveJob
 from safe_ckpt.core.storage import durable as commit
 from safe_ckpt.core.storage.durable import sync_directory
@@ -26,6 +26,7 @@ from safe_ckpt.errors import (
 )
 
 _VISIBLE_S = 60.0
+_UNHEALTHY = "-unhealthy"
 
 
 class FilePublication:
@@ -73,22 +74,26 @@ class FilePublication:
             raise DirectoryNotSharedError(path=str(self._workspace.path), rank=rank, ranks=(rank,))
 
     def commit(
-        self, entries: tuple[FileEntry, ...], items: Mapping[str, Any], look_around: Callable[[], None]
+        self, entries: tuple[FileEntry, ...], said: Mapping[str, Any], look_around: Callable[[], None]
     ) -> CheckpointInfo:
         """See ``Publication``."""
         job, on_commit = self._job, self._job.request.on_commit
         self._check_staged(entries, look_around)
+        marked = bool(said["health"].get("marked"))
+        if marked and _is_healthy(self._final):
+            ending = self._final.suffix if self._job.request.destination.kind == "file" else ""
+            self._final = self._final.with_name(f"{self._final.name.removesuffix(ending)}{_UNHEALTHY}{ending}")
         if job.request.destination.kind == "file":
-            return self._commit_file(entries)
+            return self._commit_file(entries, said["health"])
         if on_commit.prefilled is not None:
             entries = (*entries, *extra_files.adopt(self._staged, {entry.path for entry in entries}))
         if on_commit.carry is not None:
             extra_files.carry(self._final, self._staged, on_commit.carry)
-        manifest = dataclasses.replace(job.manifest, files=entries, items=items)
+        manifest = dataclasses.replace(job.manifest, name=self._final.name, files=entries, **said)
         commit.write_durably(self._staged / MANIFEST_NAME, manifest.to_bytes())
         self._publish()
-        self._link()
-        self._point()
+        self._link(marked=marked)
+        self._point(marked=marked)
         return CheckpointInfo.of(manifest, self._final, sum(entry.size_bytes for entry in entries))
 
     def drop(self) -> None:
@@ -126,12 +131,13 @@ class FilePublication:
         """Every directory into which files are written, the innermost first."""
         return [*(self._folder / name for name in self._job.request.content.folders), self._folder]
 
-    def _commit_file(self, entries: tuple[FileEntry, ...]) -> CheckpointInfo:
+    def _commit_file(self, entries: tuple[FileEntry, ...], health: Mapping[str, Any]) -> CheckpointInfo:
         """Without a file written, only names are given to, or taken from, what is there already."""
         if entries:
             self._publish()
-        self._link()
-        return CheckpointInfo.of(self._job.manifest, self._final, sum(entry.size_bytes for entry in entries))
+        self._link(marked=bool(health.get("marked")))
+        manifest = dataclasses.replace(self._job.manifest, health=health)
+        return CheckpointInfo.of(manifest, self._final, sum(entry.size_bytes for entry in entries))
 
     def _publish(self) -> None:
         """Give it its name, if the directory is still this job's."""
@@ -140,15 +146,20 @@ class FilePublication:
         self._workspace.confirm()
         commit.publish(self._staged, self._final, aside)
 
-    def _link(self) -> None:
+    def _link(self, *, marked: bool) -> None:
+        """A name such as ``last`` stays with what it names, rather than to go to a marked checkpoint."""
+        if marked:
+            return
         for number, link in enumerate(self._job.request.on_commit.links):
             staged = self._staged.parent / f"link{number}-{link.path.name}"
             aside = self._aside(link.path)
             self._workspace.confirm()
             commit.publish_link(self._final, staged, link, aside)
 
-    def _point(self) -> None:
+    def _point(self, *, marked: bool) -> None:
         for pointer in self._job.request.on_commit.pointers:
+            if marked and pointer.is_for_resume:
+                continue
             staged = self._staged.parent / f"pointer-{pointer.path.name}"
             try:
                 commit.write_durably(staged, pointer.data)
@@ -183,3 +194,13 @@ class FilePublication:
                 cause += "is not there" if size < 0 else f"has {size} bytes here"
                 self._workspace.confirm()  # a job that took over has swept it away
                 raise SaveError(name=self._job.name, cause=cause, rank=entry.rank, phase="commit")
+
+
+def _is_healthy(path: Path) -> bool:
+    """Whether a checkpoint is there that a marked one must not replace."""
+    if not os.path.lexists(path):
+        return False
+    try:
+        return not read_manifest(path).health.get("marked")
+    except (OSError, SafeCheckpointError):
+        return True

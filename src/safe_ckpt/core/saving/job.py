@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from safe_ckpt.core.directory.object_root import ObjectRoot
@@ -136,6 +136,7 @@ class SaveJob:
         agreed_s: how long after that the ranks had agreed.
         call: the number of the call that began it.
         begun: whether its background phases have begun.
+        versions: where tensors that training does not change lay at the call, and how often they had been written to.
     """
 
     request: SaveRequest
@@ -154,6 +155,7 @@ class SaveJob:
     agreed_s: float = 0.0
     call: int = 0
     begun: bool = False
+    versions: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -46,12 +46,12 @@ class ObjectPublication:
         """See ``Publication``. There is nothing to wait for."""
 
     def commit(
-        self, entries: tuple[FileEntry, ...], items: Mapping[str, Any], look_around: Callable[[], None]
+        self, entries: tuple[FileEntry, ...], said: Mapping[str, Any], look_around: Callable[[], None]
     ) -> CheckpointInfo:
         """See ``Publication``."""
         self._check_uploaded(entries)
         look_around()
-        manifest = dataclasses.replace(self._job.manifest, files=entries, items=items)
+        manifest = dataclasses.replace(self._job.manifest, files=entries, **said)
         self._root.commit(self._folder, manifest.to_bytes())
         return CheckpointInfo.of(manifest, self._folder, sum(entry.size_bytes for entry in entries))
 

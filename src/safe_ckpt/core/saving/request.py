@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from safe_ckpt.core.coordination.wire import to_wire
 from safe_ckpt.core.directory.catalog import Catalog
 from safe_ckpt.core.directory.object_root import ObjectRoot
 from safe_ckpt.core.directory.retention import RetentionPolicy
@@ -18,7 +19,7 @@ from safe_ckpt.core.staging.streamed_files import FileStream
 from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.core.storage.objects.place import Place
-from safe_ckpt.errors import SafeCheckpointError, to_wire
+from safe_ckpt.errors import SafeCheckpointError
 
 if TYPE_CHECKING:
     from safe_ckpt.core.saving.job import SaveJob
@@ -144,12 +145,14 @@ class Facts:
         metrics: numbers that retention may look at.
         items: what this rank knows for the manifest's ``items``.
         notes: what it says besides; rank 0's counts.
+        unexamined: patterns of names of tensors of which the numbers are not looked at.
     """
 
     step: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     items: Mapping[str, Any] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
+    unexamined: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,11 +163,13 @@ class Pointer:
         path: where.
         data: its content.
         mode: its permissions; None for the usual ones.
+        is_for_resume: whether it says what to resume from: it is never one that is marked.
     """
 
     path: Path
     data: bytes
     mode: int | None = None
+    is_for_resume: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

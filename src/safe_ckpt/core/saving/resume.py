@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt import events
-from safe_ckpt.config import Timeouts
+from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.directory.catalog import Candidate, newest_first
 from safe_ckpt.core.directory.object_root import ObjectRoot
-from safe_ckpt.core.directory.shared import Patience, await_visible
+from safe_ckpt.core.directory.shared import Patience, await_visible, listed
+from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, read_manifest
+from safe_ckpt.core.health.start_log import RunningStart, StartLog, folder_in
+from safe_ckpt.core.health.starts import Newest
+from safe_ckpt.core.health.verdict import described
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.mirror_resume import Mirrored
 from safe_ckpt.core.saving.object_resume import ObjectReader
@@ -66,6 +70,8 @@ def choose(
     load: Load,
     view: Mapping[str, object] | None = None,
     accepts: Callable[[Candidate], bool] | None = None,
+    *,
+    named: bool = False,
 ) -> Chosen | None:
     """Find the newest checkpoint that every rank can read and verify. Every rank calls this.
 
@@ -79,6 +85,7 @@ def choose(
         load: reads a candidate; called on every rank.
         view: further values that must be equal on all ranks.
         accepts: which candidates of the mirror are fetched; None for all of which one can resume. Called on rank 0.
+        named: the caller asked for these; else marked ones are passed over.
 
     Returns:
         The choice, or None when there never was a checkpoint.
@@ -94,10 +101,12 @@ def choose(
         plan = engine.agree(
             "resume",
             must_match={"directory": workspace.path, **(view or {})},
-            decide=lambda _: _survey(workspace, listed(list_candidates, engine.config.timeouts)),
+            decide=lambda _: _survey(workspace, listed(list_candidates, engine.config.timeouts), named, engine.config),
         )
         rejected: dict[str, str] = dict(plan["rejected"])
         damaged: dict[str, str] = {name: rejected[name] for name in plan["damaged"]}
+        for name in plan["passed"]:
+            logger.warning("%s is passed over: %s", workspace.path / name, rejected[name])
         for name in plan["missing"]:
             logger.warning("%s is passed over: %s", workspace.path / name, rejected[name])
         for name, facts in mirrored.after(plan["infos"]):
@@ -106,8 +115,11 @@ def choose(
             info = CheckpointInfo.from_json(facts, beside=workspace.path)
             loaded, verdict = _try(engine, path, load, ours=info.verified)
             if verdict is None:
-                engine.agree(
-                    "resume from", must_match={"name": name}, decide=lambda _: _quarantine(engine, workspace, damaged)
+                counted = None if named else info
+                start = engine.agree(
+                    "resume from",
+                    must_match={"name": name},
+                    decide=lambda _, counted=counted: _settle(engine, workspace, damaged, counted),
                 )
                 seconds = time.monotonic() - begun
                 engine.emit(
@@ -116,6 +128,7 @@ def choose(
                     )
                 )
                 mirrored.upload(info)
+                _recall(engine, info, plan["health"].get(name), start)
                 return Chosen(info=info, loaded=loaded)
             rejected[name] = verdict["why"]
             if verdict["damaged"]:
@@ -128,6 +141,29 @@ def choose(
             message = "there are checkpoints, but none is usable. Repair one, or delete them all to start afresh"
             raise NoValidCheckpointError(path=str(workspace.path), message=message, rejected=seen)
         return None
+
+
+def _recall(engine: Engine, info: CheckpointInfo, listed: Mapping[str, Any] | None, start: str) -> None:
+    """What is known of the numbers that training goes on from; and from now on how this start goes."""
+    health = listed or {}
+    if listed is None and info.verified:  # it came from the mirror
+        try:
+            health = read_manifest(info.path).health
+        except (OSError, SafeCheckpointError) as error:
+            logger.warning("%s: its manifest cannot be read again, so masks are learnt anew: %s", info.path, error)
+    engine.known.recall(health)
+    if start:
+        engine.known.start = RunningStart(Path(start).parent, Path(start).name, engine.rank)
+
+
+def _settle(engine: Engine, workspace: Root, damaged: Mapping[str, str], info: CheckpointInfo | None) -> str:
+    """Rank 0, once a checkpoint was chosen. Returns where this start is noted; "" where it is not."""
+    _quarantine(engine, workspace, damaged)
+    if info is None or not info.verified or not engine.config.loops.tries or not isinstance(workspace, Workspace):
+        return ""
+    folder = folder_in(workspace.hidden)
+    key = StartLog(folder).begin(resumed=info.op_id, step=info.step)
+    return str(folder / key) if key else ""
 
 
 def check(engine: Engine, path: Path, load: Load) -> None:
@@ -154,51 +190,34 @@ def apply(engine: Engine, action: Callable[[], None]) -> None:
     engine.agree("restored", local=action, phase="restore")
 
 
-def listed(list_candidates: Callable[[], Sequence[Candidate]], timeouts: Timeouts) -> Sequence[Candidate]:
-    """The candidates, listed again for a bounded time as long as something of ours seems to be missing. On rank 0.
-
-    Raises:
-        OSError: something cannot be looked at, or its directory names what cannot be opened.
-    """
-    patience = Patience(timeouts)
-    while True:
-        over = not patience.left_s
-        candidates = list_candidates()
-        missed = _missed(candidates)
-        if not missed:
-            return candidates
-        if over or not patience.until_there(missed[0]):
-            break
-    for candidate in candidates:
-        if candidate.foreign and candidate.missing in missed:
-            message = "%s has no manifest, unlike those before it: if it is not another tool's, %s is missing"
-            logger.warning(message, candidate.path, candidate.missing)
-        elif candidate.missing in missed:
-            presence.is_gone(candidate.missing)  # raises if that is unknown
-    return candidates
-
-
-def _missed(candidates: Sequence[Candidate]) -> list[Path]:
-    """Files that may be missing: also the manifest of what looks like another tool's and has a higher number than ours."""
-    ours = [c.step if c.step >= 0 else c.manifest.step for c in candidates if c.manifest is not None]
-    return [
-        c.missing
-        for c in candidates
-        if c.missing is not None and (not c.foreign or (ours and not c.problem and c.step > max(ours)))
-    ]
-
-
-def _survey(workspace: Root, candidates: Sequence[Candidate]) -> dict[str, Any]:
+def _survey(workspace: Root, candidates: Sequence[Candidate], named: bool, config: CheckpointConfig) -> dict[str, Any]:
     ordered = newest_first(candidates)
     infos = {_name(workspace, c): _info(c).to_json() for c in ordered}
     rejected = {_name(workspace, c): c.problem for c in candidates if c.problem}
+    passed = {} if named else _passed_over(workspace, ordered, config)
+    infos = {name: info for name, info in infos.items() if name not in passed}
+    rejected |= passed
     return {
+        "passed": list(passed),
+        "health": {_name(workspace, c): c.manifest.health for c in ordered if c.manifest is not None},
         "infos": infos,
         "rejected": rejected,
         "damaged": [_name(workspace, c) for c in candidates if c.damaged],
         "missing": [_name(workspace, c) for c in candidates if c.missing and not c.foreign],
         "quarantined": [path.name for path in workspace.quarantined()],
     }
+
+
+def _passed_over(workspace: Root, ordered: Sequence[Candidate], config: CheckpointConfig) -> dict[str, str]:
+    """What is not resumed from unless it is named, and why: what is marked, and what starts have failed from too often."""
+    ours = {_name(workspace, c): c.manifest for c in ordered if c.manifest is not None}
+    marked = {name: f"it is marked: {described(m.health)}" for name, m in ours.items() if m.health.get("marked")}
+    if not config.loops.tries or not isinstance(workspace, Workspace):
+        return marked
+    newest = [Newest(op_id=m.op_id, name=name, step=m.step) for name, m in ours.items() if name not in marked]
+    log = StartLog(folder_in(workspace.hidden))
+    because = log.pass_over(newest, tries=config.loops.tries, back=config.loops.back)
+    return {**marked, **{one.name: because[one.op_id] for one in newest if one.op_id in because}}
 
 
 def _name(workspace: Root, candidate: Candidate) -> str:

@@ -25,6 +25,7 @@ from safe_ckpt.core.directory.object_root import ObjectRoot
 from safe_ckpt.core.directory.retention import Decision
 from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import CheckpointInfo
+from safe_ckpt.core.health.verdict import Known
 from safe_ckpt.core.saving.commit_protocol import CommitProtocol, Publication
 from safe_ckpt.core.saving.file_publication import FilePublication
 from safe_ckpt.core.saving.job import SaveJob
@@ -43,6 +44,7 @@ from safe_ckpt.errors import (
     RendezvousTimeout,
     SafeCheckpointError,
     SaveError,
+    UnhealthyStateError,
 )
 from safe_ckpt.hooks.emitter import Emitter
 
@@ -65,6 +67,7 @@ class SaveQueue:
         writer: writes this rank's files.
         stop_by: when the job must be over, on the monotonic clock; a save that is not done by then is given up.
         last_save_s: how long the last committed save took, from the call to its commit; 0 when there was none.
+        known: what this rank knows of the health of its files.
         mirror: gets what was committed; None for no mirror, and on other ranks than 0.
     """
 
@@ -93,6 +96,7 @@ class SaveQueue:
         self._deferred: list[tuple[Root, Place]] = []
         self.stop_by: float | None = None
         self.last_save_s = 0.0
+        self.known = Known()
         self._giving_up = threading.Event()
 
     def start(self) -> None:
@@ -103,6 +107,7 @@ class SaveQueue:
     def put(self, job: SaveJob) -> None:
         """Put a save whose snapshot is planned into the queue. Its handle gets an outcome, whatever happens here."""
         self._open.append(job)
+        job.versions, self.known.versions = self.known.versions, {}
         try:
             self._hand_over(job)
         except BaseException:
@@ -186,7 +191,9 @@ class SaveQueue:
         reporting = [rank for rank in job.writers if rank != 0]
         two_phase = TwoPhaseCommit(self._coordinator, self._store_client, job.op_id, reporting, give_up, job.call)
         publication = publication_of(job, self._config)
-        phases = CommitProtocol(job, publication, two_phase, self.writer, self._config, self._coordinator.rank, give_up)
+        phases = CommitProtocol(
+            job, publication, two_phase, self.writer, self._config, self._coordinator.rank, give_up, self.known
+        )
         self._emit(_agreed(job, self._coordinator.rank))
         info, failure = None, None
         try:
@@ -201,11 +208,24 @@ class SaveQueue:
             self.last_save_s = time.monotonic() - job.started
         # Here and not on the caller's thread: hooks write to files.
         self._emit.emit(_outcome(job, phases, info, failure, self._coordinator.rank))
+        if info is not None and phases.health:
+            failure = self._unhealthy(info, phases.health)
         if info is not None and self._coordinator.rank == 0:
             if self.mirror is not None and isinstance(job.workspace, Workspace):
                 self.mirror.put(info, job.workspace)
             self._retain(job, info)
+        if info is not None and info.marked:
+            self.known.marked = [info.path]
         self._conclude(job, info, failure)
+
+    def _unhealthy(self, info: CheckpointInfo, what: str) -> SafeCheckpointError | None:
+        """Say it, and what all ranks raise."""
+        action, rank = self._config.health.action, self._coordinator.rank
+        facts: dict[str, Any] = {"name": info.name, "step": info.step, "path": str(info.path), "what": what}
+        self._emit(events.Unhealthy(rank=rank, marked=info.marked, **facts))
+        if action == "stop":
+            return UnhealthyStateError(path=str(info.path), step=info.step, what=what)
+        return None
 
     def _free(self, job: SaveJob) -> None:
         if job.stream is not None:
@@ -223,7 +243,7 @@ class SaveQueue:
     def _retain(self, job: SaveJob, info: CheckpointInfo) -> None:
         on_commit, begun = job.request.on_commit, time.monotonic()
         try:
-            decision = retention.after_commit(info, on_commit.catalog, on_commit.retention)
+            decision = retention.after_commit(info, on_commit.catalog, on_commit.retention, self.known.marked)
             if decision is not None:
                 self._carry_out(decision, job.workspace, begun)
         except Exception:  # the save is committed, and must not fail because of the cleaning up
@@ -281,7 +301,10 @@ class SaveQueue:
 
     def _conclude(self, job: SaveJob, info: CheckpointInfo | None, failure: SafeCheckpointError | None) -> None:
         self._failures = 0 if failure is None else self._failures + 1
-        tolerated = self._config.on_failure == "warn" and self._failures < self._config.max_consecutive_failures
+        stops = isinstance(failure, UnhealthyStateError)
+        tolerated = (
+            not stops and self._config.on_failure == "warn" and self._failures < self._config.max_consecutive_failures
+        )
         if failure is not None and tolerated:
             logger.warning("%s (failure %d in a row; training goes on)", failure, self._failures)
             job.handle.mark_reported()

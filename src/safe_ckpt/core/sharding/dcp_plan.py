@@ -27,6 +27,7 @@ from safe_ckpt.core.formats import dcp
 from safe_ckpt.core.formats.file_plan import FilePlan, bytes_image
 from safe_ckpt.core.formats.file_template import FileTemplate
 from safe_ckpt.core.formats.torch_archive import pickle_state
+from safe_ckpt.core.health.regions import Region, rows_of
 from safe_ckpt.core.sharding import dtensor, plan_data
 from safe_ckpt.core.sharding.sharded_item import ShardedItem
 from safe_ckpt.errors import SaveError, StateError
@@ -362,6 +363,7 @@ def _lay_out(folder: str, local: _Local, kept: Sequence[int], rank: int) -> tupl
     pieces: list[tuple[int, bytes]] = []
     objects: dict[int, tuple[int, bytes]] = {}
     tensors: list[tuple[int, torch.Tensor]] = []
+    regions: list[Region] = []
     end = 0
     lengths = {number: len(data) for number, data in local.objects.items()}
     for entry, number, at, length in _entries(local.plan, kept, lengths):
@@ -377,10 +379,12 @@ def _lay_out(folder: str, local: _Local, kept: Sequence[int], rank: int) -> tupl
         pieces += [(at, around.head), (end - len(around.tail), around.tail)]
         if tensor.numel():
             tensors.append((at + len(around.head), tensor))
+            regions += rows_of(entry.index.fqn, tensor, at + len(around.head))
     if not end:
         return [], []
     path, fixed = _under(folder, _file_of(rank)), len(pieces)
-    file = FilePlan(path=path, length=end, pieces=[*pieces, *objects.values()], tensors=tensors, fixed=fixed)
+    pieces += objects.values()
+    file = FilePlan(path=path, length=end, pieces=pieces, tensors=tensors, fixed=fixed, regions=regions)
     return [file], list(objects)
 
 

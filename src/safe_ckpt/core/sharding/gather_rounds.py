@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.core.coordination.mailbox import Mailbox
 from safe_ckpt.core.coordination.store import KeyTimeout
-from safe_ckpt.errors import PeerLostError, RendezvousTimeout, from_wire, to_wire
+from safe_ckpt.core.coordination.wire import from_wire, to_wire
+from safe_ckpt.errors import PeerLostError, RendezvousTimeout
 
 if TYPE_CHECKING:
     from safe_ckpt.core.coordination.coordinator import Coordinator

@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,12 @@ _NO_LINK = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EX
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenFile:
-    """What is on disk now. The digest is that of the whole file."""
+    """What is on disk now. The digest is that of the whole file; ``health`` is None where its numbers were not looked at."""
 
     path: str
     size_bytes: int
     xxh3_128: str
+    health: Mapping[str, Any] | None = None
 
 
 def sync_directory(path: str) -> None:

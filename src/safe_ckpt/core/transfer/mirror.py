@@ -101,6 +101,8 @@ class Mirror:
         """
         if workspace.path not in info.file_path.parents:
             return  # a file elsewhere, of which a resume knows nothing
+        if info.marked:
+            return  # it would count there, and a healthy one would be deleted for it
         if info.op_id in self._there:
             return
         waiting = Waiting(root=self.root_of(workspace), workspace=workspace, info=info, saved=saved)

@@ -107,7 +107,7 @@ class WriterClient:
         ours, theirs = socket.socketpair()
         page_fd = new_page()
         self._log = os.memfd_create("safe_ckpt-log", os.MFD_CLOEXEC)
-        used = [xxhash, *(sys.modules[name] for name in ("isal", "obstore") if name in sys.modules)]
+        used = [xxhash, *(sys.modules[name] for name in ("isal", "obstore", "numpy") if name in sys.modules)]
         homes = [_HOME, *(Path(module.__file__).parent.parent for module in used if module.__file__)]
         roots = list(dict.fromkeys(map(str, homes)))
         boot = _BOOT.format(path=roots, sock=theirs.fileno(), page=page_fd, nice=niceness, parent=os.getpid())
@@ -265,7 +265,10 @@ def _results(reply: dict[str, Any], job: WriteJob) -> list[WrittenFile]:
         raise OSError(error["errno"], error["message"], error["path"])
     for device, path in reply["refused_direct"]:
         write_without_direct(device, path)
-    results = [WrittenFile(path=path, size_bytes=size, xxh3_128=digest) for path, size, digest in reply["files"]]
+    results = [
+        WrittenFile(path=path, size_bytes=size, xxh3_128=digest, health=health)
+        for path, size, digest, health in reply["files"]
+    ]
     if [result.path for result in results] != job.paths:
         raise OSError(None, "the writer reports other files than it was given")
     return results

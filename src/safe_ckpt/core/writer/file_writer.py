@@ -12,13 +12,15 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import xxhash
 
 from safe_ckpt.core.formats import zip_archive
 from safe_ckpt.core.formats.file_plan import WriteTask, closing_of
 from safe_ckpt.core.formats.zip_archive import Record, RecordDigest
+from safe_ckpt.core.health.examine import Examination, marked
 from safe_ckpt.core.staging.progress import read_mark
 from safe_ckpt.core.storage.copier import FileCopy, copy_files
 from safe_ckpt.core.storage.direct_io import (
@@ -110,7 +112,7 @@ def _write_file(
         size = fill_new_file(task.path, options, progress, fill)
     finally:
         hasher.stop()
-    return WrittenFile(path=task.path, size_bytes=size, xxh3_128=hasher.digest)
+    return WrittenFile(path=task.path, size_bytes=size, xxh3_128=hasher.digest, health=hasher.health)
 
 
 def _write_image(
@@ -161,6 +163,7 @@ class Hasher:
         self._turn = threading.Condition()
         self.tail = b""
         self.digest = ""
+        self.health: Mapping[str, Any] | None = None
         self._thread: threading.Thread | None = None
         if len(image) > 2 * chunk_bytes:
             self._thread = _started(self._run)
@@ -183,8 +186,12 @@ class Hasher:
     def _run(self) -> None:
         try:
             records = self._task.records
+            self._progress.moved(0)
+            self._examination = Examination(self._task, self._image)
+            self._progress.moved(0)
             if records is None:
                 self._absorb(0, len(self._image), [self._whole.update])
+                self.health = self._examination.verdict()
                 self._finish(b"")
             else:
                 self._finish(self._hash_records(records))
@@ -204,7 +211,8 @@ class Hasher:
             self._image[end : record.end] = zip_archive.descriptor(digest.crc, record.size)
             self._absorb(end, record.end, [self._whole.update])
             crcs[record.name], hashes[record.name] = digest.crc, digest.hexdigest()
-        return closing_of(self._task, len(self._image), crcs, hashes)
+        self.health = self._examination.verdict()
+        return closing_of(self._task, len(self._image), crcs, hashes, marked(self._task, self.health))
 
     def _absorb(self, start: int, end: int, receivers: Sequence[Callable[[memoryview], None]]) -> None:
         for at in range(start, end, _HASH_BYTES):
@@ -214,6 +222,7 @@ class Hasher:
             piece = self._image[at : min(at + _HASH_BYTES, end)]
             for receive in receivers:
                 receive(piece)
+            self._examination.take(at, piece)
             self._hashed = at + len(piece)
             if self._hashed - self._ready >= self._chunk:  # thousands of small records must not cost a wake-up each
                 self._progress.moved(self._hashed - self._ready)

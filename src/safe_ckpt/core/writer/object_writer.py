@@ -45,7 +45,8 @@ def send_image(
             yield hasher.tail
 
     place.bucket.upload(place.key, len(image), pieces)
-    return WrittenFile(path=path, size_bytes=len(image) + len(hasher.tail), xxh3_128=hasher.digest)
+    size = len(image) + len(hasher.tail)
+    return WrittenFile(path=path, size_bytes=size, xxh3_128=hasher.digest, health=hasher.health)
 
 
 def send_stream(

@@ -22,6 +22,7 @@ import time
 from typing import Any
 
 from safe_ckpt.core.formats.file_plan import WriteTask
+from safe_ckpt.core.health.examine import prepare
 from safe_ckpt.core.staging.progress import ProgressPage
 from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.direct_io import WriteOptions, refused_direct
@@ -53,6 +54,7 @@ def main(socket_fd: int, control_fd: int, niceness: int, parent: int) -> None:
     buffers: dict[int, int] = {}
     threading.Thread(target=_receive, args=(connection, jobs, buffers), daemon=True).start()
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    threading.Thread(target=prepare, daemon=True).start()
     maps: dict[int, mmap.mmap] = {}
     while True:
         job = jobs.get()
@@ -105,7 +107,7 @@ def _serve(
         tasks = [WriteTask.from_json(entry) for entry in plan["files"]]
         memory = memoryview(_mapped(job, buffers, maps)) if tasks else memoryview(b"")
         written = write_files(copies, tasks, plan["directories"], memory, options, page)
-        results = [[result.path, result.size_bytes, result.xxh3_128] for result in written]
+        results = [[result.path, result.size_bytes, result.xxh3_128, result.health] for result in written]
         # Nobody reads a log of this process, so its parent logs which file systems refused direct writes.
         return {"files": results, "refused_direct": list(refused_direct().items())}
     except OSError as error:

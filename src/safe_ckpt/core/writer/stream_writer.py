@@ -8,7 +8,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import xxhash
@@ -16,6 +17,8 @@ import xxhash
 from safe_ckpt.core.formats import zip_archive
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, WriteTask, closing_of
 from safe_ckpt.core.formats.zip_archive import RecordDigest
+from safe_ckpt.core.health.examine import Examination, marked
+from safe_ckpt.core.health.regions import Pieces
 from safe_ckpt.core.storage.direct_io import (
     PAGE,
     ProgressReporter,
@@ -56,13 +59,13 @@ def _stream_file(
     content = _Content(image, task)
     if is_object(task.path):
         sent = send_stream(task.path, image.length, content.pieces, options, progress)
-        return WrittenFile(path=task.path, size_bytes=sent, xxh3_128=content.whole.hexdigest())
+        return content.written(sent)
 
     def fill(fd: int, direct: bool) -> int:
         return _pour(fd, content, buffer_bytes, progress, direct=direct)
 
     size = fill_new_file(task.path, options, progress, fill)
-    return WrittenFile(path=task.path, size_bytes=size, xxh3_128=content.whole.hexdigest())
+    return content.written(size)
 
 
 def _pour(fd: int, content: _Content, buffer_bytes: int, progress: ProgressReporter, *, direct: bool) -> int:
@@ -91,6 +94,8 @@ class _Content:
         self.whole = xxhash.xxh3_128()
         self._task = task
         self._length = image.length
+        self._examination = Examination(task, Pieces(image.length, image.pieces))
+        self._health: Mapping[str, Any] | None = None
         parts: list[tuple[int, int, bytes | torch.Tensor | LazyTensor]] = [
             *((at, len(data), data) for at, data in image.pieces),
             *((at, tensor.numel() * tensor.element_size(), tensor) for at, tensor in image.tensors),
@@ -99,13 +104,21 @@ class _Content:
         self._parts = deque(sorted(parts, key=lambda part: part[0]))
 
     def pieces(self) -> Iterator[memoryview]:
+        at = 0
         for piece in self._body():
             self.whole.update(piece)
+            self._examination.take(at, piece)
+            at += len(piece)
             yield piece
         if self._task.records is not None:
             comment = zip_archive.COMMENT_PREFIX + self.whole.hexdigest().encode()
             self.whole.update(comment)
             yield memoryview(comment)
+
+    def written(self, size_bytes: int) -> WrittenFile:
+        """What is on disk then."""
+        health = self._health or self._examination.verdict()
+        return WrittenFile(path=self._task.path, size_bytes=size_bytes, xxh3_128=self.whole.hexdigest(), health=health)
 
     def _body(self) -> Iterator[memoryview]:
         crcs: dict[str, int] = {}
@@ -122,7 +135,8 @@ class _Content:
                 yield piece
             yield memoryview(zip_archive.descriptor(digest.crc, record.size))
             crcs[record.name], hashes[record.name] = digest.crc, digest.hexdigest()
-        yield memoryview(closing_of(self._task, self._length, crcs, hashes))
+        self._health = self._examination.verdict()
+        yield memoryview(closing_of(self._task, self._length, crcs, hashes, marked(self._task, self._health)))
 
     def _between(self, start: int, end: int) -> Iterator[memoryview]:
         """The image's bytes from ``start`` to ``end``; zeros where nothing was placed."""

@@ -1,0 +1,260 @@
+"""Where the floating-point numbers of a file lie, read from the file itself.
+
+A safetensors file says it in its header, a torch archive in its ``data.pkl``. Nothing of a pickle is executed: whatever it
+names, a stand-in takes its place. The writer process uses this, so neither torch nor numpy is needed.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from safe_ckpt.core.formats.zip_archive import Record
+
+if TYPE_CHECKING:
+    import torch
+
+FLOATS = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+}
+"""Types whose numbers are looked at -> bytes of one. A complex number is two of them."""
+_CODES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "C64": "float32",
+    "C128": "float64",
+}
+_STORAGES = {
+    "DoubleStorage": ("float64", 8),
+    "FloatStorage": ("float32", 4),
+    "HalfStorage": ("float16", 2),
+    "BFloat16Storage": ("bfloat16", 2),
+    "ComplexFloatStorage": ("float32", 8),
+    "ComplexDoubleStorage": ("float64", 16),
+}
+_COMPLEX = {"complex64": ("float32", 8), "complex128": ("float64", 16)}
+_DATA = "data/"
+_MOST_DEPTH = 200
+
+
+class Region(NamedTuple):
+    """Floating-point numbers in a row.
+
+    Attributes:
+        name: of the tensor within its file.
+        dtype: one of ``FLOATS``.
+        offset: of the first byte in the file.
+        length: in bytes.
+    """
+
+    name: str
+    dtype: str
+    offset: int
+    length: int
+
+
+class Pieces:
+    """A file of which only some pieces are at hand, to be read like memory.
+
+    Args:
+        length: of the file.
+        pieces: offset -> bytes.
+    """
+
+    def __init__(self, length: int, pieces: Sequence[tuple[int, bytes]]) -> None:
+        self._length = length
+        self._pieces = pieces
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, where: slice) -> bytes:
+        begin, end, _ = where.indices(self._length)
+        for at, data in self._pieces:
+            if at <= begin and end <= at + len(data):
+                return data[begin - at : end - at]
+        raise ValueError(f"bytes {begin} to {end} are not at hand")
+
+
+def of_file(image: memoryview | Pieces, records: Sequence[Record] | None) -> list[Region]:
+    """The regions of a file, by offset. None in a file of another kind.
+
+    Args:
+        image: the file; its tensors need not be there yet.
+        records: for a torch archive, where its members lie; None for any other file.
+
+    Raises:
+        Exception: anything, where the file is not what it seems to be.
+    """
+    found = _of_safetensors(image) if records is None else _of_archive(image, records)
+    found.sort(key=lambda region: region.offset)
+    return found
+
+
+def _of_safetensors(image: memoryview | Pieces) -> list[Region]:
+    size = int.from_bytes(image[:8], "little")
+    if len(image) < 10 or size > len(image) - 8 or image[8:9] != b"{":
+        return []
+    header = json.loads(bytes(image[8 : 8 + size]))
+    header.pop("__metadata__", None)
+    regions = []
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        dtype = _CODES.get(entry["dtype"])
+        if dtype is not None and end > begin:
+            regions.append(Region(name, dtype, 8 + size + begin, end - begin))
+    return regions
+
+
+def _of_archive(image: memoryview | Pieces, records: Sequence[Record]) -> list[Region]:
+    places = {record.name.partition("/")[2]: record for record in records}
+    structure = places["data.pkl"]
+    pickled = bytes(image[structure.data_offset : structure.data_offset + structure.size])
+    whole = _Structure(io.BytesIO(pickled)).load()
+    found: dict[tuple[int, int], Region] = {}
+    for name, tensor in _tensors(whole, "", 0):
+        place, kind = places.get(_DATA + tensor.storage.key), tensor.kind
+        if place is None or kind is None:
+            continue
+        dtype, item_bytes = kind
+        begin, length = tensor.offset * item_bytes, tensor.extent * item_bytes
+        if 0 < length <= place.size - begin:
+            region = Region(name, dtype, place.data_offset + begin, length)
+            found.setdefault((region.offset, region.length), region)
+    return list(found.values())
+
+
+class _Storage(NamedTuple):
+    kind: str
+    key: str
+
+
+class _Tensor(NamedTuple):
+    storage: _Storage
+    offset: int
+    extent: int
+    dtype: str
+
+    @property
+    def kind(self) -> tuple[str, int] | None:
+        """The type of its numbers, and the bytes of an element; None for what is not looked at."""
+        if not self.dtype:
+            return _STORAGES.get(self.storage.kind)
+        if self.dtype in FLOATS:
+            return self.dtype, FLOATS[self.dtype]
+        return _COMPLEX.get(self.dtype)
+
+
+class _Named(NamedTuple):
+    """A global that says no more than its name, such as a dtype."""
+
+    name: str
+
+
+class _Anything:
+    """Stands for any class and function, and for what they make."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        """Whatever it is called with."""
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __call__(self, *_: Any, **__: Any) -> _Anything:
+        return self
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+    def __setitem__(self, _: Any, __: Any) -> None:
+        pass
+
+    def append(self, _: Any) -> None:
+        """As a list's."""
+
+    def extend(self, _: Any) -> None:
+        """As a list's."""
+
+    def add(self, _: Any) -> None:
+        """As a set's."""
+
+
+class _Structure(pickle.Unpickler):
+    """Gives the structure with ``_Tensor`` in the place of tensors."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if module in ("torch._utils", "torch._tensor") and name in _REBUILT:
+            return _REBUILT[name]
+        if module == "torch" and (name in _STORAGES or name in FLOATS or name in _COMPLEX):
+            return _Named(name)
+        if module == "torch.nn.parameter" and name == "Parameter":
+            return _parameter
+        return _Anything
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind = pid[1]
+        return _Storage(kind.name if isinstance(kind, _Named) else "", str(pid[2]))
+
+
+def _tensor(storage: Any, offset: int, size: Sequence[int], stride: Sequence[int], *more: Any) -> Any:
+    # What lies between the elements of a tensor with gaps is looked at as well.
+    extent = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if 0 not in size else 0
+    named = more[2] if len(more) > 2 else None  # ``_rebuild_tensor_v3`` says the type
+    if len(more) > 2 and not isinstance(named, _Named):
+        return None
+    return _Tensor(storage, offset, extent, named.name if isinstance(named, _Named) else "")
+
+
+def _parameter(data: Any = None, *_: Any) -> Any:
+    return data
+
+
+def _of_a_type(rebuild: Any = None, _: Any = None, arguments: Sequence[Any] = (), *__: Any) -> Any:
+    """Of a subclass, or with attributes of its own."""
+    return rebuild(*arguments) if rebuild in _REBUILT.values() else None
+
+
+_REBUILT: dict[str, Any] = {
+    "_rebuild_tensor_v2": lambda storage, offset, size, stride, *_: _tensor(storage, offset, size, stride),
+    "_rebuild_tensor_v3": _tensor,
+    "_rebuild_parameter": _parameter,
+    "_rebuild_parameter_with_state": _parameter,
+    "_rebuild_from_type_v2": _of_a_type,
+}
+
+
+def _tensors(value: Any, name: str, depth: int) -> Iterator[tuple[str, _Tensor]]:
+    kind = type(value)
+    if kind is _Tensor:
+        yield name, value
+    elif kind in (dict, OrderedDict, list, tuple) and depth < _MOST_DEPTH:
+        pairs = value.items() if kind in (dict, OrderedDict) else enumerate(value)
+        for key, inner in pairs:
+            yield from _tensors(inner, f"{name}.{key}" if name else str(key), depth + 1)
+
+
+def rows_of(name: str, tensor: torch.Tensor, offset: int) -> list[Region]:
+    """The region of a tensor whose elements lie in a row from ``offset`` on; none where it is not looked at."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    kind = dtype if dtype in FLOATS else _COMPLEX.get(dtype, ("",))[0]
+    return [Region(name, kind, offset, tensor.numel() * tensor.element_size())] if kind else []

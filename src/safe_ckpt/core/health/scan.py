@@ -1,0 +1,227 @@
+"""The numbers of a file, looked at piece by piece while its bytes are in the processor's cache.
+
+Two comparisons of whole numbers tell for a piece that all its floats are finite, and which are the extremes: among positive
+floats, and among negative ones, the order of the floats is that of their bits. Only a piece that is not finite is looked at
+closely. Runs where the bytes are hashed: in the writer process, or in a thread that writes. Needs numpy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from safe_ckpt.core.health.regions import FLOATS, Region
+
+_MOST = float(np.finfo(np.float64).max)
+_NUMBERS = 128 << 10  # at a time: what is made of them stays in the cache, too
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """How the numbers of one type are read.
+
+    Attributes:
+        signed: the whole numbers of the same width.
+        unsigned: the same.
+        odd: the magnitude from which on a number is not finite.
+        mantissa: how many bits it has; None where numpy reads the type itself.
+        bias: of the exponent.
+        zero_is_nan: whether NaN is what would be a negative zero.
+    """
+
+    signed: Any
+    unsigned: Any
+    odd: int
+    mantissa: int | None = None
+    bias: int = 0
+    zero_is_nan: bool = False
+
+    @property
+    def magnitude(self) -> int:
+        """All bits but the sign."""
+        return int(np.iinfo(self.signed).max)
+
+
+_KINDS = {
+    "float64": _Kind(signed=np.int64, unsigned=np.uint64, odd=0x7FF0000000000000),
+    "float32": _Kind(signed=np.int32, unsigned=np.uint32, odd=0x7F800000),
+    "float16": _Kind(signed=np.int16, unsigned=np.uint16, odd=0x7C00, mantissa=10, bias=15),
+    "bfloat16": _Kind(signed=np.int16, unsigned=np.uint16, odd=0x7F80, mantissa=7, bias=127),
+    # The OCP's 8-bit specification, and arXiv:2206.02915 for the ``fnuz`` types, which have no infinity.
+    "float8_e4m3fn": _Kind(signed=np.int8, unsigned=np.uint8, odd=0x7F, mantissa=3, bias=7),
+    "float8_e5m2": _Kind(signed=np.int8, unsigned=np.uint8, odd=0x7C, mantissa=2, bias=15),
+    "float8_e4m3fnuz": _Kind(signed=np.int8, unsigned=np.uint8, odd=0x80, mantissa=3, bias=8, zero_is_nan=True),
+    "float8_e5m2fnuz": _Kind(signed=np.int8, unsigned=np.uint8, odd=0x80, mantissa=2, bias=16, zero_is_nan=True),
+}
+
+
+@dataclass(kw_only=True)
+class _Sick:
+    """A tensor with numbers that are not finite."""
+
+    name: str
+    numbers: int
+    nan: int = 0
+    inf: int = 0
+    pattern: Any = field(default_factory=xxhash.xxh3_64)
+
+    def to_json(self) -> dict[str, Any]:
+        facts = {"name": self.name, "numbers": self.numbers, "nan": self.nan, "inf": self.inf}
+        return {**facts, "pattern": self.pattern.hexdigest()}
+
+
+class Scan:
+    """One file.
+
+    Args:
+        regions: what is looked at, by offset.
+        hashed: of which the bytes are hashed, among them.
+    """
+
+    def __init__(self, regions: Sequence[Region], hashed: Sequence[Region] = ()) -> None:
+        self._regions = regions
+        self._next = 0
+        self._numbers = 0
+        self._squares = 0.0
+        self._most = -math.inf
+        self._least = math.inf
+        self._largest = (-1.0, "")
+        self._sick: dict[str, _Sick] = {}
+        self._cut = b""
+        self._hashes = {region.name: xxhash.xxh3_64() for region in hashed}
+
+    def take(self, at: int, piece: memoryview) -> None:
+        """Look at bytes of the file, which come in order.
+
+        Args:
+            at: where the first of them lies.
+            piece: the bytes.
+        """
+        if self._next == len(self._regions) or self._regions[self._next].offset >= at + len(piece):
+            return
+        with np.errstate(all="ignore"):  # numbers that are too large for a sum of squares
+            self._take(at, piece)
+
+    def _take(self, at: int, piece: memoryview) -> None:
+        regions, end = self._regions, at + len(piece)
+        while self._next < len(regions) and regions[self._next].offset < end:
+            region = regions[self._next]
+            size, last = FLOATS[region.dtype], region.offset + region.length
+            begin, stop = max(region.offset, at), min(last, end)
+            if region.name in self._hashes:
+                self._hashes[region.name].update(piece[begin - at : stop - at])
+            if self._cut:  # a number whose first bytes came with the piece before
+                missing = size - len(self._cut)
+                if stop - begin < missing:
+                    self._cut += bytes(piece[begin - at : stop - at])
+                    return
+                begin += missing
+                self._look(region, memoryview(self._cut + bytes(piece[: begin - at])), begin - size)
+            whole = stop - (stop - region.offset) % size
+            for start in range(begin, whole, _NUMBERS * size):
+                self._look(region, piece[start - at : min(start + _NUMBERS * size, whole) - at], start)
+            self._cut = bytes(piece[whole - at : stop - at]) if last > end else b""
+            if last > end:
+                return
+            self._next += 1
+
+    def facts(self) -> dict[str, Any]:
+        """What was found, as JSON-able data."""
+        seen = self._most >= self._least
+        return {
+            "tensors": len(self._regions),
+            "numbers": self._numbers,
+            "norm": math.sqrt(self._squares),
+            "most": self._most if seen else None,
+            "least": self._least if seen else None,
+            "largest": self._largest[1],
+        }
+
+    def hashes(self) -> dict[str, str]:
+        """Of the tensors that are hashed."""
+        return {name: one.hexdigest() for name, one in self._hashes.items()}
+
+    def sick(self) -> list[dict[str, Any]]:
+        """The tensors with numbers that are not finite: name, how many numbers, NaN and Inf, and a digest of where they are."""
+        return [one.to_json() for one in self._sick.values()]
+
+    def _look(self, region: Region, piece: memoryview, at: int) -> None:
+        self._numbers += len(piece) // FLOATS[region.dtype]
+        kind = _KINDS[region.dtype]
+        unsigned = np.frombuffer(piece, kind.unsigned)
+        signed = unsigned.view(kind.signed)
+        high, low = int(signed.max()), int(unsigned.max())
+        negative = low > kind.magnitude
+        odd = high >= kind.odd or (negative and low & kind.magnitude >= kind.odd)
+        if odd or (kind.zero_is_nan and int(signed.min()) < -kind.magnitude):
+            self._look_closely(region, unsigned, kind, at)
+            return
+        # The largest of all numbers if there is a positive one, else the negative one with the smallest magnitude.
+        most = high if high >= 0 else int(unsigned.min())
+        least = low if negative else int(signed.min())
+        ends = _as_floats(np.array([most, least], kind.unsigned), region.dtype, kind)
+        squares = _squares(_as_floats(unsigned, region.dtype, kind, signs=False))
+        self._note(region, float(ends[0]), float(ends[1]), squares)
+
+    def _look_closely(self, region: Region, bits: Any, kind: _Kind, at: int) -> None:
+        magnitudes = bits & kind.unsigned(kind.magnitude)
+        if kind.zero_is_nan:
+            odd = nan = bits == kind.unsigned(kind.magnitude + 1)
+        else:
+            odd = magnitudes >= kind.unsigned(kind.odd)
+            # The first of them is Inf; ``e4m3fn`` has none.
+            nan = odd if kind.odd == kind.magnitude else odd & (magnitudes != kind.unsigned(kind.odd))
+        self._note_sick(region, odd, nan, at)
+        self._note_finite(region, _as_floats(bits[~odd], region.dtype, kind))
+
+    def _note_finite(self, region: Region, numbers: Any) -> None:
+        if len(numbers):
+            self._note(region, float(numbers.max()), float(numbers.min()), _squares(numbers))
+
+    def _note(self, region: Region, most: float, least: float, squares: float) -> None:
+        self._most, self._least = max(self._most, most), min(self._least, least)
+        self._squares = min(self._squares + squares, _MOST)
+        if (size := max(most, -least)) > self._largest[0]:
+            self._largest = size, region.name
+
+    def _note_sick(self, region: Region, odd: Any, nan: Any, at: int) -> None:
+        """Which numbers of a tensor are not finite, and how."""
+        size = FLOATS[region.dtype]
+        if region.name not in self._sick:
+            self._sick[region.name] = _Sick(name=region.name, numbers=region.length // size)
+        sick, there = self._sick[region.name], np.flatnonzero(odd)
+        nans = int(np.count_nonzero(nan))
+        sick.nan += nans
+        sick.inf += len(there) - nans
+        # Of the places, and not of the pieces: the same however the file is cut.
+        sick.pattern.update(((there + (at - region.offset) // size) * 2 + nan[there]).astype("<i8").tobytes())
+
+
+def _as_floats(bits: Any, dtype: str, kind: _Kind, *, signs: bool = True) -> Any:
+    """The numbers, which are finite. Those of a narrow type become float32: the bits are put to their places in it.
+
+    A power of two then corrects the exponent, also that of subnormal numbers.
+    """
+    if kind.mantissa is None:
+        return bits.view(dtype)
+    numbers = (bits & kind.unsigned(kind.magnitude)).astype(np.uint32)
+    numbers <<= np.uint32(23 - kind.mantissa)
+    found = numbers.view(np.float32)
+    if kind.bias != 127:
+        found *= np.float32(2.0 ** (127 - kind.bias))
+    if signs:
+        found[bits > kind.unsigned(kind.magnitude)] *= -1
+    return found
+
+
+def _squares(numbers: Any) -> float:
+    found = float(np.dot(numbers, numbers))
+    if math.isfinite(found):
+        return found
+    wide = numbers.astype(np.float64)
+    return min(float(np.dot(wide, wide)), _MOST)

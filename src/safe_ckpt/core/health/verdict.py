@@ -1,0 +1,220 @@
+"""What follows from the numbers of a file: whether they are healthy, and what is learnt for the next save. Pure decisions.
+
+Of a parameter, or of an optimizer's state, no number may be NaN or infinite. A buffer, or a parameter that is not trained, may
+be infinite by design, such as a mask. What of it is infinite at its first save is learnt, and is no alarm as long as it stays
+as it is. NaN is always one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from safe_ckpt.core.health.regions import Region
+
+if TYPE_CHECKING:
+    from safe_ckpt.core.health.start_log import RunningStart
+
+ITSELF = ""
+"""Stands for the path of a checkpoint that is a single file."""
+_MOST_ROWS = 20
+_LARGEST = 1e300  # JSON has no infinity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expectation:
+    """What is known of a file before it is written.
+
+    Attributes:
+        first: whether no save of this file is known.
+        learnt: tensors that may have numbers that are not finite -> a digest of where these are.
+        fixed: names of buffers and of parameters that are not trained. One counts for every tensor whose name ends in it.
+        ignored: patterns of names that are not looked at.
+        norm: at the last healthy save; None where that is not known.
+        norm_jump: by which factor the norm may grow from there; None for any.
+        action: of the settings.
+        unwritten: names of fixed tensors to which nothing was written since the last save -> the hash that they had in it.
+            None: no hashes are taken.
+        whose: the rank that writes it, and its host, in words.
+    """
+
+    first: bool = True
+    learnt: Mapping[str, str] = field(default_factory=dict)
+    fixed: Sequence[str] = ()
+    ignored: Sequence[str] = ()
+    norm: float | None = None
+    norm_jump: float | None = None
+    action: str = "mark"
+    unwritten: Mapping[str, str] | None = None
+    whose: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON-able data."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Expectation:
+        """From what ``to_json`` returned."""
+        return cls(**data)
+
+    def regions(self, regions: Iterable[Region]) -> list[Region]:
+        """Those that are looked at."""
+        return [one for one in regions if not any(fnmatchcase(one.name, pattern) for pattern in self.ignored)]
+
+    def hashed(self, regions: Sequence[Region]) -> list[Region]:
+        """Those of which a hash is taken."""
+        fixed = frozenset(self.fixed)
+        return [] if self.unwritten is None else [one for one in regions if name_among(one.name, fixed)]
+
+    def judge(
+        self, facts: Mapping[str, Any], sick: Sequence[Mapping[str, Any]], hashes: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """What the manifest says of the file's health.
+
+        Args:
+            facts: of the numbers.
+            sick: the tensors with numbers that are not finite.
+            hashes: of tensors that training does not change, by name; None where none were taken.
+        """
+        before, hashes = self.unwritten or {}, hashes or {}
+        changed = [
+            {"name": name, "where": self.whose}
+            for name, now in hashes.items()
+            if before.get(name_among(name, frozenset(before)), now) != now
+        ]
+        fixed, learnt, alarms = frozenset(self.fixed), dict(self.learnt), []
+        for row in sick:
+            name, pattern = row["name"], row["pattern"]
+            if self.first and not row["nan"] and name_among(name, fixed):
+                learnt[name] = pattern
+            elif learnt.get(name) != pattern:
+                alarms.append({key: value for key, value in row.items() if key != "pattern"})
+        alarms.sort(key=lambda row: (-row["nan"] - row["inf"], row["name"]))
+        jump = None
+        if self.norm_jump is not None and self.norm and facts["norm"] > self.norm_jump * self.norm:
+            jump = min(facts["norm"] / self.norm, _LARGEST)
+        found = {**facts, "sick": alarms[:_MOST_ROWS], "sick_tensors": len(alarms), "jump": jump, "learnt": learnt}
+        found |= {"changed": changed[:_MOST_ROWS], "hashes": dict(hashes)}
+        return {key: value for key, value in found.items() if value not in (None, [], {}, 0)}
+
+
+def name_among(name: str, names: frozenset[str]) -> str:
+    """The name, or the end of it from a dot on, that is one of these; "" if none is."""
+    while name and name not in names:
+        name = name.partition(".")[2]
+    return name
+
+
+def is_sick(health: Mapping[str, Any]) -> bool:
+    """Whether what a manifest says of a file, or of a checkpoint, is an alarm."""
+    return bool(health.get("sick_tensors") or health.get("jump") or health.get("changed"))
+
+
+def of_checkpoint(files: Mapping[str, Mapping[str, Any]], action: str) -> dict[str, Any]:
+    """What the manifest of a checkpoint says: of each file, and whether it is marked.
+
+    Args:
+        files: path -> what ``Expectation.judge`` returned. Empty where nothing was looked at.
+        action: of the settings.
+    """
+    if not files:
+        return {}
+    sick = any(map(is_sick, files.values()))
+    return {
+        "healthy": not sick,
+        "marked": sick and action != "warn",
+        "files": {name: dict(files[name]) for name in files},
+    }
+
+
+def described(health: Mapping[str, Any]) -> str:
+    """What is wrong, in words: the worst tensors by name. Empty where nothing is."""
+    words = []
+    for path, facts in sorted(health.get("files", {}).items()):
+        where = f"{path}: " if path != ITSELF else ""
+        for row in facts.get("sick", ()):
+            counts = ", ".join(f"{row[key]} {word}" for key, word in (("nan", "NaN"), ("inf", "Inf")) if row[key])
+            words.append(f"{where}{row['name']} has {counts} among {row['numbers']} numbers")
+        words += [
+            f"{where}{row['name']} changed and nothing had written to it: the memory of {row['where']} is at fault"
+            for row in facts.get("changed", ())
+        ]
+        if facts.get("jump"):
+            words.append(f"{where}the norm is {facts['jump']:.3g} times that of the last healthy checkpoint")
+    more = sum(facts.get("sick_tensors", 0) for facts in health.get("files", {}).values()) - 3
+    return "; ".join(words[:3]) + (f"; and {more} tensors more" if more > 0 else "")
+
+
+class Known:
+    """What one rank knows of the files that it writes.
+
+    Attributes:
+        fixed: names of buffers, and of parameters that are not trained: they may be infinite, if they stay so.
+        marked: the newest checkpoint that this job committed and marked.
+        start: where this start is noted; None where it is not.
+        versions: of the next save: where fixed tensors lie, and how often they were written to.
+    """
+
+    def __init__(self) -> None:
+        self.fixed: Sequence[str] | None = None
+        self.marked: list[Any] = []
+        self.start: RunningStart | None = None
+        self.versions: Mapping[str, tuple[int, int]] = {}
+        self._hashes: dict[str, tuple[str, tuple[int, int]]] = {}
+        self._files: dict[str, Mapping[str, Any]] = {}
+
+    def reached(self, step: int) -> None:
+        """Training has come to this step. Cheap; on any thread."""
+        if self.start is not None:
+            self.start.reached(step)
+
+    def committed(self) -> None:
+        """A healthy checkpoint is committed: this start has come further."""
+        if self.start is not None:
+            self.start.committed()
+
+    def end(self, *, at_exit: bool) -> None:
+        """The job ends, well or with the exception that is on its way.
+
+        Args:
+            at_exit: the interpreter may be at its end: what it ends with was raised before.
+        """
+        start, self.start = self.start, None
+        if start is not None:
+            start.end(at_exit=at_exit)
+
+    def recall(self, health: Mapping[str, Any]) -> None:
+        """Take over what the manifest of a checkpoint says, which training goes on from."""
+        self._files = {}
+        self.learn(health.get("files", {}), healthy=bool(health.get("healthy", True)))
+
+    def learn(self, files: Mapping[str, Mapping[str, Any]], *, healthy: bool) -> None:
+        """Take over what was found at a save that was committed."""
+        for path, facts in files.items():
+            before = self._files.get(path, {})
+            norm = facts.get("norm", 0.0) if healthy else before.get("norm")
+            self._files[path] = {"learnt": dict(facts.get("learnt", {})), "norm": norm}
+
+    def unwritten(self, versions: Mapping[str, tuple[int, int]]) -> dict[str, str]:
+        """The hashes that tensors had in the last save, of those to which nothing was written since."""
+        return {
+            name: self._hashes[name][0] for name, now in versions.items() if self._hashes.get(name, ("", ()))[1] == now
+        }
+
+    def learn_hashes(self, files: Mapping[str, Mapping[str, Any]], versions: Mapping[str, tuple[int, int]]) -> None:
+        """Take over the hashes of a save, with the versions that the tensors had at its call."""
+        names = frozenset(versions)
+        found = {
+            name_among(name, names): value for one in files.values() for name, value in one.get("hashes", {}).items()
+        }
+        self._hashes = {name: (value, versions[name]) for name, value in found.items() if name}
+
+    def expectation(self, path: str, usual: Expectation) -> Expectation:
+        """Of one file, by its path in the checkpoint; ``usual`` is what the settings say of every file."""
+        known = self._files.get(path)
+        if known is None:
+            return replace(usual, fixed=self.fixed or ())
+        fixed = self.fixed or () if usual.unwritten is not None else ()
+        return replace(usual, first=False, fixed=fixed, learnt=known["learnt"], norm=known["norm"])

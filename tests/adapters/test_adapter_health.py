@@ -1,0 +1,141 @@
+"""A run whose weights go bad, under each framework: it goes on from the last healthy checkpoint, which was never deleted."""
+
+import dataclasses
+import math
+import os
+
+import pytest
+import torch
+from lightning_runs import PACKAGES, QUICK, fit, package
+from transformers import TrainerCallback
+from transformers_runs import names as trainer_names
+from transformers_runs import trainer as trainer_of
+
+from accelerate_runs import CONFIG, Training, fresh, make
+from safe_ckpt import Health
+from safe_ckpt.accelerate import register
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.errors import UnhealthyStateError
+
+pytestmark = [
+    pytest.mark.timeout(200),
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
+]
+STOP = dataclasses.replace(QUICK, health=Health(action="stop"))
+
+
+def is_healthy(module):
+    return all(tensor.isfinite().all() for tensor in module.state_dict().values() if tensor.is_floating_point())
+
+
+def poisons(pl, step, *, optimizer=False):
+    """A callback: before that step a weight, or what the optimizer knows of it, becomes NaN."""
+
+    class Poison(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.global_step == step:
+                weight = pl_module.net[0].weight
+                tensor = trainer.optimizers[0].state[weight]["exp_avg"] if optimizer else weight.data
+                tensor.view(-1)[3] = math.nan
+
+    return Poison()
+
+
+HOW = {
+    "every step": {"every_n_train_steps": 1, "save_top_k": 1, "monitor": "step", "mode": "max"},
+    "no monitor": {"every_n_train_steps": 1},
+    "one name": {"every_n_train_steps": 1, "filename": "only", "enable_version_counter": False},
+    "last alone": {"every_n_train_steps": 1, "save_top_k": 0, "save_last": True},
+    "with a link": {"every_n_train_steps": 1, "save_last": "link"},
+    "all": {"every_n_train_steps": 1, "save_top_k": -1, "filename": "{step}"},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("optimizer", [False, True], ids=["weight", "optimizer"])
+def test_lightning_goes_on_from_the_last_healthy_one(tmp_path, how, optimizer):
+    """Whatever ModelCheckpoint is told to keep; its paths name healthy files, and ``last`` is one."""
+    pl = package(PACKAGES[0])
+    callbacks = [poisons(pl, 4, optimizer=optimizer)]
+    _, callback, module = fit(tmp_path, callbacks=callbacks, settings={"max_steps": 8}, **HOW[how])
+    assert not is_healthy(module)
+    for path in {callback.best_model_path, callback.last_model_path, *callback.best_k_models} - {""}:
+        assert not read_manifest(tmp_path / os.path.basename(os.path.realpath(path))).health["marked"], path
+    marked = [path for path in tmp_path.glob("*.ckpt") if read_manifest(path).health["marked"]]
+    assert marked if how == "all" else len(marked) == 1
+    made, _, module = fit(tmp_path, resume="auto", seed=7, settings={"max_steps": 9}, **HOW[how])
+    assert made.global_step == 9
+    assert is_healthy(module)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_score_of_a_callback_is_no_alarm(tmp_path, name):
+    """EarlyStopping begins with an infinite score; a metric that is NaN is no weight."""
+    pl = package(name)
+    stopping = pl.callbacks.EarlyStopping("val_loss", patience=100)
+    _, callback, _ = fit(tmp_path, name=name, callbacks=[stopping], every_n_train_steps=1, save_top_k=-1)
+    assert len(callback.best_k_models) == 0
+    found = [read_manifest(path).health for path in tmp_path.glob("*.ckpt")]
+    assert len(found) >= 3
+    assert [health["healthy"] for health in found] == [True] * len(found)
+
+
+def test_lightning_stops_where_that_is_asked_for(tmp_path):
+    """All ranks raise at the next hook; the message names the tensor."""
+    pl = package(PACKAGES[0])
+    with pytest.raises(UnhealthyStateError, match=r"state_dict.net.0.weight has \d+ NaN"):
+        fit(tmp_path, callbacks=[poisons(pl, 2)], settings={"max_steps": 8}, config=STOP, every_n_train_steps=1)
+
+
+def test_accelerate_goes_on_from_the_last_healthy_one(tmp_path):
+    """With automatic names and a limit of two: the healthy one is neither counted nor deleted."""
+    with fresh():
+        accelerator = make(tmp_path, limit=2)
+        with register(accelerator, CONFIG):
+            training = Training(accelerator)
+            for number, batch in enumerate(training.loader):
+                training.step(batch)
+                if number == 2:
+                    training.net[0].weight.data[0, 0] = math.inf
+                accelerator.save_state()
+    folder = tmp_path / "checkpoints"
+    marked = {path.name: read_manifest(path).health["marked"] for path in folder.glob("checkpoint_*")}
+    assert marked == {"checkpoint_0": False, "checkpoint_1": False, "checkpoint_5": True}
+    with fresh():
+        accelerator = make(tmp_path, limit=2)
+        with register(accelerator, CONFIG) as handle:
+            training = Training(accelerator)
+            training.scramble()
+            accelerator.load_state()
+            assert training.counter.count == 2
+            assert is_healthy(training.net)
+            assert handle is not None
+
+
+class Poison(TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **_):
+        if state.global_step == 2:
+            model.lm_head.weight.data[3, 3] = math.nan
+
+
+def test_a_trainer_goes_on_from_the_last_healthy_one(tmp_path):
+    """``resume_from_checkpoint=True`` passes over marked ones; ``save_total_limit`` does not count them."""
+    trainer_of(tmp_path, save_steps=1, save_total_limit=1, callbacks=[Poison()]).train()
+    assert trainer_names(tmp_path) == ["checkpoint-2", "checkpoint-6"]
+    made = trainer_of(tmp_path, save_steps=1, save_total_limit=2, max_steps=4)
+    made.train(resume_from_checkpoint=True)
+    assert is_healthy(made.model)
+    assert made.state.global_step == 4
+
+
+def test_numbers_on_both_sides_of_a_restart_are_one_run(tmp_path):
+    """What was learnt of masks before is known after it: a Llama's buffers, and a mask of one's own."""
+    for steps in (2, 4):
+        made = trainer_of(tmp_path, save_steps=1, max_steps=steps)
+        made.model.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+        made.train(resume_from_checkpoint=steps > 2)
+    found = [read_manifest(tmp_path / name).health["healthy"] for name in trainer_names(tmp_path)]
+    assert found == [True] * 4

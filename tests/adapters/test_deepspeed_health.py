@@ -1,0 +1,53 @@
+"""A DeepSpeed engine whose weights go bad: ``latest`` stays with the last healthy tag, on all ranks."""
+
+import math
+
+import pytest
+
+pytest.importorskip("deepspeed")
+from deepspeed_runs import engine, train, weights
+
+from safe_ckpt import CheckpointConfig, Retention, Timeouts
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.deepspeed import install
+from safe_ckpt.testing import spawn_ranks, values
+
+pytestmark = pytest.mark.timeout(300)
+CONFIG = CheckpointConfig(
+    timeouts=Timeouts(lengthy_s=60, barrier_s=30, peer_stall_s=10), retention=Retention(keep_last=1)
+)
+
+
+def _train(rank, folder, stage):
+    made = engine(stage, width=64)
+    with install(made, CONFIG):
+        for step in range(1, 5):
+            train(made, rank, step - 1, step)
+            if step == 3 and rank == 1:  # of one rank's optimizer alone
+                optimizer = made.optimizer
+                groups = (
+                    getattr(optimizer, "fp32_partitioned_groups_flat", None)
+                    or optimizer.single_partition_of_fp32_groups
+                )
+                groups[0].data.view(-1)[5] = math.nan
+            made.save_checkpoint(folder)
+
+
+def _go_on(rank, folder, stage):
+    made = engine(stage, width=64)
+    with install(made, CONFIG):
+        path, _ = made.load_checkpoint(folder)
+        train(made, rank, made.global_steps, made.global_steps + 1)
+        return path, made.global_steps, bool(weights(made).isfinite().all())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_latest_never_names_a_marked_tag(tmp_path, stage):
+    """A flipped number in the optimizer's part of one rank: the tag is marked for all, and a load takes the one before."""
+    values(spawn_ranks(_train, 2, str(tmp_path), stage, timeout_s=120))
+    assert (tmp_path / "latest").read_text() == "global_step2"
+    marked = {path.name: read_manifest(path).health["marked"] for path in tmp_path.glob("global_step*")}
+    assert marked == {"global_step2": False, "global_step4": True}
+    for path, step, healthy in values(spawn_ranks(_go_on, 2, str(tmp_path), stage, timeout_s=120)):
+        assert "global_step2" in path
+        assert (step, healthy) == (3, True)

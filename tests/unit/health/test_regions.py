@@ -1,0 +1,122 @@
+"""Where the floating-point numbers of a file lie, read from the file that our writer gets."""
+
+import collections
+import datetime
+import math
+import pathlib
+
+import pytest
+import torch
+
+from safe_ckpt.core.formats import safetensors, torch_archive
+from safe_ckpt.core.health import regions
+from safe_ckpt.core.health.regions import Pieces, of_file
+from safe_ckpt.core.health.scan import Scan
+from safe_ckpt.core.staging import snapshot
+from safe_ckpt.core.staging.buffer import SharedBuffer
+
+
+def image_of(plan):
+    buffer = SharedBuffer()
+    (task,) = snapshot.take([plan], buffer, "/nowhere", {})
+    whole = bytes(buffer.memory[task.offset : task.offset + task.length])
+    buffer.close()
+    return memoryview(whole), task.records
+
+
+def archive(state, *, strict=False):
+    return torch_archive.torch_image("x.pt", state, strict=strict, key="state")
+
+
+def read(image, found):
+    """Every region's numbers, by name."""
+    made = {}
+    for name, dtype, offset, length in found:
+        made[name] = torch.frombuffer(bytearray(image[offset : offset + length]), dtype=getattr(torch, dtype))
+    return made
+
+
+FLOATS = {
+    "a": torch.randn(7),
+    "b": torch.randn(3, 4).to(torch.bfloat16),
+    "c": torch.randn(2).to(torch.float8_e5m2),
+    "d": torch.randn(5, dtype=torch.float64),
+    "e": torch.randn(5, dtype=torch.complex64),
+    "f": torch.randn(4).half(),
+}
+OTHERS = {"n": torch.arange(5), "o": torch.tensor([True]), "p": torch.empty(0)}
+
+
+def flat(tensor):
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "archive"])
+def test_the_floats_of_a_file_are_found_and_nothing_else(kind):
+    """Each tensor under its name, element by element; integers and empty ones are left out."""
+    state = {**FLOATS, **OTHERS}
+    plan = safetensors.safetensors_image("x.safetensors", state) if kind == "safetensors" else archive(state)
+    image, records = image_of(plan)
+    found = read(image, of_file(image, records))
+    assert set(found) == set(FLOATS)
+    assert all(torch.equal(found[name].view(torch.uint8), flat(FLOATS[name]).view(torch.uint8)) for name in FLOATS)
+    assert of_file(Pieces(plan.length, plan.pieces), records) == of_file(image, records)
+
+
+class Anything:
+    """Of a user's own."""
+
+    def __init__(self):
+        self.inner = {"x": torch.randn(3)}
+
+
+def test_names_are_paths_and_objects_are_not_run():
+    """In nested states; parameters and tied tensors too. Objects of any class stand in the way of nothing."""
+    weight, known = torch.randn(4, 4), torch.randn(2)
+    known.note = "with an attribute"
+    state = {
+        "known": known,
+        "state_dict": collections.OrderedDict(w=weight, tied=weight, p=torch.nn.Parameter(torch.randn(2))),
+        "optimizer_states": [{"state": {0: {"exp_avg": torch.randn(3)}}, "param_groups": [{"betas": (0.9, 0.99)}]}],
+        "odd": [Anything(), pathlib.Path("x"), datetime.date(2020, 1, 1), {1, 2}, collections.Counter("ab")],
+        "functions": (math.sqrt, torch.float32, torch.device("cpu"), slice(1, 2)),
+    }
+    image, records = image_of(archive(state))
+    names = {region.name for region in of_file(image, records)}
+    assert names == {"known", "state_dict.w", "state_dict.p", "optimizer_states.0.state.0.exp_avg"}
+
+
+def test_views_are_looked_at_where_they_lie():
+    """Two views of one storage: the bytes between them are nobody's, and may be anything."""
+    storage = torch.full((100,), math.nan)
+    first, second = storage[10:20], storage[50:90].view(8, 5)
+    first.fill_(1), second.fill_(2)
+    image, records = image_of(archive({"first": first, "second": second.t(), "third": storage[60:60]}))
+    found = of_file(image, records)
+    scan = Scan(found)
+    scan.take(0, image)
+    assert scan.sick() == []
+    assert scan.facts()["numbers"] == 50
+    assert {region.name for region in found} == {"first", "second"}
+
+
+def test_a_tensor_of_mixed_types_keeps_its_own():
+    """One storage under two types is saved as bytes; each tensor is read as what it is."""
+    whole = torch.randn(8)
+    image, records = image_of(archive({"floats": whole[:4], "integers": whole.view(torch.int32)[4:]}))
+    assert [region[:2] for region in of_file(image, records)] == [("floats", "float32")]
+
+
+def test_files_of_other_kinds_have_none():
+    """JSON, and anything that begins like no safetensors header."""
+    for content in (b"", b"{}", b"[1, 2]", b"\x00" * 64, b"\xff" * 64):
+        assert of_file(memoryview(content), None) == []
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "complex64", "complex128", "float8_e4m3fn"])
+def test_rows_of_a_tensor_say_its_type_and_bytes(name):
+    """For layouts in which we know where each tensor lies."""
+    tensor = torch.zeros(3, dtype=getattr(torch, name))
+    (row,) = regions.rows_of("t", tensor, 64)
+    assert (row.offset, row.length) == (64, 3 * tensor.element_size())
+    assert regions.rows_of("t", torch.zeros(3, dtype=torch.int64), 64) == []

@@ -1,0 +1,121 @@
+"""Starts that end again and again: which checkpoint is passed over, and when nothing else is tried."""
+
+import dataclasses
+
+import pytest
+
+from safe_ckpt.core.health.starts import Log, Newest, Start, decide
+
+A, B, C = (Newest(op_id=name, name=name, step=step) for name, step in (("a", 10), ("b", 20), ("c", 30)))
+
+
+def starts(resumed, *ends):
+    """Of ("exception", 7), or of a number for one that was killed there."""
+    made = []
+    for number, end in enumerate(ends):
+        how, reached = end if isinstance(end, tuple) else ("", end)
+        key = f"{resumed}{number}"
+        made.append(
+            Start(key=key, resumed=resumed, step=0, end=how, reached=reached, what="ValueError: x" if how else "")
+        )
+    return made
+
+
+def passed(log, newest=(C, B, A), tries=3, back=2):
+    decision = decide(log, newest, tries=tries, back=back)
+    return sorted(decision.because), decision.gave_up
+
+
+ERROR = ("exception", None)
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ([ERROR] * 3, ["c"]),
+        ([ERROR] * 2, []),
+        ([31, 31, 31], ["c"]),  # killed at one step each time: by what it does there
+        ([31, 32, 33], []),  # killed anywhere: by somebody
+        ([None] * 5, []),  # killed, nobody knows where
+        ([31, ERROR, 31, ("done", 40)], ["c"]),
+        ([("signal", 31)] * 5, []),
+        ([("done", 31)] * 5, []),
+        ([ERROR, ("signal", 3), ERROR, ("done", 3), ERROR], ["c"]),
+    ],
+)
+def test_what_counts(ends, expected):
+    """Exceptions always; kills where another one came at the same step; neither signals nor an end as planned."""
+    assert passed(Log(starts=starts("c", *ends))) == (expected, "")
+
+
+def test_a_commit_in_between_begins_anew():
+    """Starts from another checkpoint, which was saved meanwhile, are not of this row."""
+    assert passed(Log(starts=[*starts("b", ERROR, ERROR), *starts("c", ERROR, ERROR)])) == ([], "")
+    assert passed(Log(starts=[*starts("c", ERROR, ERROR), *starts("b", ERROR), *starts("c", ERROR, ERROR)])) == ([], "")
+
+
+def test_a_start_that_saved_something_does_not_count():
+    """What it saved was damaged since, so the next one begins where it did."""
+    died = [
+        dataclasses.replace(start, saved=number > 0) for number, start in enumerate(starts("c", ERROR, ERROR, ERROR))
+    ]
+    assert passed(Log(starts=died)) == ([], "")
+
+
+def run(newest, tries=3, back=2):
+    """Every start fails at once. Which checkpoints are tried, one after the other, until it gives up."""
+    log, tried = Log(), []
+    for _ in range(50):
+        decision = decide(log, newest, tries=tries, back=back)
+        if decision.gave_up:
+            return tried, decision.gave_up
+        log = decision.log
+        first = next(one for one in newest if one.op_id not in decision.because)
+        tried.append(first.op_id)
+        start = Start(key=str(len(tried)), resumed=first.op_id, step=first.step, end="exception", what="ValueError: x")
+        log = log.with_start(start)
+    raise AssertionError(tried)
+
+
+def test_it_goes_back_so_often_and_no_further():
+    """Three tries each, back twice, then an end that names the last cause."""
+    tried, why = run((C, B, A))
+    assert tried == list("cccbbbaaa")
+    assert why == "a: 3 starts from it ended before anything was saved, the last one with ValueError: x"
+    assert run((C, B, A), back=1)[0] == list("cccbbb")
+    assert run((C, B, A), back=0)[0] == list("ccc")
+    assert run((C, B), back=5)[0] == list("cccbbb")
+
+
+def test_what_is_saved_again_at_the_same_step_does_not_count_as_further():
+    """It goes back, saves the same step, and fails there again: that must not go on for ever."""
+    log, newest, tried = Log(), [C, B, A], []
+    for number in range(50):
+        decision = decide(log, newest, tries=2, back=2)
+        if decision.gave_up:
+            break
+        log = decision.log
+        first = next(one for one in newest if one.op_id not in decision.because)
+        tried.append(first.step)
+        start = Start(key=str(number), resumed=first.op_id, step=first.step, end="exception", what="E")
+        log = log.with_start(start)
+        if first.step == 20:
+            newest.insert(0, Newest(op_id=f"again{number}", name="again", step=30))
+    assert len(tried) < 12
+    assert decision.gave_up
+
+
+def test_beyond_what_it_failed_at_it_may_go_back_again():
+    """Training has come further: another trouble later gets as many tries."""
+    far = Newest(op_id="far", name="far", step=90)
+    log = decide(Log(starts=starts("c", ERROR, ERROR, ERROR)), (C, B, A), tries=3, back=1).log
+    log = Log(starts=[*log.starts, *starts("far", ERROR, ERROR, ERROR)], passed=log.passed)
+    assert passed(log, (far, C, B, A), back=1) == (["c", "far"], "")
+
+
+def test_the_log_is_plain_data():
+    """There and back; what is gone from the disk is forgotten."""
+    log = decide(Log(starts=starts("c", ERROR, ERROR, 7)), (C, B, A), tries=2, back=2).log
+    assert Log.from_json(log.to_json()) == Log(starts=list(log.starts), passed=list(log.passed))
+    assert [one.op_id for one in log.passed] == ["c"]
+    assert decide(log, (B, A), tries=2, back=2).log.passed == []

@@ -1,0 +1,89 @@
+"""What follows from the numbers of a file, and what is learnt for the next save."""
+
+import pytest
+
+from safe_ckpt.core.health.regions import Region
+from safe_ckpt.core.health.verdict import Expectation, Known, described, is_sick, of_checkpoint
+
+FACTS = {"tensors": 2, "numbers": 10, "norm": 2.0, "most": 1.0, "least": -1.0, "largest": "w"}
+
+
+def row(name, *, nan=0, inf=0, pattern="p"):
+    return {"name": name, "numbers": 10, "nan": nan, "inf": inf, "pattern": pattern}
+
+
+@pytest.mark.parametrize("name", ["mask", "layers.0.mask", "state_dict.model.mask"])
+def test_a_fixed_tensor_is_learnt_at_first_and_then_held_to_it(name):
+    """By any end of its name that begins at a dot. A new pattern is an alarm, the old one is not."""
+    first = Expectation(fixed=["mask"]).judge(FACTS, [row(name, inf=3)])
+    assert not is_sick(first)
+    later = Expectation(first=False, fixed=["mask"], learnt=first["learnt"])
+    assert not is_sick(later.judge(FACTS, [row(name, inf=3)]))
+    assert is_sick(later.judge(FACTS, [row(name, inf=4, pattern="q")]))
+    assert later.judge(FACTS, [])["learnt"] == {name: "p"}
+
+
+@pytest.mark.parametrize(
+    ("expected", "sick"),
+    [
+        (Expectation(fixed=["mask"]), row("unmask", inf=1)),
+        (Expectation(fixed=["mask"]), row("mask", nan=1, inf=1)),
+        (Expectation(), row("mask", inf=1)),
+        (Expectation(first=False, fixed=["mask"]), row("mask", inf=1)),
+    ],
+)
+def test_what_is_never_learnt(expected, sick):
+    """Parameters, NaN, and what was finite before."""
+    assert is_sick(expected.judge(FACTS, [sick]))
+
+
+def test_the_worst_come_first_and_not_all_are_named():
+    """Twenty by name, all of them counted; three in words."""
+    found = Expectation().judge(FACTS, [row(f"t{number}", nan=number) for number in range(1, 31)])
+    assert [one["name"] for one in found["sick"][:3]] == ["t30", "t29", "t28"]
+    assert (len(found["sick"]), found["sick_tensors"]) == (20, 30)
+    words = described(of_checkpoint({"m.safetensors": found}, "mark"))
+    assert words.startswith("m.safetensors: t30 has 30 NaN among 10 numbers; ")
+    assert words.endswith("; and 27 tensors more")
+
+
+@pytest.mark.parametrize(("action", "marked"), [("mark", True), ("stop", True), ("warn", False)])
+def test_one_sick_file_marks_the_checkpoint(action, marked):
+    """Unless a warning is all that is asked for. Where nothing was looked at, nothing is said."""
+    well = Expectation().judge(FACTS, [])
+    sick = Expectation().judge(FACTS, [row("w", inf=1)])
+    health = of_checkpoint({"a": well, "b": sick}, action)
+    assert (health["healthy"], health["marked"]) == (False, marked)
+    assert of_checkpoint({"a": well}, action)["healthy"]
+    assert of_checkpoint({}, action) == {}
+
+
+def test_a_jump_is_told_from_growth():
+    """Against the last healthy norm."""
+    usual = Expectation(norm=0.1, norm_jump=10.0)
+    assert usual.judge(FACTS, [])["jump"] == pytest.approx(20.0)
+    assert not is_sick(Expectation(norm=1.0, norm_jump=10.0).judge(FACTS, []))
+    assert not is_sick(Expectation(norm=0.0, norm_jump=10.0).judge(FACTS, []))
+
+
+def test_what_is_known_is_of_the_last_healthy_save():
+    """A sick one teaches nothing but its masks; a resume begins with what the manifest says."""
+    known = Known()
+    known.fixed = ["mask"]
+    first = known.expectation("a", Expectation())
+    assert (first.first, first.fixed) == (True, ["mask"])
+    known.learn({"a": first.judge(FACTS, [row("mask", inf=1)])}, healthy=True)
+    known.learn({"a": {**FACTS, "norm": 99.0, "learnt": {"mask": "p"}}}, healthy=False)
+    second = known.expectation("a", Expectation())
+    assert (second.first, second.norm, second.learnt) == (False, 2.0, {"mask": "p"})
+    known.recall({"files": {"b": {"norm": 5.0}}})
+    assert known.expectation("a", Expectation()).first
+    assert known.expectation("b", Expectation()).norm == 5.0
+    assert Expectation.from_json(second.to_json()) == second
+
+
+def test_names_that_are_ignored():
+    """Patterns are of whole names within a file."""
+    regions = [Region(name, "float32", 0, 4) for name in ("callbacks.x.score", "state_dict.callbacks", "w")]
+    left = Expectation(ignored=("callbacks.*", "*.mask")).regions(regions)
+    assert [one.name for one in left] == ["state_dict.callbacks", "w"]
