@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         StorageConfig,
         Telemetry,
         Timeouts,
+        Unchanged,
         WriterConfig,
     )
     from safe_ckpt.core.coordination.timeouts import lengthy_timeouts
@@ -51,6 +52,7 @@ _HOMES = {
     "Mirror": "safe_ckpt.config",
     "Network": "safe_ckpt.config",
     "StorageConfig": "safe_ckpt.config",
+    "Unchanged": "safe_ckpt.config",
     "Telemetry": "safe_ckpt.config",
     "Timeouts": "safe_ckpt.config",
     "WriterConfig": "safe_ckpt.config",
@@ -77,6 +79,7 @@ __all__ = [
     "StorageConfig",
     "Telemetry",
     "Timeouts",
+    "Unchanged",
     "WriterConfig",
     "__version__",
     "consolidate_offloaded",

@@ -86,7 +86,8 @@ class Checkpointer:
             else:
                 self._workspace = self._engine.hold(self.directory)
             self._catalog = Catalog()
-            self._planner = Planner(self._engine.rank)
+            apart = self.config.unchanged.share and isinstance(self.directory, Path)
+            self._planner = Planner(self._engine.rank, apart=apart)
             self._shards: ShardPlanner | None = None
             self._exporter: Exporter | None = None
             # A checkpoint that is not visible for a moment must still count in the order of commits.
@@ -148,7 +149,7 @@ class Checkpointer:
         if error is not None:
             content = Unplanned(error=error)
         else:
-            files = [*(item.image for item in planned.items), *images]
+            files = [*(image for item in planned.items for image in item.images), *images]
             content = Snapshot(files=files, folders=list(planned.sharded), overlap=self._overlap_plan(state, planned))
         return self._engine.save(
             SaveRequest(
@@ -348,20 +349,20 @@ class Checkpointer:
         manifest = read_manifest(path)
         rank, size = self._engine.rank, self._engine.coordinator.size
         needed = plan.files_for(manifest, state, rank=rank, path=path)
-        entries = {entry.path: entry for entry in manifest.files}
         folders = {name: file for name, file in needed.items() if manifest.items[name]["form"] == plan.SHARDED}
         sharded = plan.files_in(folders.values(), manifest)
         verify(path, manifest, only=set(sharded[rank::size]), cached=True)
         loaded: dict[str, Any] = {name: restore.Shards(path / folder) for name, folder in folders.items()}
         for name in needed.keys() - folders.keys():
-            item = manifest.items[name]
-            shared = size > 1 and not item["per_rank"]
-            loaded[name] = plan.load_file(path, entries[needed[name]], item, name, shared=shared)
+            shared = size > 1 and not manifest.items[name]["per_rank"]
+            loaded[name] = plan.load_item(lambda _: path, manifest, needed[name], name, shared=shared)
         if rank == 0:
             # Rank 0 verifies the files that no rank loads: a checkpoint is good as a whole or not at all.
             read = {file for name in state for file in manifest.items[name]["files"].values()}
             elsewhere = {entry.path for entry in manifest.files if 0 < entry.rank < size and entry.path in read}
-            verify(path, manifest, only=set(entries) - set(needed.values()) - elsewhere - set(sharded))
+            here = {part for file in needed.values() for part in plan.files_of(file, manifest)}
+            rest = {entry.path for entry in manifest.files} - here - elsewhere - set(sharded)
+            verify(path, manifest, only=rest)
         return loaded
 
     def _listed(self) -> list[catalog.Candidate]:

@@ -3,8 +3,8 @@
 Units are in the names: ``_s`` seconds, ``_bytes`` bytes. ``Retention`` says what to keep, ``Timeouts`` how long to wait,
 ``WriterConfig`` how bytes reach the disk, ``Network`` where the ranks meet, ``Telemetry`` where events go,
 ``StorageConfig`` how object stores are reached, ``Mirror`` where copies go, ``Health`` what is done about bad numbers,
-``Loops`` what about starts that end early, and
-``CheckpointConfig`` holds one of each.
+``Loops`` what about starts that end early, ``Unchanged`` what about bytes that did not change, and ``CheckpointConfig`` holds
+one of each.
 """
 
 from __future__ import annotations
@@ -226,6 +226,23 @@ class Loops:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unchanged:
+    """What is done about files that have the bytes of the checkpoint before.
+
+    Attributes:
+        share: do not write them again: they get a further name (a hard link). What is not trained goes to files of its own.
+        full_every: of so many saves one writes everything anew, so that not all checkpoints depend on the same blocks of the
+            disk; null for none.
+    """
+
+    share: bool = True
+    full_every: int | None = field(default=None, metadata=limits(at_least=1))
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Telemetry:
     """Where events are recorded and exported. Observing never fails a save, and none of it needs more than rank 0.
 
@@ -265,6 +282,7 @@ class CheckpointConfig:
         mirror: a second place for committed checkpoints.
         health: what is done about numbers that are NaN or infinite.
         loops: what is done when start after start ends before it has saved anything.
+        unchanged: what is done about files that have the bytes of the checkpoint before.
         snapshot: ``"eager"``: the state is copied before ``save`` returns. ``"overlapped"``: parameters and optimizer state
             are copied while training goes on, and the optimizer's next step waits for the copy; nothing else may change them
             until then. ``"auto"``: eager, as long as nothing proves that overlapping is safe.
@@ -291,6 +309,7 @@ class CheckpointConfig:
     mirror: Mirror = field(default_factory=Mirror)
     health: Health = field(default_factory=Health)
     loops: Loops = field(default_factory=Loops)
+    unchanged: Unchanged = field(default_factory=Unchanged)
     snapshot: Literal["auto", "eager", "overlapped"] = "auto"
     max_host_bytes: int | None = field(default=None, metadata=limits(at_least=1 << 20))
     max_in_flight: int = field(default=1, metadata=limits(at_least=1))

@@ -12,6 +12,7 @@ from safe_ckpt import (
     StorageConfig,
     Telemetry,
     Timeouts,
+    Unchanged,
     WriterConfig,
 )
 from safe_ckpt.errors import ConfigError
@@ -187,6 +188,7 @@ def test_every_setting_is_among_the_deviations():
         "mirror": Mirror(url="s3://b/c", keep_last=1, keep_every_steps=1, required=True, follow=True),
         "health": Health(action="stop", norm_jump=10.0, ignore=("*.mask",), recheck=True),
         "loops": Loops(tries=1, back=1),
+        "unchanged": Unchanged(share=False, full_every=1),
         "snapshot": "eager",
         "max_host_bytes": 1 << 20,
         "max_in_flight": 2,

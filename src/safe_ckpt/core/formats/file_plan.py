@@ -60,6 +60,7 @@ class FilePlan:
         fixed: how many of the ``pieces``, from the first on, are the same in every plan of that layout.
         floats: where in the last piece the floats of the state lie; None if that is not known.
         regions: where its floating-point numbers lie, as rows of ``health.regions.Region``; None where the file itself says it.
+        frozen: whether none of its tensors is trained, so that it probably is as it was at the save before.
     """
 
     path: str
@@ -73,6 +74,7 @@ class FilePlan:
     fixed: int = 0
     floats: Sequence[int] | None = ()
     regions: Sequence[Sequence[Any]] | None = None
+    frozen: bool = False
 
     @functools.cached_property
     def total_bytes(self) -> int:

@@ -5,18 +5,21 @@ The layout and the names are those of Hugging Face (``model-00001-of-00002.safet
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, bytes_image
-from safe_ckpt.core.formats.safetensors import SAFETENSORS_DTYPES, named_safetensors_image
+from safe_ckpt.core.formats.safetensors import SAFETENSORS_DTYPES, named_safetensors_image, safetensors_image
 from safe_ckpt.errors import ConfigError, StateError
 from safe_ckpt.text import bytes_from
 
 STEM = "model"
+_INDEX = ".safetensors.index.json"
 _WEIGHTS = re.compile(r"^(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?$")
 
 
@@ -60,6 +63,49 @@ def images(tensors: Mapping[str, LazyTensor | torch.Tensor], max_shard_bytes: in
     body = json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
     files = [named_safetensors_image(file, shard) for file, shard in zip(names, shards, strict=True)]
     return [*files, bytes_image(f"{STEM}.safetensors.index.json", body)]
+
+
+def index_name(stem: str) -> str:
+    """The file that says which shard has which tensor."""
+    return f"{stem}{_INDEX}"
+
+
+def shards_of(index: str, files: Iterable[str]) -> list[str]:
+    """The files among these that are shards of an index; none where the name is not that of one."""
+    if not index.endswith(_INDEX):
+        return []
+    shard = re.compile(re.escape(index.removesuffix(_INDEX)) + r"-\d{5}-of-\d{5}\.safetensors")
+    return [file for file in files if shard.fullmatch(file)]
+
+
+def frozen_apart(
+    stem: str, tensors: Mapping[str, torch.Tensor], frozen: Collection[str], least_bytes: int
+) -> list[FilePlan]:
+    """A module's tensors in two shards with an index before them, those that are not trained in the second one.
+
+    Args:
+        stem: the beginning of the files' names.
+        tensors: as ``safetensors_image`` takes them.
+        frozen: names of those that are not trained.
+        least_bytes: with fewer bytes of these, or none of the others, nothing is returned: one file does.
+    """
+    trained_memory = {tensor.untyped_storage().data_ptr() for name, tensor in tensors.items() if name not in frozen}
+    apart = {n: t for n, t in tensors.items() if n in frozen and t.untyped_storage().data_ptr() not in trained_memory}
+    if sum(map(_size_of, apart.values())) < least_bytes or len(apart) == len(tensors):
+        return []
+    trained = OrderedDict((name, tensor) for name, tensor in tensors.items() if name not in apart)
+    if hasattr(tensors, "_metadata"):
+        trained._metadata = tensors._metadata  # type: ignore[attr-defined]
+    names = [f"{stem}-{number:05d}-of-00002.safetensors" for number in (1, 2)]
+    where = dict.fromkeys(trained, names[0]) | dict.fromkeys(apart, names[1])
+    total = sum(map(_size_of, tensors.values()))
+    body = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=1, sort_keys=True).encode()
+    # The frozen one last: the others keep their places in memory whether it is copied or not.
+    return [
+        bytes_image(index_name(stem), body + b"\n"),
+        safetensors_image(names[0], trained),
+        dataclasses.replace(safetensors_image(names[1], apart), frozen=True),
+    ]
 
 
 def admit(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:

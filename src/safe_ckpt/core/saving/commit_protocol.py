@@ -16,6 +16,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.mailbox import TwoPhaseCommit
 from safe_ckpt.core.coordination.store import KeyTimeout
 from safe_ckpt.core.coordination.wire import from_wire, to_wire
+from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry
 from safe_ckpt.core.health.verdict import ITSELF, Expectation, Known, described, of_checkpoint
@@ -120,6 +121,7 @@ class CommitProtocol:
         self._job = job
         self._known = known
         self._found: dict[str, Mapping[str, Any]] = {}
+        self._results: Sequence[WrittenFile] = ()
         self.health = ""
         self._publication = publication
         self._two_phase = two_phase
@@ -139,7 +141,14 @@ class CommitProtocol:
         Raises:
             SafeCheckpointError: it failed; the same error on every rank.
         """
-        info = self._lead() if self._rank == 0 else self._follow()
+        job = self._job
+        try:
+            info = self._lead() if self._rank == 0 else self._follow()
+        finally:
+            for shared in job.shared:
+                shared.close()
+        if job.unchanged is not None and isinstance(job.workspace, Workspace):
+            job.unchanged.learn(job.workspace.path, info.file_path, self._results, str(job.folder))
         self._known.learn(self._found, healthy=not self.health)
         self._known.learn_hashes(self._found, self._job.versions)
         if not info.marked and self._job.writers:
@@ -214,12 +223,13 @@ class CommitProtocol:
         job = self._job
         begun, directories = time.monotonic(), self._publication.directories
         results = self._copy_files()
+        shared = self._link_shared()
         if job.stream is not None:
             results += self._write_parts(job.stream, directories)
         elif job.streamed:
             most = self._config.max_host_bytes
             tasks = self._expecting(job.tasks)
-            results += self._writer.stream(tasks, job.request.content.files, directories, most, self._look_around)
+            results += self._writer.stream(tasks, job.files, directories, most, self._look_around)
             job.handle.mark_snapshot_taken()
         elif job.buffer is not None:
             results += self._run_writer(buffer=job.buffer, files=self._expecting(job.tasks), directories=directories)
@@ -229,6 +239,7 @@ class CommitProtocol:
         self.written_at = time.monotonic()
         self.write_s = self.written_at - begun
         self.written_bytes = sum(result.size_bytes for result in results)
+        self._results = results = [*results, *shared]
         self._found = {self._place(result.path): result.health for result in results if result.health is not None}
         items = dict(job.request.facts.items)
         return {"files": [self._entry(result) for result in results], "items": items, "health": self._found}
@@ -281,6 +292,24 @@ class CommitProtocol:
         self._refuse_changed(copies)
         job.read.set()
         return results
+
+    def _link_shared(self) -> list[WrittenFile]:
+        """Give files of a checkpoint before a further name; copy them where there are no such names."""
+        job, folder = self._job, str(self._job.folder)
+        linked = [(one, one.link(folder)) for one in job.shared]
+        done = [written for _, written in linked if written is not None]
+        left = [one for one, written in linked if written is None]
+        if not left:
+            return done
+        if job.unchanged is not None and isinstance(job.workspace, Workspace):
+            job.unchanged.no_links(job.workspace.path)
+        copies = [FileCopy(source=one.source, path=f"{folder}/{one.path}", stamp=one.stamp) for one in left]
+        for one, copy in zip(left, self._run_writer(copies=copies), strict=True):
+            if copy.xxh3_128 != one.before.xxh3_128:
+                cause = f"{one.path} was to be taken from {one.before.sources[0]}, whose bytes are not those that were written"
+                raise SaveError(name=job.name, cause=cause, rank=self._rank, phase="write")
+            done.append(one.written(copy.path))
+        return done
 
     def _refuse_changed(self, copies: Sequence[FileCopy]) -> None:
         if (changed := first_changed(copies)) is not None:

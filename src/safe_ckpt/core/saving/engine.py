@@ -94,7 +94,7 @@ class Engine:
         self.take_stock, self.hold_objects = self._workspaces.take_stock, self._workspaces.hold_objects
         self._stager = Stager(config, self.rank)
         self._save_queue = SaveQueue(self.coordinator, config, self.emit, self._stager.give_back)
-        self.known = self._save_queue.known
+        self.known, self.unchanged = self._save_queue.known, self._stager.unchanged
         self.mirror: Mirror | None = None
         self._handles: list[SaveHandle] = []
         self._closed = False

@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from safe_ckpt.core.directory.object_root import ObjectRoot
-from safe_ckpt.core.formats.file_plan import WriteTask
+from safe_ckpt.core.formats.file_plan import FilePlan, WriteTask
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
 from safe_ckpt.core.saving.request import FileByFile, Root, SaveRequest, Snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.staging.streamed_files import FileStream
+from safe_ckpt.core.staging.unchanged import SharedFile, UnchangedFiles
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import ForkedError, RendezvousTimeout, SafeCheckpointError, SaveSkippedError
 
@@ -136,6 +137,9 @@ class SaveJob:
         agreed_s: how long after that the ranks had agreed.
         call: the number of the call that began it.
         begun: whether its background phases have begun.
+        files: what of its content this rank writes from memory.
+        shared: what it does not write, because a checkpoint before has it.
+        unchanged: learns what was committed; None for nobody.
         versions: where tensors that training does not change lay at the call, and how often they had been written to.
     """
 
@@ -156,6 +160,9 @@ class SaveJob:
     call: int = 0
     begun: bool = False
     versions: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    files: Sequence[FilePlan] = ()
+    shared: Sequence[SharedFile] = ()
+    unchanged: UnchangedFiles | None = None
 
     @property
     def name(self) -> str:

@@ -128,7 +128,7 @@ def choose(
                     )
                 )
                 mirrored.upload(info)
-                _recall(engine, info, plan["health"].get(name), start)
+                _recall(engine, workspace, info, plan["health"].get(name), start)
                 return Chosen(info=info, loaded=loaded)
             rejected[name] = verdict["why"]
             if verdict["damaged"]:
@@ -143,7 +143,9 @@ def choose(
         return None
 
 
-def _recall(engine: Engine, info: CheckpointInfo, listed: Mapping[str, Any] | None, start: str) -> None:
+def _recall(
+    engine: Engine, workspace: Root, info: CheckpointInfo, listed: Mapping[str, Any] | None, start: str
+) -> None:
     """What is known of the numbers that training goes on from; and from now on how this start goes."""
     health = listed or {}
     if listed is None and info.verified:  # it came from the mirror
@@ -152,6 +154,8 @@ def _recall(engine: Engine, info: CheckpointInfo, listed: Mapping[str, Any] | No
         except (OSError, SafeCheckpointError) as error:
             logger.warning("%s: its manifest cannot be read again, so masks are learnt anew: %s", info.path, error)
     engine.known.recall(health)
+    if isinstance(workspace, Workspace) and info.verified and presence.is_directory(info.file_path):
+        engine.unchanged.recall(workspace.path, info.file_path)
     if start:
         engine.known.start = RunningStart(Path(start).parent, Path(start).name, engine.rank)
 

@@ -12,12 +12,14 @@ from collections.abc import Callable
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.cuda import Cuda
+from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.saving.job import SaveJob
 from safe_ckpt.core.saving.request import Streamed
 from safe_ckpt.core.staging import optimizer_gate, snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.copy_plan import KnownCopies
 from safe_ckpt.core.staging.snapshot import StagingCopy
+from safe_ckpt.core.staging.unchanged import UnchangedFiles
 from safe_ckpt.core.staging.worker_thread import Background, Refused
 from safe_ckpt.errors import NotEnoughSpaceError, RendezvousTimeout, SaveError
 
@@ -33,6 +35,9 @@ class Stager:
         config: settings.
         rank: this rank, for messages.
         cuda: the devices; None for those of this machine.
+
+    Attributes:
+        unchanged: knows which files need not be copied.
     """
 
     def __init__(self, config: CheckpointConfig, rank: int, cuda: Cuda | None = None) -> None:
@@ -44,6 +49,7 @@ class Stager:
         self._aside = Background("safe_ckpt-copy", _call)
         self._helper = Background("safe_ckpt-help", _call)
         self._known = KnownCopies()
+        self.unchanged = UnchangedFiles(share=config.unchanged.share, full_every=config.unchanged.full_every)
         self._last: weakref.ref[StagingCopy] | None = None  # the one that was put in last
         self._giving_back = threading.Lock()
         self._closed = False
@@ -87,23 +93,34 @@ class Stager:
             job.stream.bind(*place)
             job.error = None
             return
-        if isinstance(content, Streamed) or (limit is not None and snapshot.buffer_bytes(content.files) > limit):
-            job.tasks = snapshot.list_tasks(content.files, *place)
+        try:
+            self._share(job)
+        except Exception as error:  # as the docstring says
+            job.error = error
+            return
+        if isinstance(content, Streamed) or (limit is not None and snapshot.buffer_bytes(job.files) > limit):
+            job.tasks = snapshot.list_tasks(job.files, *place)
             job.streamed, job.error = True, None
             try:
                 # Another thread reads the tensors, and its streams do not wait for those of this thread.
-                self._cuda.settle(tensor for image in content.files for _, tensor in image.tensors)
+                self._cuda.settle(tensor for image in job.files for _, tensor in image.tensors)
             except Exception as error:  # as the docstring says
                 job.error = error
             return
         job.buffer = self._take_buffer()
         try:
             job.tasks, job.copy = snapshot.lay_out(
-                content.files, job.buffer, *place, name=job.name, overlap_plan=job.overlap, known=self._known
+                job.files, job.buffer, *place, name=job.name, overlap_plan=job.overlap, known=self._known
             )
             job.error = None
         except Exception as error:  # as the docstring says
             job.error = error
+
+    def _share(self, job: SaveJob) -> None:
+        job.files = job.request.content.files
+        if isinstance(job.workspace, Workspace) and job.request.destination.kind == "directory":
+            job.unchanged = self.unchanged
+            job.files, job.shared = self.unchanged.find(job.files, job.workspace.path)
 
     def copy(self, job: SaveJob) -> None:
         """Copy now what may change; the rest on a thread, behind the gate. Without a buffer wait until all is written."""

@@ -174,6 +174,7 @@ def _of_module(module: torch.nn.Module) -> Fingerprint:
         list(map(frozenset, map(attrgetter("_non_persistent_buffers_set"), modules))),
         versions,
         list(map(type, held)),
+        list(map(attrgetter("requires_grad"), whole)),
         *kinds,
     )
     return Fingerprint(facts=facts, tensors=tensors, sharded=sharded, whole=whole, normed=normed)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from safe_ckpt.core.formats import file_plan, safetensors, torch_archive
+from safe_ckpt.core.formats import file_plan, hugging_face, safetensors, torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest
 from safe_ckpt.core.sharding import dtensor
@@ -21,7 +22,8 @@ from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, 
 
 _NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}$")
 _SMALL_PARTS = 4 << 20
-_OF_A_RANK = re.compile(r"\.rank\d{5,}$")
+_OF_SEVERAL = re.compile(r"(\.rank\d{5,}|-\d{5}-of-\d{5})$")
+_LEAST_FROZEN = 1 << 20
 SHARDED = "sharded"
 
 
@@ -49,16 +51,16 @@ class PerRank:
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One name of a state, planned on one rank."""
+    """One name of a state, planned on one rank. The first of its files is the one that leads to the others."""
 
     name: str
-    image: FilePlan
+    images: tuple[FilePlan, ...]
     per_rank: bool
     form: str
 
     def to_json(self) -> dict[str, Any]:
         """How it is described in the manifest."""
-        return {"file": self.image.path, "per_rank": self.per_rank, "form": self.form}
+        return {"file": self.images[0].path, "per_rank": self.per_rank, "form": self.form}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,11 +156,11 @@ def check_names(state: Mapping[str, Any]) -> None:
         StateError: naming the name.
     """
     for name in state:
-        fits = isinstance(name, str) and _NAME.match(name) and not _OF_A_RANK.search(name)
+        fits = isinstance(name, str) and _NAME.match(name) and not _OF_SEVERAL.search(name)
         if not fits or name == Path(MANIFEST_NAME).stem:
             message = (
                 "a name becomes a file name: use letters, digits and _ . + = - "
-                "(but neither 'manifest' nor an end like '.rank00000')"
+                "(but neither 'manifest' nor an end like '.rank00000' or '-00001-of-00002')"
             )
             raise StateError(key=f"state[{name!r}]", message=message)
     folded = [name.casefold() for name in state]
@@ -182,8 +184,26 @@ def resolve(name: str, value: Any, state: Mapping[str, Any]) -> tuple[Any, str]:
     return inner, "value"
 
 
-def plan_item(name: str, inner: Any, form: str, rank: int | None, *, floats: bool = False) -> Item:
-    """Plan one file.
+def frozen_names(module: torch.nn.Module) -> frozenset[str] | None:
+    """The names of its parameters that are not trained; None where it has no others."""
+    trained, frozen = False, set()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        trained = trained or parameter.requires_grad
+        if not parameter.requires_grad:
+            frozen.add(name)
+    return frozenset(frozen) if trained or not frozen else None
+
+
+def plan_item(
+    name: str,
+    inner: Any,
+    form: str,
+    rank: int | None,
+    *,
+    floats: bool = False,
+    frozen: frozenset[str] | None = frozenset(),
+) -> Item:
+    """Plan one item: one file, or several with an index if much of it is not trained.
 
     Args:
         name: of the item.
@@ -191,6 +211,7 @@ def plan_item(name: str, inner: Any, form: str, rank: int | None, *, floats: boo
         form: as ``resolve`` has it.
         rank: of an item of which every rank has its own; else None.
         floats: see ``torch_image``.
+        frozen: names of tensors that are not trained; None if it has no others.
 
     Raises:
         StateError: it cannot be saved; names where.
@@ -198,18 +219,21 @@ def plan_item(name: str, inner: Any, form: str, rank: int | None, *, floats: boo
     stem = name if rank is None else f"{name}.rank{rank:05d}"
     key = f"state[{name!r}]"
     try:
-        image = _image(stem, inner, key, floats=floats)
+        images = _images(stem, inner, key, floats=floats, frozen=frozen)
     except (RecursionError, ValueError) as error:  # a cycle; a number of more digits than Python prints
         raise StateError(key=key, message=f"{type(error).__name__}: {error}") from error
-    return Item(name=name, image=image, per_rank=rank is not None, form=form)
+    return Item(name=name, images=tuple(images), per_rank=rank is not None, form=form)
 
 
-def _image(stem: str, inner: Any, key: str, *, floats: bool) -> FilePlan:
+def _images(stem: str, inner: Any, key: str, *, floats: bool, frozen: frozenset[str] | None) -> list[FilePlan]:
     if safetensors.fits_safetensors(inner):
-        return safetensors.safetensors_image(f"{stem}.safetensors", inner)
+        apart = hugging_face.frozen_apart(stem, inner, frozen, _LEAST_FROZEN) if frozen else []
+        if apart:
+            return apart
+        return [replace(safetensors.safetensors_image(f"{stem}.safetensors", inner), frozen=frozen is None)]
     if file_plan.is_exact_json(inner):
-        return file_plan.json_image(f"{stem}.json", inner)
-    return torch_archive.torch_image(f"{stem}.pt", inner, strict=True, key=key, floats=floats)
+        return [file_plan.json_image(f"{stem}.json", inner)]
+    return [torch_archive.torch_image(f"{stem}.pt", inner, strict=True, key=key, floats=floats)]
 
 
 def files_for(manifest: Manifest, state: Mapping[str, Any], *, rank: int, path: Path) -> dict[str, str]:
@@ -239,6 +263,11 @@ def files_for(manifest: Manifest, state: Mapping[str, Any], *, rank: int, path: 
     return needed
 
 
+def files_of(file: str, manifest: Manifest) -> list[str]:
+    """All files of an item: the one that its manifest names, and the shards if that is an index."""
+    return [file, *hugging_face.shards_of(file, (entry.path for entry in manifest.files))]
+
+
 def files_in(folders: Iterable[str], manifest: Manifest) -> list[str]:
     """The files of sharded items, the largest first."""
     chosen = set(folders)
@@ -262,6 +291,37 @@ def check_there(path: ObjectPath, entries: Iterable[FileEntry]) -> None:
         if size != entry.size_bytes:
             message = f"has {size} bytes instead of {entry.size_bytes}"
             raise CorruptCheckpointError(path=str(path), file=entry.path, message=message)
+
+
+def load_item(
+    folders: Callable[[str], Place], manifest: Manifest, file: str, name: str, *, shared: bool = False
+) -> Any:
+    """Read an item, check its files against the manifest, and return what they hold.
+
+    Args:
+        folders: where the checkpoint is from which a file is read.
+        manifest: of the checkpoint.
+        file: the one that the manifest names for the item.
+        name: of the item.
+        shared: see ``load_file``.
+
+    Raises:
+        CorruptCheckpointError: bytes are not those that were written.
+        IncompleteCheckpointError: a file is not there.
+        OSError: one could not be read; it is not treated as corrupt.
+    """
+    entries = {entry.path: entry for entry in manifest.files}
+    item = manifest.items[name]
+    parts = [
+        load_file(folders(path), entries[path], item, name, shared=shared)
+        for path in (files_of(file, manifest)[1:] or [file])
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    load_file(folders(file), entries[file], {"form": "index"}, name, shared=shared)  # other tools need it to be right
+    whole = OrderedDict((key, tensor) for part in parts for key, tensor in part.items())
+    whole._metadata = next((m for part in parts if (m := getattr(part, "_metadata", None)) is not None), OrderedDict())  # type: ignore[attr-defined]
+    return whole
 
 
 def load_file(folder: Place, entry: FileEntry, item: Mapping[str, Any], name: str, *, shared: bool = False) -> Any:

@@ -36,14 +36,14 @@ class _Known:
         remembered: tells whether it is still the same.
         per_rank: whether it was ``PerRank``.
         item: its plan, without tensors; None where this rank writes nothing of it.
-        template: how its file gets the tensors of today.
+        templates: how its files get the tensors of today.
         float_bytes: the floats that are in it.
     """
 
     remembered: Remembered
     per_rank: bool
     item: Item | None = None
-    template: FileTemplate | None = None
+    templates: Sequence[FileTemplate] = ()
     float_bytes: bytes = b""
 
 
@@ -52,10 +52,12 @@ class Planner:
 
     Args:
         rank: this rank.
+        apart: whether what is not trained goes to files of its own, where that is much.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, *, apart: bool = False) -> None:
         self._rank = rank
+        self._apart = apart
         self._known: dict[str, _Known] = {}
         self._overlap: tuple[object, OverlapPlan, Sequence[int]] | None = None
 
@@ -133,7 +135,10 @@ class Planner:
             return ShardedItem.of(resolved)
         item = None
         if self._rank == 0 or per_rank:
-            item = plan.plan_item(name, resolved, form, self._rank if per_rank else None, floats=now is not None)
+            is_module = self._apart and not per_rank and isinstance(inner, torch.nn.Module)
+            frozen = plan.frozen_names(inner) if is_module else frozenset()
+            own = self._rank if per_rank else None
+            item = plan.plan_item(name, resolved, form, own, floats=now is not None, frozen=frozen)
         return self._keep(name, item, now, per_rank=per_rank)
 
     def _fingerprint(
@@ -205,15 +210,20 @@ class Planner:
         if item is None:
             self._known[name] = _Known(remembered=remembered, per_rank=per_rank)
             return None
-        template = FileTemplate.of(item.image, now.tensors)
-        if template is None:
-            return item
-        item = dataclasses.replace(item, image=dataclasses.replace(template.image, tensors=item.image.tensors))
+        templates = []
+        for image in item.images:
+            template = FileTemplate.of(image, now.tensors)
+            if template is None:
+                return item
+            templates.append(template)
+        pairs = zip(item.images, templates, strict=True)
+        images = tuple(dataclasses.replace(template.image, tensors=image.tensors) for image, template in pairs)
+        item = dataclasses.replace(item, images=images)
         self._known[name] = _Known(
             remembered=remembered,
             per_rank=per_rank,
-            item=dataclasses.replace(item, image=template.image),
-            template=template,
+            item=dataclasses.replace(item, images=tuple(template.image for template in templates)),
+            templates=templates,
             float_bytes=now.float_bytes,
         )
         return item
@@ -221,14 +231,16 @@ class Planner:
 
 def _again(known: _Known, now: Fingerprint) -> Item | None:
     """The item's plan with the tensors and the floats of today; None if that cannot be had from the known one."""
-    if known.item is None or known.template is None:
+    if known.item is None or not known.templates:
         return None
-    places, last = known.template.image.floats, None
-    if now.float_bytes != known.float_bytes:
-        if places is None or 8 * len(places) != len(now.float_bytes):
-            return None
-        last = [with_floats(known.template.image.pieces[-1][1], places, now.float_bytes)]
-    return dataclasses.replace(known.item, image=known.template.filled(now.tensors, last))
+    if now.float_bytes == known.float_bytes:
+        images = tuple(template.filled(now.tensors) for template in known.templates)
+        return dataclasses.replace(known.item, images=images)
+    image = known.templates[0].image  # only a single file has floats in it
+    if image.floats is None or 8 * len(image.floats) != len(now.float_bytes):
+        return None
+    last = [with_floats(image.pieces[-1][1], image.floats, now.float_bytes)]
+    return dataclasses.replace(known.item, images=(known.templates[0].filled(now.tensors, last),))
 
 
 def _at(value: Any, path: Sequence[Any]) -> Any:

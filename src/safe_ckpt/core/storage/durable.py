@@ -13,6 +13,7 @@ import errno
 import logging
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -282,6 +283,27 @@ def link_or_copy(existing: Path, staged: Path) -> None:
             raise
         shutil.copyfile(existing, staged)
         sync_file(staged)
+
+
+def link_open_file(fd: int, path: str) -> bool:
+    """Give the file that is open as ``fd`` a further name. Nobody may write to it from then on, under any of its names.
+
+    Returns:
+        Whether it has it; False where there are no hard links, or no more of them, or the file's last name is gone.
+
+    Raises:
+        OSError: any other reason, such as a full disk.
+    """
+    with contextlib.suppress(OSError):  # who is not the owner cannot, and root is not kept from writing
+        os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~0o222)
+    try:
+        # With a descriptor, which counts for nothing here, ``os.link`` follows the link to the file; else it does not.
+        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
+    except OSError as error:
+        if error.errno not in (*_NO_LINK, errno.EMLINK, errno.ENOENT, errno.EACCES):
+            raise
+        return False
+    return True
 
 
 def remove_tree(path: Path) -> None:

@@ -38,7 +38,7 @@ class StoredItems:
         chosen = plan.files_in(folders, manifest)
         if len(host.ranks) > 1:
             whole = [name for name, item in items.items() if item["form"] != plan.SHARDED and not item["per_rank"]]
-            chosen += [needed[name] for name in whole]
+            chosen += [file for name in whole for file in plan.files_of(needed[name], manifest)]
         return [entries[path] for path in chosen]
 
     def load(self, source: ObjectPath, manifest: Manifest, folder: Path, host: Host) -> dict[str, Any]:
@@ -53,14 +53,13 @@ class StoredItems:
         fetched = [entry.path for entry in self.wanted(manifest, host)]
         if fetched:
             verify(folder, manifest, only=set(fetched[host.place :: len(host.ranks)]), cached=True)
-        entries = {entry.path: entry for entry in manifest.files}
         loaded: dict[str, Any] = {}
         for name, file in self._needed(manifest).items():
             item = manifest.items[name]
             if item["form"] == plan.SHARDED:
                 loaded[name] = restore.Shards(folder / file)
             else:
-                loaded[name] = plan.load_file(folder if file in fetched else source, entries[file], item, name)
+                loaded[name] = plan.load_item(lambda f: folder if f in fetched else source, manifest, file, name)
         if self._rank == 0:
             plan.check_there(source, manifest.files)
         return loaded

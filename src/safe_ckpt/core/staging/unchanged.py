@@ -1,0 +1,288 @@
+"""Files that have the bytes of a committed checkpoint: they are neither copied nor written, but get a further name.
+
+No counter and no flag is trusted. At every save the bytes of such a file are hashed where they lie, in the order in which they
+would stand in the file, and compared with the hash in the manifest of the checkpoint before. What says that a tensor does not
+change (it needs no gradient, or its file had the same bytes twice) only chooses which files are worth that look, which takes a
+third of the time of a copy.
+
+The old file is opened before it is relied upon. As long as it is open its bytes cannot vanish, whoever deletes its name.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.storage.copier import Stamp
+from safe_ckpt.core.storage.durable import WrittenFile, link_open_file
+from safe_ckpt.core.storage.presence import opened
+from safe_ckpt.errors import SafeCheckpointError
+
+if TYPE_CHECKING:
+    from safe_ckpt.core.formats.file_plan import FilePlan
+
+logger = logging.getLogger(__name__)
+LEAST_BYTES = 1 << 20
+"""Smaller files are written: a look at them gains nothing, and people edit such files in place, under all their names."""
+_MOST_SOURCES = 4
+_ZEROS = bytes(64 << 10)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Before:
+    """A file as it stands in committed checkpoints.
+
+    Attributes:
+        sources: where, the newest first. Some may be gone.
+        stamp: of the newest when it was committed; None where that is not known.
+        size_bytes: its length.
+        xxh3_128: of its bytes.
+        health: what was found of its numbers.
+        repeated: whether the save before had the same bytes; None where that is not known.
+    """
+
+    sources: tuple[Path, ...]
+    size_bytes: int
+    xxh3_128: str
+    stamp: Stamp | None = None
+    health: Mapping[str, Any] | None = None
+    repeated: bool | None = None
+
+
+class SharedFile:
+    """A file of a save that is one of a committed checkpoint.
+
+    Args:
+        path: relative to the checkpoint.
+        before: what it is.
+        fd: of the old file; closed by ``close``.
+
+    Attributes:
+        path: as given.
+        before: as given.
+    """
+
+    def __init__(self, path: str, before: Before, fd: int) -> None:
+        self.path = path
+        self.before = before
+        self._fd = fd
+
+    @property
+    def source(self) -> str:
+        """Where any process of this user can open the old file, also when its name is gone."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    @property
+    def stamp(self) -> Stamp:
+        """Of the old file now."""
+        return Stamp.of(os.fstat(self._fd))
+
+    def link(self, folder: str) -> WrittenFile | None:
+        """Give the old file a further name in ``folder``, a directory that the caller makes durable.
+
+        Returns:
+            What is there then; None where the file system has no further names for it.
+
+        Raises:
+            OSError: any other reason.
+        """
+        path = f"{folder}/{self.path}"
+        return self.written(path) if link_open_file(self._fd, path) else None
+
+    def written(self, path: str) -> WrittenFile:
+        """What stands at ``path``."""
+        before = self.before
+        return WrittenFile(path=path, size_bytes=before.size_bytes, xxh3_128=before.xxh3_128, health=before.health)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class UnchangedFiles:
+    """What one rank knows of the files that it wrote last.
+
+    Args:
+        full_every: of so many saves one writes everything anew; None for none.
+        share: whether files are shared at all.
+    """
+
+    def __init__(self, *, share: bool = True, full_every: int | None = None) -> None:
+        self._share = share
+        self._full_every = full_every
+        self._saves: dict[Path, int] = {}
+        self._known: dict[tuple[Path, str], Before] = {}
+        self._resumed: tuple[Path, Path] | None = None
+        self._impossible: set[Path] = set()
+
+    def recall(self, root: Path, checkpoint: Path) -> None:
+        """Training goes on from this checkpoint of the directory ``root``, which was verified. Looked at when it is needed."""
+        self._known = {key: before for key, before in self._known.items() if key[0] != root}
+        self._resumed = root, checkpoint
+
+    def find(self, plans: Sequence[FilePlan], root: Path) -> tuple[list[FilePlan], list[SharedFile]]:
+        """Tell what is to be written from what is there already. On the thread that trains, before it may change the tensors.
+
+        Args:
+            plans: of the files of one save.
+            root: the directory of its checkpoint.
+
+        Returns:
+            What is to be written, and what is not.
+        """
+        number = self._saves[root] = self._saves.get(root, 0) + 1
+        if not self._share or root in self._impossible or (self._full_every and number % self._full_every == 0):
+            return list(plans), []
+        left: list[FilePlan] = []
+        shared: list[SharedFile] = []
+        for plan in plans:
+            one = self._look(plan, root)
+            if one is None:
+                left.append(plan)
+            else:
+                shared.append(one)
+        return left, shared
+
+    def learn(self, root: Path, checkpoint: Path, written: Iterable[WrittenFile], folder: str) -> None:
+        """Take over what was committed. On the background thread.
+
+        Args:
+            root: the directory of the checkpoint.
+            checkpoint: its name now.
+            written: its files of this rank.
+            folder: where they were written, under which their paths are.
+        """
+        found = {}
+        for file in written:
+            if file.size_bytes < LEAST_BYTES:
+                continue
+            path = file.path.removeprefix(f"{folder}/")
+            place, before = checkpoint / path, self._known.get((root, path))
+            same = before is not None and (before.size_bytes, before.xxh3_128) == (file.size_bytes, file.xxh3_128)
+            sources = (place, *(before.sources if same and before is not None else ()))
+            found[root, path] = Before(
+                sources=tuple(dict.fromkeys(sources))[:_MOST_SOURCES],
+                stamp=_stamp(place),
+                size_bytes=file.size_bytes,
+                xxh3_128=file.xxh3_128,
+                health=file.health,
+                repeated=same if before is not None else None,
+            )
+        self._known = {key: value for key, value in self._known.items() if key[0] != root} | found
+        if self._resumed is not None and self._resumed[0] == root:
+            self._resumed = None
+
+    def no_links(self, root: Path) -> None:
+        """The file system of ``root`` has no further names for files: from now on everything is written."""
+        self._impossible.add(root)
+
+    def _look(self, plan: FilePlan, root: Path) -> SharedFile | None:
+        before = self._before(plan, root) if _can_be_hashed(plan) else None
+        if before is None or before.size_bytes != plan.length:
+            return None
+        probably = plan.frozen if before.repeated is None else before.repeated
+        fd = _open(before) if probably else None
+        if fd is None:
+            return None
+        one = SharedFile(plan.path, before, fd)
+        if digest_of(plan) == before.xxh3_128:
+            return one
+        one.close()
+        return None
+
+    def _before(self, plan: FilePlan, root: Path) -> Before | None:
+        if self._resumed is not None and self._resumed[0] == root and plan.frozen:
+            (_, checkpoint), self._resumed = self._resumed, None
+            self._known |= _of_checkpoint(root, checkpoint)
+        return self._known.get((root, plan.path))
+
+
+def _of_checkpoint(root: Path, checkpoint: Path) -> dict[tuple[Path, str], Before]:
+    try:
+        manifest = read_manifest(checkpoint)
+    except (OSError, SafeCheckpointError) as error:
+        logger.info("%s: its manifest cannot be read again, so all is written anew: %s", checkpoint, error)
+        return {}
+    health = manifest.health.get("files", {})
+    return {
+        (root, entry.path): Before(
+            sources=(checkpoint / entry.path,),
+            stamp=_stamp(checkpoint / entry.path),
+            size_bytes=entry.size_bytes,
+            xxh3_128=entry.xxh3_128,
+            health=health.get(entry.path),
+        )
+        for entry in manifest.files
+        if entry.size_bytes >= LEAST_BYTES
+    }
+
+
+def _stamp(path: Path) -> Stamp | None:
+    try:
+        return Stamp.of(os.stat(path))
+    except OSError:
+        return None
+
+
+def _open(before: Before) -> int | None:
+    """The old file, if it was not touched since. Its ctime tells nothing: a further name changes that."""
+    known = before.stamp
+    for source in before.sources:
+        try:
+            with opened(source, os.O_RDONLY | os.O_NOFOLLOW) as fd:
+                now = Stamp.of(os.fstat(fd))
+                if known is not None and _facts(now) == _facts(known) and now.size_bytes == before.size_bytes:
+                    return os.dup(fd)
+        except OSError:
+            continue
+    return None
+
+
+def _facts(stamp: Stamp) -> tuple[int, ...]:
+    return stamp.size_bytes, stamp.device, stamp.inode, stamp.mtime_ns
+
+
+def _can_be_hashed(plan: FilePlan) -> bool:
+    """Whether it is worth it and its bytes are those in memory: an archive has check sums between them."""
+    large = plan.length >= LEAST_BYTES and plan.records is None and not plan.lazies
+    return large and all(map(_is_plain, (tensor for _, tensor in plan.tensors)))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def digest_of(plan: FilePlan) -> str:
+    """The xxh3-128 of the file that would be written, as hex. Its tensors are in host memory and contiguous."""
+    whole, at = xxhash.xxh3_128(), 0
+    parts: list[tuple[int, Any]] = [*plan.pieces, *plan.tensors]
+    for begin, part in sorted(parts, key=lambda one: one[0]):
+        _zeros(whole, begin - at)
+        data = part if isinstance(part, bytes) else _memory(part)
+        whole.update(data)
+        at = begin + len(data)
+    _zeros(whole, plan.length - at)
+    return whole.hexdigest()
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    numbers: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(numbers)
+
+
+def _zeros(whole: Any, count: int) -> None:
+    for begin in range(0, count, len(_ZEROS)):
+        whole.update(_ZEROS[: min(len(_ZEROS), count - begin)])
