@@ -12,7 +12,7 @@ import dataclasses
 import io
 import pickle
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +20,15 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from safe_ckpt.core.coordination.log_entry import Scatter
 from safe_ckpt.core.formats import dcp
 from safe_ckpt.core.formats.file_plan import FilePlan, bytes_image
 from safe_ckpt.core.formats.file_template import FileTemplate
 from safe_ckpt.core.formats.torch_archive import pickle_state
-from safe_ckpt.core.health.regions import Region, rows_of
 from safe_ckpt.core.sharding import dtensor, plan_data
+from safe_ckpt.core.sharding.dcp_layout import File, entries, file_of, frozen_entries, kind_of, under
 from safe_ckpt.core.sharding.sharded_item import ShardedItem
 from safe_ckpt.errors import SaveError, StateError
 
@@ -49,9 +49,10 @@ class _Local:
         objects: the bytes of what is no tensor, by its place in the plan.
         with_floats: those of them that have floats in them, and where in the state dict they lie.
         planner: finds the tensors.
-        template: this rank's file, if it was laid out for ``kept``.
-        kept: which entries of the plan it has.
-        last: which objects are its last pieces.
+        apart: which entries of the plan go to a second file, because they are not trained.
+        templates: this rank's files, if they were laid out for ``kept``.
+        kept: which entries of the plan they have.
+        last: which objects are the last pieces of the first one.
     """
 
     item: ShardedItem
@@ -59,7 +60,8 @@ class _Local:
     objects: Mapping[int, bytes]
     with_floats: Mapping[int, Sequence[Any]]
     planner: DefaultSavePlanner | None = None
-    template: FileTemplate | None = None
+    apart: Sequence[int] = ()
+    templates: Sequence[FileTemplate] = ()
     kept: Sequence[int] = ()
     last: Sequence[int] = ()
 
@@ -98,12 +100,14 @@ class _Global:
     Attributes:
         token: unique to it; a rank whose plan is still the same names it instead of sending the plan again.
         plans: every rank's.
+        apart: which entries of its plan go to a second file of that rank.
         kept: which entries of its plan every rank writes.
         metadata: what goes into ``.metadata``, but for where things lie.
     """
 
     token: str
     plans: Mapping[int, SavePlan]
+    apart: Mapping[int, Sequence[int]]
     kept: Mapping[int, Sequence[int]]
     metadata: Metadata
 
@@ -114,6 +118,7 @@ class _Agreed:
 
     token: str
     plan: SavePlan
+    apart: Sequence[int]
     kept: Sequence[int]
 
 
@@ -191,7 +196,7 @@ class ShardPlanner:
                 kept = self._agreed[folder].kept
             else:
                 kept = plan_data.kept_from_json(kept, item.plan, rank=self._coordinator.rank)
-            self._agreed[folder] = _Agreed(token=share[folder]["token"], plan=item.plan, kept=kept)
+            self._agreed[folder] = _Agreed(token=share[folder]["token"], plan=item.plan, apart=item.apart, kept=kept)
         for folder, (whole, _) in made.items():
             self._global[folder] = whole
         self._known = {folder: known for folder, known in self._known.items() if folder in local}
@@ -206,21 +211,26 @@ class ShardPlanner:
         files: list[FilePlan] = []
         for folder, local in parts.items.items():
             files += self._lay_out(folder, local, self._agreed[folder].kept)
-        return [*files, *(bytes_image(_under(folder, METADATA), data) for folder, data in parts.metadata.items())]
+        return [*files, *(bytes_image(under(folder, METADATA), data) for folder, data in parts.metadata.items())]
 
     def _lay_out(self, folder: str, local: _Local, kept: Sequence[int]) -> list[FilePlan]:
-        template = local.template
-        if template is not None and local.kept is kept:
-            changing = zip(local.last, template.image.pieces[template.image.fixed :], strict=True)
+        if local.templates and local.kept is kept:
+            first, *others = local.templates
+            changing = zip(local.last, first.image.pieces[first.image.fixed :], strict=True)
             if all(len(local.objects[number]) == len(piece) for number, (_, piece) in changing):
-                return [template.filled(local.item.tensors, [local.objects[number] for number in local.last])]
-        files, last = _lay_out(folder, local, kept, self._coordinator.rank)
+                last = [local.objects[number] for number in local.last]
+                return [first.filled(local.item.tensors, last), *(t.filled(local.item.tensors) for t in others)]
+        files, numbers = _lay_out(folder, local, kept, self._coordinator.rank)
         self._known.pop(folder, None)
         if local.item.known is not None:
-            local.template = template = FileTemplate.of(files[0], local.item.tensors) if files else None
-            if template is not None:
-                files = [dataclasses.replace(template.image, tensors=files[0].tensors)]
-            local.kept, local.last = kept, last
+            templates = [FileTemplate.of(file, local.item.tensors) for file in files]
+            local.templates = [one for one in templates if one is not None]
+            if len(local.templates) < len(files):
+                local.templates = ()
+            else:
+                pairs = zip(files, local.templates, strict=True)
+                files = [dataclasses.replace(one.image, tensors=file.tensors) for file, one in pairs]
+            local.kept, local.last = kept, numbers
             self._known[folder] = local.remembered()
         return files
 
@@ -256,7 +266,8 @@ class ShardPlanner:
                 objects[number] = self._bytes_of(f"{folder}: {name}", value)
                 if any(isinstance(leaf, float) for leaf in dtensor.leaves(value)):
                     with_floats[number] = paths.get(name, (name,))
-        return _Local(item=item, plan=plan, objects=objects, with_floats=with_floats, planner=planner)
+        apart = frozen_entries(plan, item.frozen)
+        return _Local(item=item, plan=plan, objects=objects, with_floats=with_floats, planner=planner, apart=apart)
 
     def _bytes_of(self, key: str, value: object) -> bytes:
         pickle_state(value, strict=self._strict, key=key)  # says what cannot be saved, and where it is
@@ -267,9 +278,11 @@ class ShardPlanner:
     def _say(self, folder: str, item: _Local) -> dict[str, Any]:
         known = self._agreed.get(folder)
         same = known is not None and (known.plan is item.plan or known.plan == item.plan)
+        same = same and known is not None and known.apart == item.apart
         return {
             "token": known.token if known is not None and same else None,
             "plan": None if same else plan_data.plan_to_json(item.plan),
+            "apart": None if same else list(item.apart),
             "lengths": {str(number): len(data) for number, data in item.objects.items()},
         }
 
@@ -295,12 +308,14 @@ class ShardPlanner:
         if known is not None and all(one["token"] == known.token for one in reports.values()):
             return known
         plans: dict[int, SavePlan] = {}
+        apart: dict[int, Sequence[int]] = {}
         shared: dict[int, SavePlan] = {}
         for rank, one in reports.items():
             if one["plan"] is not None:
                 plans[rank] = plan_data.plan_from_json(one["plan"], rank=rank)
+                apart[rank] = plan_data.kept_from_json(one["apart"], plans[rank], rank=rank)
             elif known is not None and one["token"] == known.token:
-                plans[rank] = known.plans[rank]
+                plans[rank], apart[rank] = known.plans[rank], known.apart[rank]
             else:
                 raise SaveError(name=folder, cause="its plan is not known here any more; save again", rank=rank)
         ranks = sorted(plans)
@@ -310,7 +325,7 @@ class ShardPlanner:
             shared[rank] = dataclasses.replace(plans[rank], items=only)
         final, metadata = DefaultSavePlanner().create_global_plan([shared.get(rank, plans[rank]) for rank in ranks])
         kept = {rank: _kept(plans[rank], final[number]) for number, rank in enumerate(ranks)}
-        return _Global(token=uuid.uuid4().hex, plans=plans, kept=kept, metadata=metadata)
+        return _Global(token=uuid.uuid4().hex, plans=plans, apart=apart, kept=kept, metadata=metadata)
 
 
 def _kept(plan: SavePlan, final: SavePlan) -> list[int]:
@@ -318,34 +333,12 @@ def _kept(plan: SavePlan, final: SavePlan) -> list[int]:
     return [number for number, item in enumerate(plan.items) if item.index in chosen]
 
 
-def _entries(
-    plan: SavePlan, kept: Sequence[int], lengths: Mapping[int, int]
-) -> Iterator[tuple[WriteItem, int, int, int]]:
-    """Where the entries of one rank's file lie: number in the plan, offset, length. The same on that rank and on rank 0."""
-    at = 0
-    for number in kept:
-        item = plan.items[number]
-        if item.type == WriteItemType.BYTE_IO:
-            at, length = dcp.behind(at), lengths[number]
-        else:
-            around = dcp.envelope(*_kind(item))
-            at, length = dcp.behind(at, around.alignment), around.length
-        yield item, number, at, length
-        at += length
-
-
-def _kind(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...]]:
-    if item.tensor_data is None:
-        raise StateError(key=item.index.fqn, message="its planned entry describes no tensor")
-    return item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
-
-
 def _metadata_of(folder: str, whole: _Global, reports: Mapping[int, Any]) -> bytes:
     places: dict[MetadataIndex, _StorageInfo] = {}
     for rank, plan in whole.plans.items():
         lengths = plan_data.lengths_from_json(reports[rank]["lengths"], plan, rank=rank)
-        for item, _, at, length in _entries(plan, whole.kept[rank], lengths):
-            places[item.index] = _StorageInfo(_file_of(rank), at, length)
+        for item, _, file, at, length in entries(plan, whole.kept[rank], whole.apart[rank], lengths):
+            places[item.index] = _StorageInfo(file_of(rank, file), at, length)
     planned = sum(
         len(known.chunks) if isinstance(known, TensorStorageMetadata) else 1
         for known in whole.metadata.state_dict_metadata.values()
@@ -359,33 +352,26 @@ def _metadata_of(folder: str, whole: _Global, reports: Mapping[int, Any]) -> byt
 
 
 def _lay_out(folder: str, local: _Local, kept: Sequence[int], rank: int) -> tuple[list[FilePlan], list[int]]:
-    """This rank's file, if it has one, and the objects that are the last pieces of it."""
-    pieces: list[tuple[int, bytes]] = []
+    """This rank's files, as far as it has them, and the objects that are the last pieces of the first one."""
+    made = File(), File()
     objects: dict[int, tuple[int, bytes]] = {}
-    tensors: list[tuple[int, torch.Tensor]] = []
-    regions: list[Region] = []
-    end = 0
     lengths = {number: len(data) for number, data in local.objects.items()}
-    for entry, number, at, length in _entries(local.plan, kept, lengths):
-        end = at + length
+    for entry, number, which, at, length in entries(local.plan, kept, local.apart, lengths):
+        file = made[which]
+        file.end = at + length
         if number in local.objects:
             objects[number] = at, local.objects[number]
             continue
-        around = dcp.envelope(*_kind(entry))
+        around = dcp.envelope(*kind_of(entry))
         tensor = local.lookup(entry.index).detach().resolve_conj().resolve_neg()
-        if (tensor.dtype, tuple(tensor.shape)) != _kind(entry):
-            message = f"planned as {_kind(entry)}, it is {tuple(tensor.shape)} {tensor.dtype}"
+        if (tensor.dtype, tuple(tensor.shape)) != kind_of(entry):
+            message = f"planned as {kind_of(entry)}, it is {tuple(tensor.shape)} {tensor.dtype}"
             raise StateError(key=f"{folder}: {entry.index.fqn}", message=message)
-        pieces += [(at, around.head), (end - len(around.tail), around.tail)]
-        if tensor.numel():
-            tensors.append((at + len(around.head), tensor))
-            regions += rows_of(entry.index.fqn, tensor, at + len(around.head))
-    if not end:
-        return [], []
-    path, fixed = _under(folder, _file_of(rank)), len(pieces)
-    pieces += objects.values()
-    file = FilePlan(path=path, length=end, pieces=pieces, tensors=tensors, fixed=fixed, regions=regions)
-    return [file], list(objects)
+        file.add(entry.index.fqn, tensor, at, around)
+    paths = [under(folder, file_of(rank, number)) for number in range(len(made))]
+    first, second = made
+    files = [first.planned(paths[0], objects.values()), second.planned(paths[1], (), frozen=True)]
+    return [file for file in files if file.length], list(objects)
 
 
 def _admit(key: str, value: object) -> None:
@@ -410,11 +396,3 @@ def _refuse_other_keys(where: str, value: object) -> None:
     elif isinstance(value, list | tuple):
         for number, inner in enumerate(value):
             _refuse_other_keys(f"{where}[{number}]", inner)
-
-
-def _file_of(rank: int) -> str:
-    return f"__{rank}_0.distcp"
-
-
-def _under(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name

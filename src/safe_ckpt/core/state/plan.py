@@ -16,6 +16,7 @@ from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.staging import overlap
+from safe_ckpt.core.staging.unchanged import LEAST_BYTES
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.reader import read_whole
 from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, RestoreError, StateError
@@ -23,7 +24,6 @@ from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, 
 _NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}$")
 _SMALL_PARTS = 4 << 20
 _OF_SEVERAL = re.compile(r"(\.rank\d{5,}|-\d{5}-of-\d{5})$")
-_LEAST_FROZEN = 1 << 20
 SHARDED = "sharded"
 
 
@@ -184,14 +184,10 @@ def resolve(name: str, value: Any, state: Mapping[str, Any]) -> tuple[Any, str]:
     return inner, "value"
 
 
-def frozen_names(module: torch.nn.Module) -> frozenset[str] | None:
-    """The names of its parameters that are not trained; None where it has no others."""
-    trained, frozen = False, set()
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        trained = trained or parameter.requires_grad
-        if not parameter.requires_grad:
-            frozen.add(name)
-    return frozenset(frozen) if trained or not frozen else None
+def frozen_names(module: torch.nn.Module) -> frozenset[str]:
+    """The names of its parameters that are not trained."""
+    named = module.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, parameter in named if not parameter.requires_grad)
 
 
 def plan_item(
@@ -201,7 +197,7 @@ def plan_item(
     rank: int | None,
     *,
     floats: bool = False,
-    frozen: frozenset[str] | None = frozenset(),
+    frozen: frozenset[str] = frozenset(),
 ) -> Item:
     """Plan one item: one file, or several with an index if much of it is not trained.
 
@@ -211,7 +207,7 @@ def plan_item(
         form: as ``resolve`` has it.
         rank: of an item of which every rank has its own; else None.
         floats: see ``torch_image``.
-        frozen: names of tensors that are not trained; None if it has no others.
+        frozen: names of tensors that are not trained.
 
     Raises:
         StateError: it cannot be saved; names where.
@@ -225,12 +221,13 @@ def plan_item(
     return Item(name=name, images=tuple(images), per_rank=rank is not None, form=form)
 
 
-def _images(stem: str, inner: Any, key: str, *, floats: bool, frozen: frozenset[str] | None) -> list[FilePlan]:
+def _images(stem: str, inner: Any, key: str, *, floats: bool, frozen: frozenset[str]) -> list[FilePlan]:
     if safetensors.fits_safetensors(inner):
-        apart = hugging_face.frozen_apart(stem, inner, frozen, _LEAST_FROZEN) if frozen else []
+        apart = hugging_face.frozen_apart(stem, inner, frozen, LEAST_BYTES) if frozen else []
         if apart:
             return apart
-        return [replace(safetensors.safetensors_image(f"{stem}.safetensors", inner), frozen=frozen is None)]
+        image = safetensors.safetensors_image(f"{stem}.safetensors", inner)
+        return [replace(image, frozen=frozen.issuperset(inner))]
     if file_plan.is_exact_json(inner):
         return [file_plan.json_image(f"{stem}.json", inner)]
     return [torch_archive.torch_image(f"{stem}.pt", inner, strict=True, key=key, floats=floats)]

@@ -132,12 +132,10 @@ class Planner:
         resolved, form = plan.resolve(name, value, state)
         if not per_rank and dtensor.has_sharded(resolved):
             self._known.pop(name, None)
-            return ShardedItem.of(resolved)
+            return ShardedItem.of(resolved, self._frozen(inner))
         item = None
         if self._rank == 0 or per_rank:
-            is_module = self._apart and not per_rank and isinstance(inner, torch.nn.Module)
-            frozen = plan.frozen_names(inner) if is_module else frozenset()
-            own = self._rank if per_rank else None
+            own, frozen = (self._rank, frozenset()) if per_rank else (None, self._frozen(inner))
             item = plan.plan_item(name, resolved, form, own, floats=now is not None, frozen=frozen)
         return self._keep(name, item, now, per_rank=per_rank)
 
@@ -200,7 +198,11 @@ class Planner:
             tensors=now.tensors,
             floats=now.float_bytes,
             at=functools.partial(_at, inner),
+            frozen=self._frozen(inner),
         )
+
+    def _frozen(self, value: Any) -> frozenset[str]:
+        return plan.frozen_names(value) if self._apart and isinstance(value, torch.nn.Module) else frozenset()
 
     def _keep(self, name: str, item: Item | None, now: Fingerprint | None, *, per_rank: bool) -> Item | None:
         self._known.pop(name, None)

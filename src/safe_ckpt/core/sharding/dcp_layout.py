@@ -1,0 +1,90 @@
+"""Where the entries of one rank's files lie. That rank lays them out so, and rank 0 says it in ``.metadata``.
+
+What is not trained goes to a second file of the rank: such a file has the same bytes at every save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from safe_ckpt.core.formats import dcp
+from safe_ckpt.core.formats.dcp import Envelope
+from safe_ckpt.core.formats.file_plan import FilePlan
+from safe_ckpt.core.health.regions import Region, rows_of
+from safe_ckpt.errors import StateError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def frozen_entries(plan: SavePlan, names: frozenset[str]) -> list[int]:
+    """Which entries are tensors of these names."""
+    rows = enumerate(plan.items) if names else ()
+    return [number for number, item in rows if item.type != WriteItemType.BYTE_IO and item.index.fqn in names]
+
+
+def entries(
+    plan: SavePlan, kept: Sequence[int], apart: Sequence[int], lengths: Mapping[int, int]
+) -> Iterator[tuple[WriteItem, int, int, int, int]]:
+    """Where the entries of one rank lie: number in the plan, which file, offset, length."""
+    ends, second = [0, 0], frozenset(apart)
+    for number in kept:
+        item, file = plan.items[number], int(number in second)
+        if item.type == WriteItemType.BYTE_IO:
+            at, length = dcp.behind(ends[file]), lengths[number]
+        else:
+            around = dcp.envelope(*kind_of(item))
+            at, length = dcp.behind(ends[file], around.alignment), around.length
+        yield item, number, file, at, length
+        ends[file] = at + length
+
+
+def kind_of(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Type and shape of an entry that is a tensor."""
+    if item.tensor_data is None:
+        raise StateError(key=item.index.fqn, message="its planned entry describes no tensor")
+    return item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
+
+
+@dataclass(kw_only=True, eq=False)
+class File:
+    """What is known of a file while it is laid out."""
+
+    pieces: list[tuple[int, bytes]] = field(default_factory=list)
+    tensors: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)
+    end: int = 0
+
+    def add(self, name: str, tensor: torch.Tensor, at: int, around: Envelope) -> None:
+        """A tensor, as the last entry so far."""
+        begin = at + len(around.head)
+        self.pieces += [(at, around.head), (self.end - len(around.tail), around.tail)]
+        if tensor.numel():
+            self.tensors.append((begin, tensor))
+            self.regions += rows_of(name, tensor, begin)
+
+    def planned(self, path: str, changing: Iterable[tuple[int, bytes]], *, frozen: bool = False) -> FilePlan:
+        """The file, with pieces besides that may be others next time."""
+        return FilePlan(
+            path=path,
+            length=self.end,
+            pieces=[*self.pieces, *changing],
+            tensors=self.tensors,
+            fixed=len(self.pieces),
+            regions=self.regions,
+            frozen=frozen,
+        )
+
+
+def file_of(rank: int, number: int = 0) -> str:
+    """The name of a rank's file."""
+    return f"__{rank}_{number}.distcp"
+
+
+def under(folder: str, name: str) -> str:
+    """The path of a file of an item."""
+    return f"{folder}/{name}" if folder else name
