@@ -28,8 +28,7 @@ from safe_ckpt.core.saving.object_resume import ObjectReader
 from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit, Root, SaveRequest, Snapshot, Unplanned
 from safe_ckpt.core.saving.resume import Chosen
 from safe_ckpt.core.staging.overlap import OverlapPlan
-from safe_ckpt.core.state import plan, restore
-from safe_ckpt.core.state.fixed import fixed_names, written_versions
+from safe_ckpt.core.state import fixed, plan, restore
 from safe_ckpt.core.state.planner import Planner
 from safe_ckpt.core.storage.objects.options import StorageOptions, is_url
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place, open_place
@@ -128,7 +127,6 @@ class Checkpointer:
 
     def _save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any]) -> SaveHandle:
         number = step if isinstance(step, int) else -1
-        self.reached(number)
         error: Exception | None = None
         planned = plan.Plan()
         images: list[FilePlan] = []
@@ -141,8 +139,8 @@ class Checkpointer:
             error = problem
         path = self.directory / catalog.step_name(number)
         must_match = {"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"}
-        if isinstance(state, Mapping):
-            self._know(plan.modules_of(state))
+        if isinstance(state, Mapping) and error is None:
+            fixed.learn(self._engine.known, plan.modules_of(state).values, recheck=self.config.health.recheck)
         if planned.sharded:
             images, error = self._plan_shards(planned.sharded, {"step": number, "path": path, **must_match})
         content: Content
@@ -160,14 +158,6 @@ class Checkpointer:
                 on_commit=OnCommit(catalog=self._catalog, retention=retention.policy_of(self.config.retention)),
             )
         )
-
-    def _know(self, modules: Mapping[str, torch.nn.Module]) -> None:
-        """What the numbers of these may be."""
-        known = self._engine.known
-        if known.fixed is None:
-            known.fixed = fixed_names(modules.values())
-        if self.config.health.recheck:
-            known.versions = written_versions(modules.values())
 
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Make host memory for snapshots of ``state`` ready in the background, so that the first save is as quick as the rest.
@@ -297,7 +287,7 @@ class Checkpointer:
         return self._exporter.export(model, directory, format=format, max_shard_size=max_shard_size, dtype=dtype)
 
     def reached(self, step: int) -> None:
-        """Tell how far training is, as ``save`` does. On rank 0, in less than a microsecond; other ranks do nothing.
+        """Tell how far training is, at every step. On rank 0, in a microsecond; other ranks do nothing.
 
         With it a job that is killed at the same step again and again is told from one that is killed anywhere: see ``Loops``.
         """

@@ -291,7 +291,8 @@ class CrashLoopError(SafeCheckpointError, RuntimeError):
     back: int
     rank: int = 0
     _text = (
-        "{0.cause}. It was set back {0.back} times before (loops.back). Find what ends it, or resume from one by name"
+        "{0.cause}. It was set back {0.back} times before (loops.back), which did not help. Once you know what ends it, start "
+        "once with loops.tries=0, or resume from a checkpoint by name"
     )
 
 

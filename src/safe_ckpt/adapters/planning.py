@@ -23,7 +23,7 @@ from safe_ckpt.core.saving.request import (
 )
 from safe_ckpt.core.sharding.gather import gather_nested
 from safe_ckpt.core.staging.overlap import OverlapPlan
-from safe_ckpt.core.state.fixed import fixed_names, written_versions
+from safe_ckpt.core.state import fixed
 from safe_ckpt.core.state.plan import check_step, checked_metrics, expected_bytes
 from safe_ckpt.core.state.planner import Planner
 from safe_ckpt.core.storage.copier import FileCopy
@@ -208,7 +208,4 @@ def gather_whole(engine: Engine, states: Mapping[str, Any]) -> dict[str, Any] | 
 
 def know_models(engine: Engine, modules: Callable[[], Iterable[torch.nn.Module]]) -> None:
     """Before each save: tell which tensors may be infinite by design, by the models that it saves."""
-    if engine.known.fixed is None:
-        engine.known.fixed = fixed_names(modules())
-    if engine.config.health.recheck:
-        engine.known.versions = written_versions(modules())
+    fixed.learn(engine.known, modules, recheck=engine.config.health.recheck)

@@ -12,11 +12,12 @@ from typing import Any
 
 from safe_ckpt.adapters import layouts
 from safe_ckpt.adapters.layouts import Layout
+from safe_ckpt.config import Loops
 from safe_ckpt.core.directory import catalog
 from safe_ckpt.core.directory.catalog import Candidate
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.health.start_log import StartLog, folder_in
-from safe_ckpt.core.health.starts import Log
+from safe_ckpt.core.health.starts import Newest
 from safe_ckpt.core.health.verdict import described
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection.dcp_reader import METADATA
@@ -237,15 +238,15 @@ def in_order(folder: Path, candidates: Iterable[Candidate]) -> list[Candidate]:
 
 def _passed_over(hidden: Path | None, usable: Sequence[Candidate]) -> dict[Path, str]:
     """Those that a resume leaves alone unless it is told their name: marked ones, and those from which starts failed."""
-    known = StartLog(folder_in(hidden)).read() if hidden is not None else Log()
-    because = {one.op_id: one.why for one in known.passed}
-    found: dict[Path, str] = {}
-    for candidate in usable:
-        manifest = candidate.manifest
-        if manifest is not None and manifest.health.get("marked"):
-            found[candidate.file_path] = marked_words(manifest.health)
-        elif manifest is not None and manifest.op_id in because:
-            found[candidate.file_path] = because[manifest.op_id]
+    ours = [(c.file_path, c.manifest) for c in catalog.newest_first(usable) if c.manifest is not None]
+    found = {path: marked_words(manifest.health) for path, manifest in ours if manifest.health.get("marked")}
+    healthy = {path: manifest for path, manifest in ours if path not in found}
+    newest = [Newest(op_id=m.op_id, name=path.name, step=m.step) for path, m in healthy.items()]
+    if hidden is not None and newest:
+        loops = Loops()  # a job may have other settings, and it alone knows
+        decision = StartLog(folder_in(hidden)).would_pass_over(newest, tries=loops.tries, back=loops.back)
+        because = {**decision.because, **({newest[0].op_id: decision.gave_up} if decision.gave_up else {})}
+        found |= {path: because[m.op_id] for path, m in healthy.items() if m.op_id in because}
     return found
 
 

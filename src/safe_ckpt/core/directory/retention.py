@@ -95,7 +95,12 @@ def policy_of(rules: Retention) -> KeepByRules | None:
 
 
 def after_commit(
-    new: CheckpointInfo, catalog: Catalog | None, policy: RetentionPolicy | None, marked: Collection[Place] = ()
+    new: CheckpointInfo,
+    catalog: Catalog | None,
+    policy: RetentionPolicy | None,
+    *,
+    marked: Collection[Place] = (),
+    set_back: Collection[str] = (),
 ) -> Decision | None:
     """``new`` was committed: add it to the catalog, and decide what is deleted. On rank 0, in the background.
 
@@ -107,6 +112,7 @@ def after_commit(
         catalog: what there is besides; None for no catalog.
         policy: decides; None deletes nothing.
         marked: those that this job committed before.
+        set_back: ``op_id`` of those from which starts ended early: not shown to the policy either, as long as they are ahead.
 
     Returns:
         The decision; None where nothing is decided.
@@ -123,7 +129,8 @@ def after_commit(
         listed = [info.path for info in committed if info.marked and is_under_its_name(info) and info is not new]
         chosen: Sequence[Place] = [path for path in dict.fromkeys([*listed, *marked]) if path != new.path]
     else:
-        chosen = policy.to_delete([info for info in committed if not info.marked]) if policy is not None else ()
+        counted = [info for info in committed if not info.marked and info.op_id not in set_back]
+        chosen = policy.to_delete(counted) if policy is not None else ()
     paths = [*replaced, *(path for path in chosen if path not in named)]
     if catalog is not None:
         catalog.forget(paths)

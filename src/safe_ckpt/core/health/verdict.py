@@ -101,10 +101,14 @@ class Expectation:
 
 
 def name_among(name: str, names: frozenset[str]) -> str:
-    """The name, or the end of it from a dot on, that is one of these; "" if none is."""
-    while name and name not in names:
-        name = name.partition(".")[2]
-    return name
+    """The name, or the end of it from a dot on, that is one of these; "" if none is.
+
+    What an optimizer keeps has the names of its own: behind "state" no end of a name counts.
+    """
+    head = ""
+    while name and name not in names and head != "state":
+        head, _, name = name.partition(".")
+    return name if name in names else ""
 
 
 def is_sick(health: Mapping[str, Any]) -> bool:
@@ -154,15 +158,17 @@ class Known:
         fixed: names of buffers, and of parameters that are not trained: they may be infinite, if they stay so.
         marked: the newest checkpoint that this job committed and marked.
         start: where this start is noted; None where it is not.
-        versions: of the next save: where fixed tensors lie, and how often they were written to.
+        versions: of the next save: which fixed tensors there are, where they lie, and how often they were written to.
+        passed: ``op_id`` -> step of checkpoints that are passed over because starts from them ended early.
     """
 
     def __init__(self) -> None:
         self.fixed: Sequence[str] | None = None
         self.marked: list[Any] = []
         self.start: RunningStart | None = None
-        self.versions: Mapping[str, tuple[int, int]] = {}
-        self._hashes: dict[str, tuple[str, tuple[int, int]]] = {}
+        self.versions: Mapping[str, tuple[int, int, int]] = {}
+        self.passed: Mapping[str, int] = {}
+        self._hashes: dict[str, tuple[str, tuple[int, int, int]]] = {}
         self._files: dict[str, Mapping[str, Any]] = {}
 
     def reached(self, step: int) -> None:
@@ -175,15 +181,15 @@ class Known:
         if self.start is not None:
             self.start.committed()
 
-    def end(self, *, at_exit: bool) -> None:
-        """The job ends, well or with the exception that is on its way.
-
-        Args:
-            at_exit: the interpreter may be at its end: what it ends with was raised before.
-        """
+    def end(self, error: BaseException | None = None, *, stopped: bool = False, within_s: float = 10.0) -> None:
+        """The job, or what it did since a checkpoint was chosen, ends. See ``RunningStart.end``."""
         start, self.start = self.start, None
         if start is not None:
-            start.end(at_exit=at_exit)
+            start.end(error, stopped=stopped, within_s=within_s)
+
+    def ahead(self, step: int) -> list[str]:
+        """``op_id`` of those that are passed over and beyond which a checkpoint of this step has not come."""
+        return [op_id for op_id, at in self.passed.items() if at >= step]
 
     def recall(self, health: Mapping[str, Any]) -> None:
         """Take over what the manifest of a checkpoint says, which training goes on from."""
@@ -197,13 +203,15 @@ class Known:
             norm = facts.get("norm", 0.0) if healthy else before.get("norm")
             self._files[path] = {"learnt": dict(facts.get("learnt", {})), "norm": norm}
 
-    def unwritten(self, versions: Mapping[str, tuple[int, int]]) -> dict[str, str]:
+    def unwritten(self, versions: Mapping[str, tuple[int, int, int]]) -> dict[str, str]:
         """The hashes that tensors had in the last save, of those to which nothing was written since."""
         return {
             name: self._hashes[name][0] for name, now in versions.items() if self._hashes.get(name, ("", ()))[1] == now
         }
 
-    def learn_hashes(self, files: Mapping[str, Mapping[str, Any]], versions: Mapping[str, tuple[int, int]]) -> None:
+    def learn_hashes(
+        self, files: Mapping[str, Mapping[str, Any]], versions: Mapping[str, tuple[int, int, int]]
+    ) -> None:
         """Take over the hashes of a save, with the versions that the tensors had at its call."""
         names = frozenset(versions)
         found = {

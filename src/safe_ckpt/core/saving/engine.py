@@ -26,7 +26,7 @@ from safe_ckpt.core.coordination.wire import from_wire
 from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import Manifest, versions
 from safe_ckpt.core.saving.held_directories import Workspaces
-from safe_ckpt.core.saving.job import SaveHandle, SaveJob
+from safe_ckpt.core.saving.job import SaveHandle, SaveJob, skipped
 from safe_ckpt.core.saving.request import SaveRequest, answer, decide
 from safe_ckpt.core.saving.save_queue import SaveQueue, failed
 from safe_ckpt.core.saving.stager import Stager
@@ -38,7 +38,6 @@ from safe_ckpt.errors import (
     ForkedError,
     SafeCheckpointError,
     SaveError,
-    SaveSkippedError,
     StateError,
     named,
 )
@@ -47,6 +46,7 @@ from safe_ckpt.hooks.emitter import Emitter
 from safe_ckpt.hooks.logging_hook import LoggingHook
 
 logger = logging.getLogger(__name__)
+_NOTE_S = 10.0
 
 
 class Engine:
@@ -162,7 +162,7 @@ class Engine:
             prefilled = request.on_commit.prefilled
             if prefilled is not None and self.rank == 0 and isinstance(request.destination.workspace, Workspace):
                 request.destination.workspace.drop_pending(prefilled.parent.name)
-            return _skipped(request.name)
+            return skipped(request.name)
         manifest = Manifest.from_json(decision["manifest"], str(request.destination.path))
         # Its own deadline once its turn comes, plus what follows the verdict: deleting old checkpoints.
         turns = 1 + self.in_flight
@@ -293,11 +293,14 @@ class Engine:
                 return
             raise ForkedError(what="close", pid=self._pid)
         self._closed = True
-        self.known.end(at_exit=quiet)
+        error = sys.exc_info()[1] or (getattr(sys, "last_value", None) if quiet else None)
         self._at_exit.cancel()
         try:
             self._save_queue.close(within_s=within_s)
         finally:
+            error = error or next((handle.unreported for handle in self._handles if handle.unreported), None)
+            stopped = self._preemption is not None and self._preemption.stop is not None
+            self.known.end(error, stopped=stopped, within_s=min(within_s or _NOTE_S, _NOTE_S))
             self._drain_mirror(within_s)
             self._end()
             self._close_mirror()
@@ -403,13 +406,6 @@ class Engine:
 def _get_ready(save_queue: SaveQueue) -> None:
     save_queue.start()
     versions()
-
-
-def _skipped(name: str) -> SaveHandle:
-    handle = SaveHandle(name, 0.0)
-    handle.finish(None, SaveSkippedError(name=name, cause="another save is in flight and on_busy is 'skip'"))
-    handle.mark_reported()
-    return handle
 
 
 def _close_at_exit(weak: weakref.ref[Engine]) -> None:

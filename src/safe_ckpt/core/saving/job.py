@@ -119,6 +119,14 @@ class SaveHandle:
         self._reported = True
 
 
+def skipped(name: str) -> SaveHandle:
+    """The handle on a save that is not started."""
+    handle = SaveHandle(name, 0.0)
+    handle.finish(None, SaveSkippedError(name=name, cause="another save is in flight and on_busy is 'skip'"))
+    handle.mark_reported()
+    return handle
+
+
 @dataclass(kw_only=True)
 class SaveJob:
     """A save under way, on one rank.
@@ -140,7 +148,7 @@ class SaveJob:
         files: what of its content this rank writes from memory.
         shared: what it does not write, because a checkpoint before has it.
         unchanged: learns what was committed; None for nobody.
-        versions: where tensors that training does not change lay at the call, and how often they had been written to.
+        versions: which tensors that training does not change there were at the call, and how often they had been written to.
     """
 
     request: SaveRequest
@@ -159,7 +167,7 @@ class SaveJob:
     agreed_s: float = 0.0
     call: int = 0
     begun: bool = False
-    versions: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    versions: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
     files: Sequence[FilePlan] = ()
     shared: Sequence[SharedFile] = ()
     unchanged: UnchangedFiles | None = None

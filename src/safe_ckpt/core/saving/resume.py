@@ -20,7 +20,7 @@ from safe_ckpt.core.directory.catalog import Candidate, newest_first
 from safe_ckpt.core.directory.object_root import ObjectRoot
 from safe_ckpt.core.directory.shared import Patience, await_visible, listed
 from safe_ckpt.core.directory.workspace import Workspace
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, read_manifest
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, Manifest, read_manifest
 from safe_ckpt.core.health.start_log import RunningStart, StartLog, folder_in
 from safe_ckpt.core.health.starts import Newest
 from safe_ckpt.core.health.verdict import described
@@ -104,6 +104,7 @@ def choose(
             decide=lambda _: _survey(workspace, listed(list_candidates, engine.config.timeouts), named, engine.config),
         )
         rejected: dict[str, str] = dict(plan["rejected"])
+        engine.known.passed = plan["set_back"]
         damaged: dict[str, str] = {name: rejected[name] for name in plan["damaged"]}
         for name in plan["passed"]:
             logger.warning("%s is passed over: %s", workspace.path / name, rejected[name])
@@ -153,6 +154,7 @@ def _recall(
             health = read_manifest(info.path).health
         except (OSError, SafeCheckpointError) as error:
             logger.warning("%s: its manifest cannot be read again, so masks are learnt anew: %s", info.path, error)
+    engine.known.end()  # what went on from a checkpoint that was chosen before ended well
     engine.known.recall(health)
     if isinstance(workspace, Workspace) and info.verified and presence.is_directory(info.file_path):
         engine.unchanged.recall(workspace.path, info.file_path)
@@ -166,7 +168,7 @@ def _settle(engine: Engine, workspace: Root, damaged: Mapping[str, str], info: C
     if info is None or not info.verified or not engine.config.loops.tries or not isinstance(workspace, Workspace):
         return ""
     folder = folder_in(workspace.hidden)
-    key = StartLog(folder).begin(resumed=info.op_id, step=info.step)
+    key = StartLog(folder).begin(resumed=info.op_id, step=info.step, size=engine.coordinator.size)
     return str(folder / key) if key else ""
 
 
@@ -198,11 +200,15 @@ def _survey(workspace: Root, candidates: Sequence[Candidate], named: bool, confi
     ordered = newest_first(candidates)
     infos = {_name(workspace, c): _info(c).to_json() for c in ordered}
     rejected = {_name(workspace, c): c.problem for c in candidates if c.problem}
-    passed = {} if named else _passed_over(workspace, ordered, config)
-    infos = {name: info for name, info in infos.items() if name not in passed}
-    rejected |= passed
+    ours = {_name(workspace, c): c.manifest for c in ordered if c.manifest is not None}
+    marked, set_back = ({}, {}) if named else _passed_over(workspace, ours, config)
+    # Those from which starts failed come last: where all others are gone, they are better than nothing.
+    names = [name for name in infos if name not in marked and name not in set_back]
+    infos = {name: infos[name] for name in [*names, *set_back]}
+    rejected |= marked | set_back
     return {
-        "passed": list(passed),
+        "passed": [*marked, *set_back],
+        "set_back": {ours[name].op_id: ours[name].step for name in set_back},
         "health": {_name(workspace, c): c.manifest.health for c in ordered if c.manifest is not None},
         "infos": infos,
         "rejected": rejected,
@@ -212,16 +218,17 @@ def _survey(workspace: Root, candidates: Sequence[Candidate], named: bool, confi
     }
 
 
-def _passed_over(workspace: Root, ordered: Sequence[Candidate], config: CheckpointConfig) -> dict[str, str]:
+def _passed_over(
+    workspace: Root, ours: Mapping[str, Manifest], config: CheckpointConfig
+) -> tuple[dict[str, str], dict[str, str]]:
     """What is not resumed from unless it is named, and why: what is marked, and what starts have failed from too often."""
-    ours = {_name(workspace, c): c.manifest for c in ordered if c.manifest is not None}
     marked = {name: f"it is marked: {described(m.health)}" for name, m in ours.items() if m.health.get("marked")}
     if not config.loops.tries or not isinstance(workspace, Workspace):
-        return marked
+        return marked, {}
     newest = [Newest(op_id=m.op_id, name=name, step=m.step) for name, m in ours.items() if name not in marked]
     log = StartLog(folder_in(workspace.hidden))
     because = log.pass_over(newest, tries=config.loops.tries, back=config.loops.back)
-    return {**marked, **{one.name: because[one.op_id] for one in newest if one.op_id in because}}
+    return marked, {one.name: because[one.op_id] for one in newest if one.op_id in because}
 
 
 def _name(workspace: Root, candidate: Candidate) -> str:

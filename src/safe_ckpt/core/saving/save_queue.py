@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,7 @@ from safe_ckpt.core.saving.object_publication import ObjectPublication
 from safe_ckpt.core.saving.request import Root, SaveRequest
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.worker_thread import Background, Refused
+from safe_ckpt.core.storage.durable import occupied_bytes
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.transfer.mirror import Mirror
@@ -243,7 +243,8 @@ class SaveQueue:
     def _retain(self, job: SaveJob, info: CheckpointInfo) -> None:
         on_commit, begun = job.request.on_commit, time.monotonic()
         try:
-            decision = retention.after_commit(info, on_commit.catalog, on_commit.retention, self.known.marked)
+            kept_apart = {"marked": self.known.marked, "set_back": self.known.ahead(info.step)}
+            decision = retention.after_commit(info, on_commit.catalog, on_commit.retention, **kept_apart)
             if decision is not None:
                 self._carry_out(decision, job.workspace, begun)
         except Exception:  # the save is committed, and must not fail because of the cleaning up
@@ -257,7 +258,7 @@ class SaveQueue:
         if to_delete:
             root.confirm()
         sizes = {
-            path: _occupied_bytes(path) if isinstance(path, Path) else decision.sizes.get(path, 0) for path in to_delete
+            path: occupied_bytes(path) if isinstance(path, Path) else decision.sizes.get(path, 0) for path in to_delete
         }
         gone = root.discard(to_delete)
         if self.mirror is not None and isinstance(root, Workspace):
@@ -375,20 +376,6 @@ def _outcome(
             seconds=now - job.started,
             weights_only=notes.get("adapter") == WEIGHTS or bool(notes.get("weights_only")),
         )
-
-
-def _occupied_bytes(path: Path) -> int:
-    """How much deleting ``path`` gives back: not what has another name besides. 0 where that is not known; never raises."""
-    try:
-        if path.is_symlink() or not path.is_dir():
-            return _own_bytes(os.lstat(path))
-        return sum(_own_bytes(entry.lstat()) for entry in path.rglob("*"))
-    except OSError:
-        return 0
-
-
-def _own_bytes(stat: os.stat_result) -> int:
-    return stat.st_size if stat.st_nlink == 1 else 0  # a directory has several
 
 
 def failed(request: SaveRequest, error: SafeCheckpointError, rank: int, seconds: float) -> events.Failed:

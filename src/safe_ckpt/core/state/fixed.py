@@ -2,25 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
     import torch
 
+    from safe_ckpt.core.health.verdict import Known
+
+logger = logging.getLogger(__name__)
+
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.")
+_count = itertools.count()
+_numbers: Any = WeakIdKeyDictionary()  # tells objects apart without keeping them
+
+
+def learn(known: Known, modules: Callable[[], Iterable[torch.nn.Module]], *, recheck: bool) -> None:
+    """Before each save: tell ``known`` which tensors of its models may be infinite by design, and which were written to.
+
+    Never raises: it is on one rank, and the save can do without.
+    """
+    try:
+        if known.fixed is None:
+            known.fixed = fixed_names(modules())
+        if recheck:
+            known.versions = written_versions(modules())
+    except Exception as error:  # from a module's own way to name what it has
+        logger.warning("what may be infinite in the models, or may not change, is not known: %s", error)
+
+
+def _plain(name: str) -> str:
+    """A name without what wrappers put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
+    return name
 
 
 def fixed_tensors(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers, and parameters that need no gradient, by their names without what wrappers put into them."""
+    """Buffers, and parameters that need no gradient, by name.
+
+    Names that could be taken for that of a trained parameter, in whichever file, are left out.
+    """
+    modules = list(modules)
+    trained = [_plain(n) for module in modules for n, p in module.named_parameters() if p.requires_grad]
+    taken = {ending for name in trained for ending in _endings(name)}
     for module in modules:
         frozen = ((name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad)
         for name, tensor in chain(module.named_buffers(), frozen):
-            plain = name
-            for wrapper in _WRAPPERS:
-                plain = plain.removeprefix(wrapper).replace(f".{wrapper}", ".")
-            yield plain, tensor
+            if _plain(name) not in taken:
+                yield _plain(name), tensor
+
+
+def _endings(name: str) -> Iterator[str]:
+    """The name, and what is left of it behind each dot."""
+    while name:
+        yield name
+        name = name.partition(".")[2]
 
 
 def fixed_names(modules: Iterable[torch.nn.Module]) -> list[str]:
@@ -28,12 +71,27 @@ def fixed_names(modules: Iterable[torch.nn.Module]) -> list[str]:
     return sorted({name for name, _ in fixed_tensors(modules)})
 
 
-def written_versions(modules: Iterable[torch.nn.Module]) -> dict[str, tuple[int, int]]:
-    """Where each of them lies, and how often it was written to. Without names that two modules have."""
-    found: dict[str, tuple[int, int]] = {}
-    twice = set()
+def written_versions(modules: Iterable[torch.nn.Module]) -> dict[str, tuple[int, int, int]]:
+    """Which tensor each of them is, where it lies, and how often it was written to.
+
+    Left out are names that two modules have, and the statistics of a normalization in training, which torch does not count.
+    """
+    modules = list(modules)
+    uncounted = {id(buffer) for module in modules for part in _normalizing(module) for buffer in part.buffers()}
+    found: dict[str, tuple[int, int, int]] = {}
+    left_out = set()
     for name, tensor in fixed_tensors(modules):
-        if name in found:
-            twice.add(name)
-        found[name] = (tensor.data_ptr(), tensor._version)
-    return {name: version for name, version in found.items() if name not in twice}
+        local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor only its part counts what is written to it
+        if name in found or id(tensor) in uncounted or tensor.is_inference():
+            left_out.add(name)
+            continue
+        number = _numbers.setdefault(tensor, next(_count))
+        try:
+            found[name] = number, local.data_ptr(), local._version
+        except RuntimeError:  # it has no memory of its own
+            left_out.add(name)
+    return {name: version for name, version in found.items() if name not in left_out}
+
+
+def _normalizing(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    return (part for part in module.modules() if isinstance(part, _NormBase) and part.training)

@@ -356,3 +356,17 @@ def require_space(path: Path, needed_bytes: int, why: str) -> None:
         raise NotEnoughSpaceError(
             path=str(path), message=why, needed_bytes=needed_bytes, free_bytes=free, phase="prepare"
         )
+
+
+def occupied_bytes(path: Path) -> int:
+    """How much deleting ``path`` gives back: not what has another name besides. 0 where that is not known; never raises."""
+    try:
+        if path.is_symlink() or not path.is_dir():
+            return _own_bytes(os.lstat(path))
+        return sum(_own_bytes(entry.lstat()) for entry in path.rglob("*"))
+    except OSError:
+        return 0
+
+
+def _own_bytes(stat: os.stat_result) -> int:
+    return stat.st_size if stat.st_nlink == 1 else 0  # a directory has several
