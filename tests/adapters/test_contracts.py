@@ -100,6 +100,7 @@ ACCELERATE = [
 TRANSFORMERS = [
     Part(Trainer, "_save_checkpoint", "transformers/mixin.py", "is overridden", ("self", "model", "trial")),
     Part(Trainer, "_load_best_model", "transformers/mixin.py", "is overridden", SELF),
+    Part(Trainer, "_determine_best_metric", "transformers/mixin.py", "is overridden", ("self", "metrics", "trial")),
     Part(Trainer, "train", "transformers/mixin.py", "is overridden", ("self", "resume_from_checkpoint")),
     Part(Trainer, "_get_output_dir", "transformers/mixin.py", "where the checkpoints go", ("self", "trial")),
     Part(Trainer, "_push_from_checkpoint", "transformers/mixin.py", "pushes one", ("self", "checkpoint_folder")),

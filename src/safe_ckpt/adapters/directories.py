@@ -19,7 +19,7 @@ from safe_ckpt.core.directory.catalog import WEIGHTS, Candidate, Catalog, is_of
 from safe_ckpt.core.directory.retention import DeleteListed, KeepNewest, policy_of
 from safe_ckpt.core.directory.shared import listed
 from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, is_marked, read_manifest
 from safe_ckpt.core.formats.verify import verify_entry, verify_if_ours, verify_share
 from safe_ckpt.core.saving import resume
 from safe_ckpt.core.saving.held_directories import NAMES, HeldDirectories, refuse
@@ -51,6 +51,7 @@ __all__ = [
     "durable",
     "fetch",
     "folder_for_others",
+    "is_marked",
     "is_of",
     "listed",
     "manifest_of",

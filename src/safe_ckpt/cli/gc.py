@@ -75,7 +75,8 @@ class _Selection:
         self.damaged: list[Place] = []
         sound: set[Place] = set()
         while True:  # again when one that would be kept is damaged: it does not count, and another one is kept
-            left = [info for info in infos if info is not None and info.path not in self.damaged]
+            # Marked ones do not count, and stay.
+            left = [i for i in infos if i is not None and not i.marked and i.path not in self.damaged]
             replaced = _replaced(left)
             self.to_delete: list[CheckpointInfo] = [
                 *replaced,

@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from safe_ckpt.adapters.directories import HIDDEN
+from safe_ckpt.adapters.directories import HIDDEN, is_marked
 from safe_ckpt.adapters.extras import hugging_face
 from safe_ckpt.adapters.spool import is_url, spooled
 from safe_ckpt.config import CheckpointConfig
@@ -348,6 +348,10 @@ class SafeCheckpointCallback(ModelCheckpoint):
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
 
+    def _find_last_checkpoints(self, trainer: Any) -> set[str]:
+        # One with bad numbers is loaded only by its name.
+        return {path for path in super()._find_last_checkpoints(trainer) if not is_marked(Path(path))}
+
     def _is_looked_at(self, trainer: Any) -> bool:
         """Whether a subclass of this, or of the Trainer, may use the file right after the save."""
         return type(self)._save_checkpoint is not SafeCheckpointCallback._save_checkpoint or overrides_saving(trainer)
@@ -365,8 +369,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
             self._pending.removals.append(filepath)
 
     def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
-        # Lightning never deletes the file that the user resumed from. A file that resume="auto" chose is deleted like any
-        # other: otherwise every restart would leave one file behind.
+        # Lightning never deletes the file that the user resumed from. One that resume="auto" chose is deleted like any other.
         if self._came_from is not None and os.path.abspath(previous) == str(self._came_from):
             return previous != current and self._directory in Path(previous).absolute().parents
         return bool(super()._should_remove_checkpoint(trainer, previous, current))
@@ -402,17 +405,15 @@ class SafeCheckpointCallback(ModelCheckpoint):
         if self.dirpath is None:
             return False
         saver = getattr(trainer.strategy.checkpoint_io, "saver", None)
-        if saver is not None and saver.holds(self._directory):
-            return True
-        return self._directory.is_dir() and os.listdir(self._directory) == [HIDDEN]
+        held = saver is not None and saver.holds(self._directory)
+        return held or (self._directory.is_dir() and os.listdir(self._directory) == [HIDDEN])
 
     def _all_ranks_are_here(self, saver: TrainerSaver, name: str) -> bool:
         # A rank alone must not wait in a collective for ranks that continue to train.
         try:
             saver.agree_on_exception()
         except SafeCheckpointError as error:
-            logger.warning(
-                "%s was raised; no checkpoint is saved at it, for not all ranks met an exception: %s", name, error
-            )
+            message = "%s was raised; no checkpoint is saved at it, for not all ranks met an exception: %s"
+            logger.warning(message, name, error)
             return False
         return True

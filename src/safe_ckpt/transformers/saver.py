@@ -11,7 +11,7 @@ from typing import Any
 from transformers.trainer_callback import ExportableState
 from typing_extensions import Self
 
-from safe_ckpt.adapters import Attempt, Engine, OnCommit, OpenDirectory, Planned
+from safe_ckpt.adapters import Attempt, Engine, OnCommit, OpenDirectory, Planned, SaveHandle
 from safe_ckpt.adapters.directories import (
     Candidate,
     KeepNewest,
@@ -45,6 +45,8 @@ class TrainerSaver:
         self._engine = Engine(config, hooks=hooks, owner="a Transformers Trainer; it is free when train() has ended")
         self._sharing = Sharing(self._engine)
         self._held: dict[Path, OpenDirectory] = {}
+        self._handles: dict[int, SaveHandle] = {}
+        self._best: tuple[Any, Any, Any] = None, None, None
 
     def newest(self, folder: Path) -> Path:
         """The newest valid checkpoint in ``folder``, verified and agreed.
@@ -87,6 +89,22 @@ class TrainerSaver:
                 self._save(trainer, path, directory, folder)
         return path
 
+    def spare_marked(self, state: Any) -> None:
+        """If the Trainer's best checkpoint turned out to have bad numbers, make the best one before it the best again.
+
+        Waits for the save of the best one, if that is still in flight.
+        """
+        if not state.best_global_step:
+            return
+        handle = self._handles.get(state.best_global_step)
+        if handle is not None:
+            handle.settle()
+        if handle is not None and not handle.failed and handle.done() and handle.result().marked:
+            state.best_metric, state.best_global_step, state.best_model_checkpoint = self._best
+        else:
+            self._best = state.best_metric, state.best_global_step, state.best_model_checkpoint
+        self._handles = {step: one for step, one in self._handles.items() if step == state.best_global_step}
+
     def wait(self) -> None:
         """Wait until everything in flight is committed.
 
@@ -115,7 +133,7 @@ class TrainerSaver:
         shared = self._sharing.plan(trainer, noted, caught, attempt.error)
         planned = Planned.joined([Planned(files=caught.files), shared])
         retention = KeepNewest(limit=limit, best=Path(best) if best else None) if limit else None
-        directory.save(
+        self._handles[int(trainer.state.global_step)] = directory.save(
             self._engine,
             path,
             planned.content(),

@@ -5,7 +5,8 @@ import pytest
 from safe_ckpt.core.health.regions import Region
 from safe_ckpt.core.health.verdict import Expectation, Known, described, is_sick, of_checkpoint
 
-FACTS = {"tensors": 2, "numbers": 10, "norm": 2.0, "most": 1.0, "least": -1.0, "largest": "w"}
+FACTS = {"tensors": 2, "numbers": 10, "norm": 2.0, "most": 1.0, "least": -1.0, "largest": "w", "layout": "L"}
+LATER = {"first": False, "layout": "L"}
 
 
 def row(name, *, nan=0, inf=0, pattern="p"):
@@ -17,19 +18,41 @@ def test_a_fixed_tensor_is_learnt_at_first_and_then_held_to_it(name):
     """By any end of its name that begins at a dot. A new pattern is an alarm, the old one is not."""
     first = Expectation(fixed=["mask"]).judge(FACTS, [row(name, inf=3)])
     assert not is_sick(first)
-    later = Expectation(first=False, fixed=["mask"], learnt=first["learnt"])
+    later = Expectation(**LATER, fixed=["mask"], learnt=first["learnt"])
     assert not is_sick(later.judge(FACTS, [row(name, inf=3)]))
     assert is_sick(later.judge(FACTS, [row(name, inf=4, pattern="q")]))
-    assert later.judge(FACTS, [])["learnt"] == {name: "p"}
+    assert later.judge(FACTS, [])["learnt"] == {name: ("p", 3)}
+
+
+def test_a_buffer_may_become_less_infinite_or_another_one():
+    """A running maximum fills up; a mask grows, or is made late: the tensors of the file are others then."""
+    later = Expectation(**LATER, fixed=["mask"], learnt={"mask": ("p", 3)})
+    assert not is_sick(later.judge(FACTS, [row("mask", inf=2, pattern="q")]))
+    grown = {**FACTS, "layout": "M"}
+    assert not is_sick(later.judge(grown, [row("mask", inf=9, pattern="q")]))
+    assert not is_sick(Expectation(**LATER, fixed=["mask"]).judge(grown, [row("mask", inf=9)]))
+    assert is_sick(Expectation(**LATER, fixed=["mask"]).judge(grown, [row("weight", inf=9)]))
+
+
+def test_what_nobody_knows_may_be_infinite_from_the_first_save_on():
+    """A score in a dict of one's own, the mask of a module whose state dict alone is saved: as long as it stays so."""
+    first = Expectation(trained=["head.weight"])
+    found = first.judge(FACTS, [row("best", inf=1), row("model.mask", inf=3)])
+    assert not is_sick(found)
+    later = Expectation(**LATER, learnt=found["learnt"])
+    assert not is_sick(later.judge(FACTS, [row("best", inf=1)]))
+    assert is_sick(later.judge(FACTS, [row("best", inf=1, pattern="q")]))
+    for name in ("head.weight", "state_dict.head.weight", "state.0.exp_avg", "optimizer_states.0.state.1.step"):
+        assert is_sick(first.judge(FACTS, [row(name, inf=1)])), name
 
 
 @pytest.mark.parametrize(
     ("expected", "sick"),
     [
-        (Expectation(fixed=["mask"]), row("unmask", inf=1)),
+        (Expectation(**LATER, fixed=["mask"]), row("unmask", inf=1)),
         (Expectation(fixed=["mask"]), row("mask", nan=1, inf=1)),
-        (Expectation(), row("mask", inf=1)),
-        (Expectation(first=False, fixed=["mask"]), row("mask", inf=1)),
+        (Expectation(trained=["mask"]), row("mask", inf=1)),
+        (Expectation(**LATER, fixed=["mask"]), row("mask", inf=1)),
     ],
 )
 def test_what_is_never_learnt(expected, sick):
@@ -51,7 +74,7 @@ def test_the_worst_come_first_and_not_all_are_named():
 def test_one_sick_file_marks_the_checkpoint(action, marked):
     """Unless a warning is all that is asked for. Where nothing was looked at, nothing is said."""
     well = Expectation().judge(FACTS, [])
-    sick = Expectation().judge(FACTS, [row("w", inf=1)])
+    sick = Expectation().judge(FACTS, [row("w", nan=1)])
     health = of_checkpoint({"a": well, "b": sick}, action)
     assert (health["healthy"], health["marked"]) == (False, marked)
     assert of_checkpoint({"a": well}, action)["healthy"]
@@ -73,9 +96,9 @@ def test_what_is_known_is_of_the_last_healthy_save():
     first = known.expectation("a", Expectation())
     assert (first.first, first.fixed) == (True, ["mask"])
     known.learn({"a": first.judge(FACTS, [row("mask", inf=1)])}, healthy=True)
-    known.learn({"a": {**FACTS, "norm": 99.0, "learnt": {"mask": "p"}}}, healthy=False)
+    known.learn({"a": {**FACTS, "norm": 99.0, "learnt": {"mask": ("p", 1)}}}, healthy=False)
     second = known.expectation("a", Expectation())
-    assert (second.first, second.norm, second.learnt) == (False, 2.0, {"mask": "p"})
+    assert (second.first, second.norm, second.learnt) == (False, 2.0, {"mask": ("p", 1)})
     known.recall({"files": {"b": {"norm": 5.0}}})
     assert known.expectation("a", Expectation()).first
     assert known.expectation("b", Expectation()).norm == 5.0

@@ -175,9 +175,9 @@ def test_a_marked_one_does_not_replace_a_healthy_one_of_its_name(tmp_path):
         job.poison()
         info = ckpt.save(1, job.state).result()
         assert info.marked
-        assert info.path.name == "step-00000001-unhealthy"
+        assert info.path.name == "unhealthy-step-00000001"
         assert ckpt.save(1, job.state).result().path == info.path
-        assert names(tmp_path) == ["step-00000001", "step-00000001-unhealthy"]
+        assert names(tmp_path) == ["step-00000001", "unhealthy-step-00000001"]
         assert ckpt.resume(job.state).step == 1
         assert job.model.layer.weight.isfinite().all()
 

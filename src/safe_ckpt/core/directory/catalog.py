@@ -367,7 +367,7 @@ class Catalog:
 
     def still_ours(self, new: CheckpointInfo) -> list[CheckpointInfo]:
         """Those that still have their names. Where names are held one by one, another job may have taken one since."""
-        return [info for info in self._committed if info is new or _still_has_its_name(info)]
+        return [info for info in self._committed if info is new or still_has_its_name(info)]
 
     def named(self) -> set[Path]:
         """What the pointers name now.
@@ -387,7 +387,8 @@ def is_of(info: CheckpointInfo, manifest: Manifest) -> bool:
     return (manifest.op_id, manifest.sequence) == (info.op_id, info.sequence)
 
 
-def _still_has_its_name(info: CheckpointInfo) -> bool:
+def still_has_its_name(info: CheckpointInfo) -> bool:
+    """Whether the checkpoint of that name is still this one. False where its manifest cannot be read."""
     try:
         return is_of(info, read_manifest(info.path))
     except (SafeCheckpointError, OSError) as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from safe_ckpt.config import Retention
-from safe_ckpt.core.directory.catalog import Catalog
+from safe_ckpt.core.directory.catalog import Catalog, still_has_its_name
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 
@@ -99,7 +99,7 @@ def after_commit(
     catalog: Catalog | None,
     policy: RetentionPolicy | None,
     *,
-    marked: Collection[Place] = (),
+    marked: Sequence[CheckpointInfo] = (),
     set_back: Collection[str] = (),
 ) -> Decision | None:
     """``new`` was committed: add it to the catalog, and decide what is deleted. On rank 0, in the background.
@@ -111,7 +111,7 @@ def after_commit(
         new: what was committed.
         catalog: what there is besides; None for no catalog.
         policy: decides; None deletes nothing.
-        marked: those that this job committed before.
+        marked: the last one that this job committed, also where there is no catalog.
         set_back: ``op_id`` of those from which starts ended early: not shown to the policy either, as long as they are ahead.
 
     Returns:
@@ -127,7 +127,9 @@ def after_commit(
     named = catalog.named() if catalog is not None else set()
     if new.marked:
         listed = [info.path for info in committed if info.marked and is_under_its_name(info) and info is not new]
-        chosen: Sequence[Place] = [path for path in dict.fromkeys([*listed, *marked]) if path != new.path]
+        # A healthy one may have its name since.
+        earlier = [info.path for info in marked if info.path != new.path and still_has_its_name(info)]
+        chosen: Sequence[Place] = list(dict.fromkeys([*listed, *earlier]))
     else:
         counted = [info for info in committed if not info.marked and info.op_id not in set_back]
         chosen = policy.to_delete(counted) if policy is not None else ()

@@ -28,10 +28,17 @@ from typing import Any, BinaryIO
 
 import xxhash
 
+from safe_ckpt.core.formats.health_section import checked_health
 from safe_ckpt.core.formats.zip_archive import COMMENT_BYTES, COMMENT_PREFIX
 from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
-from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, StateError, UnsupportedFormatError
+from safe_ckpt.errors import (
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    SafeCheckpointError,
+    StateError,
+    UnsupportedFormatError,
+)
 
 MOST_BYTES = 64 << 20
 _MOST_VALUES = 3_000_000  # each takes some 60 to 100 bytes in memory
@@ -165,10 +172,9 @@ class Manifest:
             maps = {key: _typed(data[key], dict) for key in ("metrics", "versions", "items", "notes")}
             for value in maps["metrics"].values():
                 _number(value)
-            maps |= {key: _typed(data.get(key, {}), dict) for key in ("written_by", "health")}
-            for facts in _typed(maps["health"].get("files", {}), dict).values():
-                _typed(facts, dict)
-        except (KeyError, TypeError) as error:
+            maps["written_by"] = _typed(data.get("written_by", {}), dict)
+            maps["health"] = checked_health(data.get("health", {}))
+        except (KeyError, TypeError, ValueError) as error:
             raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=f"damaged manifest: {error}") from error
         return cls(**texts, **numbers, **maps, files=files)
 
@@ -253,6 +259,14 @@ def read_manifest(path: Place) -> Manifest:
     if isinstance(path, ObjectPath):
         return _read_from_store(path)
     return _read_from_archive(path) if presence.is_file(path) else _read_from_directory(path)
+
+
+def is_marked(path: Path) -> bool:
+    """Whether a checkpoint has bad numbers. False where it is not there, or not ours, or cannot be read."""
+    try:
+        return bool(read_manifest(path).health.get("marked"))
+    except (OSError, SafeCheckpointError):
+        return False
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from safe_ckpt.core.health.scan import Scan
 
 logger = logging.getLogger(__name__)
+_UNKNOWN = "%s: its numbers are not looked at: %r"
 
 
 def prepare() -> None:
@@ -35,10 +36,11 @@ class Examination:
     def __init__(self, task: WriteTask, image: memoryview | Pieces) -> None:
         self._path = task.path
         self._scan: Scan | None = None
-        self._expected = Expectation.from_json(task.health) if task.health is not None else None
-        if self._expected is None:
+        self._expected: Expectation | None = None
+        if task.health is None:
             return
         try:
+            self._expected = Expectation.from_json(task.health)
             found = _regions(task, image)
             if found is not None:
                 # Here and not at the top: it takes a tenth of a second, and needs numpy.
@@ -47,7 +49,7 @@ class Examination:
                 looked_at = self._expected.regions(found)
                 self._scan = Scan(looked_at, self._expected.hashed(looked_at))
         except Exception as error:
-            logger.warning("%s: its numbers are not looked at: %r", task.path, error)
+            logger.warning(_UNKNOWN, task.path, error)
 
     def take(self, at: int, piece: memoryview) -> None:
         """Look at bytes of the file, which come in order from ``at`` on."""
@@ -57,13 +59,17 @@ class Examination:
             self._scan.take(at, piece)
         except Exception as error:
             self._scan = None
-            logger.warning("%s: its numbers are not looked at: %r", self._path, error)
+            logger.warning(_UNKNOWN, self._path, error)
 
     def verdict(self) -> Mapping[str, Any] | None:
         """What was found; None where nothing was looked at."""
         if self._scan is None or self._expected is None:
             return None
-        return self._expected.judge(self._scan.facts(), self._scan.sick(), self._scan.hashes())
+        try:
+            return self._expected.judge(self._scan.facts(), self._scan.sick(), self._scan.hashes())
+        except Exception as error:  # what an earlier manifest says may be anything
+            logger.warning(_UNKNOWN, self._path, error)
+            return None
 
 
 def _regions(task: WriteTask, image: memoryview | Pieces) -> Sequence[Region] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -51,7 +52,6 @@ _STORAGES = {
 }
 _COMPLEX = {"complex64": ("float32", 8), "complex128": ("float64", 16)}
 _DATA = "data/"
-_MOST_DEPTH = 200
 
 
 class Region(NamedTuple):
@@ -104,8 +104,12 @@ def of_file(image: memoryview | Pieces, records: Sequence[Record] | None) -> lis
         Exception: anything, where the file is not what it seems to be.
     """
     found = _of_safetensors(image) if records is None else _of_archive(image, records)
-    found.sort(key=lambda region: region.offset)
-    return found
+    found.sort(key=lambda region: (region.offset, -region.length))
+    kept: list[Region] = []
+    for region in found:  # of what lies in two tensors the larger one is looked at
+        if not kept or region.offset >= kept[-1].offset + kept[-1].length:
+            kept.append(region)
+    return kept
 
 
 def _of_safetensors(image: memoryview | Pieces) -> list[Region]:
@@ -129,7 +133,7 @@ def _of_archive(image: memoryview | Pieces, records: Sequence[Record]) -> list[R
     pickled = bytes(image[structure.data_offset : structure.data_offset + structure.size])
     whole = _Structure(io.BytesIO(pickled)).load()
     found: dict[tuple[int, int], Region] = {}
-    for name, tensor in _tensors(whole, "", 0):
+    for name, tensor in _tensors(whole):
         place, kind = places.get(_DATA + tensor.storage.key), tensor.kind
         if place is None or kind is None:
             continue
@@ -217,8 +221,9 @@ class _Structure(pickle.Unpickler):
 
 
 def _tensor(storage: Any, offset: int, size: Sequence[int], stride: Sequence[int], *more: Any) -> Any:
-    # What lies between the elements of a tensor with gaps is looked at as well.
     extent = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if 0 not in size else 0
+    if extent > math.prod(size):  # what lies between its elements is not its own, and may be anything
+        return None
     named = more[2] if len(more) > 2 else None  # ``_rebuild_tensor_v3`` says the type
     if len(more) > 2 and not isinstance(named, _Named):
         return None
@@ -243,14 +248,19 @@ _REBUILT: dict[str, Any] = {
 }
 
 
-def _tensors(value: Any, name: str, depth: int) -> Iterator[tuple[str, _Tensor]]:
-    kind = type(value)
-    if kind is _Tensor:
-        yield name, value
-    elif kind in (dict, OrderedDict, list, tuple) and depth < _MOST_DEPTH:
-        pairs = value.items() if kind in (dict, OrderedDict) else enumerate(value)
-        for key, inner in pairs:
-            yield from _tensors(inner, f"{name}.{key}" if name else str(key), depth + 1)
+def _tensors(whole: Any) -> Iterator[tuple[str, _Tensor]]:
+    """By name, each container once: what is in many places would be walked without end."""
+    seen: set[int] = set()
+    waiting = [("", whole)]
+    while waiting:
+        name, value = waiting.pop()
+        kind = type(value)
+        if kind is _Tensor:
+            yield name, value
+        elif kind in (dict, OrderedDict, list, tuple) and id(value) not in seen:
+            seen.add(id(value))
+            pairs = list(value.items() if kind in (dict, OrderedDict) else enumerate(value))
+            waiting += [(f"{name}.{key}" if name else str(key), inner) for key, inner in reversed(pairs)]
 
 
 def rows_of(name: str, tensor: torch.Tensor, offset: int) -> list[Region]:

@@ -7,6 +7,7 @@ closely. Runs where the bytes are hashed: in the writer process, or in a thread 
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ import xxhash
 from safe_ckpt.core.health.regions import FLOATS, Region
 
 _MOST = float(np.finfo(np.float64).max)
+_TINY = 1e-25  # below it squares of float32 may have become zero
+_SMALL_BYTES = 16 << 10
 _NUMBERS = 128 << 10  # at a time: what is made of them stays in the cache, too
 
 
@@ -75,6 +78,14 @@ class _Sick:
         return {**facts, "pattern": self.pattern.hexdigest()}
 
 
+@dataclass(kw_only=True)
+class _Small:
+    """Small tensors of one type in a row: of each the region, and where it begins."""
+
+    data: bytearray = field(default_factory=bytearray)
+    rows: list[tuple[Region, int]] = field(default_factory=list)
+
+
 class Scan:
     """One file.
 
@@ -93,6 +104,7 @@ class Scan:
         self._largest = (-1.0, "")
         self._sick: dict[str, _Sick] = {}
         self._cut = b""
+        self._small: dict[str, _Small] = {}
         self._hashes = {region.name: xxhash.xxh3_64() for region in hashed}
 
     def take(self, at: int, piece: memoryview) -> None:
@@ -115,6 +127,12 @@ class Scan:
             begin, stop = max(region.offset, at), min(last, end)
             if region.name in self._hashes:
                 self._hashes[region.name].update(piece[begin - at : stop - at])
+            if region.length <= _SMALL_BYTES:
+                self._gather(region, piece[begin - at : stop - at], begins=begin == region.offset, ends=last <= end)
+                if last > end:
+                    return
+                self._next += 1
+                continue
             if self._cut:  # a number whose first bytes came with the piece before
                 missing = size - len(self._cut)
                 if stop - begin < missing:
@@ -131,7 +149,9 @@ class Scan:
             self._next += 1
 
     def facts(self) -> dict[str, Any]:
-        """What was found, as JSON-able data."""
+        """What was found, as JSON-able data. ``layout`` is a digest of names and sizes."""
+        self._look_at_small_ones()
+        layout = xxhash.xxh3_64("\n".join(f"{one.name} {one.length}" for one in self._regions).encode())
         seen = self._most >= self._least
         return {
             "tensors": len(self._regions),
@@ -140,6 +160,7 @@ class Scan:
             "most": self._most if seen else None,
             "least": self._least if seen else None,
             "largest": self._largest[1],
+            "layout": layout.hexdigest(),
         }
 
     def hashes(self) -> dict[str, str]:
@@ -148,7 +169,41 @@ class Scan:
 
     def sick(self) -> list[dict[str, Any]]:
         """The tensors with numbers that are not finite: name, how many numbers, NaN and Inf, and a digest of where they are."""
+        self._look_at_small_ones()
         return [one.to_json() for one in self._sick.values()]
+
+    def _gather(self, region: Region, piece: memoryview, *, begins: bool, ends: bool) -> None:
+        """Put small ones together: a look at a few numbers takes as long as one at thousands."""
+        small = self._small.setdefault(region.dtype, _Small())
+        if begins:
+            small.rows.append((region, len(small.data)))
+        small.data += piece
+        if ends and len(small.data) > _NUMBERS * FLOATS[region.dtype]:
+            self._look_at_small_ones()
+
+    def _look_at_small_ones(self) -> None:
+        gathered, self._small = self._small, {}
+        with np.errstate(all="ignore"):
+            for dtype, small in gathered.items():
+                whole = memoryview(bytes(small.data))
+                name = self._largest_of(dtype, whole, small)
+                if name is not None:
+                    self._look(Region(name, dtype, 0, len(whole)), whole, 0)
+                    continue
+                ends = [begin for _, begin in small.rows[1:]] + [len(whole)]
+                for (region, begin), end in zip(small.rows, ends, strict=True):
+                    self._look(region, whole[begin:end], region.offset)
+
+    def _largest_of(self, dtype: str, whole: memoryview, small: _Small) -> str | None:
+        """The tensor with the number of the largest magnitude; None if some are not finite."""
+        kind = _KINDS[dtype]
+        bits = np.frombuffer(whole, kind.unsigned)
+        magnitudes = bits & kind.unsigned(kind.magnitude)
+        place = int(magnitudes.argmax())
+        if int(magnitudes[place]) >= kind.odd or (kind.zero_is_nan and kind.magnitude + 1 in bits):
+            return None
+        begins = [begin for _, begin in small.rows]
+        return small.rows[bisect.bisect_right(begins, place * FLOATS[dtype]) - 1][0].name
 
     def _look(self, region: Region, piece: memoryview, at: int) -> None:
         self._numbers += len(piece) // FLOATS[region.dtype]
@@ -221,7 +276,7 @@ def _as_floats(bits: Any, dtype: str, kind: _Kind, *, signs: bool = True) -> Any
 
 def _squares(numbers: Any) -> float:
     found = float(np.dot(numbers, numbers))
-    if math.isfinite(found):
+    if math.isfinite(found) and (found > _TINY or not numbers.any()):
         return found
     wide = numbers.astype(np.float64)
     return min(float(np.dot(wide, wide)), _MOST)

@@ -1,8 +1,8 @@
 """What follows from the numbers of a file: whether they are healthy, and what is learnt for the next save. Pure decisions.
 
-Of a parameter, or of an optimizer's state, no number may be NaN or infinite. A buffer, or a parameter that is not trained, may
-be infinite by design, such as a mask. What of it is infinite at its first save is learnt, and is no alarm as long as it stays
-as it is. NaN is always one.
+Of a trained parameter, or of an optimizer's state, no number may be NaN or infinite. Anything else may be infinite by design,
+such as a mask. What of it is infinite at the first save is learnt, and is no alarm as long as it stays as it is. A buffer, or a
+parameter that is not trained, may also become less infinite, or come later. NaN is always an alarm.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Expectation:
 
     Attributes:
         first: whether no save of this file is known.
-        learnt: tensors that may have numbers that are not finite -> a digest of where these are.
+        layout: of the tensors that the file had at the last save, as ``Scan.facts`` has it.
+        learnt: tensors that may have infinite numbers -> a digest of where these are, and how many.
+        trained: at the first save, names of parameters that are trained. One counts for every tensor whose name ends in it.
         fixed: names of buffers and of parameters that are not trained. One counts for every tensor whose name ends in it.
         ignored: patterns of names that are not looked at.
         norm: at the last healthy save; None where that is not known.
@@ -41,7 +43,9 @@ class Expectation:
     """
 
     first: bool = True
-    learnt: Mapping[str, str] = field(default_factory=dict)
+    layout: str = ""
+    learnt: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    trained: Sequence[str] = ()
     fixed: Sequence[str] = ()
     ignored: Sequence[str] = ()
     norm: float | None = None
@@ -84,13 +88,7 @@ class Expectation:
             for name, now in hashes.items()
             if before.get(name_among(name, frozenset(before)), now) != now
         ]
-        fixed, learnt, alarms = frozenset(self.fixed), dict(self.learnt), []
-        for row in sick:
-            name, pattern = row["name"], row["pattern"]
-            if self.first and not row["nan"] and name_among(name, fixed):
-                learnt[name] = pattern
-            elif learnt.get(name) != pattern:
-                alarms.append({key: value for key, value in row.items() if key != "pattern"})
+        alarms, learnt = self._alarms(facts, sick)
         alarms.sort(key=lambda row: (-row["nan"] - row["inf"], row["name"]))
         jump = None
         if self.norm_jump is not None and self.norm and facts["norm"] > self.norm_jump * self.norm:
@@ -99,16 +97,40 @@ class Expectation:
         found |= {"changed": changed[:_MOST_ROWS], "hashes": dict(hashes)}
         return {key: value for key, value in found.items() if value not in (None, [], {}, 0)}
 
+    def _alarms(
+        self, facts: Mapping[str, Any], sick: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[dict[str, Any]], dict[str, Sequence[Any]]]:
+        """What is an alarm, and what is learnt with what was known."""
+        fixed, trained = frozenset(self.fixed), frozenset(self.trained)
+        others, learnt, alarms = facts.get("layout") != self.layout, dict(self.learnt), []
+        for row in sick:
+            name, pattern, inf = row["name"], row["pattern"], row["inf"]
+            before, count = learnt.get(name, ("", -1))
+            if row["nan"]:
+                fine = False
+            elif self.first:
+                fine = not _is_of_optimizer(name) and not name_among(name, trained)
+            else:
+                fine = before == pattern or (bool(name_among(name, fixed)) and (inf <= count or others))
+            if fine:
+                learnt[name] = pattern, inf
+            else:
+                alarms.append({key: value for key, value in row.items() if key != "pattern"})
+        return alarms, learnt
+
+
+def _is_of_optimizer(name: str) -> bool:
+    return "state" in name.split(".")[:-1]
+
 
 def name_among(name: str, names: frozenset[str]) -> str:
     """The name, or the end of it from a dot on, that is one of these; "" if none is.
 
-    What an optimizer keeps has the names of its own: behind "state" no end of a name counts.
+    What an optimizer keeps has names of its own: of these no end counts.
     """
-    head = ""
-    while name and name not in names and head != "state":
-        head, _, name = name.partition(".")
-    return name if name in names else ""
+    while name and name not in names:
+        name = "" if _is_of_optimizer(name) else name.partition(".")[2]
+    return name
 
 
 def is_sick(health: Mapping[str, Any]) -> bool:
@@ -156,6 +178,7 @@ class Known:
 
     Attributes:
         fixed: names of buffers, and of parameters that are not trained: they may be infinite, if they stay so.
+        trained: names of the other parameters.
         marked: the newest checkpoint that this job committed and marked.
         start: where this start is noted; None where it is not.
         versions: of the next save: which fixed tensors there are, where they lie, and how often they were written to.
@@ -164,6 +187,7 @@ class Known:
 
     def __init__(self) -> None:
         self.fixed: Sequence[str] | None = None
+        self.trained: Sequence[str] = ()
         self.marked: list[Any] = []
         self.start: RunningStart | None = None
         self.versions: Mapping[str, tuple[int, int, int]] = {}
@@ -201,7 +225,8 @@ class Known:
         for path, facts in files.items():
             before = self._files.get(path, {})
             norm = facts.get("norm", 0.0) if healthy else before.get("norm")
-            self._files[path] = {"learnt": dict(facts.get("learnt", {})), "norm": norm}
+            known = {"learnt": dict(facts.get("learnt", {})), "layout": facts.get("layout", "")}
+            self._files[path] = {**known, "norm": norm}
 
     def unwritten(self, versions: Mapping[str, tuple[int, int, int]]) -> dict[str, str]:
         """The hashes that tensors had in the last save, of those to which nothing was written since."""
@@ -223,6 +248,5 @@ class Known:
         """Of one file, by its path in the checkpoint; ``usual`` is what the settings say of every file."""
         known = self._files.get(path)
         if known is None:
-            return replace(usual, fixed=self.fixed or ())
-        fixed = self.fixed or () if usual.unwritten is not None else ()
-        return replace(usual, first=False, fixed=fixed, learnt=known["learnt"], norm=known["norm"])
+            return replace(usual, fixed=self.fixed or (), trained=self.trained)
+        return replace(usual, first=False, fixed=self.fixed or (), **known)

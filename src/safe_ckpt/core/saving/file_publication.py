@@ -12,7 +12,7 @@ from safe_ckpt.config import Timeouts
 from safe_ckpt.core.directory import extra_files
 from safe_ckpt.core.directory.shared import Patience, await_visible
 from safe_ckpt.core.directory.workspace import Workspace
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, read_manifest
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, is_marked
 from safe_ckpt.core.saving.job import SaveJob
 from safe_ckpt.core.storage import durable as commit
 from safe_ckpt.core.storage.durable import sync_directory
@@ -26,7 +26,7 @@ from safe_ckpt.errors import (
 )
 
 _VISIBLE_S = 60.0
-_UNHEALTHY = "-unhealthy"
+_UNHEALTHY = "unhealthy-"  # in front: Lightning takes what begins with "last" for the last one
 
 
 class FilePublication:
@@ -80,9 +80,8 @@ class FilePublication:
         job, on_commit = self._job, self._job.request.on_commit
         self._check_staged(entries, look_around)
         marked = bool(said["health"].get("marked"))
-        if marked and _is_healthy(self._final):
-            ending = self._final.suffix if self._job.request.destination.kind == "file" else ""
-            self._final = self._final.with_name(f"{self._final.name.removesuffix(ending)}{_UNHEALTHY}{ending}")
+        if marked and os.path.lexists(self._final) and not is_marked(self._final):
+            self._final = self._final.with_name(f"{_UNHEALTHY}{self._final.name}")
         if job.request.destination.kind == "file":
             return self._commit_file(entries, said["health"])
         if on_commit.prefilled is not None:
@@ -194,13 +193,3 @@ class FilePublication:
                 cause += "is not there" if size < 0 else f"has {size} bytes here"
                 self._workspace.confirm()  # a job that took over has swept it away
                 raise SaveError(name=self._job.name, cause=cause, rank=entry.rank, phase="commit")
-
-
-def _is_healthy(path: Path) -> bool:
-    """Whether a checkpoint is there that a marked one must not replace."""
-    if not os.path.lexists(path):
-        return False
-    try:
-        return not read_manifest(path).health.get("marked")
-    except (OSError, SafeCheckpointError):
-        return True

@@ -215,7 +215,7 @@ class SaveQueue:
                 self.mirror.put(info, job.workspace)
             self._retain(job, info)
         if info is not None and info.marked:
-            self.known.marked = [info.path]
+            self.known.marked = [info]
         self._conclude(job, info, failure)
 
     def _unhealthy(self, info: CheckpointInfo, what: str) -> SafeCheckpointError | None:

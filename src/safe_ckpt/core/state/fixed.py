@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ def learn(known: Known, modules: Callable[[], Iterable[torch.nn.Module]], *, rec
     """
     try:
         if known.fixed is None:
-            known.fixed = fixed_names(modules())
+            known.fixed, known.trained = fixed_names(modules()), sorted(_trained(modules()))
         if recheck:
             known.versions = written_versions(modules())
     except Exception as error:  # from a module's own way to name what it has
@@ -50,13 +49,16 @@ def fixed_tensors(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[str, tor
     Names that could be taken for that of a trained parameter, in whichever file, are left out.
     """
     modules = list(modules)
-    trained = [_plain(n) for module in modules for n, p in module.named_parameters() if p.requires_grad]
-    taken = {ending for name in trained for ending in _endings(name)}
+    taken = {ending for name in _trained(modules) for ending in _endings(name)}
     for module in modules:
         frozen = ((name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad)
         for name, tensor in chain(module.named_buffers(), frozen):
             if _plain(name) not in taken:
                 yield _plain(name), tensor
+
+
+def _trained(modules: Iterable[torch.nn.Module]) -> set[str]:
+    return {_plain(n) for module in modules for n, p in module.named_parameters() if p.requires_grad}
 
 
 def _endings(name: str) -> Iterator[str]:
@@ -94,4 +96,4 @@ def written_versions(modules: Iterable[torch.nn.Module]) -> dict[str, tuple[int,
 
 
 def _normalizing(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    return (part for part in module.modules() if isinstance(part, _NormBase) and part.training)
+    return (part for part in module.modules() if part.training and getattr(part, "track_running_stats", False))

@@ -1,0 +1,73 @@
+"""The part of a manifest that says what was found of the numbers: checked as a whole, so that its readers need not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def checked_health(data: Any) -> dict[str, Any]:
+    """The section as ``health.verdict`` makes it; empty where nothing was looked at.
+
+    Raises:
+        TypeError, ValueError, KeyError: it is not that.
+    """
+    section: dict[str, Any] = _of_type(data, dict)
+    if not section:
+        return {}
+    for key in ("healthy", "marked"):
+        if type(section[key]) is not bool:
+            raise TypeError(f"health: {key} is {section[key]!r:.80}")
+    for facts in _of_type(section["files"], dict).values():
+        for key, value in _of_type(facts, dict).items():
+            _CHECKS.get(key, _check_number)(value)
+    return section
+
+
+def _of_type(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"health: expected {kind.__name__}, got {value!r:.80}")
+    return value
+
+
+def _check_number(value: Any) -> None:
+    if type(value) not in (int, float):
+        raise TypeError(f"health: expected a number, got {value!r:.80}")
+
+
+def _check_text(value: Any) -> None:
+    _of_type(value, str)
+
+
+def _check_sick(value: Any) -> None:
+    for row in _of_type(value, list):
+        _of_type(row["name"], str)
+        for key in ("numbers", "nan", "inf"):
+            _of_type(row[key], int)
+
+
+def _check_changed(value: Any) -> None:
+    for row in _of_type(value, list):
+        _of_type(row["name"], str)
+        _of_type(row["where"], str)
+
+
+def _check_learnt(value: Any) -> None:
+    for pattern, count in _of_type(value, dict).values():
+        _of_type(pattern, str)
+        _of_type(count, int)
+
+
+def _check_hashes(value: Any) -> None:
+    for digest in _of_type(value, dict).values():
+        _of_type(digest, str)
+
+
+_CHECKS: Mapping[str, Callable[[Any], None]] = {
+    "sick": _check_sick,
+    "changed": _check_changed,
+    "learnt": _check_learnt,
+    "hashes": _check_hashes,
+    "layout": _check_text,
+    "largest": _check_text,
+}
