@@ -333,7 +333,7 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         within_s = None if error is None else self.config.timeouts.shutdown_s
-        self._engine.close(quiet=error is not None, within_s=within_s)
+        self._engine.close(quiet=error is not None, within_s=within_s, ends_well=error is None)
 
     def _load(self, path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
         manifest = read_manifest(path)

@@ -123,7 +123,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir() if path.name != ".safe_ckpt")
 
 
-def fit(folder, *, callbacks=(), name="lightning.pytorch", settings=None, module=None, seed=1, **arguments):
+def fit(folder, *, callbacks=(), name="lightning.pytorch", settings=None, module=None, seed=1, path=None, **arguments):
     from safe_ckpt.lightning import SafeCheckpointCallback
 
     pl = package(name)
@@ -132,5 +132,5 @@ def fit(folder, *, callbacks=(), name="lightning.pytorch", settings=None, module
     callback = SafeCheckpointCallback(dirpath=folder, **arguments)
     made = trainer(pl, [callback, *callbacks], folder, **(settings or {}))
     module = module or module_class(pl)()
-    made.fit(module)
+    made.fit(module, ckpt_path=path)
     return made, callback, module

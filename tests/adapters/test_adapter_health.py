@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The number of training batches"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
+    pytest.mark.filterwarnings('ignore:.fit.ckpt_path="last". is set, but there is no last checkpoint available'),
 ]
 STOP = dataclasses.replace(QUICK, health=Health(action="stop"))
 
@@ -71,6 +73,24 @@ def test_lightning_goes_on_from_the_last_healthy_one(tmp_path, how, optimizer):
     assert is_healthy(module)
 
 
+def test_last_is_a_healthy_one(tmp_path):
+    """``ckpt_path="last"`` is Lightning's own search by name. Where all are marked it finds none, and says so."""
+    pl = package(PACKAGES[0])
+    how = {"every_n_train_steps": 2, "save_top_k": 0, "save_last": True}
+    fit(tmp_path, callbacks=[poisons(pl, 4)], settings={"max_steps": 8}, **how)
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["last.ckpt", "unhealthy-last.ckpt"]
+    made, _, module = fit(tmp_path, settings={"max_steps": 9}, path="last", **how)
+    assert made.global_step == 9
+    assert is_healthy(module)
+    other = tmp_path / "other"
+    fit(other, callbacks=[poisons(pl, 0)], settings={"max_steps": 4}, **how)
+    assert all(read_manifest(path).health["marked"] for path in other.glob("*.ckpt"))
+    made, callback, module = fit(other, settings={"max_steps": 2}, path="last", seed=3, **how)
+    assert made.global_step == 2
+    assert is_healthy(module)
+    assert not read_manifest(other / os.path.basename(callback.last_model_path)).health["marked"]
+
+
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_score_of_a_callback_is_no_alarm(tmp_path, name):
     """EarlyStopping begins with an infinite score; a metric that is NaN is no weight."""
@@ -113,6 +133,59 @@ def test_accelerate_goes_on_from_the_last_healthy_one(tmp_path):
             assert training.counter.count == 2
             assert is_healthy(training.net)
             assert handle is not None
+
+
+def test_accelerate_keeps_a_healthy_one_of_the_name(tmp_path):
+    """One directory is saved into again and again: bad, good, bad."""
+    with fresh():
+        accelerator = make(tmp_path, limit=2)
+        accelerator.project_configuration.automatic_checkpoint_naming = False
+        with register(accelerator, CONFIG):
+            training = Training(accelerator)
+            training.step(next(iter(training.loader)))
+            healthy = training.net[0].weight.detach().clone()
+            for value in (math.inf, None, math.nan):
+                with torch.no_grad():
+                    training.net[0].weight.copy_(healthy)
+                    if value is not None:
+                        training.net[0].weight[0, 0] = value
+                accelerator.save_state(str(tmp_path / "own"))
+    assert not read_manifest(tmp_path / "own").health["marked"]
+    assert read_manifest(tmp_path / "unhealthy-own").health["marked"]
+
+
+class Score(TrainerCallback):
+    """Scores of the evaluations, one after the other; behind the second one the optimizer's state goes bad."""
+
+    def __init__(self, scores):
+        self.scores = list(scores)
+
+    def on_evaluate(self, args, state, control, metrics=None, **_):
+        metrics["eval_score"] = self.scores.pop(0)
+
+    def on_step_end(self, args, state, control, optimizer=None, **_):
+        if state.global_step == 2:
+            inner = getattr(optimizer, "optimizer", optimizer)
+            next(iter(inner.state.values()))["exp_avg_sq"].view(-1)[0] = math.inf
+
+
+def test_the_best_of_a_trainer_is_a_healthy_one(tmp_path):
+    """The best score belongs to a marked checkpoint: it is not the best, is not loaded, and no healthy one goes for it."""
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_score", "greater_is_better": True}
+    made = trainer_of(
+        tmp_path,
+        save_steps=1,
+        eval_steps=1,
+        eval_strategy="steps",
+        save_total_limit=2,
+        max_steps=4,
+        callbacks=[Score([0.5, 0.9, 0.7, 0.2])],
+        **best,
+    )
+    made.train()
+    assert not read_manifest(Path(made.state.best_model_checkpoint)).health["marked"]
+    assert made.state.best_metric != 0.9
+    assert is_healthy(made.model)
 
 
 class Poison(TrainerCallback):

@@ -1,6 +1,7 @@
 """A DeepSpeed engine whose weights go bad: ``latest`` stays with the last healthy tag, on all ranks."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from deepspeed_runs import engine, train, weights
 from safe_ckpt import CheckpointConfig, Retention, Timeouts
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.deepspeed import install
+from safe_ckpt.deepspeed.directories import order
 from safe_ckpt.testing import spawn_ranks, values
 
 pytestmark = pytest.mark.timeout(300)
@@ -39,6 +41,32 @@ def _go_on(rank, folder, stage):
         path, _ = made.load_checkpoint(folder)
         train(made, rank, made.global_steps, made.global_steps + 1)
         return path, made.global_steps, bool(weights(made).isfinite().all())
+
+
+def _several(rank, folder):
+    made, found = engine(0, width=64), {}
+    with install(made, CheckpointConfig(timeouts=CONFIG.timeouts)):
+        for step in range(1, 5):
+            train(made, rank, step - 1, step)
+            healthy = weights(made).clone()
+            if step in (2, 4):
+                next(made.module.parameters()).data.view(-1)[0] = math.nan
+            made.save_checkpoint(folder)
+            if step in (2, 4):
+                next(made.module.parameters()).data.view(-1)[0] = healthy[0]
+        found["named"] = [path.name for path in order(Path(folder), None)]
+        Path(folder, "latest").unlink()
+        found["without latest"] = [path.name for path in order(Path(folder), None)]
+        found["by name"] = [path.name for path in order(Path(folder), "global_step4")]
+    return found
+
+
+def test_a_load_falls_back_to_healthy_tags_alone(tmp_path):
+    """Behind the one that ``latest`` names, and without that file. By its name a marked one is loaded."""
+    (told,) = values(spawn_ranks(_several, 1, str(tmp_path), timeout_s=120))
+    assert told["named"] == ["global_step3", "global_step1"]
+    assert told["without latest"] == ["global_step3", "global_step1"]
+    assert told["by name"] == ["global_step4"]
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -1,8 +1,11 @@
 """Numbers that went bad: the checkpoint is committed and marked, nothing resumes from it, and the last healthy one stays."""
 
 import ctypes
+import dataclasses
 import math
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -180,6 +183,96 @@ def test_a_marked_one_does_not_replace_a_healthy_one_of_its_name(tmp_path):
         assert names(tmp_path) == ["step-00000001", "unhealthy-step-00000001"]
         assert ckpt.resume(job.state).step == 1
         assert job.model.layer.weight.isfinite().all()
+
+
+def test_a_healthy_one_that_has_the_name_of_a_marked_one_stays(tmp_path):
+    """A job that rolls back and saves the same steps again: each marked one may go, and nothing else."""
+    job = Job()
+    with Checkpointer(tmp_path, config(keep=1)) as ckpt:
+        ckpt.save(3, job.state).result()
+        for step in (4, 5):
+            job.poison()
+            assert ckpt.save(step, job.state).result().marked
+            ckpt.resume(job.state)
+            assert not ckpt.save(4, job.state).result().marked
+        job.poison()
+        assert ckpt.save(5, job.state).result().marked
+        assert steps(tmp_path) == [4, 5]
+        assert ckpt.resume(job.state).step == 4
+
+
+def test_collecting_garbage_does_not_count_marked_ones(tmp_path):
+    """``safe-ckpt gc --keep-last 1`` leaves the newest healthy one, whatever was saved after it."""
+    job = Job()
+    with Checkpointer(tmp_path, config(keep=None)) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, job.state).result()
+        job.poison()
+        assert ckpt.save(4, job.state).result().marked
+    command = [sys.executable, "-m", "safe_ckpt.cli", "gc", str(tmp_path), "--keep-last", "1"]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    assert steps(tmp_path) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"healthy": "yes"},
+        {"files": 3},
+        {"files": {"model.safetensors": {"sick": [{}]}}},
+        {"files": {"model.safetensors": {"learnt": [1, 2]}}},
+        {"files": {"model.safetensors": {"norm": "big"}}},
+    ],
+)
+def test_a_section_that_says_nonsense_is_a_damaged_manifest(tmp_path, change):
+    """It is passed over for the one before, also where its digest is right."""
+    job = Job()
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(1, job.state).result()
+        ckpt.save(2, job.state).result()
+    path = tmp_path / "step-00000002"
+    manifest = read_manifest(path)
+    changed = dataclasses.replace(manifest, health={**manifest.health, **change})
+    (path / "manifest.json").write_bytes(changed.to_bytes())
+    with Checkpointer(tmp_path, config(norm_jump=10.0)) as ckpt:
+        assert ckpt.resume(job.state).step == 1
+        ckpt.save(3, job.state).result()
+
+
+def test_infinite_parts_of_others_count_only_for_themselves(tmp_path):
+    """A frozen twin whose parameters have the names of trained ones does not excuse these."""
+    net, twin = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).requires_grad_(requires_grad=False)
+    with torch.no_grad():
+        net.weight[0, 0] = math.inf
+    with Checkpointer(tmp_path, config()) as ckpt:
+        assert ckpt.save(1, {"net": net, "twin": twin}).result().marked
+
+
+def test_a_mask_in_a_state_dict_of_ones_own_is_no_alarm(tmp_path):
+    """No module says what it is: infinite from the first save on, it is by design."""
+    state = {"model": Model().state_dict(), "best": torch.tensor(math.inf)}
+    with Checkpointer(tmp_path, config()) as ckpt:
+        assert not ckpt.save(1, state).result().marked
+        assert not ckpt.save(2, state).result().marked
+        state["model"]["layer.weight"][0, 0] = math.inf
+        assert ckpt.save(3, state).result().marked
+
+
+def test_what_lies_between_the_elements_of_a_tensor_is_not_its_own(tmp_path):
+    """A column of a matrix whose other columns are NaN."""
+    whole = torch.zeros(4, 4)
+    whole[:, 1] = math.nan
+    with Checkpointer(tmp_path, config()) as ckpt:
+        assert not ckpt.save(1, {"column": whole[:, 0]}).result().marked
+
+
+def test_a_structure_that_is_in_many_places_is_looked_at_once(tmp_path):
+    """A list of two times a list of two times ...: a file of kilobytes, and a tree of billions."""
+    nested = [torch.zeros(2)]
+    for _ in range(40):
+        nested = [nested, nested]
+    with Checkpointer(tmp_path, config()) as ckpt:
+        assert not ckpt.save(1, {"nested": nested, "odd": {1: 2}}).result(timeout_s=60).marked
 
 
 def test_a_mirror_gets_healthy_ones_alone(bucket, tmp_path):
