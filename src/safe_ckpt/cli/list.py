@@ -45,8 +45,10 @@ def _rows_of(directory: Place) -> list[Row]:
 
 def _cells(row: Row, now: datetime) -> tuple[object, ...]:
     state = f"{row.state}: {row.reason}" if row.reason else row.state
-    metrics = metrics_text(row.metrics)
-    return row.name, row.step, _age_of(row, now), bytes_text(row.size_bytes), metrics, state, _writer(row)
+    metrics, size = metrics_text(row.metrics), bytes_text(row.size_bytes)
+    if row.shared_bytes:
+        size += f", {bytes_text(row.shared_bytes)} shared"
+    return row.name, row.step, _age_of(row, now), size, metrics, state, _writer(row)
 
 
 def _age_of(row: Row, now: datetime) -> str:

@@ -26,7 +26,7 @@ from safe_ckpt.cli.output import (
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.errors import DirectoryError, UnsupportedFormatError
-from safe_ckpt.inspection.check import Judgement, Task, Verdict, judge
+from safe_ckpt.inspection.check import Judgement, Task, Verdict, bytes_to_read, judge
 from safe_ckpt.inspection.listing import Listing, read_listing
 from safe_ckpt.inspection.objects.check import plan_any
 from safe_ckpt.inspection.objects.listing import ObjectListing, read_objects
@@ -60,7 +60,7 @@ def verify(
     else:
         for verdict in verdicts:
             _print(verdict)
-        size, seconds = sum(task.size_bytes for task in tasks), max(time.monotonic() - began, 1e-6)
+        size, seconds = bytes_to_read(tasks), max(time.monotonic() - began, 1e-6)
         say(f"{bytes_text(size)} in {seconds:.1f} s, {size / seconds / 1e9:.2f} GB/s")
     states = {verdict.state for verdict in verdicts}
     if states != {"valid"}:
@@ -97,7 +97,7 @@ def _judged(tasks: Sequence[Task]) -> list[Verdict]:
         return judge(tasks)
     columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console(error=True), transient=True) as bar:
-        shown = bar.add_task("", total=sum(task.size_bytes for task in tasks))
+        shown = bar.add_task("", total=bytes_to_read(tasks))
         return judge(tasks, progress=lambda count: bar.advance(shown, count))
 
 

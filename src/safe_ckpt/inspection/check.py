@@ -7,14 +7,14 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, archive_digest, read_manifest
-from safe_ckpt.core.formats.verify import UNEQUAL, verify_archive, verify_entry
+from safe_ckpt.core.formats.verify import UNEQUAL, identity_of, verify_archive, verify_entry
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.reader import ReadProgress, Span, wrong_spans
 from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
@@ -165,12 +165,34 @@ def judge(tasks: Iterable[Task], *, progress: ReadProgress | None = None) -> lis
 
     with ThreadPoolExecutor(max(2, min(8, os.cpu_count() or 2)), thread_name_prefix="safe_ckpt-verify") as pool:
         try:
-            pending = [(task, [pool.submit(job, report) for job in task.jobs]) for task in tasks]
+            shared: dict[object, Future[Judgement]] = {}
+
+            def submit(job: Job) -> Future[Judgement]:
+                key = job.key if isinstance(job, _Entry) else None
+                if key is None:
+                    return pool.submit(job, report)
+                if key not in shared:  # bytes that several checkpoints share are read once
+                    shared[key] = pool.submit(job, report)
+                return shared[key]
+
+            pending = [(task, [submit(job) for job in task.jobs]) for task in tasks]
             return [task.judged([future.result() for future in futures]) for task, futures in pending]
         except BaseException:
             stop.set()  # Ctrl-C: every thread ends after the piece that it reads
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def bytes_to_read(tasks: Iterable[Task]) -> int:
+    """How much ``judge`` reads of these."""
+    tasks, total, seen = list(tasks), 0, set()
+    for task in tasks:
+        total += task.size_bytes
+        for job in task.jobs:
+            if isinstance(job, _Entry) and job.key is not None:
+                total -= job.key[2] if job.key in seen else 0
+                seen.add(job.key)
+    return total
 
 
 def known(judgement: Judgement) -> Job:
@@ -192,7 +214,7 @@ def _ours(path: Path, *, follow_symlinks: bool) -> Task | None:
     present = {file.name for file in walk(path, follow_symlinks=follow_symlinks)}
     extra = sorted(present - {entry.path for entry in manifest.files} - {MANIFEST_NAME})
     own = valid(MANIFEST_NAME, (path / MANIFEST_NAME).stat().st_size)
-    jobs: list[Job] = [known(own), *(partial(_entry, path, entry) for entry in manifest.files)]
+    jobs: list[Job] = [known(own), *(_Entry(path, entry) for entry in manifest.files)]
     size = sum(entry.size_bytes for entry in manifest.files)
     return Task(path=path, kind="safe_ckpt directory", size_bytes=size, jobs=jobs, remarks=remark_on_extra(extra))
 
@@ -200,6 +222,26 @@ def _ours(path: Path, *, follow_symlinks: bool) -> Task | None:
 def remark_on_extra(names: Sequence[str]) -> tuple[str, ...]:
     """The remark on files that the manifest does not name; none where there are none."""
     return (f"not part of it, and not read: {', '.join(names[:10])}",) if names else ()
+
+
+class _Entry:
+    """The job of one file of a directory.
+
+    Args:
+        folder: the directory.
+        entry: the file, as the manifest has it.
+
+    Attributes:
+        key: equal where the same bytes are compared with the same hash.
+    """
+
+    def __init__(self, folder: Path, entry: FileEntry) -> None:
+        self._folder, self._entry = folder, entry
+        identity = identity_of(folder / entry.path)
+        self.key = None if identity is None else (identity, entry.path, entry.size_bytes, entry.xxh3_128)
+
+    def __call__(self, progress: ReadProgress | None) -> Judgement:
+        return _entry(self._folder, self._entry, progress)
 
 
 def _entry(folder: Path, entry: FileEntry, progress: ReadProgress | None) -> Judgement:

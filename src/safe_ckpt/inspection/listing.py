@@ -16,6 +16,7 @@ from safe_ckpt.config import Loops
 from safe_ckpt.core.directory import catalog
 from safe_ckpt.core.directory.catalog import Candidate
 from safe_ckpt.core.directory.workspace import HIDDEN
+from safe_ckpt.core.formats.manifest import Manifest
 from safe_ckpt.core.health.start_log import StartLog, folder_in
 from safe_ckpt.core.health.starts import Newest
 from safe_ckpt.core.health.verdict import described
@@ -85,6 +86,7 @@ class Row:
         sequence: its place in the order of commits.
         created_at: ISO 8601, UTC.
         size_bytes: of all its files.
+        shared_bytes: of those of them that other checkpoints have, too: they are on the disk once.
         world_size: number of ranks that saved it.
         metrics: those given to ``save``.
         written_by: versions, host and process; None where another tool wrote it.
@@ -98,6 +100,7 @@ class Row:
     sequence: int | None = None
     created_at: str | None = None
     size_bytes: int | None = None
+    shared_bytes: int | None = None
     world_size: int | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     written_by: Mapping[str, Any] | None = None
@@ -305,10 +308,21 @@ def row_of(name: str, candidate: Candidate, state: str) -> Row:
         sequence=manifest.sequence,
         created_at=manifest.created_at,
         size_bytes=info.size_bytes,
+        shared_bytes=_shared_bytes(candidate.path, manifest),
         world_size=manifest.world_size,
         metrics=dict(manifest.metrics),
         written_by={**manifest.versions, **manifest.written_by},
     )
+
+
+def _shared_bytes(path: object, manifest: Manifest) -> int:
+    if not isinstance(path, Path):
+        return 0
+    total = 0
+    for entry in manifest.files:
+        with contextlib.suppress(OSError):  # it is missing, or a live job has just deleted the checkpoint
+            total += entry.size_bytes if (path / entry.path).stat().st_nlink > 1 else 0
+    return total
 
 
 def _name(listing: Listing, path: Path) -> str:

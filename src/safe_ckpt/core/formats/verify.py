@@ -66,6 +66,41 @@ def verify_share(path: Path, rank: int, size: int) -> None:
     verify(path, manifest, only={entry.path for entry in by_size[rank::size]}, cached=True)
 
 
+def identity_of(file: Path) -> tuple[int, int] | None:
+    """What tells whether two names are those of one file; None where it is not there."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+class KnownDamage:
+    """Files that were found damaged, under whichever name: checkpoints share the bytes of what did not change."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int], str] = {}
+
+    def note(self, path: Path, error: CorruptCheckpointError) -> None:
+        """A file of a directory was found damaged."""
+        identity = identity_of(path / error.file) if error.file else None
+        if identity is not None:
+            self._found[identity] = str(path / error.file)
+
+    def refuse(self, path: Path) -> None:
+        """Look at a directory before it is read.
+
+        Raises:
+            CorruptCheckpointError: it shares a damaged file.
+        """
+        if not self._found or not presence.is_there(path / MANIFEST_NAME):
+            return
+        for entry in read_manifest(path).files:
+            known = self._found.get(identity_of(path / entry.path) or (-1, -1))
+            if known is not None:
+                raise CorruptCheckpointError(path=str(path), file=entry.path, message=f"is the damaged {known}")
+
+
 def verify_if_ours(path: Path) -> bool:
     """Verify a single file if it carries our manifest. Returns whether it did.
 

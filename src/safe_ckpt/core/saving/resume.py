@@ -21,6 +21,7 @@ from safe_ckpt.core.directory.object_root import ObjectRoot
 from safe_ckpt.core.directory.shared import Patience, await_visible, listed
 from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, Manifest, read_manifest
+from safe_ckpt.core.formats.verify import KnownDamage
 from safe_ckpt.core.health.start_log import RunningStart, StartLog, folder_in
 from safe_ckpt.core.health.starts import Newest
 from safe_ckpt.core.health.verdict import described
@@ -110,11 +111,12 @@ def choose(
             logger.warning("%s is passed over: %s", workspace.path / name, rejected[name])
         for name in plan["missing"]:
             logger.warning("%s is passed over: %s", workspace.path / name, rejected[name])
+        damage = KnownDamage()
         for name, facts in mirrored.after(plan["infos"]):
             path = workspace.path / name
             damaged.pop(name, None)  # one of that name was fetched, and the damaged one is in quarantine already
             info = CheckpointInfo.from_json(facts, beside=workspace.path)
-            loaded, verdict = _try(engine, path, load, ours=info.verified)
+            loaded, verdict = _try(engine, path, load, damage, ours=info.verified)
             if verdict is None:
                 counted = None if named else info
                 start = engine.agree(
@@ -180,7 +182,7 @@ def check(engine: Engine, path: Path, load: Load) -> None:
         IncompleteCheckpointError: a file of it is not there, on every rank.
         SafeCheckpointError: it could not be read, on every rank.
     """
-    _, verdict = _try(engine, path, load, ours=False)
+    _, verdict = _try(engine, path, load, KnownDamage(), ours=False)
     if verdict is not None:
         kind = CorruptCheckpointError if verdict["damaged"] else IncompleteCheckpointError
         raise kind(path=str(path), message=verdict["why"])
@@ -253,17 +255,19 @@ def _info(candidate: Candidate) -> CheckpointInfo:
     )
 
 
-def _try(engine: Engine, path: Place, load: Load, *, ours: bool) -> tuple[Any, dict[str, Any] | None]:
+def _try(
+    engine: Engine, path: Place, load: Load, damage: KnownDamage, *, ours: bool
+) -> tuple[Any, dict[str, Any] | None]:
     """Read one candidate on all ranks. Returns what this rank read, and why all pass it over, None when all can use it."""
     if isinstance(load, ObjectReader) and isinstance(path, ObjectPath):
         return load.try_one(path)
     if isinstance(load, ObjectReader) or isinstance(path, ObjectPath):
         raise TypeError(f"{path}: the wrong reader")
-    return _try_files(engine, path, load, ours=ours)
+    return _try_files(engine, path, load, damage, ours=ours)
 
 
 def _try_files(
-    engine: Engine, path: Path, load: Callable[[Path], Any], *, ours: bool
+    engine: Engine, path: Path, load: Callable[[Path], Any], damage: KnownDamage, *, ours: bool
 ) -> tuple[Any, dict[str, Any] | None]:
     loaded: Any = None
     patience = Patience(engine.config.timeouts)
@@ -280,10 +284,12 @@ def _try_files(
             with naming(rank=engine.rank, phase=f"reading {path}"):
                 if engine.rank != 0:
                     _await_files(engine, path, seen)
+                damage.refuse(path)
                 loaded = _read(path, load, Patience(engine.config.timeouts))
         except IncompleteCheckpointError as error:
             return {"missing": str(error)}
         except CorruptCheckpointError as error:
+            damage.note(path, error)
             return {"bad": str(error)}
         return {}
 
