@@ -35,7 +35,7 @@ from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.request import Destination, Facts, OnCommit, SaveRequest, Snapshot
-from safe_ckpt.core.staging import copy_plan, snapshot
+from safe_ckpt.core.staging import copy_plan, snapshot, unchanged
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.durable import Link
 
@@ -171,6 +171,48 @@ class Fast(Numbered):
         return live.number() if info else 0
 
 
+class Sharing(Numbered):
+    """A chain of checkpoints with one frozen parameter: the sixth one shares it, and the first one goes."""
+
+    FROZEN = 300_000
+    old = True
+
+    def __init__(self, *, links=True):
+        self.links, self.config = links, dataclasses.replace(CONFIG, retention=Retention(keep_last=5))
+
+    def live(self, number):
+        live = Live(number)
+        live.model.base = torch.nn.Parameter(torch.full((self.FROZEN,), 7.0 if number else 0.0), requires_grad=False)
+        return live
+
+    def prepare(self, folder):
+        live = self.live(1)
+        with Checkpointer(folder, self.config) as ckpt:
+            for step in range(1, 6):
+                ckpt.save(step, live.state).result()
+
+    def save(self, folder, number, reported=lambda: None):
+        live, before = self.live(number), self.live(0)
+        if not self.links:
+            unchanged.link_open_file = lambda *_: False
+        with Checkpointer(folder, self.config) as ckpt:
+            ckpt.resume(before.state)
+            ckpt.save(6, live.state).result()
+            reported()
+
+    def find(self, folder):
+        live = self.live(0)
+        with Checkpointer(folder, self.config) as ckpt:
+            info = ckpt.resume(live.state)
+        # None of those that are left may have lost what it shares with another one.
+        left = [path for path in sorted(folder.iterdir()) if path.name.startswith("step-")]
+        for path in left:
+            verify(path, read_manifest(path))
+        if len(left) not in (5, 6) or live.model.base.unique().tolist() != [7.0]:
+            raise AssertionError(f"{[path.name for path in left]} are left, {live.model.base.unique()} was shared")
+        return live.number() if info else 0
+
+
 class Files(Numbered):
     """What the Lightning adapter does: one file with a second name, replacing others by either, and removing the old one."""
 
@@ -253,6 +295,8 @@ SCENARIOS = {
     "directory, replaced by two renames": Directories(old=True, new_step=1, exchange=False),
     "directory, overlapped with training": Fast(3000, snapshot="overlapped"),
     "directory, straight from the tensors": Fast(300_000, max_host_bytes=1 << 20),
+    "directory, shares what did not change": Sharing(),
+    "directory, shares without hard links": Sharing(links=False),
     "accelerator.save_state, next save and limit": Accelerated(),
     "file, first save": Files(old=False),
     "file, next save, link and removal": Files(old=True),

@@ -272,6 +272,15 @@ int rename(const char *source, const char *target) { return renameat2(AT_FDCWD, 
 int renameat(int from, const char *source, int to, const char *target) { return renameat2(from, source, to, target, 0); }
 
 int linkat(int from, const char *source, int to, const char *target, int flags) {
+    // A file that is open may get a further name by its entry in /proc, which is a link to its name.
+    char opened[PATH_MAX];
+    if (flags & AT_SYMLINK_FOLLOW && strncmp(source, "/proc/self/fd/", 14) == 0) {
+        ssize_t size = readlink(source, opened, sizeof opened - 1);
+        if (size > 0) {
+            opened[size] = 0;
+            if (access(opened, F_OK) == 0) { source = opened; from = AT_FDCWD; flags &= ~AT_SYMLINK_FOLLOW; }
+        }
+    }
     char one[PATH_MAX], other[PATH_MAX];
     if (shared) {
         const char *a = path_of(from, source, one), *b = path_of(to, target, other);

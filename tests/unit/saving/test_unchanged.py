@@ -1,0 +1,386 @@
+"""What did not change is not written again, and what did is never taken for it."""
+
+import ctypes
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import xxhash
+
+from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Unchanged, WriterConfig, events
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.staging import unchanged
+from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError
+
+SEEDS = 200 if os.environ.get("SAFE_CKPT_THOROUGH") else 12
+SIZE = 600  # 1.4 MiB a layer
+FROZEN = "model-00002-of-00002.safetensors"
+
+
+class Model(torch.nn.Module):
+    def __init__(self, size=SIZE):
+        super().__init__()
+        self.base = torch.nn.Linear(size, size).requires_grad_(requires_grad=False)
+        self.head = torch.nn.Linear(size, 4)
+        self.register_buffer("count", torch.zeros(3))
+
+
+class Job:
+    def __init__(self):
+        self.model = Model()
+        self.optimizer = torch.optim.AdamW(self.model.head.parameters())
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+
+    def step(self):
+        self.model.head(self.model.base(torch.randn(2, SIZE))).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.model.count += 1
+
+
+def config(*, keep=None, **more):
+    return CheckpointConfig(retention=Retention(keep_last=keep), unchanged=Unchanged(**more))
+
+
+def inodes(folder, name=FROZEN):
+    return {path.parent.name: path.stat().st_ino for path in sorted(Path(folder).glob(f"*/{name}"))}
+
+
+def digest(module):
+    found = xxhash.xxh3_128()
+    for name, tensor in module.state_dict().items():
+        found.update(name.encode())
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+@pytest.mark.parametrize("writer", [WriterConfig(), WriterConfig(inline_bytes=0)], ids=["thread", "process"])
+@pytest.mark.parametrize("mode", ["eager", "overlapped", "streamed"])
+def test_a_frozen_part_is_written_once(tmp_path, mode, writer):
+    """Every later checkpoint has it under a further name, and its own bytes are little more than what changed."""
+    job, written = Job(), []
+    settings = {"max_host_bytes": 1 << 20} if mode == "streamed" else {"snapshot": mode}
+
+    def hook(event):
+        if isinstance(event, events.Written):
+            written.append(event.size_bytes)
+
+    with Checkpointer(tmp_path, CheckpointConfig(writer=writer, **settings), hooks=[hook]) as ckpt:
+        for number in range(1, 5):
+            job.step()
+            handle = ckpt.save(number, job.state)
+            handle.wait_snapshot()
+            handle.result()
+    assert len(set(inodes(tmp_path).values())) == 1
+    changed = sum(p.numel() for p in job.model.head.parameters()) * 4 * 3
+    assert written[0] > 4 * SIZE * SIZE
+    assert max(written[1:]) < 1.02 * changed + (1 << 20)
+    for number in range(1, 5):
+        path = tmp_path / f"step-{number:08d}"
+        assert verify(path, read_manifest(path)) > 4 * SIZE * SIZE
+
+
+def test_stock_loaders_read_it(tmp_path):
+    """The shards and their index, as Hugging Face's tools write them; a copy of the directory is complete."""
+    from accelerate import load_checkpoint_in_model
+
+    job = Job()
+    with Checkpointer(tmp_path / "run", config()) as ckpt:
+        for number in (1, 2):
+            job.step()
+            ckpt.save(number, job.state).result()
+    shutil.copytree(tmp_path / "run/step-00000002", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "run")
+    index = json.loads((tmp_path / "copy/model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(job.model.state_dict())
+    other = Model()
+    load_checkpoint_in_model(other, str(tmp_path / "copy"))
+    assert digest(other) == digest(job.model)
+    frozen = safetensors.torch.load_file(tmp_path / "copy" / FROZEN)
+    assert torch.equal(frozen["base.weight"], job.model.base.weight)
+
+
+def test_sharing_goes_on_after_a_resume(tmp_path):
+    """The first save of the next start already writes only what changed."""
+    job = Job()
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(1, job.state).result()
+    job = Job()
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.resume(job.state)
+        ckpt.save(2, job.state).result()
+    assert len(set(inodes(tmp_path).values())) == 1
+
+
+def test_without_a_resume_nothing_is_taken_from_a_directory(tmp_path):
+    """What lies there from before was not verified."""
+    for number in (1, 2):
+        with Checkpointer(tmp_path, config()) as ckpt:
+            ckpt.save(number, Job().state).result()
+    assert len(set(inodes(tmp_path).values())) == 2
+
+
+def test_every_so_often_all_is_written_anew(tmp_path):
+    """``full_every``: not all checkpoints depend on the same blocks of the disk."""
+    job = Job()
+    with Checkpointer(tmp_path, config(full_every=3)) as ckpt:
+        for number in range(1, 8):
+            ckpt.save(number, job.state).result()
+    found = list(inodes(tmp_path).values())
+    assert [found.index(inode) for inode in found] == [0, 0, 2, 2, 2, 5, 5]
+    with Checkpointer(tmp_path / "off", config(share=False)) as ckpt:
+        ckpt.save(1, job.state).result()
+    assert sorted(os.listdir(tmp_path / "off/step-00000001")) == ["manifest.json", "model.safetensors", "optimizer.pt"]
+
+
+def test_any_file_that_stays_the_same_is_shared(tmp_path):
+    """A table in a dict, of which nobody says that it is frozen: from the third save on. One that changes is not looked at."""
+    state = {"table": {"t": torch.randn(SIZE, SIZE)}, "other": {"t": torch.randn(SIZE, SIZE)}}
+    with Checkpointer(tmp_path, config()) as ckpt:
+        for number in range(1, 6):
+            state["other"]["t"] += 1
+            ckpt.save(number, state).result()
+    found = list(inodes(tmp_path, "table.safetensors").values())
+    assert [found.index(inode) for inode in found] == [0, 1, 1, 1, 1]
+    assert len(set(inodes(tmp_path, "other.safetensors").values())) == 5
+
+
+def test_an_average_that_needs_no_gradient_is_looked_at_once(tmp_path, monkeypatch):
+    """A teacher that changes at every step is hashed at the second save, and not again."""
+    hashed = []
+    whole = unchanged.digest_of
+    monkeypatch.setattr(unchanged, "digest_of", lambda plan: hashed.append(plan.path) or whole(plan))
+    teacher = torch.nn.Linear(SIZE, SIZE).requires_grad_(requires_grad=False)
+    with Checkpointer(tmp_path, config()) as ckpt:
+        for number in range(1, 6):
+            teacher.weight.data.mul_(0.9)
+            ckpt.save(number, {"teacher": teacher}).result()
+    assert hashed == ["teacher.safetensors"]
+
+
+@pytest.mark.parametrize("gone", ["deleted", "touched", "no links"])
+def test_where_the_old_file_cannot_be_had_all_is_written(tmp_path, monkeypatch, gone):
+    """Somebody deleted or wrote to the checkpoint before, or the file system has no hard links."""
+    job = Job()
+    if gone == "no links":
+        monkeypatch.setattr(unchanged, "link_open_file", lambda *_: False)
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(1, job.state).result()
+        if gone == "deleted":
+            shutil.rmtree(tmp_path / "step-00000001")
+        if gone == "touched":
+            os.utime(tmp_path / "step-00000001" / FROZEN)
+        ckpt.save(2, job.state).result()
+        ckpt.save(3, job.state).result()
+    path = tmp_path / "step-00000002"
+    verify(path, read_manifest(path))
+    found = inodes(tmp_path)
+    assert found["step-00000002"] != found.get("step-00000001")
+    assert (found["step-00000003"] == found["step-00000002"]) == (gone != "no links")
+
+
+def test_the_old_file_stays_open_until_it_has_its_new_name(tmp_path, monkeypatch):
+    """It is deleted after it was chosen: its bytes are copied from what is still open."""
+    job = Job()
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(1, job.state).result()
+        link = unchanged.SharedFile.link
+
+        def late(shared, folder):
+            shutil.rmtree(tmp_path / "step-00000001")
+            return link(shared, folder)
+
+        monkeypatch.setattr(unchanged.SharedFile, "link", late)
+        ckpt.save(2, job.state).result()
+        monkeypatch.undo()
+        other = Job()
+        assert ckpt.resume(other.state).step == 2
+    assert digest(other.model) == digest(job.model)
+
+
+def test_a_damaged_source_fails_the_save_and_not_the_next_one(tmp_path, monkeypatch):
+    """Its bytes changed on the disk, and there are no hard links: the copy is compared with what was written."""
+    job = Job()
+    monkeypatch.setattr(unchanged, "link_open_file", lambda *_: False)
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(1, job.state).result()
+        _flip(tmp_path / "step-00000001" / FROZEN)
+        handle = ckpt.save(2, job.state)
+        with pytest.raises(Exception, match="whose bytes are not those that were written"):
+            handle.result()
+        ckpt.save(3, job.state).result()
+        assert ckpt.resume(Job().state).step == 3
+
+
+def _flip(path):
+    """One bit, with the times as they were."""
+    status = path.stat()
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        file.seek(8 << 10)
+        byte = file.read(1)
+        file.seek(8 << 10)
+        file.write(bytes([byte[0] ^ 1]))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_damage_is_that_of_all_that_share_it(tmp_path):
+    """A resume reads the damaged bytes once, and falls back to the newest checkpoint that has others."""
+    job = Job()
+    with Checkpointer(tmp_path, config(full_every=4)) as ckpt:
+        for number in range(1, 8):
+            ckpt.save(number, job.state).result()
+    found = inodes(tmp_path)
+    _flip(tmp_path / "step-00000007" / FROZEN)
+    damaged = [name for name, inode in found.items() if inode == found["step-00000007"]]
+    assert damaged == [f"step-{number:08d}" for number in (4, 5, 6, 7)]
+    for name in damaged:
+        with pytest.raises(CorruptCheckpointError):
+            verify(tmp_path / name, read_manifest(tmp_path / name))
+    with Checkpointer(tmp_path, config()) as ckpt:
+        assert ckpt.resume(Job().state).step == 3
+    assert list(inodes(tmp_path)) == ["step-00000001", "step-00000002", "step-00000003"]
+    _flip(tmp_path / "step-00000003" / FROZEN)
+    with Checkpointer(tmp_path, config()) as ckpt, pytest.raises(NoValidCheckpointError):
+        ckpt.resume(Job().state)
+
+
+def test_the_command_counts_shared_bytes_once(tmp_path):
+    """``list`` says how much is shared; ``verify`` reads it once; ``gc`` frees what is freed."""
+    job = Job()
+    with Checkpointer(tmp_path, config()) as ckpt:
+        for number in range(1, 4):
+            ckpt.save(number, job.state).result()
+
+    def command(*words):
+        return subprocess.run(
+            [sys.executable, "-m", "safe_ckpt.cli", *words], capture_output=True, text=True, check=True, timeout=100
+        )
+
+    rows = json.loads(command("list", str(tmp_path), "--json").stdout)
+    assert {row["shared_bytes"] for row in rows} == {(tmp_path / "step-00000001" / FROZEN).stat().st_size}
+    assert command("list", str(tmp_path)).stdout.count("1.4 MiB shared") == 3
+    said = command("verify", str(tmp_path))
+    assert said.stdout.count("valid") == 3
+    assert "1.4 MiB in" in said.stdout + said.stderr
+    assert re.search(r"1 kept; \d+\.\d KiB freed", command("gc", str(tmp_path), "--keep-last", "1").stderr)
+    verify(tmp_path / "step-00000003", read_manifest(tmp_path / "step-00000003"))
+
+
+def test_shared_files_cannot_be_written_to_by_mistake(tmp_path):
+    """They have one content under several names, so they lose their permission to be written."""
+    job = Job()
+    with Checkpointer(tmp_path, config()) as ckpt:
+        for number in (1, 2):
+            ckpt.save(number, job.state).result()
+    assert (tmp_path / "step-00000002" / FROZEN).stat().st_mode & 0o222 == 0
+    assert (tmp_path / "step-00000002" / "optimizer.pt").stat().st_mode & 0o200
+
+
+# ------------------------------------------------------------------ random programs
+
+
+class Program:
+    """Freezes, unfreezes, ties, replaces and edits at random, in the ways that are and are not noticed by torch."""
+
+    def __init__(self, seed):
+        self.chance = random.Random(seed)
+        torch.manual_seed(seed)
+        self.model = torch.nn.ModuleDict({name: torch.nn.Linear(SIZE, SIZE) for name in "abc"})
+        self.model.requires_grad_(requires_grad=False)
+        self.model["c"].requires_grad_(requires_grad=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=self.chance.random() < 0.5)
+
+    @property
+    def state(self):
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def any_layer(self):
+        return self.model[self.chance.choice("abc")]
+
+    def act(self):
+        self.chance.choice(
+            [
+                self.freeze,
+                self.unfreeze,
+                self.tie,
+                self.replace,
+                self.data,
+                self.copy,
+                self.reload,
+                self.raw,
+                self.swap,
+                self.step,
+            ]
+        )()
+
+    def freeze(self):
+        self.any_layer().requires_grad_(requires_grad=False)
+
+    def unfreeze(self):
+        self.any_layer().requires_grad_(requires_grad=True)
+
+    def tie(self):
+        self.any_layer().weight = self.any_layer().weight
+
+    def replace(self):
+        name = self.chance.choice("abc")
+        self.model[name] = torch.nn.Linear(SIZE, SIZE).requires_grad_(requires_grad=self.chance.random() < 0.5)
+
+    def data(self):
+        self.any_layer().weight.data[0, self.chance.randrange(SIZE)] += 1
+
+    def copy(self):
+        with torch.no_grad():
+            layer = self.any_layer()
+            layer.weight.copy_(torch.randn(SIZE, SIZE)) if self.chance.random() < 0.5 else layer.bias.mul_(2)
+
+    def reload(self):
+        state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        state["a.bias"][0] += 1
+        self.model.load_state_dict(state, assign=self.chance.random() < 0.5)
+
+    def raw(self):
+        """As code in C++ does that counts no version."""
+        tensor = self.any_layer().weight
+        ctypes.memset(tensor.data_ptr() + 4 * self.chance.randrange(SIZE * SIZE), self.chance.randrange(1, 60), 4)
+
+    def swap(self):
+        layer = self.any_layer()
+        layer.weight.data = torch.randn(SIZE, SIZE)
+
+    def step(self):
+        self.optimizer.zero_grad()
+        loss = sum(layer(torch.randn(1, SIZE)).square().mean() for layer in self.model.values())
+        if loss.requires_grad:
+            loss.backward()
+            self.optimizer.step()
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_whatever_a_program_does_each_checkpoint_is_what_was_there(tmp_path, seed):
+    """Six saves with changes in between, some of them none: read back, each has the bytes that it was given, by hash."""
+    program, expected = Program(seed), []
+    chosen = config(full_every=program.chance.choice([None, None, 3]))
+    with Checkpointer(tmp_path, chosen) as ckpt:
+        for number in range(1, 7):
+            for _ in range(program.chance.choice([0, 0, 1, 2])):
+                program.act()
+            expected.append(digest(program.model))
+            ckpt.save(number, program.state)
+            program.model["c"].weight.data[1, 1] -= 1  # in the line behind the save
+        ckpt.wait()
+    for number in range(1, 7):
+        other = Program(seed + 1)
+        with Checkpointer(tmp_path, chosen) as ckpt:
+            ckpt.resume({"model": other.model}, step=number)
+        assert digest(other.model) == expected[number - 1], (seed, number)
