@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -256,6 +257,8 @@ class Checkpointer:
         format: str = "safetensors",  # noqa: A002 - the name that users know from other exporters
         max_shard_size: int | str = "5GB",
         dtype: torch.dtype | None = None,
+        *,
+        adapters_only: bool = False,
     ) -> SaveHandle:
         """Write weights alone, whole and in Hugging Face's layout, also of a model of which every rank has a part.
 
@@ -271,6 +274,8 @@ class Checkpointer:
             format: ``"safetensors"``.
             max_shard_size: bytes, or text such as ``"5GB"``.
             dtype: floating-point tensors are converted to it.
+            adapters_only: of a PEFT model its active adapter alone, in PEFT's layout, and in ``base.json`` a hash of the base:
+                ``safe_ckpt.peft.load_adapter`` puts it on no other one. The base must not be sharded.
 
         Returns:
             A handle on the outcome, which is the same on every rank.
@@ -284,7 +289,10 @@ class Checkpointer:
         """
         if self._exporter is None:
             self._exporter = Exporter(self._engine, HeldDirectories(self._engine))
-        return self._exporter.export(model, directory, format=format, max_shard_size=max_shard_size, dtype=dtype)
+        adapter: Any = import_module("safe_ckpt.peft.adapter") if adapters_only else None
+        return self._exporter.export(
+            model, directory, format=format, max_shard_size=max_shard_size, dtype=dtype, adapter=adapter
+        )
 
     def reached(self, step: int) -> None:
         """Tell how far training is, at every step. On rank 0, in a microsecond; other ranks do nothing.

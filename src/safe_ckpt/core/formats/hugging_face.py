@@ -40,12 +40,13 @@ def parse_size(value: int | str, key: str) -> int:
     return number
 
 
-def images(tensors: Mapping[str, LazyTensor | torch.Tensor], max_shard_bytes: int) -> list[FilePlan]:
+def images(tensors: Mapping[str, LazyTensor | torch.Tensor], max_shard_bytes: int, stem: str = STEM) -> list[FilePlan]:
     """The files: as many shards as needed, in the order of ``tensors``, and the index when there is more than one.
 
     Args:
         tensors: every tensor once.
         max_shard_bytes: a shard ends before it would become larger; a single larger tensor gets one for itself.
+        stem: how the names of the files begin.
     """
     shards: list[dict[str, LazyTensor | torch.Tensor]] = [{}]
     filled = 0
@@ -56,13 +57,13 @@ def images(tensors: Mapping[str, LazyTensor | torch.Tensor], max_shard_bytes: in
         shards[-1][name] = lazy
         filled += _size_of(lazy)
     if len(shards) == 1:
-        return [named_safetensors_image(f"{STEM}.safetensors", shards[0])]
-    names = [f"{STEM}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        return [named_safetensors_image(f"{stem}.safetensors", shards[0])]
+    names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     where = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
     index = {"metadata": {"total_size": sum(map(_size_of, tensors.values()))}, "weight_map": where}
     body = json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
     files = [named_safetensors_image(file, shard) for file, shard in zip(names, shards, strict=True)]
-    return [*files, bytes_image(f"{STEM}.safetensors.index.json", body)]
+    return [*files, bytes_image(index_name(stem), body)]
 
 
 def index_name(stem: str) -> str:

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -33,6 +33,22 @@ from safe_ckpt.core.storage.objects.options import refuse_url
 from safe_ckpt.errors import ConfigError, SaveError
 
 
+class Adapter(Protocol):
+    """How the part of a model is found that was trained on top of a base.
+
+    Attributes:
+        STEM: how the names of its files begin.
+    """
+
+    STEM: str
+
+    def tensors_of(self, model: Any, /) -> Mapping[str, torch.Tensor]:
+        """The part."""
+
+    def files_beside(self, model: Any, /) -> list[FilePlan]:
+        """Files that describe it. On rank 0."""
+
+
 class Exporter:
     """Writes weights alone. One per pipeline; every method is called on every rank, on the thread that trains.
 
@@ -53,8 +69,9 @@ class Exporter:
         format: str,  # noqa: A002 - the name that users know from other exporters
         max_shard_size: int | str,
         dtype: torch.dtype | None,
+        adapter: Adapter | None = None,
     ) -> SaveHandle:
-        """See ``Checkpointer.export``."""
+        """See ``Checkpointer.export``. With ``adapter`` only what that takes of the model."""
         refuse_url(directory, "export: directory")
         path = Path(os.path.abspath(directory))
         tensors: dict[str, torch.Tensor] = {}
@@ -65,7 +82,7 @@ class Exporter:
             if format != "safetensors":
                 raise ConfigError(key="export: format", message=f'expected "safetensors", got {format!r}')
             most_bytes = hugging_face.parse_size(max_shard_size, "export: max_shard_size")
-            tensors = _tensors_of(model, dtype)
+            tensors = _tensors_of(adapter.tensors_of(model) if adapter is not None else model, dtype)
             return dtype is not None or any(map(dtensor.is_sharded, tensors.values()))
 
         def decide(gathered: Mapping[int, bool]) -> dict[str, Any]:
@@ -81,7 +98,9 @@ class Exporter:
         content: Content
         try:
             if self._engine.rank == 0:
-                planned = stream.images(most_bytes) if kept["gathered"] else hugging_face.images(chosen, most_bytes)
+                lazy = stream.lazies() if kept["gathered"] else chosen
+                planned = hugging_face.images(lazy, most_bytes, hugging_face.STEM if adapter is None else adapter.STEM)
+                planned += adapter.files_beside(model) if adapter is not None else []
             content = Streamed(files=planned, feed=stream.feed) if kept["gathered"] else Snapshot(files=planned)
         except Exception as problem:  # the other ranks must learn of it
             content = Unplanned(error=problem)
@@ -114,10 +133,9 @@ class _Stream:
         self._timeout_s = engine.config.timeouts.lengthy_s
         self._handover = TensorQueue(name, gather.STAGING_BYTES, self._timeout_s)
 
-    def images(self, most_bytes: int) -> list[FilePlan]:
-        """The files."""
-        lazies = {name: self._lazy(name, tensor) for name, tensor in self._tensors.items()}
-        return hugging_face.images(lazies, most_bytes)
+    def lazies(self) -> dict[str, LazyTensor]:
+        """What is fetched when its turn comes to be written."""
+        return {name: self._lazy(name, tensor) for name, tensor in self._tensors.items()}
 
     def _lazy(self, name: str, tensor: torch.Tensor) -> LazyTensor:
         dtype = _final(tensor, self._dtype)

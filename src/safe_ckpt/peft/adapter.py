@@ -1,0 +1,132 @@
+"""The adapter of a PEFT model, and the base below it.
+
+Tensors of the base have the names that they have without PEFT, so a base is the same before and after it was wrapped.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from peft import PeftModel
+from peft.utils.save_and_load import get_peft_model_state_dict
+
+from safe_ckpt.adapters import FilePlan
+from safe_ckpt.adapters.extras import dtensor, hugging_face
+from safe_ckpt.adapters.planning import file_plan
+from safe_ckpt.errors import RestoreError, StateError
+
+STEM = "adapter_model"
+BASE = "base.json"
+_CONFIG = "adapter_config.json"
+_WRAPPED = ("base_model.model.", "base_model.")
+
+
+def base_hash(model: torch.nn.Module) -> str:
+    """A hash of the names, types, shapes and bytes of a base, with or without adapters on it. As hex; order does not matter.
+
+    Raises:
+        StateError: some tensors are sharded, so no rank has all bytes.
+    """
+    whole = xxhash.xxh3_128()
+    for name, tensor in sorted(_base_of(model).items()):
+        if dtensor.is_sharded(tensor):
+            raise StateError(key=name, message="is sharded: the base of an adapter is hashed where it is whole")
+        whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        if tensor.numel():
+            numbers: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            whole.update(memoryview(numbers))
+    return whole.hexdigest()
+
+
+def check_base(model: torch.nn.Module, directory: str | os.PathLike[str]) -> None:
+    """Refuse to put an exported adapter on another base than it was trained on.
+
+    Args:
+        model: the base, or a PEFT model on it.
+        directory: where the adapter was exported to. One without a record of its base, such as PEFT's own, is not checked.
+
+    Raises:
+        RestoreError: the bases differ.
+    """
+    path = Path(directory) / BASE
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))["xxh3_128"]
+    except FileNotFoundError:
+        return
+    except (ValueError, KeyError, TypeError) as error:
+        raise RestoreError(
+            path=str(directory), key=BASE, message=f"does not say which base it is of: {error}"
+        ) from error
+    if (now := base_hash(model)) != known:
+        message = f"the adapter was trained on a base with the hash {known}, and this one has {now}: give it that base"
+        raise RestoreError(path=str(directory), key="base", message=message)
+
+
+def load_adapter(model: torch.nn.Module, directory: str | os.PathLike[str], **options: Any) -> PeftModel:
+    """Put an exported adapter on its base.
+
+    Args:
+        model: the base.
+        directory: where the adapter was exported to.
+        options: of ``PeftModel.from_pretrained``.
+
+    Raises:
+        RestoreError: it was trained on another base.
+    """
+    check_base(model, directory)
+    return PeftModel.from_pretrained(model, os.fspath(directory), **options)
+
+
+def tensors_of(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+    """What PEFT saves of the active adapter.
+
+    Raises:
+        StateError: it is no PEFT model with one active adapter.
+    """
+    inner = hugging_face.unwrapped(model)
+    if not isinstance(inner, PeftModel) or not isinstance(inner.active_adapter, str):
+        message = "adapters_only needs a PeftModel with one active adapter"
+        raise StateError(key="export: model", message=message)
+    tensors: Mapping[str, torch.Tensor] = get_peft_model_state_dict(inner, adapter_name=inner.active_adapter)
+    return tensors
+
+
+def files_beside(model: torch.nn.Module) -> list[FilePlan]:
+    """PEFT's own description of the active adapter, and the hash of the base."""
+    inner: Any = hugging_face.unwrapped(model)
+    config = copy.copy(inner.peft_config[inner.active_adapter])
+    config.inference_mode = True
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        described = Path(folder, _CONFIG).read_bytes()
+    base = {"xxh3_128": base_hash(inner), "tensors": len(_base_of(inner))}
+    return [file_plan.bytes_image(_CONFIG, described), file_plan.bytes_image(BASE, json.dumps(base).encode() + b"\n")]
+
+
+def _base_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    inner = hugging_face.unwrapped(model)
+    state: dict[str, torch.Tensor] = inner.state_dict()
+    if not isinstance(inner, PeftModel):
+        return state
+    adapters = inner.peft_config.keys()
+    found = {}
+    for name, tensor in state.items():
+        parts = name.split(".")
+        # ``lora_A.default.weight``, ``modules_to_save.default.weight``, ``lora_embedding_A.default``
+        if not adapters.isdisjoint(parts):
+            continue
+        plain = ".".join(part for part in parts if part not in ("base_layer", "original_module"))
+        for prefix in _WRAPPED:
+            if plain.startswith(prefix):
+                plain = plain.removeprefix(prefix)
+                break
+        found[plain] = tensor
+    return found

@@ -1,0 +1,192 @@
+"""Low-rank adapters as people train them: exact resumption, the base written once, the adapter exported by itself."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from lightning_runs import PACKAGES, package
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import Trainer as StockTrainer
+
+from accelerate_runs import CONFIG, fresh, make
+from safe_ckpt import CheckpointConfig, Checkpointer, Retention
+from safe_ckpt.accelerate import register
+from safe_ckpt.errors import RestoreError, StateError
+from safe_ckpt.peft import base_hash, load_adapter
+from safe_ckpt.transformers import SafeCheckpointMixin
+
+pytestmark = [pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore")]
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 500,
+}
+FROZEN = "model-00002-of-00002.safetensors"
+
+
+def base(seed=0):
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def tuned(seed=0):
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], lora_dropout=0.1)
+    return get_peft_model(base(seed), lora)
+
+
+def rows(count=16):
+    return torch.randint(0, 500, (count, 12), generator=torch.Generator().manual_seed(3))
+
+
+def bits(model):
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Plain:
+    def __init__(self, seed=0):
+        self.model = tuned(seed)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+
+    def train(self, begin, end):
+        for step in range(begin, end):
+            torch.manual_seed(step)
+            batch = rows()[2 * step : 2 * step + 2]
+            self.model(input_ids=batch, labels=batch).loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def test_plain_torch(tmp_path):
+    """The base is on the disk once. A resumed run ends with the weights of an uninterrupted one, from whatever base."""
+    whole = Plain()
+    whole.train(0, 6)
+    run = Plain()
+    with Checkpointer(tmp_path, CheckpointConfig(retention=Retention(keep_last=3))) as ckpt:
+        for step in range(1, 4):
+            run.train(step - 1, step)
+            ckpt.save(step, run.state).result()
+    again = Plain(seed=9)
+    with Checkpointer(tmp_path, CheckpointConfig()) as ckpt:
+        begin = ckpt.resume(again.state).step
+        again.train(begin, 6)
+        ckpt.save(6, again.state).result()
+    assert same(bits(again.model), bits(whole.model))
+    assert len({path.stat().st_ino for path in tmp_path.glob(f"*/{FROZEN}")}) == 1
+    own = sum(p.stat().st_size for p in (tmp_path / "step-00000006").iterdir() if p.name != FROZEN)
+    trained = sum(p.numel() * 4 for p in again.model.parameters() if p.requires_grad)
+    assert own < 1.02 * 3 * trained + (1 << 20)
+
+
+def test_the_adapter_alone(tmp_path):
+    """In PEFT's own layout, so PEFT loads it; with the hash of its base, so it is put on no other one."""
+    run = Plain()
+    run.train(0, 2)
+    with Checkpointer(tmp_path / "run", CheckpointConfig()) as ckpt:
+        ckpt.export(run.model, tmp_path / "adapter", adapters_only=True).result()
+        with pytest.raises(StateError, match="PeftModel"):
+            ckpt.export(base(), tmp_path / "other", adapters_only=True)
+    assert {"adapter_model.safetensors", "adapter_config.json", "base.json"} <= set(os.listdir(tmp_path / "adapter"))
+    assert (
+        json.loads((tmp_path / "adapter/base.json").read_text())["xxh3_128"]
+        == base_hash(base())
+        == base_hash(run.model)
+    )
+    size = sum(path.stat().st_size for path in (tmp_path / "adapter").iterdir())
+    assert size < 4 * sum(p.numel() for p in run.model.parameters() if p.requires_grad) + (1 << 16)
+    batch = rows(2)
+    run.model.eval()
+    expected = run.model(input_ids=batch).logits
+    for loaded in (PeftModel.from_pretrained(base(), tmp_path / "adapter"), load_adapter(base(), tmp_path / "adapter")):
+        assert torch.equal(loaded.eval()(input_ids=batch).logits, expected)
+    with pytest.raises(RestoreError, match="trained on a base with the hash"):
+        load_adapter(base(seed=1), tmp_path / "adapter")
+
+
+def _accelerated(folder, begin, end, load):
+    with fresh():
+        accelerator = make(folder, limit=3)
+        with register(accelerator, CONFIG):
+            run = Plain(seed=9 if load else 0)
+            run.model, run.optimizer = accelerator.prepare(run.model, run.optimizer)
+            if load:
+                accelerator.load_state()
+            for step in range(begin, end):
+                run.train(step, step + 1)
+                accelerator.save_state()
+        return bits(accelerator.unwrap_model(run.model))
+
+
+def test_accelerate(tmp_path):
+    """``save_state`` has base and adapter in one file, as Accelerate's layout wants it; a resumed run is exact."""
+    whole = _accelerated(tmp_path / "whole", 0, 5, load=False)
+    _accelerated(tmp_path / "run", 0, 3, load=False)
+    assert same(_accelerated(tmp_path / "run", 3, 5, load=True), whole)
+
+
+class SafeTrainer(SafeCheckpointMixin, StockTrainer):
+    checkpoint_config = CONFIG
+
+
+def _trained(folder, steps, *, resume):
+    data = [{"input_ids": row, "labels": row} for row in rows()]
+    how = {"save_steps": 1, "use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 100}
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=2, lr_scheduler_type="constant", **how
+    )
+    made = SafeTrainer(model=tuned(), args=arguments, train_dataset=data)
+    made.train(resume_from_checkpoint=resume)
+    return bits(made.model)
+
+
+def test_transformers(tmp_path):
+    """The Trainer saves the adapter alone, and a resumed run is exact on the same base."""
+    whole = _trained(tmp_path / "whole", 4, resume=False)
+    _trained(tmp_path / "run", 2, resume=False)
+    assert (tmp_path / "run/checkpoint-2/adapter_model.safetensors").exists()
+    assert same(_trained(tmp_path / "run", 4, resume=True), whole)
+
+
+def _lit(folder, steps, resume):
+    from safe_ckpt.lightning import SafeCheckpointCallback, resumable
+
+    pl = package(PACKAGES[0])
+
+    class Tuned(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = tuned(9 if resume and steps > 2 else 0)
+
+        def training_step(self, batch, batch_idx):
+            return self.model(input_ids=batch, labels=batch).loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+        def train_dataloader(self):
+            return resumable(torch.utils.data.DataLoader(rows(), batch_size=2))
+
+    pl.seed_everything(1, verbose=False)
+    callback = SafeCheckpointCallback(dirpath=folder, every_n_train_steps=1, resume="auto" if resume else None)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    module = Tuned()
+    pl.Trainer(callbacks=[callback], max_steps=steps, default_root_dir=folder, **quiet).fit(module)
+    return bits(module)
+
+
+def test_lightning(tmp_path):
+    """One ``.ckpt`` has base and adapter; a resumed run is exact, whatever base it began with."""
+    whole = _lit(tmp_path / "whole", 4, resume=False)
+    _lit(tmp_path / "run", 2, resume=True)
+    assert same(_lit(tmp_path / "run", 4, resume=True), whole)
+    assert Path(tmp_path / "run").exists()
