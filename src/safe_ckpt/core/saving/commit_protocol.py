@@ -148,7 +148,8 @@ class CommitProtocol:
             for shared in job.shared:
                 shared.close()
         if job.unchanged is not None and isinstance(job.workspace, Workspace):
-            job.unchanged.learn(job.workspace.path, info.file_path, self._results, str(job.folder))
+            folder = str(job.folder) if job.request.destination.kind == "directory" else ""
+            job.unchanged.learn(job.workspace.path, info.file_path, self._results, folder)
         self._known.learn(self._found, healthy=not self.health)
         self._known.learn_hashes(self._found, self._job.versions)
         if not info.marked and self._job.writers:
@@ -238,14 +239,17 @@ class CommitProtocol:
             raise SaveError(name=job.name, cause="there is no snapshot", rank=self._rank, phase="write")
         self.written_at = time.monotonic()
         self.write_s = self.written_at - begun
-        self.written_bytes = sum(result.size_bytes for result in results)
         self._results = results = [*results, *shared]
+        self.written_bytes = sum(result.size_bytes - result.shared_bytes for result in results)
         self._found = {self._place(result.path): result.health for result in results if result.health is not None}
         items = dict(job.request.facts.items)
         return {"files": [self._entry(result) for result in results], "items": items, "health": self._found}
 
     def _expecting(self, tasks: Sequence[WriteTask]) -> list[WriteTask]:
-        """The same tasks with what is expected of the numbers."""
+        """The same tasks with what is expected of the numbers, and what they may share blocks of the disk with."""
+        known, root = self._job.unchanged, self._job.workspace
+        if known is not None and isinstance(root, Workspace):
+            tasks = [dataclasses.replace(t, earlier=known.earlier(root.path, self._place(t.path))) for t in tasks]
         settings, unexamined = self._config.health, self._job.request.facts.unexamined
         if settings.action == "off" or "*" in unexamined:
             return list(tasks)

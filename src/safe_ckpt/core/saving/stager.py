@@ -118,7 +118,7 @@ class Stager:
 
     def _share(self, job: SaveJob) -> None:
         job.files = job.request.content.files
-        if isinstance(job.workspace, Workspace) and job.request.destination.kind == "directory":
+        if isinstance(job.workspace, Workspace):
             job.unchanged = self.unchanged
             job.files, job.shared = self.unchanged.find(job.files, job.workspace.path)
 

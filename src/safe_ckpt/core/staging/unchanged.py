@@ -21,6 +21,7 @@ import torch
 import xxhash
 
 from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.health.verdict import ITSELF
 from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.durable import WrittenFile, link_open_file
 from safe_ckpt.core.storage.presence import opened
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 LEAST_BYTES = 1 << 20
 """Smaller files are written: a look at them gains nothing, and people edit such files in place, under all their names."""
 _MOST_SOURCES = 4
+_PATIENCE, _AGAIN = 3, 16
 _ZEROS = bytes(64 << 10)
 
 
@@ -47,6 +49,7 @@ class Before:
         xxh3_128: of its bytes.
         health: what was found of its numbers.
         repeated: whether the save before had the same bytes; None where that is not known.
+        fruitless: how many saves before it shared none of them, either.
     """
 
     sources: tuple[Path, ...]
@@ -55,6 +58,7 @@ class Before:
     stamp: Stamp | None = None
     health: Mapping[str, Any] | None = None
     repeated: bool | None = None
+    fruitless: int = 0
 
 
 class SharedFile:
@@ -99,8 +103,8 @@ class SharedFile:
 
     def written(self, path: str) -> WrittenFile:
         """What stands at ``path``."""
-        before = self.before
-        return WrittenFile(path=path, size_bytes=before.size_bytes, xxh3_128=before.xxh3_128, health=before.health)
+        size, digest, health = self.before.size_bytes, self.before.xxh3_128, self.before.health
+        return WrittenFile(path=path, size_bytes=size, xxh3_128=digest, health=health, shared_bytes=size)
 
     def close(self) -> None:
         """Give the descriptor back."""
@@ -156,6 +160,16 @@ class UnchangedFiles:
                 shared.append(one)
         return left, shared
 
+    def earlier(self, root: Path, path: str) -> str | None:
+        """See ``WriteTask.earlier``. Where nothing was shared for a while it is tried now and then only: it costs a hash."""
+        known, number = self._known.get((root, path)), self._saves.get(root, 0)
+        fruitless = known is not None and known.fruitless >= _PATIENCE and number % _AGAIN > 1
+        if not self._share or fruitless:
+            return None
+        if known is None or (self._full_every and number % self._full_every == 0):
+            return ""
+        return str(known.sources[0])
+
     def learn(self, root: Path, checkpoint: Path, written: Iterable[WrittenFile], folder: str) -> None:
         """Take over what was committed. On the background thread.
 
@@ -163,13 +177,13 @@ class UnchangedFiles:
             root: the directory of the checkpoint.
             checkpoint: its name now.
             written: its files of this rank.
-            folder: where they were written, under which their paths are.
+            folder: where they were written, under which their paths are; "" for a checkpoint that is one file.
         """
         found = {}
         for file in written:
             if file.size_bytes < LEAST_BYTES:
                 continue
-            path = file.path.removeprefix(f"{folder}/")
+            path = file.path.removeprefix(f"{folder}/") if folder else ITSELF
             place, before = checkpoint / path, self._known.get((root, path))
             same = before is not None and (before.size_bytes, before.xxh3_128) == (file.size_bytes, file.xxh3_128)
             sources = (place, *(before.sources if same and before is not None else ()))
@@ -180,6 +194,7 @@ class UnchangedFiles:
                 xxh3_128=file.xxh3_128,
                 health=file.health,
                 repeated=same if before is not None else None,
+                fruitless=before.fruitless + 1 if before is not None and not file.shared_bytes else 0,
             )
         self._known = {key: value for key, value in self._known.items() if key[0] != root} | found
         if self._resumed is not None and self._resumed[0] == root:

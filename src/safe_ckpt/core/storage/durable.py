@@ -33,12 +33,21 @@ _NO_LINK = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EX
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenFile:
-    """What is on disk now. The digest is that of the whole file; ``health`` is None where its numbers were not looked at."""
+    """What is on disk now.
+
+    Attributes:
+        path: where.
+        size_bytes: of the file.
+        xxh3_128: of the whole file.
+        health: what was found of its numbers; None where they were not looked at.
+        shared_bytes: how many of its bytes were not written, because another file has them.
+    """
 
     path: str
     size_bytes: int
     xxh3_128: str
     health: Mapping[str, Any] | None = None
+    shared_bytes: int = 0
 
 
 def sync_directory(path: str) -> None:

@@ -265,10 +265,7 @@ def _results(reply: dict[str, Any], job: WriteJob) -> list[WrittenFile]:
         raise OSError(error["errno"], error["message"], error["path"])
     for device, path in reply["refused_direct"]:
         write_without_direct(device, path)
-    results = [
-        WrittenFile(path=path, size_bytes=size, xxh3_128=digest, health=health)
-        for path, size, digest, health in reply["files"]
-    ]
+    results = [WrittenFile(**file) for file in reply["files"]]
     if [result.path for result in results] != job.paths:
         raise OSError(None, "the writer reports other files than it was given")
     return results

@@ -22,6 +22,7 @@ from safe_ckpt.core.formats.file_plan import WriteTask, closing_of
 from safe_ckpt.core.formats.zip_archive import Record, RecordDigest
 from safe_ckpt.core.health.examine import Examination, marked
 from safe_ckpt.core.staging.progress import read_mark
+from safe_ckpt.core.storage.clones import SharedPieces
 from safe_ckpt.core.storage.copier import FileCopy, copy_files
 from safe_ckpt.core.storage.direct_io import (
     PAGE,
@@ -105,26 +106,47 @@ def _write_file(
         finally:
             hasher.stop()
 
+    pieces = SharedPieces(task.path, task.earlier)
+
     def fill(fd: int, direct: bool) -> int:
-        return _write_image(fd, image, hasher, options, progress, direct=direct)
+        return _write_image(fd, image, hasher, options, progress, pieces, direct=direct)
 
     try:
         size = fill_new_file(task.path, options, progress, fill)
+        pieces.remember()
     finally:
         hasher.stop()
-    return WrittenFile(path=task.path, size_bytes=size, xxh3_128=hasher.digest, health=hasher.health)
+        pieces.close()
+    return WrittenFile(
+        path=task.path,
+        size_bytes=size,
+        xxh3_128=hasher.digest,
+        health=hasher.health,
+        shared_bytes=pieces.shared_bytes,
+    )
 
 
 def _write_image(
-    fd: int, image: memoryview, hasher: Hasher, options: WriteOptions, progress: ProgressReporter, *, direct: bool
+    fd: int,
+    image: memoryview,
+    hasher: Hasher,
+    options: WriteOptions,
+    progress: ProgressReporter,
+    pieces: SharedPieces,
+    *,
+    direct: bool,
 ) -> int:
     body = len(image) // PAGE * PAGE
     unflushed = 0
     for start in range(0, body, options.chunk_bytes):
         end = min(start + options.chunk_bytes, body)
         hasher.wait_for(end)
-        direct = write_all(fd, image[start:end], start, progress, direct=direct)
-        unflushed += end - start
+        for begin, stop, same in pieces.runs(image[start:end], start):
+            if same and pieces.share(fd, start + begin, stop - begin):
+                progress.moved(stop - begin)
+                continue
+            direct = write_all(fd, image[start + begin : start + stop], start + begin, progress, direct=direct)
+            unflushed += stop - begin
         if not direct and unflushed >= options.flush_every_bytes:
             os.fdatasync(fd)
             unflushed = 0

@@ -107,7 +107,7 @@ def _serve(
         tasks = [WriteTask.from_json(entry) for entry in plan["files"]]
         memory = memoryview(_mapped(job, buffers, maps)) if tasks else memoryview(b"")
         written = write_files(copies, tasks, plan["directories"], memory, options, page)
-        results = [[result.path, result.size_bytes, result.xxh3_128, result.health] for result in written]
+        results = [vars(result) for result in written]
         # Nobody reads a log of this process, so its parent logs which file systems refused direct writes.
         return {"files": results, "refused_direct": list(refused_direct().items())}
     except OSError as error:
