@@ -290,10 +290,7 @@ class CrashLoopError(SafeCheckpointError, RuntimeError):
     cause: str
     back: int
     rank: int = 0
-    _text = (
-        "{0.cause}. It was set back {0.back} times before (loops.back), which did not help. Once you know what ends it, start "
-        "once with loops.tries=0, or resume from a checkpoint by name"
-    )
+    _text = "{0.cause}. Going back did not help ({0.back} times: loops.back). Start with loops.tries=0, or resume one by name"
 
 
 class CommitOutcomeUnknown(SaveError):

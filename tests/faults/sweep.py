@@ -194,7 +194,7 @@ class Sharing(Numbered):
     def save(self, folder, number, reported=lambda: None):
         live, before = self.live(number), self.live(0)
         if not self.links:
-            unchanged.link_open_file = lambda *_: False
+            unchanged.link_open_file = lambda *_: "never"
         with Checkpointer(folder, self.config) as ckpt:
             ckpt.resume(before.state)
             ckpt.save(6, live.state).result()

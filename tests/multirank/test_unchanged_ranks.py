@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
@@ -59,6 +60,7 @@ def links(folder, name):
     return {path.relative_to(folder).as_posix(): path.stat().st_nlink for path in Path(folder).glob(name)}
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_each_rank_shares_its_frozen_parts(tmp_path):
     """Three checkpoints are kept and each frozen part is on the disk once; what is trained is in files of its own."""
     told = values(spawn_ranks(_save, 2, str(tmp_path), timeout_s=100))

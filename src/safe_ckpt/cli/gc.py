@@ -14,7 +14,7 @@ from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.core.directory.retention import is_under_its_name, to_delete
 from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import CheckpointInfo
-from safe_ckpt.core.storage.durable import occupied_bytes
+from safe_ckpt.core.storage.durable import freed_bytes
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.errors import DirectoryError
 from safe_ckpt.inspection.check import judge
@@ -94,9 +94,8 @@ class _Selection:
         self.besides: list[Place] = [*listing.quarantined, *unknown] if quarantine else []
         self.unknown = () if quarantine else unknown
         # Of a file that is shared nothing is freed as long as one name is left.
-        self.sizes = {
-            i.path: occupied_bytes(i.path) if isinstance(i.path, Path) else i.size_bytes for i in self.to_delete
-        }
+        self.frees = freed_bytes(info.path for info in self.to_delete if isinstance(info.path, Path))
+        self.frees += sum(info.size_bytes for info in self.to_delete if not isinstance(info.path, Path))
         self.gone: list[Place] = []
 
 
@@ -178,5 +177,5 @@ def _report(selection: _Selection, *, dry_run: bool, as_json: bool) -> None:
         say(f"{path} is damaged: it does not count, and stays for you to look at")
     for path in selection.unknown:
         say(f"{path} has no manifest, and no job says that it is its own: --quarantine deletes it")
-    freed = bytes_text(sum(size for path, size in selection.sizes.items() if dry_run or path in gone))
+    freed = bytes_text(selection.frees if dry_run or gone else 0)
     say(f"{selection.kept} kept; {freed} {'would be freed' if dry_run else 'freed'}")

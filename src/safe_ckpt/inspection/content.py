@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, MOST_BYTES
+from safe_ckpt.core.formats.bounded_json import MOST_BYTES
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection import dcp_reader, safetensors_reader, torch_reader
 from safe_ckpt.inspection.files import CheckpointFile, Window, inside, read_json, walk

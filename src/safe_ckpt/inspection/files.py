@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from safe_ckpt.core.formats.manifest import MOST_BYTES, parse_json
+from safe_ckpt.core.formats.bounded_json import MOST_BYTES, parse_json
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 
 MOST_FILES = 200_000

@@ -1,7 +1,9 @@
 """What did not change is not written again, and what did is never taken for it."""
 
 import ctypes
+import errno
 import json
+import math
 import os
 import random
 import re
@@ -15,11 +17,11 @@ import safetensors.torch
 import torch
 import xxhash
 
-from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Unchanged, WriterConfig, events
+from safe_ckpt import CheckpointConfig, Checkpointer, Health, Retention, Unchanged, WriterConfig, events
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.staging import unchanged
-from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError
+from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError, StateError
 
 SEEDS = 200 if os.environ.get("SAFE_CKPT_THOROUGH") else 12
 SIZE = 600  # 1.4 MiB a layer
@@ -136,7 +138,7 @@ def test_every_so_often_all_is_written_anew(tmp_path):
         for number in range(1, 8):
             ckpt.save(number, job.state).result()
     found = list(inodes(tmp_path).values())
-    assert [found.index(inode) for inode in found] == [0, 0, 2, 2, 2, 5, 5]
+    assert [found.index(inode) for inode in found] == [0, 0, 0, 3, 3, 3, 6]
     with Checkpointer(tmp_path / "off", config(share=False)) as ckpt:
         ckpt.save(1, job.state).result()
     assert sorted(os.listdir(tmp_path / "off/step-00000001")) == ["manifest.json", "model.safetensors", "optimizer.pt"]
@@ -172,7 +174,7 @@ def test_where_the_old_file_cannot_be_had_all_is_written(tmp_path, monkeypatch, 
     """Somebody deleted or wrote to the checkpoint before, or the file system has no hard links."""
     job = Job()
     if gone == "no links":
-        monkeypatch.setattr(unchanged, "link_open_file", lambda *_: False)
+        monkeypatch.setattr(unchanged, "link_open_file", lambda *_: "never")
     with Checkpointer(tmp_path, config()) as ckpt:
         ckpt.save(1, job.state).result()
         if gone == "deleted":
@@ -195,22 +197,26 @@ def test_the_old_file_stays_open_until_it_has_its_new_name(tmp_path, monkeypatch
         ckpt.save(1, job.state).result()
         link = unchanged.SharedFile.link
 
-        def late(shared, folder):
+        def late(shared, path):
             shutil.rmtree(tmp_path / "step-00000001")
-            return link(shared, folder)
+            return link(shared, path)
 
         monkeypatch.setattr(unchanged.SharedFile, "link", late)
         ckpt.save(2, job.state).result()
         monkeypatch.undo()
         other = Job()
         assert ckpt.resume(other.state).step == 2
+        ckpt.save(3, job.state).result()
     assert digest(other.model) == digest(job.model)
+    assert (
+        inodes(tmp_path)["step-00000003"] == inodes(tmp_path)["step-00000002"]
+    )  # and it is no reason to share nothing more
 
 
 def test_a_damaged_source_fails_the_save_and_not_the_next_one(tmp_path, monkeypatch):
     """Its bytes changed on the disk, and there are no hard links: the copy is compared with what was written."""
     job = Job()
-    monkeypatch.setattr(unchanged, "link_open_file", lambda *_: False)
+    monkeypatch.setattr(unchanged, "link_open_file", lambda *_: "never")
     with Checkpointer(tmp_path, config()) as ckpt:
         ckpt.save(1, job.state).result()
         _flip(tmp_path / "step-00000001" / FROZEN)
@@ -242,14 +248,14 @@ def test_damage_is_that_of_all_that_share_it(tmp_path):
     found = inodes(tmp_path)
     _flip(tmp_path / "step-00000007" / FROZEN)
     damaged = [name for name, inode in found.items() if inode == found["step-00000007"]]
-    assert damaged == [f"step-{number:08d}" for number in (4, 5, 6, 7)]
+    assert damaged == [f"step-{number:08d}" for number in (5, 6, 7)]
     for name in damaged:
         with pytest.raises(CorruptCheckpointError):
             verify(tmp_path / name, read_manifest(tmp_path / name))
     with Checkpointer(tmp_path, config()) as ckpt:
-        assert ckpt.resume(Job().state).step == 3
-    assert list(inodes(tmp_path)) == ["step-00000001", "step-00000002", "step-00000003"]
-    _flip(tmp_path / "step-00000003" / FROZEN)
+        assert ckpt.resume(Job().state).step == 4
+    assert list(inodes(tmp_path)) == [f"step-{number:08d}" for number in (1, 2, 3, 4)]
+    _flip(tmp_path / "step-00000004" / FROZEN)
     with Checkpointer(tmp_path, config()) as ckpt, pytest.raises(NoValidCheckpointError):
         ckpt.resume(Job().state)
 
@@ -284,6 +290,126 @@ def test_shared_files_cannot_be_written_to_by_mistake(tmp_path):
             ckpt.save(number, job.state).result()
     assert (tmp_path / "step-00000002" / FROZEN).stat().st_mode & 0o222 == 0
     assert (tmp_path / "step-00000002" / "optimizer.pt").stat().st_mode & 0o200
+
+
+def test_what_was_found_of_the_numbers_is_not_said_again_under_other_settings(tmp_path):
+    """An alarm is looked at again: what a user accepts, or ignores, or turns off, marks no later checkpoint."""
+    job = Job()
+    with torch.no_grad():
+        job.model.base.weight[0, 0] = math.nan
+    with Checkpointer(tmp_path, CheckpointConfig()) as ckpt:
+        assert [ckpt.save(number, job.state).result().marked for number in (1, 2)] == [True, True]
+    for number, health in enumerate((Health(ignore=("base.weight",)), Health(action="off")), start=3):
+        with Checkpointer(tmp_path, CheckpointConfig(health=health)) as ckpt:
+            ckpt.resume(job.state, step=number - 1)
+            assert not ckpt.save(number, job.state).result().marked
+    with Checkpointer(tmp_path, CheckpointConfig()) as ckpt:
+        ckpt.resume(job.state, step=4)
+        assert ckpt.save(5, job.state).result().marked
+
+
+def test_a_jump_that_was_accepted_is_none_any_more(tmp_path):
+    """Frozen weights a hundred times as large: marked once, and then the state to go on from."""
+    job = Job()
+    with Checkpointer(tmp_path, CheckpointConfig(health=Health(norm_jump=10.0))) as ckpt:
+        assert not ckpt.save(1, job.state).result().marked
+        job.model.base.weight.data.mul_(100)
+        assert ckpt.save(2, job.state).result().marked
+        ckpt.resume(job.state, step=2)
+        assert [ckpt.save(number, job.state).result().marked for number in (3, 4)] == [False, False]
+    assert inodes(tmp_path)["step-00000004"] == inodes(tmp_path)["step-00000003"]
+
+
+def test_memory_is_watched_also_where_nothing_is_written(tmp_path):
+    """``recheck`` is turned on at a later start: a frozen weight that changes by itself is noticed."""
+    job = Job()
+    with Checkpointer(tmp_path, CheckpointConfig()) as ckpt:
+        ckpt.save(1, job.state).result()
+    with Checkpointer(tmp_path, CheckpointConfig(health=Health(recheck=True))) as ckpt:
+        ckpt.resume(job.state)
+        assert [ckpt.save(number, job.state).result().marked for number in (2, 3)] == [False, False]
+        ctypes.memset(job.model.base.weight.data_ptr() + 4000, 5, 4)
+        assert ckpt.save(4, job.state).result().marked
+
+
+def test_a_file_that_is_edited_after_the_resume_is_not_shared(tmp_path):
+    """It was verified then, and is another one by the time of the first save."""
+    job = Job()
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(1, job.state).result()
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.resume(job.state)
+        with (tmp_path / "step-00000001" / FROZEN).open("r+b") as file:
+            file.seek(9000)
+            file.write(b"x")
+        ckpt.save(2, job.state).result()
+    verify(tmp_path / "step-00000002", read_manifest(tmp_path / "step-00000002"))
+
+
+def test_full_every_counts_over_restarts(tmp_path):
+    """A job that is preempted after every other save."""
+    job = Job()
+    for start in range(4):
+        with Checkpointer(tmp_path, config(full_every=3)) as ckpt:
+            ckpt.resume(job.state)
+            for number in (2 * start, 2 * start + 1):
+                ckpt.save(number, job.state).result()
+    found = list(inodes(tmp_path).values())
+    assert [found.index(inode) for inode in found] == [0, 0, 0, 3, 3, 3, 6, 6]
+
+
+def test_a_disk_needs_no_room_for_what_is_not_written(tmp_path):
+    """The check before a save counts what will be written."""
+    if os.getuid():
+        pytest.skip("needs root to mount a tmpfs")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2500k", "tmpfs", folder], check=True, timeout=20)
+    try:
+        job = Job()
+        with Checkpointer(folder, config(keep=2)) as ckpt:
+            for number in range(1, 5):
+                ckpt.save(number, job.state).result()
+    finally:
+        subprocess.run(["umount", folder], check=True, timeout=20)
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOTTY, errno.EMLINK, errno.EEXIST, errno.ENOTSUP, errno.EPERM])
+def test_a_link_that_is_refused_for_whatever_reason_is_made_up_for(tmp_path, monkeypatch, error):
+    """Odd file systems have odd answers: the file is copied, or written."""
+    job, link = Job(), os.link
+
+    def refuse(source, target, **more):
+        if str(source).startswith("/proc/"):
+            raise OSError(error, os.strerror(error))
+        return link(source, target, **more)
+
+    monkeypatch.setattr(os, "link", refuse)
+    with Checkpointer(tmp_path, config()) as ckpt:
+        for number in range(1, 4):
+            ckpt.save(number, job.state).result()
+    for number in range(1, 4):
+        verify(tmp_path / f"step-{number:08d}", read_manifest(tmp_path / f"step-{number:08d}"))
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002", "model.safetensors.index"])
+def test_names_that_a_shard_may_need_are_refused(tmp_path, name):
+    """Only beside the item that may need them."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        with pytest.raises(StateError, match="may need a file of this name"):
+            ckpt.save(1, {"model": Model(), name: {"a": 1}})
+        ckpt.save(1, {"other": Model(), name: {"a": 1}}).result()
+
+
+def test_what_a_deletion_frees_is_counted_once(tmp_path):
+    """A file of which all names go is freed; one that has another name is not."""
+    job = Job()
+    with Checkpointer(tmp_path, config(full_every=3)) as ckpt:
+        for number in range(1, 6):
+            ckpt.save(number, job.state).result()
+    command = [sys.executable, "-m", "safe_ckpt.cli", "gc", str(tmp_path), "--keep-last", "1"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stderr
+    assert re.search(r"1 kept; 1\.4\d* MiB freed|1 kept; 1\.\d MiB freed", said), said
 
 
 # ------------------------------------------------------------------ random programs

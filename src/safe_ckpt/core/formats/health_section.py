@@ -69,5 +69,6 @@ _CHECKS: Mapping[str, Callable[[Any], None]] = {
     "learnt": _check_learnt,
     "hashes": _check_hashes,
     "layout": _check_text,
+    "ignored": _check_text,
     "largest": _check_text,
 }

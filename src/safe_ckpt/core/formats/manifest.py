@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
+from safe_ckpt.core.formats.bounded_json import MOST_BYTES, parse_json
 from safe_ckpt.core.formats.health_section import checked_health
 from safe_ckpt.core.formats.zip_archive import COMMENT_BYTES, COMMENT_PREFIX
 from safe_ckpt.core.storage import presence
@@ -39,33 +40,6 @@ from safe_ckpt.errors import (
     StateError,
     UnsupportedFormatError,
 )
-
-MOST_BYTES = 64 << 20
-_MOST_VALUES = 3_000_000  # each takes some 60 to 100 bytes in memory
-
-
-def parse_json(text: bytes) -> Any:
-    """Parse it.
-
-    Raises:
-        ValueError: it is no JSON, has one key twice in one object, or is larger than any checkpoint needs.
-    """
-    if len(text) > MOST_BYTES:
-        raise ValueError(f"{len(text)} bytes are too many")
-    if sum(text.count(mark) for mark in (b",", b"[", b"{")) > _MOST_VALUES:
-        raise ValueError(f"more than {_MOST_VALUES} values are too many")
-    try:
-        return json.loads(text, object_pairs_hook=_without_twins)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        raise ValueError("a key stands in it twice")
-    return values
-
 
 FORMAT = "safe_ckpt"
 FORMAT_VERSION = 1
@@ -92,12 +66,21 @@ def versions() -> Mapping[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """One file of a checkpoint directory. ``path`` is relative to it, with forward slashes."""
+    """One file of a checkpoint directory.
+
+    Attributes:
+        path: relative to it, with forward slashes.
+        size_bytes: its length.
+        xxh3_128: of its bytes.
+        rank: which one wrote it.
+        age: how many saves ago it was written; it is one file with that of the checkpoints since.
+    """
 
     path: str
     size_bytes: int
     xxh3_128: str
     rank: int
+    age: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +114,7 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """As JSON-able data, without digest."""
         facts = {key: value for key, value in vars(self).items() if key != "files"}
-        files = [vars(entry) for entry in self.files]
+        files = [{key: value for key, value in vars(entry).items() if key != "age" or value} for entry in self.files]
         return {"format": FORMAT, "format_version": FORMAT_VERSION, **facts, "files": files}
 
     def to_bytes(self) -> bytes:
@@ -407,7 +390,8 @@ def _entry(row: Any, path: str) -> FileEntry:
         raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=f"a damaged digest for {name!r}")
     if not 0 <= _typed(size, int) < 1 << 62:
         raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=f"an impossible size for {name!r}")
-    return FileEntry(path=name, size_bytes=size, xxh3_128=digest, rank=_typed(rank, int))
+    age = _typed(row.get("age", 0), int)
+    return FileEntry(path=name, size_bytes=size, xxh3_128=digest, rank=_typed(rank, int), age=age)
 
 
 def _number(value: Any) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
 from safe_ckpt.core.health.regions import Region
 
 if TYPE_CHECKING:
@@ -94,8 +96,8 @@ class Expectation:
         if self.norm_jump is not None and self.norm and facts["norm"] > self.norm_jump * self.norm:
             jump = min(facts["norm"] / self.norm, _LARGEST)
         found = {**facts, "sick": alarms[:_MOST_ROWS], "sick_tensors": len(alarms), "jump": jump, "learnt": learnt}
-        found |= {"changed": changed[:_MOST_ROWS], "hashes": dict(hashes)}
-        return {key: value for key, value in found.items() if value not in (None, [], {}, 0)}
+        found |= {"changed": changed[:_MOST_ROWS], "hashes": dict(hashes), "ignored": digest_of_patterns(self.ignored)}
+        return {key: value for key, value in found.items() if value not in (None, [], {}, 0, "")}
 
     def _alarms(
         self, facts: Mapping[str, Any], sick: Sequence[Mapping[str, Any]]
@@ -117,6 +119,11 @@ class Expectation:
             else:
                 alarms.append({key: value for key, value in row.items() if key != "pattern"})
         return alarms, learnt
+
+
+def digest_of_patterns(patterns: Sequence[str]) -> str:
+    """Tells whether two files were looked at alike; "" for no patterns."""
+    return xxhash.xxh3_64("\n".join(patterns).encode()).hexdigest() if patterns else ""
 
 
 def _is_of_optimizer(name: str) -> bool:

@@ -300,19 +300,23 @@ class CommitProtocol:
     def _link_shared(self) -> list[WrittenFile]:
         """Give files of a checkpoint before a further name; copy them where there are no such names."""
         job, folder = self._job, str(self._job.folder)
-        linked = [(one, one.link(folder)) for one in job.shared]
-        done = [written for _, written in linked if written is not None]
-        left = [one for one, written in linked if written is None]
+        outcomes = [(one, one.link(f"{folder}/{one.path}")) for one in job.shared]
+        done = [one.written(f"{folder}/{one.path}", linked=True) for one, how in outcomes if how == "linked"]
+        left = [one for one, how in outcomes if how != "linked"]
         if not left:
             return done
-        if job.unchanged is not None and isinstance(job.workspace, Workspace):
+        if (
+            any(how == "never" for _, how in outcomes)
+            and job.unchanged is not None
+            and isinstance(job.workspace, Workspace)
+        ):
             job.unchanged.no_links(job.workspace.path)
         copies = [FileCopy(source=one.source, path=f"{folder}/{one.path}", stamp=one.stamp) for one in left]
         for one, copy in zip(left, self._run_writer(copies=copies), strict=True):
             if copy.xxh3_128 != one.before.xxh3_128:
                 cause = f"{one.path} was to be taken from {one.before.sources[0]}, whose bytes are not those that were written"
                 raise SaveError(name=job.name, cause=cause, rank=self._rank, phase="write")
-            done.append(one.written(copy.path))
+            done.append(one.written(copy.path, linked=False))
         return done
 
     def _refuse_changed(self, copies: Sequence[FileCopy]) -> None:
@@ -331,7 +335,8 @@ class CommitProtocol:
 
     def _entry(self, result: WrittenFile) -> dict[str, Any]:
         path = result.path.removeprefix(f"{self._job.folder}/")
-        return {"path": path, "size_bytes": result.size_bytes, "xxh3_128": result.xxh3_128, "rank": self._rank}
+        facts = {"size_bytes": result.size_bytes, "xxh3_128": result.xxh3_128, "age": result.age}
+        return {"path": path, "rank": self._rank, **facts}
 
     def _look_around(self) -> None:
         self._give_up()

@@ -329,7 +329,7 @@ class Engine:
             decision: dict[str, Any] = self.agree(
                 "save",
                 must_match={"step": request.facts.step, "path": request.destination.path, **request.must_match},
-                local=lambda: answer(request, earlier, self.rank),
+                local=lambda: answer(request, earlier, self.rank, self.unchanged),
                 decide=lambda answers: decide(request, answers, busy=busy),
                 phase="planning the save",
             )

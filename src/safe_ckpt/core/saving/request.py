@@ -16,6 +16,7 @@ from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import Manifest
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.staging.streamed_files import FileStream
+from safe_ckpt.core.staging.unchanged import UnchangedFiles
 from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.core.storage.objects.place import Place
@@ -243,13 +244,16 @@ class SaveRequest:
         return self.destination.path.name
 
 
-def answer(request: SaveRequest, earlier: tuple[str, SafeCheckpointError] | None, rank: int) -> dict[str, Any]:
+def answer(
+    request: SaveRequest, earlier: tuple[str, SafeCheckpointError] | None, rank: int, unchanged: UnchangedFiles
+) -> dict[str, Any]:
     """What a rank answers: how much it will write, and which earlier failure it knows of.
 
     Args:
         request: this rank's own.
         earlier: the ``op_id`` and the error of a save that failed and was not reported yet; None for none.
         rank: this rank.
+        unchanged: knows what probably need not be written.
 
     Raises:
         Exception: why it cannot plan its content.
@@ -259,7 +263,10 @@ def answer(request: SaveRequest, earlier: tuple[str, SafeCheckpointError] | None
     failure = None
     if earlier is not None:
         failure = {"op_id": earlier[0], "error": to_wire(earlier[1], rank=rank, phase="save")}
-    return {"bytes": request.content.new_bytes, "writes": request.content.writes, "earlier": failure}
+    root, spared = request.destination.workspace, 0
+    if isinstance(root, Workspace):
+        spared = unchanged.spared_bytes(request.content.files, root.path, request.facts.unexamined)
+    return {"bytes": request.content.new_bytes - spared, "writes": request.content.writes, "earlier": failure}
 
 
 def decide(request: SaveRequest, answers: Mapping[int, Any], *, busy: bool) -> dict[str, Any]:

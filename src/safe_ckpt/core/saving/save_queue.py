@@ -32,7 +32,7 @@ from safe_ckpt.core.saving.object_publication import ObjectPublication
 from safe_ckpt.core.saving.request import Root, SaveRequest
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.worker_thread import Background, Refused
-from safe_ckpt.core.storage.durable import occupied_bytes
+from safe_ckpt.core.storage.durable import freed_bytes
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.transfer.mirror import Mirror
@@ -257,10 +257,9 @@ class SaveQueue:
         to_delete = self._due(root, decision.to_delete)
         if to_delete:
             root.confirm()
-        sizes = {
-            path: occupied_bytes(path) if isinstance(path, Path) else decision.sizes.get(path, 0) for path in to_delete
-        }
+        freed = freed_bytes(path for path in to_delete if isinstance(path, Path))
         gone = root.discard(to_delete)
+        freed += sum(decision.sizes.get(path, 0) for path in gone)
         if self.mirror is not None and isinstance(root, Workspace):
             self.mirror.deleted(gone, root)
         for path in gone:
@@ -271,7 +270,7 @@ class SaveQueue:
                 kept=tuple(decision.kept[-_NAMES_REPORTED:]),
                 kept_count=len(decision.kept),
                 removed=tuple(str(path) for path in gone),
-                freed_bytes=sum(sizes[path] for path in gone),
+                freed_bytes=freed if gone else 0,
                 seconds=time.monotonic() - begun,
             )
         )

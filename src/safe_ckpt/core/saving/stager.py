@@ -49,7 +49,7 @@ class Stager:
         self._aside = Background("safe_ckpt-copy", _call)
         self._helper = Background("safe_ckpt-help", _call)
         self._known = KnownCopies()
-        self.unchanged = UnchangedFiles(share=config.unchanged.share, full_every=config.unchanged.full_every)
+        self.unchanged = UnchangedFiles(config.unchanged, config.health, rank)
         self._last: weakref.ref[StagingCopy] | None = None  # the one that was put in last
         self._giving_back = threading.Lock()
         self._closed = False
@@ -120,7 +120,8 @@ class Stager:
         job.files = job.request.content.files
         if isinstance(job.workspace, Workspace):
             job.unchanged = self.unchanged
-            job.files, job.shared = self.unchanged.find(job.files, job.workspace.path)
+            unexamined = job.request.facts.unexamined
+            job.files, job.shared = self.unchanged.find(job.files, job.workspace.path, unexamined)
 
     def copy(self, job: SaveJob) -> None:
         """Copy now what may change; the rest on a thread, behind the gate. Without a buffer wait until all is written."""

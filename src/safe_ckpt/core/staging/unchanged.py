@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
+from safe_ckpt.config import Health, Unchanged
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.health.verdict import ITSELF
+from safe_ckpt.core.health.verdict import ITSELF, digest_of_patterns, is_sick
 from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.durable import WrittenFile, link_open_file
 from safe_ckpt.core.storage.presence import opened
@@ -48,6 +49,7 @@ class Before:
         size_bytes: its length.
         xxh3_128: of its bytes.
         health: what was found of its numbers.
+        age: how many saves ago it was written.
         repeated: whether the save before had the same bytes; None where that is not known.
         fruitless: how many saves before it shared none of them, either.
     """
@@ -57,6 +59,7 @@ class Before:
     xxh3_128: str
     stamp: Stamp | None = None
     health: Mapping[str, Any] | None = None
+    age: int = 0
     repeated: bool | None = None
     fruitless: int = 0
 
@@ -68,16 +71,18 @@ class SharedFile:
         path: relative to the checkpoint.
         before: what it is.
         fd: of the old file; closed by ``close``.
+        examined: whether what was found of its numbers is said again.
 
     Attributes:
         path: as given.
         before: as given.
     """
 
-    def __init__(self, path: str, before: Before, fd: int) -> None:
+    def __init__(self, path: str, before: Before, fd: int, *, examined: bool = True) -> None:
         self.path = path
         self.before = before
         self._fd = fd
+        self._examined = examined
 
     @property
     def source(self) -> str:
@@ -89,22 +94,21 @@ class SharedFile:
         """Of the old file now."""
         return Stamp.of(os.fstat(self._fd))
 
-    def link(self, folder: str) -> WrittenFile | None:
-        """Give the old file a further name in ``folder``, a directory that the caller makes durable.
+    def link(self, path: str) -> str:
+        """Give the old file a further name, in a directory that the caller makes durable. See ``link_open_file``."""
+        return link_open_file(self._fd, path)
 
-        Returns:
-            What is there then; None where the file system has no further names for it.
-
-        Raises:
-            OSError: any other reason.
-        """
-        path = f"{folder}/{self.path}"
-        return self.written(path) if link_open_file(self._fd, path) else None
-
-    def written(self, path: str) -> WrittenFile:
-        """What stands at ``path``."""
-        size, digest, health = self.before.size_bytes, self.before.xxh3_128, self.before.health
-        return WrittenFile(path=path, size_bytes=size, xxh3_128=digest, health=health, shared_bytes=size)
+    def written(self, path: str, *, linked: bool) -> WrittenFile:
+        """What stands at ``path``, as a further name or as a copy."""
+        before = self.before
+        return WrittenFile(
+            path=path,
+            size_bytes=before.size_bytes,
+            xxh3_128=before.xxh3_128,
+            health=before.health if self._examined else None,
+            shared_bytes=before.size_bytes if linked else 0,
+            age=before.age + 1 if linked else 0,
+        )
 
     def close(self) -> None:
         """Give the descriptor back."""
@@ -120,40 +124,64 @@ class UnchangedFiles:
     """What one rank knows of the files that it wrote last.
 
     Args:
-        full_every: of so many saves one writes everything anew; None for none.
-        share: whether files are shared at all.
+        settings: whether files are shared.
+        health: how numbers are looked at.
+        rank: this rank.
     """
 
-    def __init__(self, *, share: bool = True, full_every: int | None = None) -> None:
-        self._share = share
-        self._full_every = full_every
+    def __init__(self, settings: Unchanged, health: Health, rank: int) -> None:
+        self._settings = settings
+        self._health = health
+        self._rank = rank
         self._saves: dict[Path, int] = {}
         self._known: dict[tuple[Path, str], Before] = {}
-        self._resumed: tuple[Path, Path] | None = None
         self._impossible: set[Path] = set()
 
     def recall(self, root: Path, checkpoint: Path) -> None:
-        """Training goes on from this checkpoint of the directory ``root``, which was verified. Looked at when it is needed."""
+        """Training goes on from this checkpoint of the directory ``root``, which was verified a moment ago."""
         self._known = {key: before for key, before in self._known.items() if key[0] != root}
-        self._resumed = root, checkpoint
+        if not self._settings.share:
+            return
+        try:
+            manifest = read_manifest(checkpoint)
+        except (OSError, SafeCheckpointError) as error:
+            logger.info("%s: its manifest cannot be read again, so all is written anew: %s", checkpoint, error)
+            return
+        health = manifest.health.get("files", {})
+        for entry in manifest.files:
+            # Files of other ranks are not this rank's to share, and many ranks must not look at all files.
+            if entry.rank == self._rank and entry.size_bytes >= LEAST_BYTES:
+                self._known[root, entry.path] = Before(
+                    sources=(checkpoint / entry.path,),
+                    stamp=_stamp(checkpoint / entry.path),
+                    size_bytes=entry.size_bytes,
+                    xxh3_128=entry.xxh3_128,
+                    health=health.get(entry.path),
+                    age=entry.age,
+                )
 
-    def find(self, plans: Sequence[FilePlan], root: Path) -> tuple[list[FilePlan], list[SharedFile]]:
+    def spared_bytes(self, plans: Iterable[FilePlan], root: Path, unexamined: Sequence[str] = ()) -> int:
+        """How much of these probably need not be written. See ``find``."""
+        return sum(plan.total_bytes for plan in plans if self._candidate(plan, root, unexamined) is not None)
+
+    def find(
+        self, plans: Sequence[FilePlan], root: Path, unexamined: Sequence[str] = ()
+    ) -> tuple[list[FilePlan], list[SharedFile]]:
         """Tell what is to be written from what is there already. On the thread that trains, before it may change the tensors.
 
         Args:
             plans: of the files of one save.
             root: the directory of its checkpoint.
+            unexamined: patterns of names of tensors of which the numbers are not looked at, besides those of the settings.
 
         Returns:
             What is to be written, and what is not.
         """
-        number = self._saves[root] = self._saves.get(root, 0) + 1
-        if not self._share or root in self._impossible or (self._full_every and number % self._full_every == 0):
-            return list(plans), []
+        self._saves[root] = self._saves.get(root, 0) + 1
         left: list[FilePlan] = []
         shared: list[SharedFile] = []
         for plan in plans:
-            one = self._look(plan, root)
+            one = self._look(plan, root, unexamined)
             if one is None:
                 left.append(plan)
             else:
@@ -164,9 +192,9 @@ class UnchangedFiles:
         """See ``WriteTask.earlier``. Where nothing was shared for a while it is tried now and then only: it costs a hash."""
         known, number = self._known.get((root, path)), self._saves.get(root, 0)
         fruitless = known is not None and known.fruitless >= _PATIENCE and number % _AGAIN > 1
-        if not self._share or fruitless:
+        if not self._settings.share or fruitless:
             return None
-        if known is None or (self._full_every and number % self._full_every == 0):
+        if known is None or self._is_old(known):
             return ""
         return str(known.sources[0])
 
@@ -193,56 +221,47 @@ class UnchangedFiles:
                 size_bytes=file.size_bytes,
                 xxh3_128=file.xxh3_128,
                 health=file.health,
+                age=file.age or (before.age + 1 if before is not None and file.shared_bytes else 0),
                 repeated=same if before is not None else None,
                 fruitless=before.fruitless + 1 if before is not None and not file.shared_bytes else 0,
             )
         self._known = {key: value for key, value in self._known.items() if key[0] != root} | found
-        if self._resumed is not None and self._resumed[0] == root:
-            self._resumed = None
 
     def no_links(self, root: Path) -> None:
         """The file system of ``root`` has no further names for files: from now on everything is written."""
         self._impossible.add(root)
 
-    def _look(self, plan: FilePlan, root: Path) -> SharedFile | None:
-        before = self._before(plan, root) if _can_be_hashed(plan) else None
-        if before is None or before.size_bytes != plan.length:
+    def _candidate(self, plan: FilePlan, root: Path, unexamined: Sequence[str]) -> Before | None:
+        """What a file probably is."""
+        before = self._known.get((root, plan.path)) if _can_be_hashed(plan) else None
+        if before is None or before.size_bytes != plan.length or not self._settings.share or root in self._impossible:
             return None
         probably = plan.frozen if before.repeated is None else before.repeated
-        fd = _open(before) if probably else None
-        if fd is None:
+        fits = probably and not self._is_old(before) and self._is_known_well(before, unexamined)
+        return before if fits else None
+
+    def _is_old(self, before: Before) -> bool:
+        return self._settings.full_every is not None and before.age + 1 >= self._settings.full_every
+
+    def _is_known_well(self, before: Before, unexamined: Sequence[str]) -> bool:
+        """Whether what was found of its numbers is what would be found now. An alarm is not said again without a look."""
+        if self._health.action == "off":
+            return True
+        known = before.health
+        if known is None or is_sick(known) or (self._health.recheck and "hashes" not in known):
+            return False
+        return bool(known.get("ignored", "") == digest_of_patterns((*self._health.ignore, *unexamined)))
+
+    def _look(self, plan: FilePlan, root: Path, unexamined: Sequence[str]) -> SharedFile | None:
+        before = self._candidate(plan, root, unexamined)
+        fd = _open(before) if before is not None else None
+        if fd is None or before is None:
             return None
-        one = SharedFile(plan.path, before, fd)
+        one = SharedFile(plan.path, before, fd, examined=self._health.action != "off")
         if digest_of(plan) == before.xxh3_128:
             return one
         one.close()
         return None
-
-    def _before(self, plan: FilePlan, root: Path) -> Before | None:
-        if self._resumed is not None and self._resumed[0] == root and plan.frozen:
-            (_, checkpoint), self._resumed = self._resumed, None
-            self._known |= _of_checkpoint(root, checkpoint)
-        return self._known.get((root, plan.path))
-
-
-def _of_checkpoint(root: Path, checkpoint: Path) -> dict[tuple[Path, str], Before]:
-    try:
-        manifest = read_manifest(checkpoint)
-    except (OSError, SafeCheckpointError) as error:
-        logger.info("%s: its manifest cannot be read again, so all is written anew: %s", checkpoint, error)
-        return {}
-    health = manifest.health.get("files", {})
-    return {
-        (root, entry.path): Before(
-            sources=(checkpoint / entry.path,),
-            stamp=_stamp(checkpoint / entry.path),
-            size_bytes=entry.size_bytes,
-            xxh3_128=entry.xxh3_128,
-            health=health.get(entry.path),
-        )
-        for entry in manifest.files
-        if entry.size_bytes >= LEAST_BYTES
-    }
 
 
 def _stamp(path: Path) -> Stamp | None:

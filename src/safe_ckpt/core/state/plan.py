@@ -23,7 +23,8 @@ from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, 
 
 _NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}$")
 _SMALL_PARTS = 4 << 20
-_OF_SEVERAL = re.compile(r"(\.rank\d{5,}|-\d{5}-of-\d{5})$")
+_OF_A_RANK = re.compile(r"\.rank\d{5,}$")
+_OF_SHARDS = re.compile(r"^(.+?)(-\d{5}-of-\d{5}|\.safetensors\.index)$")
 SHARDED = "sharded"
 
 
@@ -156,12 +157,16 @@ def check_names(state: Mapping[str, Any]) -> None:
         StateError: naming the name.
     """
     for name in state:
-        fits = isinstance(name, str) and _NAME.match(name) and not _OF_SEVERAL.search(name)
+        fits = isinstance(name, str) and _NAME.match(name) and not _OF_A_RANK.search(name)
         if not fits or name == Path(MANIFEST_NAME).stem:
             message = (
                 "a name becomes a file name: use letters, digits and _ . + = - "
-                "(but neither 'manifest' nor an end like '.rank00000' or '-00001-of-00002')"
+                "(but neither 'manifest' nor an end like '.rank00000')"
             )
+            raise StateError(key=f"state[{name!r}]", message=message)
+        shard = _OF_SHARDS.match(name)
+        if shard is not None and shard.group(1) in state:
+            message = f"state[{shard.group(1)!r}] may need a file of this name: take another name"
             raise StateError(key=f"state[{name!r}]", message=message)
     folded = [name.casefold() for name in state]
     if len(set(folded)) != len(folded):

@@ -15,10 +15,10 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safe_ckpt.core.storage.presence import opened
 from safe_ckpt.errors import NotEnoughSpaceError
@@ -28,6 +28,7 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 # The errors of a call that did nothing. An EIO, or a lost connection, may come from a server that has done it.
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV, errno.ENOTTY)
+_NO_LINKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV)
 _NO_LINK = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK, errno.EINVAL)
 
 
@@ -41,6 +42,7 @@ class WrittenFile:
         xxh3_128: of the whole file.
         health: what was found of its numbers; None where they were not looked at.
         shared_bytes: how many of its bytes were not written, because another file has them.
+        age: how many saves ago it was written, if all of it is another file.
     """
 
     path: str
@@ -48,6 +50,7 @@ class WrittenFile:
     xxh3_128: str
     health: Mapping[str, Any] | None = None
     shared_bytes: int = 0
+    age: int = 0
 
 
 def sync_directory(path: str) -> None:
@@ -294,14 +297,15 @@ def link_or_copy(existing: Path, staged: Path) -> None:
         sync_file(staged)
 
 
-def link_open_file(fd: int, path: str) -> bool:
+def link_open_file(fd: int, path: str) -> Literal["linked", "not this one", "never"]:
     """Give the file that is open as ``fd`` a further name. Nobody may write to it from then on, under any of its names.
 
     Returns:
-        Whether it has it; False where there are no hard links, or no more of them, or the file's last name is gone.
+        Whether it has it. "never": its file system has no hard links. "not this one": this file gets none, because its last
+        name is gone, it has too many, or it is another user's.
 
     Raises:
-        OSError: any other reason, such as a full disk.
+        OSError: the disk is full or cannot be written to.
     """
     with contextlib.suppress(OSError):  # who is not the owner cannot, and root is not kept from writing
         os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~0o222)
@@ -309,10 +313,11 @@ def link_open_file(fd: int, path: str) -> bool:
         # With a descriptor, which counts for nothing here, ``os.link`` follows the link to the file; else it does not.
         os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
     except OSError as error:
-        if error.errno not in (*_NO_LINK, errno.EMLINK, errno.ENOENT, errno.EACCES):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise
-        return False
-    return True
+        ours = os.fstat(fd).st_uid == os.geteuid()
+        return "never" if error.errno in _NO_LINKS or (error.errno == errno.EPERM and ours) else "not this one"
+    return "linked"
 
 
 def remove_tree(path: Path) -> None:
@@ -367,15 +372,16 @@ def require_space(path: Path, needed_bytes: int, why: str) -> None:
         )
 
 
-def occupied_bytes(path: Path) -> int:
-    """How much deleting ``path`` gives back: not what has another name besides. 0 where that is not known; never raises."""
-    try:
-        if path.is_symlink() or not path.is_dir():
-            return _own_bytes(os.lstat(path))
-        return sum(_own_bytes(entry.lstat()) for entry in path.rglob("*"))
-    except OSError:
-        return 0
-
-
-def _own_bytes(stat: os.stat_result) -> int:
-    return stat.st_size if stat.st_nlink == 1 else 0  # a directory has several
+def freed_bytes(paths: Iterable[Path]) -> int:
+    """How much deleting all of these gives back: not what has another name besides. What is unknown counts 0; never raises."""
+    names: dict[tuple[int, int], int] = {}
+    total = 0
+    for path in paths:
+        with contextlib.suppress(OSError):
+            files = path.rglob("*") if path.is_dir() and not path.is_symlink() else [path]
+            for status in map(os.lstat, files):
+                identity = status.st_dev, status.st_ino
+                names[identity] = names.get(identity, 0) + 1
+                if not stat.S_ISDIR(status.st_mode) and names[identity] == status.st_nlink:
+                    total += status.st_size
+    return total

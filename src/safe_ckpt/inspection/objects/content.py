@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from safe_ckpt.core.directory.object_folders import in_parallel
-from safe_ckpt.core.formats.manifest import FileEntry, Manifest, parse_json
+from safe_ckpt.core.formats.bounded_json import parse_json
+from safe_ckpt.core.formats.manifest import FileEntry, Manifest
 from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.inspection.content import stem_of
