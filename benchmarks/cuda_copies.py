@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from safe_ckpt import CheckpointConfig, Checkpointer
+from safe_ckpt import CheckpointConfig, Checkpointer, Unchanged
 
 GIB = 1 << 30
 WIDTH, HEADS, TOKENS = 1024, 16, 512
@@ -127,7 +127,7 @@ def measure(snapshot: str, options: argparse.Namespace, folder: Path) -> dict[st
     training = Transformer(options.mebibytes, options.batch, torch.device(options.device))
     training.step()
     state = {"model": training.model, "optimizer": training.optimizer}
-    with Checkpointer(folder / snapshot, CheckpointConfig(snapshot=snapshot)) as ckpt:
+    with Checkpointer(folder / snapshot, CheckpointConfig(unchanged=Unchanged(share=False), snapshot=snapshot)) as ckpt:
         ckpt.prepare(state)
         for _ in range(WARM_UP):
             training.step()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from safe_ckpt import CheckpointConfig, Checkpointer, Health, Retention
+from safe_ckpt import CheckpointConfig, Checkpointer, Health, Retention, Unchanged
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -25,7 +25,7 @@ def measure(folder: Path, dtype: str, mib: int, rounds: int) -> dict[str, float]
     """Medians of each pipeline, and their ratios."""
     count = mib * (1 << 20) // 16 // getattr(torch, dtype).itemsize
     state = {"t": {str(number): torch.randn(count).to(getattr(torch, dtype)) for number in range(16)}}
-    usual = CheckpointConfig(retention=Retention(keep_last=1), snapshot="eager")
+    usual = CheckpointConfig(unchanged=Unchanged(share=False), retention=Retention(keep_last=1), snapshot="eager")
     off = dataclasses.replace(usual, health=Health(action="off"))
     calls: dict[str, list[float]] = {"on": [], "off": []}
     durables: dict[str, list[float]] = {"on": [], "off": []}

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from safe_ckpt import CheckpointConfig, Checkpointer, Retention
+from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Unchanged
 from safe_ckpt.testing import spawn_ranks, values
 
 SAVES = 7
@@ -29,7 +29,7 @@ CONFIG = {"retention": Retention(keep_last=1)}
 def calls(folder: Path, state: dict[str, Any], snapshot: str, forward_s: float, step: Any = None) -> list[float]:
     """Seconds of call and gate of each save; the first one plans. ``forward_s`` passes before the step comes to the gate."""
     found = []
-    with Checkpointer(folder, CheckpointConfig(snapshot=snapshot, **CONFIG)) as ckpt:
+    with Checkpointer(folder, CheckpointConfig(unchanged=Unchanged(share=False), snapshot=snapshot, **CONFIG)) as ckpt:
         ckpt.prepare(state)
         time.sleep(forward_s)
         for number in range(SAVES):

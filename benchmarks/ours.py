@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from backends import Way
 
-from safe_ckpt import CheckpointConfig, Checkpointer
+from safe_ckpt import CheckpointConfig, Checkpointer, Unchanged
 from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.job import SaveHandle
@@ -23,7 +23,7 @@ class Directory(Way):
     _handle: SaveHandle
 
     def __init__(self, snapshot: Any) -> None:
-        self._config = CheckpointConfig(snapshot=snapshot)
+        self._config = CheckpointConfig(unchanged=Unchanged(share=False), snapshot=snapshot)
 
     def open(self) -> None:
         self._ckpt = Checkpointer(self.folder / "checkpoints", self._config)
@@ -59,7 +59,7 @@ class SingleFile(Way):
     _path: Path
 
     def __init__(self, snapshot: Any) -> None:
-        self._config = CheckpointConfig(snapshot=snapshot)
+        self._config = CheckpointConfig(unchanged=Unchanged(share=False), snapshot=snapshot)
 
     def open(self) -> None:
         self._engine = Engine(self._config)
@@ -99,7 +99,7 @@ class Accelerated(Way):
     """``accelerator.save_state`` of a registered Accelerator."""
 
     def __init__(self, snapshot: Any) -> None:
-        self._config = CheckpointConfig(snapshot=snapshot)
+        self._config = CheckpointConfig(unchanged=Unchanged(share=False), snapshot=snapshot)
 
     def open(self) -> None:
         from accelerate import Accelerator

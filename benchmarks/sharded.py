@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from safe_ckpt import CheckpointConfig, Checkpointer, Retention
+from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Unchanged
 from safe_ckpt.core.storage.reader import drop_cache
 from safe_ckpt.testing import spawn_ranks, values
 
@@ -81,7 +81,9 @@ def measure(rank: int, folder: Path, layers: int, width: int, rounds: int) -> di
     def note(name: str, seconds: float) -> None:
         found.setdefault(name, []).append(seconds)
 
-    with Checkpointer(folder / "ours", CheckpointConfig(retention=Retention(keep_last=1))) as ckpt:
+    with Checkpointer(
+        folder / "ours", CheckpointConfig(unchanged=Unchanged(share=False), retention=Retention(keep_last=1))
+    ) as ckpt:
         ckpt.prepare(state)
         for number in range(rounds + 1):
             first = " (first)" if number == 0 else ""
