@@ -125,6 +125,9 @@ examples: .venv/ready  ## run every example, twice where it resumes
 	EPOCHS=4 $(ACCELERATE) examples/accelerate_digits.py runs/examples/accelerate
 	STEPS=20 $(BIN)/python examples/transformers_tiny.py runs/examples/transformers
 	STEPS=40 $(BIN)/python examples/transformers_tiny.py runs/examples/transformers
+	@for way in plain accelerate lightning transformers; do for steps in 10 20; do \
+	  echo "lora $$way $$steps"; STEPS=$$steps $(BIN)/python -W ignore examples/lora.py runs/examples/lora-$$way $$way || exit 1; done; done
+	$(BIN)/safe-ckpt list runs/examples/lora-plain/checkpoints
 	$(BIN)/safe-ckpt list runs/examples/plain
 	$(BIN)/safe-ckpt list runs/examples/accelerate/checkpoints
 	$(BIN)/safe-ckpt verify runs/examples/plain/step-00000110 runs/examples/lightning/last.ckpt

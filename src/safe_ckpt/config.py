@@ -231,8 +231,8 @@ class Unchanged:
 
     Attributes:
         share: do not write them again: they get a further name (a hard link). What is not trained goes to files of its own.
-        full_every: of so many saves one writes everything anew, so that not all checkpoints depend on the same blocks of the
-            disk; null for none.
+        full_every: what was written so many saves ago is written anew, so that not all checkpoints depend on the same blocks of
+            the disk; null for never.
     """
 
     share: bool = True
