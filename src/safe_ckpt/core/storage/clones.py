@@ -21,7 +21,7 @@ import xxhash
 from safe_ckpt.core.storage.direct_io import PAGE
 
 PIECE_BYTES = 256 << 10
-_FICLONE, _FICLONERANGE = 0x40049409, 0x4020940D  # linux/fs.h
+FICLONE, _FICLONERANGE = 0x40049409, 0x4020940D  # linux/fs.h
 _MOST_FILES = 256
 
 
@@ -138,7 +138,7 @@ def _try(folder: str) -> bool:
     try:
         fds += [os.open(folder, flags, 0o600), os.open(folder, flags, 0o600)]
         os.write(fds[0], bytes(PAGE))
-        fcntl.ioctl(fds[1], _FICLONE, fds[0])
+        fcntl.ioctl(fds[1], FICLONE, fds[0])
     except OSError:
         return False
     finally:

@@ -18,6 +18,7 @@ from typing import Any
 
 import xxhash
 
+from safe_ckpt.core.storage.clones import FICLONE
 from safe_ckpt.core.storage.direct_io import (
     PAGE,
     ProgressReporter,
@@ -33,7 +34,6 @@ from safe_ckpt.core.storage.presence import opened
 _AT_A_TIME = 4
 _CHUNK = 4 << 20
 _OPEN = 256
-_FICLONE = 0x40049409  # linux/fs.h
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +268,7 @@ def _fill(source: int, buffer: memoryview, most: int, at: int) -> int:
 def _clone(source: int, target: int) -> bool:
     """Let the file system share the blocks (btrfs, XFS, and others). Returns whether it did."""
     try:
-        fcntl.ioctl(target, _FICLONE, source)
+        fcntl.ioctl(target, FICLONE, source)
     except OSError:
         return False
     return True
