@@ -113,6 +113,41 @@ def test_the_adapter_alone(tmp_path):
         load_adapter(base(seed=1), tmp_path / "adapter")
 
 
+@pytest.mark.parametrize("name", ["default", "model", "0", "q_proj"])
+@pytest.mark.parametrize("how", ["plain", "all biases", "tied", "compiled"])
+def test_the_base_is_the_same_however_it_is_wrapped(tmp_path, name, how):
+    """Whatever the adapter's name, whether biases are trained, tensors are tied, or layers compiled: it is its own base."""
+    more = {"bias": "all"} if how == "all biases" else {}
+    plain, wrapped = base(), base()
+    expected = base_hash(plain)
+    if how == "compiled":
+        wrapped.model.layers[0] = torch.compile(wrapped.model.layers[0])
+        assert base_hash(wrapped) == expected
+    model = get_peft_model(wrapped, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **more), adapter_name=name)
+    assert base_hash(model) == expected
+    if how == "tied":
+        layers = model.base_model.model.model.layers
+        layers[1].self_attn.q_proj.lora_A[name].weight = layers[0].self_attn.q_proj.lora_A[name].weight
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.01)
+    with Checkpointer(tmp_path / "run", CheckpointConfig()) as ckpt:
+        ckpt.export(model, tmp_path / "adapter", adapters_only=True).result()
+    loaded = load_adapter(base(), tmp_path / "adapter").eval()
+    batch = rows(2)
+    if how != "compiled":
+        assert torch.equal(loaded(input_ids=batch).logits, model.eval()(input_ids=batch).logits)
+    other = base()
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight[0, 0] += 1
+    with pytest.raises(RestoreError):
+        load_adapter(other, tmp_path / "adapter")
+    model.merge_adapter()
+    with pytest.raises(StateError, match="merged"):
+        base_hash(model)
+
+
 def _accelerated(folder, begin, end, load):
     with fresh():
         accelerator = make(folder, limit=3)

@@ -158,6 +158,33 @@ def test_an_old_file_that_was_touched_is_not_shared(disk):
     verify(path, read_manifest(path))
 
 
+def test_an_edit_that_sets_the_time_back_is_noticed(disk):
+    """By the ctime, which nobody can set."""
+    state = {"t": {"odd": [None, (1,)], "w": torch.zeros(SIZE, SIZE)}}
+
+    def edit(number):
+        if number == 3:
+            path = disk / "run/step-00000002/t.pt"
+            status = path.stat()
+            with path.open("r+b") as file:
+                file.seek(5 << 20)
+                file.write(b"x")
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    written = _save(disk / "run", state, 4, edit)
+    assert [size > WHOLE for size in written] == [True, False, True, False]
+    for number in (3, 4):
+        path = disk / f"run/step-{number:08d}"
+        verify(path, read_manifest(path))
+
+
+def test_many_small_files_do_not_get_in_the_way(disk):
+    """Only large ones are remembered."""
+    state = {f"s{number}": {"a": number} for number in range(100)}
+    state["t"] = {"odd": [None, (1,)], "w": torch.zeros(SIZE, SIZE)}
+    assert max(_save(disk / "run", state, 3)[1:]) < 2 << 20
+
+
 @pytest.mark.parametrize(
     ("settings", "whole"),
     [({"share": False}, [0, 1, 2, 3, 4, 5]), ({"full_every": 3}, [0, 3])],

@@ -9,13 +9,15 @@ import copy
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from peft.utils.save_and_load import get_peft_model_state_dict
 
 from safe_ckpt.adapters import FilePlan
@@ -26,17 +28,23 @@ from safe_ckpt.errors import RestoreError, StateError
 STEM = "adapter_model"
 BASE = "base.json"
 _CONFIG = "adapter_config.json"
-_WRAPPED = ("base_model.model.", "base_model.")
+_WRAPPED = ("base_layer", "original_module")
 
 
-def base_hash(model: torch.nn.Module) -> str:
+def base_hash(model: torch.nn.Module, without: Collection[str] = ()) -> str:
     """A hash of the names, types, shapes and bytes of a base, with or without adapters on it. As hex; order does not matter.
 
+    Args:
+        model: the base, or a PEFT model on it.
+        without: names of tensors that do not count.
+
     Raises:
-        StateError: some tensors are sharded, so no rank has all bytes.
+        StateError: some tensors are sharded, so no rank has all bytes; or adapters are merged into it.
     """
     whole = xxhash.xxh3_128()
     for name, tensor in sorted(_base_of(model).items()):
+        if name in without:
+            continue
         if dtensor.is_sharded(tensor):
             raise StateError(key=name, message="is sharded: the base of an adapter is hashed where it is whole")
         whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -58,14 +66,15 @@ def check_base(model: torch.nn.Module, directory: str | os.PathLike[str]) -> Non
     """
     path = Path(directory) / BASE
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))["xxh3_128"]
+        described = json.loads(path.read_text(encoding="utf-8"))
+        known, without = described["xxh3_128"], frozenset(described["without"])
     except FileNotFoundError:
         return
     except (ValueError, KeyError, TypeError) as error:
         raise RestoreError(
             path=str(directory), key=BASE, message=f"does not say which base it is of: {error}"
         ) from error
-    if (now := base_hash(model)) != known:
+    if (now := base_hash(model, without)) != known:
         message = f"the adapter was trained on a base with the hash {known}, and this one has {now}: give it that base"
         raise RestoreError(path=str(directory), key="base", message=message)
 
@@ -107,26 +116,38 @@ def files_beside(model: torch.nn.Module) -> list[FilePlan]:
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         described = Path(folder, _CONFIG).read_bytes()
-    base = {"xxh3_128": base_hash(inner), "tensors": len(_base_of(inner))}
+    # Biases that are trained are in the adapter's file.
+    trains_biases = getattr(config, "bias", "none") != "none"
+    without = sorted(name for name in _base_of(inner) if name.endswith("bias")) if trains_biases else []
+    base = {"xxh3_128": base_hash(inner, without), "without": without}
     return [file_plan.bytes_image(_CONFIG, described), file_plan.bytes_image(BASE, json.dumps(base).encode() + b"\n")]
 
 
 def _base_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of the base by the names that they have without PEFT."""
     inner = hugging_face.unwrapped(model)
-    state: dict[str, torch.Tensor] = inner.state_dict()
-    if not isinstance(inner, PeftModel):
-        return state
-    adapters = inner.peft_config.keys()
+    base: torch.nn.Module = inner.get_base_model() if isinstance(inner, PeftModel) else inner
+    if any(isinstance(part, BaseTunerLayer) and part.merged for part in base.modules()):
+        raise StateError(
+            key="export: model", message="an adapter is merged into the base: call unmerge_adapter() first"
+        )
     found = {}
-    for name, tensor in state.items():
-        parts = name.split(".")
-        # ``lora_A.default.weight``, ``modules_to_save.default.weight``, ``lora_embedding_A.default``
-        if not adapters.isdisjoint(parts):
-            continue
-        plain = ".".join(part for part in parts if part not in ("base_layer", "original_module"))
-        for prefix in _WRAPPED:
-            if plain.startswith(prefix):
-                plain = plain.removeprefix(prefix)
-                break
-        found[plain] = tensor
+    for name, value in base.state_dict().items():
+        plain = _plain(base, name)
+        if plain and isinstance(value, torch.Tensor):
+            found[plain] = value
     return found
+
+
+def _plain(base: torch.nn.Module, name: str) -> str:
+    """A name without what adapters and ``torch.compile`` put into it; "" for what is an adapter's."""
+    parts = []
+    at: torch.nn.Module | None = base
+    for part in name.split("."):
+        if isinstance(at, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            if part not in _WRAPPED:
+                return ""
+        elif part != "_orig_mod":
+            parts.append(part)
+        at = at._modules.get(part) if at is not None else None
+    return ".".join(parts)

@@ -151,13 +151,14 @@ DONE, SIGNAL, OTHER, OWN = (0, "done", ""), (1, "signal", "S"), (0, "other", "pe
         (2, [OTHER, (1, "other", "x")], "other"),
         (2, [OTHER, SIGNAL], "signal"),
         (2, [OTHER, OWN], "exception"),
-        (2, [OWN, SIGNAL, OTHER], "signal"),
+        (2, [OWN, SIGNAL, OTHER], "exception"),  # a launcher stops the others then
+        (2, [SIGNAL, OWN, OTHER], "signal"),
         (2, [DONE], "done"),
         (2, [], ""),
     ],
 )
 def test_how_a_start_of_several_ranks_ended(size, rows, end):
-    """By its cause, and not by what that brought about on other ranks."""
+    """By what came first, its cause, and not by what that brought about on other ranks."""
     assert Start(key="0" * 32, resumed="c", step=1, size=size).ended(rows).end == end
 
 

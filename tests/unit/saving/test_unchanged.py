@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,12 @@ import torch
 import xxhash
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Health, Retention, Unchanged, WriterConfig, events
+from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.staging import unchanged
+from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
+from safe_ckpt.core.writer.file_writer import write_file
 from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError, StateError
 
 SEEDS = 200 if os.environ.get("SAFE_CKPT_THOROUGH") else 12
@@ -280,6 +284,16 @@ def test_the_command_counts_shared_bytes_once(tmp_path):
     assert "1.4 MiB in" in said.stdout + said.stderr
     assert re.search(r"1 kept; \d+\.\d KiB freed", command("gc", str(tmp_path), "--keep-last", "1").stderr)
     verify(tmp_path / "step-00000003", read_manifest(tmp_path / "step-00000003"))
+
+
+def test_a_write_that_fails_at_once_leaves_no_thread_behind(tmp_path):
+    """The folder is gone: a thread that went on hashing would write into the next snapshot."""
+    memory = bytearray(8 << 20)
+    task = WriteTask(path=str(tmp_path / "gone/file"), offset=4096, length=4 << 20, earlier=())
+    options = WriteOptions(direct=False, chunk_bytes=1 << 20, flush_every_bytes=1 << 20)
+    with pytest.raises(FileNotFoundError):
+        write_file(task, memoryview(memory), options, Unwatched(), lambda: 0)
+    assert [thread for thread in threading.enumerate() if thread.name == "safe_ckpt-hash"] == []
 
 
 def test_shared_files_cannot_be_written_to_by_mistake(tmp_path):

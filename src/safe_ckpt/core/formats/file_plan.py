@@ -132,7 +132,8 @@ class WriteTask:
         manifest: for a zip archive, the manifest; the hashes of the records are added to it.
         regions: where its floating-point numbers lie, as rows of ``health.regions.Region``; None where the file itself says it.
         health: what is expected of them, as ``health.verdict.Expectation`` has it; None: they are not looked at.
-        earlier: the file before it, with which it may share blocks of the disk; "" if there is none yet, None to share none.
+        earlier: path and ctime of the file before it, with which it may share blocks of the disk; empty if there is none yet,
+            None to share none.
     """
 
     path: str
@@ -143,7 +144,7 @@ class WriteTask:
     manifest: Mapping[str, Any] | None = None
     regions: Sequence[Sequence[Any]] | None = None
     health: Mapping[str, Any] | None = None
-    earlier: str | None = None
+    earlier: Sequence[Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As JSON-able data."""

@@ -17,6 +17,7 @@ import stat
 import struct
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -72,17 +73,31 @@ class StartLog:
     def read(self) -> Log:
         """What is known. Nothing, where that cannot be read: it is no reason not to start. On rank 0."""
         try:
+            return self._load()
+        except OSError as error:
+            logger.warning("%s: earlier starts are not known: %s", self._folder, error)
+            return Log()
+
+    def _load(self) -> Log:
+        """Raises ``OSError`` if it is not known whether there is anything."""
+        try:
             log = Log.from_json(json.loads(self._read(_LOG)))
             return replace(log, starts=tuple(map(self._ended, log.starts)))
         except FileNotFoundError:
             return Log()
+        except OSError:
+            raise
         except Exception as error:  # whatever it is: somebody may have edited it, or a disk may fail
             logger.warning("%s: earlier starts are not known: %s", self._folder, error)
             return Log()
 
     def begin(self, *, resumed: str, step: int, size: int) -> str:
         """Note that this start resumes from a checkpoint. Returns its key; "" if it cannot be noted. On rank 0."""
-        log = self.read()
+        try:
+            log = self._load()
+        except OSError as error:  # what is there must not be replaced by nothing
+            logger.warning("%s: this start is not noted: %s", self._folder, error)
+            return ""
         start = Start(key=uuid.uuid4().hex, resumed=resumed, step=step, size=size)
         if not self._try(lambda: self._write(log.with_start(start))):
             return ""
@@ -113,16 +128,16 @@ class StartLog:
         """With what its ranks have written."""
         if start.end:
             return start
-        rows: list[tuple[int, End, str]] = []
+        rows: list[tuple[float, int, End, str]] = []
         for path in self._folder.glob(f"{start.key}.*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
                 row = json.loads(self._read(path.name))
                 if row["end"] in ENDS:
-                    rows.append((int(path.name.split(".")[1]), row["end"], str(row["what"])))
+                    rows.append((float(row["at"]), int(path.name.split(".")[1]), row["end"], str(row["what"])))
         with contextlib.suppress(OSError, struct.error):
             step, saved = _PAGE.unpack_from(self._read(f"{start.key}.step"))
             start = replace(start, reached=step if step >= 0 else None, saved=saved > 0)
-        return start.ended(sorted(rows))
+        return start.ended([row[1:] for row in sorted(rows)])
 
     def _read(self, name: str) -> bytes:
         with opened(self._folder / name, os.O_RDONLY | os.O_NONBLOCK) as fd:  # a pipe must not hold up a start
@@ -174,12 +189,11 @@ class RunningStart:
             within_s: go on after so long, whatever the disk does.
         """
         end, what = self._how(error, stopped=stopped)
+        row = {"end": end, "what": what, "at": time.time()}
 
         def note() -> None:
             try:
-                write_durably(
-                    self._folder / f"{self._key}.{self._rank}.json", json.dumps({"end": end, "what": what}).encode()
-                )
+                write_durably(self._folder / f"{self._key}.{self._rank}.json", json.dumps(row).encode())
                 sync_directory(str(self._folder))
             except OSError as failure:
                 logger.warning("%s: how this start ended is not noted: %s", self._folder, failure)

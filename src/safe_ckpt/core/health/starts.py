@@ -44,14 +44,13 @@ class Start:
     what: str = ""
 
     def ended(self, rows: Sequence[tuple[int, End, str]]) -> Start:
-        """With what its ranks said of its end: rank, how, and the error in words.
+        """With what its ranks said of its end, the first first: rank, how, and the error in words.
 
-        A signal on one rank makes others fail. Beside an exception of its own, errors of others are what it brought about.
+        What comes first, a signal or an exception of its own, is the cause: it makes other ranks fail, or be stopped.
         """
-        for end in ("signal", "exception"):
-            for _, how, what in rows:
-                if how == end:
-                    return replace(self, end=end, what=what)
+        for _, how, what in rows:
+            if how in ("signal", "exception"):
+                return replace(self, end=how, what=what)
         if any(rank == 0 and how == "done" for rank, how, _ in rows):
             return replace(self, end="done")
         others = [what for _, how, what in rows if how == "other"]

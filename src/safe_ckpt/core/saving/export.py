@@ -87,7 +87,8 @@ class Exporter:
 
         def decide(gathered: Mapping[int, bool]) -> dict[str, Any]:
             refuse(path, WEIGHTS)
-            return {"names": _once(tensors), "gathered": any(gathered.values())}
+            names = _once(tensors) if adapter is None else list(tensors)  # PEFT knows of no ties
+            return {"names": names, "gathered": any(gathered.values())}
 
         values = {"path": path, "max_shard_size": max_shard_size, "dtype": dtype}
         kept = self._engine.agree("export", must_match=values, local=look, decide=decide, phase="planning the export")

@@ -107,7 +107,7 @@ class SharedFile:
             xxh3_128=before.xxh3_128,
             health=before.health if self._examined else None,
             shared_bytes=before.size_bytes if linked else 0,
-            age=before.age + 1 if linked else 0,
+            age=before.age + 1,  # a copy may have the same blocks
         )
 
     def close(self) -> None:
@@ -188,15 +188,15 @@ class UnchangedFiles:
                 shared.append(one)
         return left, shared
 
-    def earlier(self, root: Path, path: str) -> str | None:
+    def earlier(self, root: Path, path: str) -> tuple[Any, ...] | None:
         """See ``WriteTask.earlier``. Where nothing was shared for a while it is tried now and then only: it costs a hash."""
         known, number = self._known.get((root, path)), self._saves.get(root, 0)
         fruitless = known is not None and known.fruitless >= _PATIENCE and number % _AGAIN > 1
         if not self._settings.share or fruitless:
             return None
-        if known is None or self._is_old(known):
-            return ""
-        return str(known.sources[0])
+        if known is None or known.stamp is None or self._is_old(known):
+            return ()
+        return str(known.sources[0]), known.stamp.ctime_ns
 
     def learn(self, root: Path, checkpoint: Path, written: Iterable[WrittenFile], folder: str) -> None:
         """Take over what was committed. On the background thread.

@@ -1,13 +1,15 @@
 """Pieces that a new file has in common with the file before it: btrfs and XFS let both have the same blocks of the disk.
 
-Nothing is trusted but hashes. The process that wrote a file remembers the hash of every piece of it. When it writes the next
-one it compares the pieces at the same places, and shares those that are equal instead of writing them. The old file must be the
-very one that was written, by inode, size and mtime. Standard library and xxhash only.
+The process that wrote a file remembers the hash of every piece of it. When it writes the next one it compares the pieces at the
+same places, and shares those that are equal instead of writing them. The old file must be the very one that was written, by
+inode, size and mtime, with the ctime that it had after its commit: nobody who edits a file can set that back. What a disk does
+to its blocks by itself is not noticed before the next verification. Standard library and xxhash only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import struct
@@ -15,14 +17,21 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from safe_ckpt.core.storage.direct_io import PAGE
 
+if TYPE_CHECKING:
+    from safe_ckpt.core.formats.file_plan import WriteTask
+
 PIECE_BYTES = 256 << 10
+LEAST_BYTES = 1 << 20
 FICLONE, _FICLONERANGE = 0x40049409, 0x4020940D  # linux/fs.h
-_MOST_FILES = 256
+_UNABLE = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV, errno.ENOSYS, errno.EISDIR, errno.ENOENT)
+_HASH_BYTES = 16
+_MOST_FILES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +41,12 @@ class _Written:
     Attributes:
         size: bytes.
         mtime_ns: of its last change.
-        hashes: offset -> length and hash of a piece.
+        hashes: of its whole pieces, in a row.
     """
 
     size: int
     mtime_ns: int
-    hashes: dict[int, tuple[int, bytes]]
+    hashes: bytes
 
 
 _written: OrderedDict[tuple[int, int], _Written] = OrderedDict()
@@ -46,34 +55,39 @@ _learning = threading.Lock()
 
 
 class SharedPieces:
-    """The pieces of one file while it is written.
+    """The pieces of one file while it is written. Never raises: what cannot be shared is written.
 
     Args:
-        path: of the new file.
-        earlier: of the file before it; "" if there is none yet, None to write everything.
+        task: the file.
+        chunk_bytes: how much is written at a time.
 
     Attributes:
         shared_bytes: how much was shared.
     """
 
-    def __init__(self, path: str, earlier: str | None) -> None:
+    def __init__(self, task: WriteTask, chunk_bytes: int) -> None:
         self.shared_bytes = 0
-        self._path = path
+        self._path = task.path
         self._source = -1
-        self._hashes: dict[int, tuple[int, bytes]] = {}
-        self._before: dict[int, tuple[int, bytes]] = {}
-        self._able = earlier is not None and _can_share(os.path.dirname(path) or ".")
-        if self._able and earlier:
-            with contextlib.suppress(OSError):
-                self._open(earlier)
+        self._replaces: tuple[int, int] | None = None
+        self._hashes = bytearray()
+        self._before = b""
+        self._able = task.earlier is not None and task.length >= LEAST_BYTES and chunk_bytes % PIECE_BYTES == 0
+        with contextlib.suppress(OSError):
+            self._able = self._able and _can_share(os.path.dirname(task.path) or ".")
+            if self._able and task.earlier:
+                self._open(*task.earlier)
 
-    def _open(self, earlier: str) -> None:
+    def _open(self, earlier: str, ctime_ns: int) -> None:
         fd = os.open(earlier, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        now = os.fstat(fd)
-        known = _written.get((now.st_dev, now.st_ino))
-        if known is not None and (known.size, known.mtime_ns) == (now.st_size, now.st_mtime_ns):
-            self._source, self._before = fd, known.hashes
-        else:
+        try:
+            now = os.fstat(fd)
+            known = _written.get((now.st_dev, now.st_ino))
+            same = known is not None and (known.size, known.mtime_ns) == (now.st_size, now.st_mtime_ns)
+            if known is not None and same and now.st_ctime_ns == ctime_ns:
+                self._source, self._before = os.dup(fd), known.hashes
+                self._replaces = now.st_dev, now.st_ino
+        finally:
             os.close(fd)
 
     def runs(self, data: memoryview, offset: int) -> Iterator[tuple[int, int, bool]]:
@@ -83,10 +97,13 @@ class SharedPieces:
             return
         begin, same = 0, False
         for at in range(0, len(data), PIECE_BYTES):
-            with data[at : at + PIECE_BYTES] as piece:
-                found = len(piece), xxhash.xxh3_128_digest(piece)
-            self._hashes[offset + at] = found
-            equal = self._source >= 0 and self._before.get(offset + at) == found
+            equal = False
+            if at + PIECE_BYTES <= len(data):
+                with data[at : at + PIECE_BYTES] as piece:
+                    found = xxhash.xxh3_128_digest(piece)
+                place = (offset + at) // PIECE_BYTES * _HASH_BYTES
+                equal = self._source >= 0 and self._before[place : place + _HASH_BYTES] == found
+                self._hashes += found
             if equal != same and at > begin:
                 yield begin, at, same
                 begin = at
@@ -105,15 +122,17 @@ class SharedPieces:
         return True
 
     def remember(self) -> None:
-        """The new file is durable: the next one may share its blocks."""
+        """The new file is durable: the next one may share its blocks, and no other one those of the file before."""
         if not self._able:
             return
         with contextlib.suppress(OSError):
             now = os.stat(self._path)
             with _learning:
-                _written[now.st_dev, now.st_ino] = _Written(
-                    size=now.st_size, mtime_ns=now.st_mtime_ns, hashes=self._hashes
-                )
+                if self._replaces is not None:
+                    _written.pop(self._replaces, None)
+                key = now.st_dev, now.st_ino
+                _written[key] = _Written(size=now.st_size, mtime_ns=now.st_mtime_ns, hashes=bytes(self._hashes))
+                _written.move_to_end(key)
                 while len(_written) > _MOST_FILES:
                     _written.popitem(last=False)
 
@@ -127,21 +146,24 @@ class SharedPieces:
 def _can_share(folder: str) -> bool:
     """Whether files in this folder can have the same blocks. Tried once for a file system, with two files without names."""
     device = os.stat(folder).st_dev
-    if device not in _able:
-        _able[device] = _try(folder)
-    return _able[device]
-
-
-def _try(folder: str) -> bool:
-    flags = os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC
-    fds: list[int] = []
+    if device in _able:
+        return _able[device]
     try:
-        fds += [os.open(folder, flags, 0o600), os.open(folder, flags, 0o600)]
+        _try(folder)
+    except OSError as error:
+        if error.errno in _UNABLE:  # another one may be gone the next time
+            _able[device] = False
+        return False
+    _able[device] = True
+    return True
+
+
+def _try(folder: str) -> None:
+    flags = os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC
+    with contextlib.ExitStack() as opened:
+        fds = []
+        for _ in range(2):
+            fds.append(os.open(folder, flags, 0o600))
+            opened.callback(os.close, fds[-1])
         os.write(fds[0], bytes(PAGE))
         fcntl.ioctl(fds[1], FICLONE, fds[0])
-    except OSError:
-        return False
-    finally:
-        for fd in fds:
-            os.close(fd)
-    return True

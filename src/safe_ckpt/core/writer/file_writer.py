@@ -99,14 +99,27 @@ def _write_file(
 ) -> WrittenFile:
     progress.entered("write")
     image = buffer[task.offset : task.offset + task.length]
+    pieces = SharedPieces(task, options.chunk_bytes)  # before the thread of the hasher begins: both must be ended
+    try:
+        return _write_pieces(task, image, pieces, options, progress, ready)
+    finally:
+        pieces.close()
+
+
+def _write_pieces(
+    task: WriteTask,
+    image: memoryview,
+    pieces: SharedPieces,
+    options: WriteOptions,
+    progress: ProgressReporter,
+    ready: Ready | None,
+) -> WrittenFile:
     hasher = Hasher(task, image, options.chunk_bytes, progress, ready)
     if is_object(task.path):
         try:
             return send_image(task.path, image, hasher, options, progress)
         finally:
             hasher.stop()
-
-    pieces = SharedPieces(task.path, task.earlier)
 
     def fill(fd: int, direct: bool) -> int:
         return _write_image(fd, image, hasher, options, progress, pieces, direct=direct)
@@ -116,7 +129,6 @@ def _write_file(
         pieces.remember()
     finally:
         hasher.stop()
-        pieces.close()
     return WrittenFile(
         path=task.path,
         size_bytes=size,
