@@ -113,8 +113,10 @@ def test_the_adapter_alone(tmp_path):
         load_adapter(base(seed=1), tmp_path / "adapter")
 
 
-@pytest.mark.parametrize("name", ["default", "model", "0", "q_proj"])
-@pytest.mark.parametrize("how", ["plain", "all biases", "tied", "compiled"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("default", "all biases"), ("model", "plain"), ("0", "tied"), ("q_proj", "compiled"), ("default", "plain")],
+)
 def test_the_base_is_the_same_however_it_is_wrapped(tmp_path, name, how):
     """Whatever the adapter's name, whether biases are trained, tensors are tied, or layers compiled: it is its own base."""
     more = {"bias": "all"} if how == "all biases" else {}

@@ -187,7 +187,7 @@ class Sharing(Numbered):
 
     def prepare(self, folder):
         live = self.live(1)
-        with Checkpointer(folder, self.config) as ckpt:
+        with Checkpointer(folder, dataclasses.replace(self.config, writer=WriterConfig())) as ckpt:
             for step in range(1, 6):
                 ckpt.save(step, live.state).result()
 
