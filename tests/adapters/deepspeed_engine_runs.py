@@ -168,7 +168,8 @@ FILES = [MODEL, OPTIM.format(0)]
 HEAD = """
     import os, signal, sys, torch
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
-    from safe_ckpt import CheckpointConfig, Mirror, Network, Retention, StorageConfig, Telemetry, Timeouts, WriterConfig
+    from safe_ckpt import CheckpointConfig, Health, Loops, Mirror, Network, Retention, StorageConfig, Telemetry, Timeouts
+    from safe_ckpt import Unchanged, WriterConfig
     from safe_ckpt.deepspeed import SafeCheckpointEngine
     from safe_ckpt.errors import ConfigError
     folder = sys.argv[1]
