@@ -21,11 +21,12 @@ from safe_ckpt.cli.output import (
     print_json,
     say,
 )
+from safe_ckpt.core.health.verdict import marked_words
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, DirectoryError
 from safe_ckpt.inspection.blind_reader import look_inside
 from safe_ckpt.inspection.check import Verdict, judge, plan
-from safe_ckpt.inspection.listing import Listing, in_order, marked_words, read_layout, read_listing
+from safe_ckpt.inspection.listing import Listing, in_order, read_layout, read_listing
 from safe_ckpt.inspection.objects.check import plan_object
 from safe_ckpt.inspection.objects.fetch import fetch
 from safe_ckpt.inspection.objects.listing import ObjectListing, read_objects
@@ -145,9 +146,7 @@ def _in_store(place: ObjectPath, *, quick: bool, fetch_to: Path | None) -> _Choi
         if not is_checkpoint(place):
             listing = read_objects(place)
             _refuse_unreadable(listing)
-            marked = {
-                c.path: c.manifest.health for c in listing.usable if c.manifest and c.manifest.health.get("marked")
-            }
+            marked = {c.path: c.manifest.health for c in listing.usable if c.manifest and c.manifest.marked}
             usable = [c.path for c in listing.usable if isinstance(c.path, ObjectPath) and c.path not in marked]
             choice.rejected = [(candidate.path, candidate.problem) for candidate in listing.unusable]
             choice.rejected += [(path, marked_words(health)) for path, health in marked.items()]

@@ -274,7 +274,7 @@ def _groups_below(top: Path) -> list[list[Candidate]]:
 def _to_be_named(folder: Path) -> list[Candidate]:
     """Newest first; a marked one is loaded only by name."""
     tags = [(c, c.manifest) for c in candidates(folder) if c.manifest is not None]
-    return catalog.newest_first(c for c, m in tags if m.notes.get("latest") and not m.health.get("marked"))
+    return catalog.newest_first(c for c, m in tags if m.notes.get("latest") and not m.marked)
 
 
 def _made_at(group: list[Candidate]) -> str:

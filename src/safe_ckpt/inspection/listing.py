@@ -19,7 +19,7 @@ from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.formats.manifest import Manifest
 from safe_ckpt.core.health.start_log import StartLog, folder_in
 from safe_ckpt.core.health.starts import Newest
-from safe_ckpt.core.health.verdict import described
+from safe_ckpt.core.health.verdict import described, marked_words
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection.dcp_reader import METADATA
 from safe_ckpt.inspection.files import CheckpointFile, Window, inside
@@ -242,7 +242,7 @@ def in_order(folder: Path, candidates: Iterable[Candidate]) -> list[Candidate]:
 def _passed_over(hidden: Path | None, usable: Sequence[Candidate]) -> dict[Path, str]:
     """Those that a resume leaves alone unless it is told their name: marked ones, and those from which starts failed."""
     ours = [(c.file_path, c.manifest) for c in catalog.newest_first(usable) if c.manifest is not None]
-    found = {path: marked_words(manifest.health) for path, manifest in ours if manifest.health.get("marked")}
+    found = {path: marked_words(manifest.health) for path, manifest in ours if manifest.marked}
     healthy = {path: manifest for path, manifest in ours if path not in found}
     newest = [Newest(op_id=m.op_id, name=path.name, step=m.step) for path, m in healthy.items()]
     if hidden is not None and newest:
@@ -251,11 +251,6 @@ def _passed_over(hidden: Path | None, usable: Sequence[Candidate]) -> dict[Path,
         because = {**decision.because, **({newest[0].op_id: decision.gave_up} if decision.gave_up else {})}
         found |= {path: because[m.op_id] for path, m in healthy.items() if m.op_id in because}
     return found
-
-
-def marked_words(health: Mapping[str, Any]) -> str:
-    """Why no resume takes a checkpoint by itself."""
-    return f"it is marked: {described(health)}"
 
 
 def _unnamed(folder: Path, usable: Sequence[Candidate]) -> Mapping[Path, str]:

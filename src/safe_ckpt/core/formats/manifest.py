@@ -111,6 +111,11 @@ class Manifest:
     files: tuple[FileEntry, ...] = ()
     health: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def marked(self) -> bool:
+        """Whether its numbers are not healthy, so that nothing resumes from it unless it is named."""
+        return bool(self.health.get("marked"))
+
     def to_json(self) -> dict[str, Any]:
         """As JSON-able data, without digest."""
         facts = {key: value for key, value in vars(self).items() if key != "files"}
@@ -205,7 +210,7 @@ class CheckpointInfo:
             world_size=manifest.world_size,
             size_bytes=size_bytes,
             op_id=manifest.op_id,
-            marked=bool(manifest.health.get("marked")),
+            marked=manifest.marked,
         )
 
     @property
@@ -247,7 +252,7 @@ def read_manifest(path: Place) -> Manifest:
 def is_marked(path: Path) -> bool:
     """Whether a checkpoint has bad numbers. False where it is not there, or not ours, or cannot be read."""
     try:
-        return bool(read_manifest(path).health.get("marked"))
+        return read_manifest(path).marked
     except (OSError, SafeCheckpointError):
         return False
 

@@ -150,12 +150,12 @@ class RunningStart:
     """This start, on one rank.
 
     Args:
-        folder: as ``StartLog`` has it.
-        key: of the start.
+        place: the folder that ``StartLog`` has, and the key of the start in it.
         rank: this rank.
     """
 
-    def __init__(self, folder: Path, key: str, rank: int) -> None:
+    def __init__(self, place: Path, rank: int) -> None:
+        folder, key = place.parent, place.name
         self._folder, self._key, self._rank = folder, key, rank
         self._fd = -1
         self._step, self._saved = -1, 0

@@ -180,6 +180,11 @@ def described(health: Mapping[str, Any]) -> str:
     return "; ".join(words[:3]) + (f"; and {more} tensors more" if more > 0 else "")
 
 
+def marked_words(health: Mapping[str, Any]) -> str:
+    """Why no resume takes a checkpoint by itself."""
+    return f"it is marked: {described(health)}"
+
+
 class Known:
     """What one rank knows of the files that it writes.
 

@@ -125,6 +125,6 @@ class Mirrored:
 
 def _to_resume_from(candidate: Candidate) -> bool:
     notes = candidate.manifest.notes if candidate.manifest is not None else {}
-    if candidate.manifest is not None and candidate.manifest.health.get("marked"):
+    if candidate.manifest is not None and candidate.manifest.marked:
         return False
     return notes.get("adapter") != WEIGHTS and not notes.get("weights_only")

@@ -24,7 +24,7 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, Manif
 from safe_ckpt.core.formats.verify import KnownDamage
 from safe_ckpt.core.health.start_log import RunningStart, StartLog, folder_in
 from safe_ckpt.core.health.starts import Newest
-from safe_ckpt.core.health.verdict import described
+from safe_ckpt.core.health.verdict import marked_words
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.mirror_resume import Mirrored
 from safe_ckpt.core.saving.object_resume import ObjectReader
@@ -99,17 +99,18 @@ def choose(
         begun = time.monotonic()
         mirrored = Mirrored(engine, workspace, list_candidates, accepts)
         mirrored.fetch_newer()
-        plan = engine.agree(
-            "resume",
-            must_match={"directory": workspace.path, **(view or {})},
-            decide=lambda _: _survey(workspace, listed(list_candidates, engine.config.timeouts), named, engine.config),
-        )
+        manifests: dict[str, Manifest] = {}  # on rank 0
+
+        def survey(_: object) -> dict[str, Any]:
+            candidates = listed(list_candidates, engine.config.timeouts)
+            manifests.update({_name(workspace, c): c.manifest for c in candidates if c.manifest is not None})
+            return _survey(workspace, candidates, named, engine.config)
+
+        plan = engine.agree("resume", must_match={"directory": workspace.path, **(view or {})}, decide=survey)
         rejected: dict[str, str] = dict(plan["rejected"])
         engine.known.passed = plan["set_back"]
         damaged: dict[str, str] = {name: rejected[name] for name in plan["damaged"]}
-        for name in plan["passed"]:
-            logger.warning("%s is passed over: %s", workspace.path / name, rejected[name])
-        for name in plan["missing"]:
+        for name in [*plan["passed"], *plan["missing"]]:
             logger.warning("%s is passed over: %s", workspace.path / name, rejected[name])
         damage = KnownDamage()
         for name, facts in mirrored.after(plan["infos"]):
@@ -118,11 +119,14 @@ def choose(
             info = CheckpointInfo.from_json(facts, beside=workspace.path)
             loaded, verdict = _try(engine, path, load, damage, ours=info.verified)
             if verdict is None:
-                counted = None if named else info
-                start = engine.agree(
+                counted, known = None if named else info, manifests.get(name)
+                settled = engine.agree(
                     "resume from",
                     must_match={"name": name},
-                    decide=lambda _, counted=counted: _settle(engine, workspace, damaged, counted),
+                    decide=lambda _, info=info, counted=counted, known=known: {
+                        "start": _settle(engine, workspace, damaged, counted),
+                        "health": _health_of(info, known),
+                    },
                 )
                 seconds = time.monotonic() - begun
                 engine.emit(
@@ -131,7 +135,7 @@ def choose(
                     )
                 )
                 mirrored.upload(info)
-                _recall(engine, workspace, info, plan["health"].get(name), start)
+                _recall(engine, workspace, info, settled)
                 return Chosen(info=info, loaded=loaded)
             rejected[name] = verdict["why"]
             if verdict["damaged"]:
@@ -146,22 +150,26 @@ def choose(
         return None
 
 
-def _recall(
-    engine: Engine, workspace: Root, info: CheckpointInfo, listed: Mapping[str, Any] | None, start: str
-) -> None:
+def _health_of(info: CheckpointInfo, listed: Manifest | None) -> Mapping[str, Any]:
+    """What is known of the chosen one's numbers. On rank 0: that of all candidates would be much to tell every rank."""
+    try:
+        known = listed or (
+            read_manifest(info.path) if info.verified else None
+        )  # what came from the mirror was not listed
+        return known.health if known is not None else {}
+    except (OSError, SafeCheckpointError) as error:
+        logger.warning("%s: its manifest cannot be read again, so masks are learnt anew: %s", info.path, error)
+        return {}
+
+
+def _recall(engine: Engine, workspace: Root, info: CheckpointInfo, settled: Mapping[str, Any]) -> None:
     """What is known of the numbers that training goes on from; and from now on how this start goes."""
-    health = listed or {}
-    if listed is None and info.verified:  # it came from the mirror
-        try:
-            health = read_manifest(info.path).health
-        except (OSError, SafeCheckpointError) as error:
-            logger.warning("%s: its manifest cannot be read again, so masks are learnt anew: %s", info.path, error)
     engine.known.end()  # what went on from a checkpoint that was chosen before ended well
-    engine.known.recall(health)
+    engine.known.recall(settled["health"])
     if isinstance(workspace, Workspace) and info.verified and presence.is_directory(info.file_path):
         engine.unchanged.recall(workspace.path, info.file_path)
-    if start:
-        engine.known.start = RunningStart(Path(start).parent, Path(start).name, engine.rank)
+    if settled["start"]:
+        engine.known.start = RunningStart(Path(settled["start"]), engine.rank)
 
 
 def _settle(engine: Engine, workspace: Root, damaged: Mapping[str, str], info: CheckpointInfo | None) -> str:
@@ -211,7 +219,6 @@ def _survey(workspace: Root, candidates: Sequence[Candidate], named: bool, confi
     return {
         "passed": [*marked, *set_back],
         "set_back": {ours[name].op_id: ours[name].step for name in set_back},
-        "health": {_name(workspace, c): c.manifest.health for c in ordered if c.manifest is not None},
         "infos": infos,
         "rejected": rejected,
         "damaged": [_name(workspace, c) for c in candidates if c.damaged],
@@ -224,7 +231,7 @@ def _passed_over(
     workspace: Root, ours: Mapping[str, Manifest], config: CheckpointConfig
 ) -> tuple[dict[str, str], dict[str, str]]:
     """What is not resumed from unless it is named, and why: what is marked, and what starts have failed from too often."""
-    marked = {name: f"it is marked: {described(m.health)}" for name, m in ours.items() if m.health.get("marked")}
+    marked = {name: marked_words(m.health) for name, m in ours.items() if m.marked}
     if not config.loops.tries or not isinstance(workspace, Workspace):
         return marked, {}
     newest = [Newest(op_id=m.op_id, name=name, step=m.step) for name, m in ours.items() if name not in marked]

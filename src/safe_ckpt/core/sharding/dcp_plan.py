@@ -76,7 +76,9 @@ class _Local:
     def remembered(self) -> _Local:
         """The same without tensors."""
         return dataclasses.replace(
-            self, item=dataclasses.replace(self.item, tensors=(), state_dict=dict, at=None), planner=None
+            self,
+            item=dataclasses.replace(self.item, tensors=(), state_dict=dict, at=None, frozen=frozenset),
+            planner=None,
         )
 
 
@@ -266,7 +268,7 @@ class ShardPlanner:
                 objects[number] = self._bytes_of(f"{folder}: {name}", value)
                 if any(isinstance(leaf, float) for leaf in dtensor.leaves(value)):
                     with_floats[number] = paths.get(name, (name,))
-        apart = frozen_entries(plan, item.frozen)
+        apart = frozen_entries(plan, item.frozen())
         return _Local(item=item, plan=plan, objects=objects, with_floats=with_floats, planner=planner, apart=apart)
 
     def _bytes_of(self, key: str, value: object) -> bytes:

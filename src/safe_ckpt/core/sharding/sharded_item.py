@@ -21,7 +21,7 @@ class ShardedItem:
         tensors: this rank's parts, in an order that belongs to ``known``.
         floats: all floats of the state, as bytes.
         at: returns what lies at a path of the state dict, which is no tensor.
-        frozen: names of tensors that are not trained.
+        frozen: returns the names of tensors that are not trained. It is asked where ``state_dict`` is.
     """
 
     state_dict: Callable[[], Any]
@@ -29,9 +29,9 @@ class ShardedItem:
     tensors: Sequence[torch.Tensor] = ()
     floats: bytes = b""
     at: Callable[[Sequence[Any]], Any] | None = None
-    frozen: frozenset[str] = frozenset()
+    frozen: Callable[[], frozenset[str]] = frozenset
 
     @classmethod
-    def of(cls, state: Any, frozen: frozenset[str] = frozenset()) -> ShardedItem:
+    def of(cls, state: Any, frozen: Callable[[], frozenset[str]] = frozenset) -> ShardedItem:
         """Of a state dict."""
         return cls(state_dict=lambda: state, frozen=frozen)

@@ -132,7 +132,7 @@ class Planner:
         resolved, form = plan.resolve(name, value, state)
         if not per_rank and dtensor.has_sharded(resolved):
             self._known.pop(name, None)
-            return ShardedItem.of(resolved, self._frozen(inner))
+            return ShardedItem.of(resolved, functools.partial(self._frozen, inner))
         item = None
         if self._rank == 0 or per_rank:
             own, frozen = (self._rank, frozenset()) if per_rank else (None, self._frozen(inner))
@@ -198,7 +198,7 @@ class Planner:
             tensors=now.tensors,
             floats=now.float_bytes,
             at=functools.partial(_at, inner),
-            frozen=self._frozen(inner),
+            frozen=functools.partial(self._frozen, inner),
         )
 
     def _frozen(self, value: Any) -> frozenset[str]:
