@@ -297,7 +297,7 @@ class Checkpointer:
     def reached(self, step: int) -> None:
         """Tell how far training is, at every step. On rank 0, in a microsecond; other ranks do nothing.
 
-        With it a job that is killed at the same step again and again is told from one that is killed anywhere: see ``Loops``.
+        It distinguishes a job that is killed at the same step again and again from one that is killed anywhere: see ``Loops``.
         """
         self._engine.known.reached(step)
 
