@@ -86,8 +86,7 @@ class Checkpointer:
             else:
                 self._workspace = self._engine.hold(self.directory)
             self._catalog = Catalog()
-            apart = self.config.unchanged.share and isinstance(self.directory, Path)
-            self._planner = Planner(self._engine.rank, apart=apart)
+            self._planner = Planner(self._engine.rank, apart=self.config.unchanged.share)
             self._shards: ShardPlanner | None = None
             self._exporter: Exporter | None = None
             # A checkpoint that is not visible for a moment must still count in the order of commits.

@@ -50,7 +50,8 @@ class ShardedStates:
             with attempt:
                 states = self._states()
         if str(getattr(self._accelerator.state.fsdp_plugin.state_dict_type, "name", "")) != "FULL_STATE_DICT":
-            files = self._shards.files(states, attempt)
+            models = {f"{FSDP_MODEL_NAME}_{number}": one for number, one in enumerate(self._accelerator._models)}
+            files = self._shards.files(states, attempt, models)
             return Planned(files=files, folders=list(states), error=attempt.error)
         files = []
         with attempt.meeting():

@@ -178,14 +178,17 @@ class Shards:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._planner: ShardPlanner | None = None
-        self._known = Planner(engine.rank)
+        self._known = Planner(engine.rank, apart=engine.config.unchanged.share)
 
-    def files(self, states: Mapping[str, Any], attempt: Attempt) -> list[FilePlan]:
+    def files(
+        self, states: Mapping[str, Any], attempt: Attempt, models: Mapping[str, torch.nn.Module] | None = None
+    ) -> list[FilePlan]:
         """The files of this rank. Every rank calls this, also one whose ``attempt`` has failed already.
 
         Args:
             states: folder, or "" for the checkpoint's own, to the state dict that goes there.
             attempt: gets what goes wrong here, on any rank.
+            models: folder to the model whose state is in the one there: what of it is not trained goes to files of its own.
         """
         if self._planner is None:
             from safe_ckpt.core.sharding.dcp_plan import ShardPlanner  # DCP takes a while to import
@@ -193,7 +196,7 @@ class Shards:
             barrier_s = self._engine.config.timeouts.barrier_s
             self._planner = ShardPlanner(self._engine.coordinator, barrier_s=barrier_s, strict=False)
         with attempt.meeting():
-            return self._planner.images(self._known.sharded_states(states), attempt.error)
+            return self._planner.images(self._known.sharded_states(states, models or {}), attempt.error)
         return []
 
 

@@ -57,7 +57,7 @@ def planned(
             collected = strategies.collect_engine(engine, trainer.strategy, checkpoint)
         return dataclasses.replace(collected, error=attempt.error or collected.error)
     if form is not None and form.sharded:
-        files = _sharded(engine, form, shards, checkpoint, attempt)
+        files = _sharded(engine, trainer, form, shards, checkpoint, attempt)
         return Planned(files=files, error=attempt.error)
     if form is not None and form.gathers:
         checkpoint = _gathered(engine, trainer, checkpoint, attempt)
@@ -94,7 +94,12 @@ def _whole_checkpoint(
 
 
 def _sharded(
-    engine: Engine, form: strategies.Form, shards: Shards, checkpoint: dict[str, Any] | None, attempt: Attempt
+    engine: Engine,
+    trainer: Any,
+    form: strategies.Form,
+    shards: Shards,
+    checkpoint: dict[str, Any] | None,
+    attempt: Attempt,
 ) -> list[FilePlan]:
     states: dict[str, Any] = {}
     files: list[FilePlan] = []
@@ -102,7 +107,7 @@ def _sharded(
         states, rest = strategies.split(checkpoint or {"state_dict": {}}, form)
         if engine.rank == 0 and attempt.error is None:
             files.append(torch_file(META, rest, key="checkpoint"))
-    return [*files, *shards.files({"": states}, attempt)]
+    return [*files, *shards.files({"": states}, attempt, {"": trainer.lightning_module})]
 
 
 def _gathered(

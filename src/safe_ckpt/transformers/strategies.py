@@ -129,7 +129,8 @@ class Sharing:
             return Planned(error=problem)
         attempt = Attempt()  # what it gets is the same on all processes
         if trainer.is_fsdp_enabled:
-            files = self._shards.files(caught.shards, attempt)
+            models = dict.fromkeys(caught.shards, trainer.model)
+            files = self._shards.files(caught.shards, attempt, models)
             return Planned(files=files, folders=sorted(caught.shards), error=attempt.error)
         from safe_ckpt.deepspeed import nested
 

@@ -22,7 +22,7 @@ from safe_ckpt import CheckpointConfig, Checkpointer, Health, Retention, Unchang
 from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.staging import unchanged
+from safe_ckpt.core.staging import shared_files, unchanged
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
 from safe_ckpt.core.writer.file_writer import write_file
 from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError, StateError
@@ -178,7 +178,7 @@ def test_where_the_old_file_cannot_be_had_all_is_written(tmp_path, monkeypatch, 
     """Somebody deleted or wrote to the checkpoint before, or the file system has no hard links."""
     job = Job()
     if gone == "no links":
-        monkeypatch.setattr(unchanged, "link_open_file", lambda *_: "never")
+        monkeypatch.setattr(shared_files, "link_open_file", lambda *_: "never")
     with Checkpointer(tmp_path, config()) as ckpt:
         ckpt.save(1, job.state).result()
         if gone == "deleted":
@@ -199,13 +199,13 @@ def test_the_old_file_stays_open_until_it_has_its_new_name(tmp_path, monkeypatch
     job = Job()
     with Checkpointer(tmp_path, config()) as ckpt:
         ckpt.save(1, job.state).result()
-        link = unchanged.SharedFile.link
+        link = shared_files.SharedFile.link
 
         def late(shared, path):
             shutil.rmtree(tmp_path / "step-00000001")
             return link(shared, path)
 
-        monkeypatch.setattr(unchanged.SharedFile, "link", late)
+        monkeypatch.setattr(shared_files.SharedFile, "link", late)
         ckpt.save(2, job.state).result()
         monkeypatch.undo()
         other = Job()
@@ -220,7 +220,7 @@ def test_the_old_file_stays_open_until_it_has_its_new_name(tmp_path, monkeypatch
 def test_a_damaged_source_fails_the_save_and_not_the_next_one(tmp_path, monkeypatch):
     """Its bytes changed on the disk, and there are no hard links: the copy is compared with what was written."""
     job = Job()
-    monkeypatch.setattr(unchanged, "link_open_file", lambda *_: "never")
+    monkeypatch.setattr(shared_files, "link_open_file", lambda *_: "never")
     with Checkpointer(tmp_path, config()) as ckpt:
         ckpt.save(1, job.state).result()
         _flip(tmp_path / "step-00000001" / FROZEN)

@@ -21,6 +21,9 @@ from safe_ckpt.core.storage.reader import crc32
 if TYPE_CHECKING:
     import torch
 
+FROZEN_BYTES = 1 << 30
+"""How large a file of tensors that are not trained becomes at most: an object store must copy it within one request's time."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LazyTensor:

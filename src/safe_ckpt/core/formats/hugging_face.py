@@ -9,10 +9,12 @@ import dataclasses
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
+from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, bytes_image
 from safe_ckpt.core.formats.safetensors import SAFETENSORS_DTYPES, named_safetensors_image, safetensors_image
 from safe_ckpt.errors import ConfigError, StateError
@@ -20,6 +22,7 @@ from safe_ckpt.text import bytes_from
 
 STEM = "model"
 _INDEX = ".safetensors.index.json"
+_Tensor = TypeVar("_Tensor", bound="LazyTensor | torch.Tensor")
 _WEIGHTS = re.compile(r"^(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?$")
 
 
@@ -48,22 +51,12 @@ def images(tensors: Mapping[str, LazyTensor | torch.Tensor], max_shard_bytes: in
         max_shard_bytes: a shard ends before it would become larger; a single larger tensor gets one for itself.
         stem: how the names of the files begin.
     """
-    shards: list[dict[str, LazyTensor | torch.Tensor]] = [{}]
-    filled = 0
-    for name, lazy in tensors.items():
-        if shards[-1] and filled + _size_of(lazy) > max_shard_bytes:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = lazy
-        filled += _size_of(lazy)
+    shards = _split(tensors, max_shard_bytes)
     if len(shards) == 1:
         return [named_safetensors_image(f"{stem}.safetensors", shards[0])]
-    names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    where = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-    index = {"metadata": {"total_size": sum(map(_size_of, tensors.values()))}, "weight_map": where}
-    body = json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
+    names = _names(stem, len(shards))
     files = [named_safetensors_image(file, shard) for file, shard in zip(names, shards, strict=True)]
-    return [*files, bytes_image(index_name(stem), body)]
+    return [*files, _index_of(stem, names, shards)]
 
 
 def index_name(stem: str) -> str:
@@ -82,31 +75,58 @@ def shards_of(index: str, files: Iterable[str]) -> list[str]:
 def frozen_apart(
     stem: str, tensors: Mapping[str, torch.Tensor], frozen: Collection[str], least_bytes: int
 ) -> list[FilePlan]:
-    """A module's tensors in two shards with an index before them, those that are not trained in the second one.
+    """A module's tensors in shards with an index before them: first those that are trained, then the others.
 
     Args:
         stem: the beginning of the files' names.
         tensors: as ``safetensors_image`` takes them.
         frozen: names of those that are not trained.
-        least_bytes: with fewer bytes of these, or none of the others, nothing is returned: one file does.
+        least_bytes: with fewer bytes of these, nothing is returned: one file does. Also where there are none of the others,
+            and these fit into one shard.
     """
     trained_memory = {tensor.untyped_storage().data_ptr() for name, tensor in tensors.items() if name not in frozen}
     apart = {n: t for n, t in tensors.items() if n in frozen and t.untyped_storage().data_ptr() not in trained_memory}
-    if sum(map(_size_of, apart.values())) < least_bytes or len(apart) == len(tensors):
+    if sum(map(_size_of, apart.values())) < least_bytes:
         return []
     trained = OrderedDict((name, tensor) for name, tensor in tensors.items() if name not in apart)
     if hasattr(tensors, "_metadata"):
         trained._metadata = tensors._metadata  # type: ignore[attr-defined]
-    names = [f"{stem}-{number:05d}-of-00002.safetensors" for number in (1, 2)]
-    where = dict.fromkeys(trained, names[0]) | dict.fromkeys(apart, names[1])
-    total = sum(map(_size_of, tensors.values()))
-    body = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=1, sort_keys=True).encode()
-    # The frozen one last: the others keep their places in memory whether it is copied or not.
+    # The frozen ones last: the others keep their places in memory whether they are copied or not.
+    shards = [*([trained] if trained else []), *_split(apart, file_plan.FROZEN_BYTES)]
+    if len(shards) == 1:
+        return []
+    names = _names(stem, len(shards))
+    images = [safetensors_image(name, shard) for name, shard in zip(names, shards, strict=True)]
+    first = 1 if trained else 0
     return [
-        bytes_image(index_name(stem), body + b"\n"),
-        safetensors_image(names[0], trained),
-        dataclasses.replace(safetensors_image(names[1], apart), frozen=True),
+        _index_of(stem, names, shards),
+        *images[:first],
+        *(dataclasses.replace(image, frozen=True) for image in images[first:]),
     ]
+
+
+def _split(tensors: Mapping[str, _Tensor], most_bytes: int) -> list[dict[str, _Tensor]]:
+    """In their order, a new shard where the last one would become larger."""
+    shards: list[dict[str, _Tensor]] = [{}]
+    filled = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and filled + _size_of(tensor) > most_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += _size_of(tensor)
+    return shards
+
+
+def _names(stem: str, count: int) -> list[str]:
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _index_of(stem: str, names: Sequence[str], shards: Sequence[Mapping[str, LazyTensor | torch.Tensor]]) -> FilePlan:
+    where = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+    total = sum(_size_of(tensor) for shard in shards for tensor in shard.values())
+    body = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
+    return bytes_image(index_name(stem), body.encode() + b"\n")
 
 
 def admit(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:

@@ -16,7 +16,6 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.mailbox import TwoPhaseCommit
 from safe_ckpt.core.coordination.store import KeyTimeout
 from safe_ckpt.core.coordination.wire import from_wire, to_wire
-from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry
 from safe_ckpt.core.health.verdict import ITSELF, Expectation, Known, described, of_checkpoint
@@ -24,6 +23,7 @@ from safe_ckpt.core.saving.job import SaveJob
 from safe_ckpt.core.staging.streamed_files import FileStream
 from safe_ckpt.core.storage.copier import FileCopy, first_changed
 from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
+from safe_ckpt.core.storage.objects.object_copy import ObjectCopy
 from safe_ckpt.core.writer.client import WriteJob
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import (
@@ -145,11 +145,11 @@ class CommitProtocol:
         try:
             info = self._lead() if self._rank == 0 else self._follow()
         finally:
-            for shared in job.shared:
-                shared.close()
-        if job.unchanged is not None and isinstance(job.workspace, Workspace):
+            if job.sharing is not None:
+                job.sharing.close()
+        if job.sharing is not None:
             folder = str(job.folder) if job.request.destination.kind == "directory" else ""
-            job.unchanged.learn(job.workspace.path, info.file_path, self._results, folder)
+            job.sharing.learn(info.path, self._results, folder)
         self._known.learn(self._found, healthy=not self.health)
         self._known.learn_hashes(self._found, self._job.versions)
         if not info.marked and self._job.writers:
@@ -247,9 +247,9 @@ class CommitProtocol:
 
     def _expecting(self, tasks: Sequence[WriteTask]) -> list[WriteTask]:
         """The same tasks with what is expected of the numbers, and what they may share blocks of the disk with."""
-        known, root = self._job.unchanged, self._job.workspace
-        if known is not None and isinstance(root, Workspace):
-            tasks = [dataclasses.replace(t, earlier=known.earlier(root.path, self._place(t.path))) for t in tasks]
+        sharing = self._job.sharing
+        if sharing is not None:
+            tasks = [dataclasses.replace(task, earlier=sharing.earlier(self._place(task.path))) for task in tasks]
         settings, unexamined = self._config.health, self._job.request.facts.unexamined
         if settings.action == "off" or "*" in unexamined:
             return list(tasks)
@@ -299,24 +299,25 @@ class CommitProtocol:
 
     def _link_shared(self) -> list[WrittenFile]:
         """Give files of a checkpoint before a further name; copy them where there are no such names."""
-        job, folder = self._job, str(self._job.folder)
-        outcomes = [(one, one.link(f"{folder}/{one.path}")) for one in job.shared]
-        done = [one.written(f"{folder}/{one.path}", linked=True) for one, how in outcomes if how == "linked"]
-        left = [one for one, how in outcomes if how != "linked"]
+        job, sharing = self._job, self._job.sharing
+        if sharing is None:
+            return []
+        outcomes = [(one, f"{job.folder}/{one.path}", one.link(f"{job.folder}/{one.path}")) for one in sharing.shared]
+        done = [one.written(path, shared=True) for one, path, how in outcomes if how == "linked"]
+        left = [(one, one.copy(path)) for one, path, how in outcomes if how != "linked"]
         if not left:
             return done
-        if (
-            any(how == "never" for _, how in outcomes)
-            and job.unchanged is not None
-            and isinstance(job.workspace, Workspace)
-        ):
-            job.unchanged.no_links(job.workspace.path)
-        copies = [FileCopy(source=one.source, path=f"{folder}/{one.path}", stamp=one.stamp) for one in left]
-        for one, copy in zip(left, self._run_writer(copies=copies), strict=True):
-            if copy.xxh3_128 != one.before.xxh3_128:
+        files = [copy for _, copy in left if isinstance(copy, FileCopy)]
+        objects = [copy for _, copy in left if isinstance(copy, ObjectCopy)]
+        results = {result.path: result for result in self._run_writer(copies=files, objects=objects)}
+        if any(how == "never" for *_, how in outcomes) or not all(results[one.path].shared_bytes for one in objects):
+            sharing.refused()
+        for one, copy in left:
+            result = results[copy.path]
+            if result.xxh3_128 != one.before.xxh3_128:
                 cause = f"{one.path} was to be taken from {one.before.sources[0]}, whose bytes are not those that were written"
                 raise SaveError(name=job.name, cause=cause, rank=self._rank, phase="write")
-            done.append(one.written(copy.path, linked=False))
+            done.append(one.written(copy.path, shared=result.shared_bytes > 0))
         return done
 
     def _refuse_changed(self, copies: Sequence[FileCopy]) -> None:

@@ -16,7 +16,7 @@ from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.staging.streamed_files import FileStream
-from safe_ckpt.core.staging.unchanged import SharedFile, UnchangedFiles
+from safe_ckpt.core.staging.unchanged import Sharing
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import ForkedError, RendezvousTimeout, SafeCheckpointError, SaveSkippedError
 
@@ -146,8 +146,7 @@ class SaveJob:
         call: the number of the call that began it.
         begun: whether its background phases have begun.
         files: what of its content this rank writes from memory.
-        shared: what it does not write, because a checkpoint before has it.
-        unchanged: learns what was committed; None for nobody.
+        sharing: what it does not write, because a checkpoint before has it; None where nobody has looked.
         versions: which tensors that training does not change there were at the call, and how often they had been written to.
     """
 
@@ -169,8 +168,7 @@ class SaveJob:
     begun: bool = False
     versions: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
     files: Sequence[FilePlan] = ()
-    shared: Sequence[SharedFile] = ()
-    unchanged: UnchangedFiles | None = None
+    sharing: Sharing | None = None
 
     @property
     def name(self) -> str:

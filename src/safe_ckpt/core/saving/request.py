@@ -263,9 +263,8 @@ def answer(
     failure = None
     if earlier is not None:
         failure = {"op_id": earlier[0], "error": to_wire(earlier[1], rank=rank, phase="save")}
-    root, spared = request.destination.workspace, 0
-    if isinstance(root, Workspace):
-        spared = unchanged.spared_bytes(request.content.files, root.path, request.facts.unexamined)
+    root = request.destination.workspace
+    spared = unchanged.spared_bytes(request.content.files, root.path, request.facts.unexamined)
     return {"bytes": request.content.new_bytes - spared, "writes": request.content.writes, "earlier": failure}
 
 

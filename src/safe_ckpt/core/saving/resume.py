@@ -166,8 +166,8 @@ def _recall(engine: Engine, workspace: Root, info: CheckpointInfo, settled: Mapp
     """What is known of the numbers that training goes on from; and from now on how this start goes."""
     engine.known.end()  # what went on from a checkpoint that was chosen before ended well
     engine.known.recall(settled["health"])
-    if isinstance(workspace, Workspace) and info.verified and presence.is_directory(info.file_path):
-        engine.unchanged.recall(workspace.path, info.file_path)
+    if info.verified and (isinstance(info.path, ObjectPath) or presence.is_directory(info.path)):
+        engine.unchanged.recall(workspace.path, info.path)
     if settled["start"]:
         engine.known.start = RunningStart(Path(settled["start"]), engine.rank)
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.cuda import Cuda
-from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.saving.job import SaveJob
 from safe_ckpt.core.saving.request import Streamed
 from safe_ckpt.core.staging import optimizer_gate, snapshot
@@ -91,6 +90,7 @@ class Stager:
         place = str(job.folder), job.manifest.to_json()
         if job.stream is not None:
             job.stream.bind(*place)
+            job.sharing = self.unchanged.find((), job.workspace.path)
             job.error = None
             return
         try:
@@ -117,11 +117,9 @@ class Stager:
             job.error = error
 
     def _share(self, job: SaveJob) -> None:
-        job.files = job.request.content.files
-        if isinstance(job.workspace, Workspace):
-            job.unchanged = self.unchanged
-            unexamined = job.request.facts.unexamined
-            job.files, job.shared = self.unchanged.find(job.files, job.workspace.path, unexamined)
+        files, unexamined = job.request.content.files, job.request.facts.unexamined
+        job.sharing = self.unchanged.find(files, job.workspace.path, unexamined)
+        job.files = job.sharing.left
 
     def copy(self, job: SaveJob) -> None:
         """Copy now what may change; the rest on a thread, behind the gate. Without a buffer wait until all is written."""

@@ -1,6 +1,6 @@
 """Where the entries of one rank's files lie. That rank lays them out so, and rank 0 says it in ``.metadata``.
 
-What is not trained goes to a second file of the rank: such a file has the same bytes at every save.
+What is not trained goes to further files of the rank: such a file has the same bytes at every save.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from safe_ckpt.core.formats import dcp
+from safe_ckpt.core.formats import dcp, file_plan
 from safe_ckpt.core.formats.dcp import Envelope
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.health.regions import Region, rows_of
@@ -31,14 +31,21 @@ def entries(
     plan: SavePlan, kept: Sequence[int], apart: Sequence[int], lengths: Mapping[int, int]
 ) -> Iterator[tuple[WriteItem, int, int, int, int]]:
     """Where the entries of one rank lie: number in the plan, which file, offset, length."""
-    ends, second = [0, 0], frozenset(apart)
+    ends, frozen = [0, 0], frozenset(apart)
     for number in kept:
-        item, file = plan.items[number], int(number in second)
+        item, around = plan.items[number], None
         if item.type == WriteItemType.BYTE_IO:
-            at, length = dcp.behind(ends[file]), lengths[number]
+            length = lengths[number]
         else:
             around = dcp.envelope(*kind_of(item))
-            at, length = dcp.behind(ends[file], around.alignment), around.length
+            length = around.length
+        if number not in frozen:
+            file = 0
+        else:
+            if ends[-1] and ends[-1] + length > file_plan.FROZEN_BYTES:
+                ends.append(0)
+            file = len(ends) - 1
+        at = dcp.behind(ends[file], around.alignment) if around is not None else dcp.behind(ends[file])
         yield item, number, file, at, length
         ends[file] = at + length
 

@@ -49,7 +49,7 @@ class _Local:
         objects: the bytes of what is no tensor, by its place in the plan.
         with_floats: those of them that have floats in them, and where in the state dict they lie.
         planner: finds the tensors.
-        apart: which entries of the plan go to a second file, because they are not trained.
+        apart: which entries of the plan go to further files, because they are not trained.
         templates: this rank's files, if they were laid out for ``kept``.
         kept: which entries of the plan they have.
         last: which objects are the last pieces of the first one.
@@ -102,7 +102,7 @@ class _Global:
     Attributes:
         token: unique to it; a rank whose plan is still the same names it instead of sending the plan again.
         plans: every rank's.
-        apart: which entries of its plan go to a second file of that rank.
+        apart: which entries of its plan go to further files of that rank.
         kept: which entries of its plan every rank writes.
         metadata: what goes into ``.metadata``, but for where things lie.
     """
@@ -355,11 +355,11 @@ def _metadata_of(folder: str, whole: _Global, reports: Mapping[int, Any]) -> byt
 
 def _lay_out(folder: str, local: _Local, kept: Sequence[int], rank: int) -> tuple[list[FilePlan], list[int]]:
     """This rank's files, as far as it has them, and the objects that are the last pieces of the first one."""
-    made = File(), File()
+    made: dict[int, File] = {}
     objects: dict[int, tuple[int, bytes]] = {}
     lengths = {number: len(data) for number, data in local.objects.items()}
     for entry, number, which, at, length in entries(local.plan, kept, local.apart, lengths):
-        file = made[which]
+        file = made.setdefault(which, File())
         file.end = at + length
         if number in local.objects:
             objects[number] = at, local.objects[number]
@@ -370,10 +370,11 @@ def _lay_out(folder: str, local: _Local, kept: Sequence[int], rank: int) -> tupl
             message = f"planned as {kind_of(entry)}, it is {tuple(tensor.shape)} {tensor.dtype}"
             raise StateError(key=f"{folder}: {entry.index.fqn}", message=message)
         file.add(entry.index.fqn, tensor, at, around)
-    paths = [under(folder, file_of(rank, number)) for number in range(len(made))]
-    first, second = made
-    files = [first.planned(paths[0], objects.values()), second.planned(paths[1], (), frozen=True)]
-    return [file for file in files if file.length], list(objects)
+    files = [
+        file.planned(under(folder, file_of(rank, which)), () if which else objects.values(), frozen=which > 0)
+        for which, file in sorted(made.items())
+    ]
+    return files, list(objects)
 
 
 def _admit(key: str, value: object) -> None:

@@ -5,16 +5,17 @@ would stand in the file, and compared with the hash in the manifest of the check
 change (it needs no gradient, or its file had the same bytes twice) only chooses which files are worth that look, which takes
 less than half of the time of a copy.
 
-The old file is opened before it is relied upon. As long as it is open its bytes cannot vanish, whoever deletes its name.
+The old file is opened before it is relied upon. As long as it is open its bytes cannot vanish, whoever deletes its name. An
+object cannot be held. It is relied upon only if every save that was begun since its own has the same bytes there: one of them
+is the newest that is committed, which retention does not delete.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +24,11 @@ import xxhash
 from safe_ckpt.config import Health, Unchanged
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.health.verdict import ITSELF, digest_of_patterns, is_sick
+from safe_ckpt.core.staging.shared_files import Before, Shared, SharedFile, SharedObject
 from safe_ckpt.core.storage.copier import Stamp
-from safe_ckpt.core.storage.durable import WrittenFile, link_open_file
+from safe_ckpt.core.storage.durable import WrittenFile
+from safe_ckpt.core.storage.objects.object_copy import MOST_BYTES
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.presence import opened
 from safe_ckpt.errors import SafeCheckpointError
 
@@ -37,87 +41,6 @@ LEAST_BYTES = 1 << 20
 _MOST_SOURCES = 4
 _PATIENCE, _AGAIN = 3, 16
 _ZEROS = bytes(64 << 10)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Before:
-    """A file as it stands in committed checkpoints.
-
-    Attributes:
-        sources: where, the newest first. Some may be gone.
-        stamp: of the newest when it was committed; None where that is not known.
-        size_bytes: its length.
-        xxh3_128: of its bytes.
-        health: what was found of its numbers.
-        age: how many saves ago it was written.
-        repeated: whether the save before had the same bytes; None where that is not known.
-        fruitless: how many saves before it shared none of them, either.
-    """
-
-    sources: tuple[Path, ...]
-    size_bytes: int
-    xxh3_128: str
-    stamp: Stamp | None = None
-    health: Mapping[str, Any] | None = None
-    age: int = 0
-    repeated: bool | None = None
-    fruitless: int = 0
-
-
-class SharedFile:
-    """A file of a save that is one of a committed checkpoint.
-
-    Args:
-        path: relative to the checkpoint.
-        before: what it is.
-        fd: of the old file; closed by ``close``.
-        examined: whether what was found of its numbers is said again.
-
-    Attributes:
-        path: as given.
-        before: as given.
-    """
-
-    def __init__(self, path: str, before: Before, fd: int, *, examined: bool = True) -> None:
-        self.path = path
-        self.before = before
-        self._fd = fd
-        self._examined = examined
-
-    @property
-    def source(self) -> str:
-        """Where any process of this user can open the old file, also when its name is gone."""
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
-
-    @property
-    def stamp(self) -> Stamp:
-        """Of the old file now."""
-        return Stamp.of(os.fstat(self._fd))
-
-    def link(self, path: str) -> str:
-        """Give the old file a further name, in a directory that the caller makes durable. See ``link_open_file``."""
-        return link_open_file(self._fd, path)
-
-    def written(self, path: str, *, linked: bool) -> WrittenFile:
-        """What stands at ``path``, as a further name or as a copy."""
-        before = self.before
-        return WrittenFile(
-            path=path,
-            size_bytes=before.size_bytes,
-            xxh3_128=before.xxh3_128,
-            health=before.health if self._examined else None,
-            shared_bytes=before.size_bytes if linked else 0,
-            age=before.age + 1,  # a copy may have the same blocks
-        )
-
-    def close(self) -> None:
-        """Give the descriptor back."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class UnchangedFiles:
@@ -133,11 +56,12 @@ class UnchangedFiles:
         self._settings = settings
         self._health = health
         self._rank = rank
-        self._saves: dict[Path, int] = {}
-        self._known: dict[tuple[Path, str], Before] = {}
-        self._impossible: set[Path] = set()
+        self._saves: dict[Place, int] = {}
+        self._known: dict[tuple[Place, str], Before] = {}
+        self._anew: dict[tuple[Place, str], int] = {}  # the last save that wrote it
+        self._impossible: dict[Place, int] = {}
 
-    def recall(self, root: Path, checkpoint: Path) -> None:
+    def recall(self, root: Place, checkpoint: Place) -> None:
         """Training goes on from this checkpoint of the directory ``root``, which was verified a moment ago."""
         self._known = {key: before for key, before in self._known.items() if key[0] != root}
         if not self._settings.share:
@@ -158,15 +82,14 @@ class UnchangedFiles:
                     xxh3_128=entry.xxh3_128,
                     health=health.get(entry.path),
                     age=entry.age,
+                    save=self._saves.get(root, 0),
                 )
 
-    def spared_bytes(self, plans: Iterable[FilePlan], root: Path, unexamined: Sequence[str] = ()) -> int:
+    def spared_bytes(self, plans: Iterable[FilePlan], root: Place, unexamined: Sequence[str] = ()) -> int:
         """How much of these probably need not be written. See ``find``."""
         return sum(plan.total_bytes for plan in plans if self._candidate(plan, root, unexamined) is not None)
 
-    def find(
-        self, plans: Sequence[FilePlan], root: Path, unexamined: Sequence[str] = ()
-    ) -> tuple[list[FilePlan], list[SharedFile]]:
+    def find(self, plans: Sequence[FilePlan], root: Place, unexamined: Sequence[str] = ()) -> Sharing:
         """Tell what is to be written from what is there already. On the thread that trains, before it may change the tensors.
 
         Args:
@@ -177,36 +100,29 @@ class UnchangedFiles:
         Returns:
             What is to be written, and what is not.
         """
-        self._saves[root] = self._saves.get(root, 0) + 1
-        left: list[FilePlan] = []
-        shared: list[SharedFile] = []
+        self._saves[root] = number = self._saves.get(root, 0) + 1
+        sharing = Sharing(self, root, number)
         for plan in plans:
             one = self._look(plan, root, unexamined)
             if one is None:
-                left.append(plan)
+                sharing.left.append(plan)
+                self._anew[root, plan.path] = number
             else:
-                shared.append(one)
-        return left, shared
+                sharing.shared.append(one)
+        return sharing
 
-    def earlier(self, root: Path, path: str) -> tuple[Any, ...] | None:
-        """See ``WriteTask.earlier``. Where nothing was shared for a while it is tried now and then only: it costs a hash."""
+    def earlier(self, root: Place, path: str) -> tuple[Any, ...] | None:
+        """See ``Sharing.earlier``."""
         known, number = self._known.get((root, path)), self._saves.get(root, 0)
         fruitless = known is not None and known.fruitless >= _PATIENCE and number % _AGAIN > 1
-        if not self._settings.share or fruitless:
+        if not self._settings.share or fruitless or isinstance(root, ObjectPath):
             return None
         if known is None or known.stamp is None or self._is_old(known):
             return ()
         return str(known.sources[0]), known.stamp.ctime_ns
 
-    def learn(self, root: Path, checkpoint: Path, written: Iterable[WrittenFile], folder: str) -> None:
-        """Take over what was committed. On the background thread.
-
-        Args:
-            root: the directory of the checkpoint.
-            checkpoint: its name now.
-            written: its files of this rank.
-            folder: where they were written, under which their paths are; "" for a checkpoint that is one file.
-        """
+    def learn(self, root: Place, number: int, checkpoint: Place, written: Iterable[WrittenFile], folder: str) -> None:
+        """See ``Sharing.learn``; of the save with this number."""
         found = {}
         for file in written:
             if file.size_bytes < LEAST_BYTES:
@@ -224,17 +140,28 @@ class UnchangedFiles:
                 age=file.age or (before.age + 1 if before is not None and file.shared_bytes else 0),
                 repeated=same if before is not None else None,
                 fruitless=before.fruitless + 1 if before is not None and not file.shared_bytes else 0,
+                save=number,
             )
         self._known = {key: value for key, value in self._known.items() if key[0] != root} | found
 
-    def no_links(self, root: Path) -> None:
-        """The file system of ``root`` has no further names for files: from now on everything is written."""
-        self._impossible.add(root)
+    def refused(self, root: Place) -> None:
+        """See ``Sharing.refused``."""
+        self._impossible[root] = self._saves.get(root, 0)
 
-    def _candidate(self, plan: FilePlan, root: Path, unexamined: Sequence[str]) -> Before | None:
+    def latest(self, root: Place, path: str) -> Before | None:
+        """What is known now of a file."""
+        return self._known.get((root, path))
+
+    def _candidate(self, plan: FilePlan, root: Place, unexamined: Sequence[str]) -> Before | None:
         """What a file probably is."""
         before = self._known.get((root, plan.path))
-        if before is None or before.size_bytes != plan.length or not self._settings.share or root in self._impossible:
+        if before is None or before.size_bytes != plan.length or not self._settings.share:
+            return None
+        if self._saves.get(root, 0) - self._impossible.get(root, -_AGAIN) < _AGAIN:
+            return None
+        if isinstance(root, ObjectPath) and (
+            before.size_bytes > MOST_BYTES or before.save < self._anew.get((root, plan.path), 0)
+        ):
             return None
         probably = plan.frozen if before.repeated is None else before.repeated
         fits = probably and not self._is_old(before) and self._is_known_well(before, unexamined)
@@ -252,19 +179,70 @@ class UnchangedFiles:
             return False
         return bool(known.get("ignored", "") == digest_of_patterns((*self._health.ignore, *unexamined)))
 
-    def _look(self, plan: FilePlan, root: Path, unexamined: Sequence[str]) -> SharedFile | None:
+    def _look(self, plan: FilePlan, root: Place, unexamined: Sequence[str]) -> Shared | None:
         before = self._candidate(plan, root, unexamined)
-        fd = _open(before) if before is not None else None
-        if fd is None or before is None:
+        if before is None:
             return None
-        one = SharedFile(plan.path, before, fd, examined=self._health.action != "off")
-        if digest_of(plan) == before.xxh3_128:
+        one: Shared | None = None
+        examined = self._health.action != "off"
+        if isinstance(root, ObjectPath):
+            latest = functools.partial(self.latest, root, plan.path)
+            one = SharedObject(plan.path, before, latest, examined=examined)
+        elif (fd := _open(before)) is not None:
+            one = SharedFile(plan.path, before, fd, examined=examined)
+        if one is None or digest_of(plan) == before.xxh3_128:
             return one
         one.close()
         return None
 
 
-def _stamp(path: Path) -> Stamp | None:
+class Sharing:
+    """What one save shares with the checkpoints before. Made by ``UnchangedFiles.find``.
+
+    Args:
+        known: what this rank knows.
+        root: the directory of the checkpoint.
+        number: of the save.
+
+    Attributes:
+        left: the files that are written.
+        shared: those that are not.
+    """
+
+    def __init__(self, known: UnchangedFiles, root: Place, number: int) -> None:
+        self._known = known
+        self._root = root
+        self._number = number
+        self.left: list[FilePlan] = []
+        self.shared: list[Shared] = []
+
+    def earlier(self, path: str) -> tuple[Any, ...] | None:
+        """See ``WriteTask.earlier``. Where nothing was shared for a while it is tried now and then only: it costs a hash."""
+        return self._known.earlier(self._root, path)
+
+    def learn(self, checkpoint: Place, written: Iterable[WrittenFile], folder: str) -> None:
+        """Take over what was committed. On the background thread.
+
+        Args:
+            checkpoint: its name now.
+            written: its files of this rank.
+            folder: where they were written, under which their paths are; "" for a checkpoint that is one file.
+        """
+        self._known.learn(self._root, self._number, checkpoint, written, folder)
+
+    def refused(self) -> None:
+        """The storage has no further names, or makes no copies: for some saves everything is written."""
+        self._known.refused(self._root)
+
+    def close(self) -> None:
+        """The save is over: give back what it holds."""
+        for one in self.shared:
+            one.close()
+
+
+def _stamp(path: Place) -> Stamp | None:
+    if isinstance(path, ObjectPath):
+        return None
     try:
         return Stamp.of(os.stat(path))
     except OSError:
@@ -275,6 +253,8 @@ def _open(before: Before) -> int | None:
     """The old file, if it was not touched since. Its ctime tells nothing: a further name changes that."""
     known = before.stamp
     for source in before.sources:
+        if isinstance(source, ObjectPath):
+            continue
         try:
             with opened(source, os.O_RDONLY | os.O_NOFOLLOW) as fd:
                 now = Stamp.of(os.fstat(fd))

@@ -25,6 +25,8 @@ _NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}$")
 _SMALL_PARTS = 4 << 20
 _OF_A_RANK = re.compile(r"\.rank\d{5,}$")
 _OF_SHARDS = re.compile(r"^(.+?)(-\d{5}-of-\d{5}|\.safetensors\.index)$")
+_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.|^module\.")
+"""torch's sharded state dicts name parameters without these."""
 SHARDED = "sharded"
 
 
@@ -190,9 +192,10 @@ def resolve(name: str, value: Any, state: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def frozen_names(module: torch.nn.Module) -> frozenset[str]:
-    """The names of its parameters that are not trained."""
+    """The names of its parameters that are not trained, as its state dict has them, and without what wraps its modules."""
     named = module.named_parameters(remove_duplicate=False)
-    return frozenset(name for name, parameter in named if not parameter.requires_grad)
+    names = [name for name, parameter in named if not parameter.requires_grad]
+    return frozenset([*names, *(_WRAPPERS.sub("", name) for name in names)])
 
 
 def plan_item(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -165,16 +166,25 @@ class Planner:
         facts = (*now.facts, owners, modules, [self._known[name].remembered for name in modules])
         return dataclasses.replace(now, facts=facts)
 
-    def sharded_states(self, states: Mapping[str, Any]) -> dict[str, ShardedItem]:
-        """Sharded state dicts by name, for a ``ShardPlanner``, with what is known of them. Instead of ``plan``."""
+    def sharded_states(
+        self, states: Mapping[str, Any], models: Mapping[str, torch.nn.Module] = MappingProxyType({})
+    ) -> dict[str, ShardedItem]:
+        """Sharded state dicts by name, for a ``ShardPlanner``, with what is known of them. Instead of ``plan``.
+
+        Args:
+            states: the state dicts.
+            models: of some of the same names, the modules whose state dicts are values of those.
+        """
         items = {}
         for name, state in states.items():
             now = fingerprint.of(state)
+            frozen = functools.partial(self._frozen_within, state, models.get(name))
             if now is None:
-                items[name] = ShardedItem.of(state)
+                items[name] = ShardedItem.of(state, frozen)
             else:
                 known = self._still_known(name, now)
-                items[name] = self._sharded(name, state, functools.partial(dict, state), now, known)
+                item = self._sharded(name, state, functools.partial(dict, state), now, known)
+                items[name] = dataclasses.replace(item, frozen=frozen)
         return items
 
     def _still_known(self, name: str, now: Fingerprint | None, *, per_rank: bool = False) -> _Known | None:
@@ -203,6 +213,11 @@ class Planner:
 
     def _frozen(self, value: Any) -> frozenset[str]:
         return plan.frozen_names(value) if self._apart and isinstance(value, torch.nn.Module) else frozenset()
+
+    def _frozen_within(self, state: Mapping[str, Any], model: torch.nn.Module | None) -> frozenset[str]:
+        names = self._frozen(model)
+        inner = ((key, value) for key, value in state.items() if isinstance(value, Mapping)) if names else ()
+        return frozenset(f"{key}.{name}" for key, value in inner for name in names.intersection(value))
 
     def _keep(self, name: str, item: Item | None, now: Fingerprint | None, *, per_rank: bool) -> Item | None:
         self._known.pop(name, None)

@@ -26,6 +26,7 @@ from safe_ckpt.core.staging.progress import Progress, ProgressPage, new_page
 from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.direct_io import write_without_direct
 from safe_ckpt.core.storage.durable import WrittenFile
+from safe_ckpt.core.storage.objects.object_copy import ObjectCopy
 from safe_ckpt.core.writer.process import STACK_SIGNAL
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class WriteJob:
         buffer: holds the bytes of ``files``; None when there are only copies.
         files: to be written from the shared buffer.
         copies: files to be copied.
+        objects: objects to be copied within their bucket.
         directories: made durable afterwards.
     """
 
@@ -60,12 +62,14 @@ class WriteJob:
     buffer: SharedBuffer | None = None
     files: Sequence[WriteTask] = ()
     copies: Sequence[FileCopy] = ()
+    objects: Sequence[ObjectCopy] = ()
     directories: Sequence[str] = ()
 
     @property
     def paths(self) -> list[str]:
         """What is there afterwards, in the order of the results."""
-        return [*(copy.path for copy in self.copies), *(task.path for task in self.files)]
+        copied = (*(copy.path for copy in self.copies), *(copy.path for copy in self.objects))
+        return [*copied, *(task.path for task in self.files)]
 
 
 class StallWatch:

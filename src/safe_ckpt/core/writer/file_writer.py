@@ -34,7 +34,8 @@ from safe_ckpt.core.storage.direct_io import (
     write_rest,
 )
 from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
-from safe_ckpt.core.writer.object_writer import is_object, send_copy, send_image
+from safe_ckpt.core.storage.objects.object_copy import ObjectCopy
+from safe_ckpt.core.writer.object_writer import copy_objects, is_object, send_copy, send_image
 
 logger = logging.getLogger(__name__)
 _NEXT_LOOK_S = 0.0005
@@ -52,11 +53,12 @@ def write_files(
     buffer: memoryview,
     options: WriteOptions,
     progress: ProgressReporter,
+    objects: Sequence[ObjectCopy] = (),
 ) -> list[WrittenFile]:
-    """Do what one job asks for: copy files, write files from the shared buffer, and make the directories durable.
+    """Do what one job asks for: copy files and objects, write files from the buffer, make the directories durable.
 
     Returns:
-        What is on disk now, the copies first.
+        What is there now: copies of files, of objects, and what was written.
 
     Raises:
         OSError: as the operating system says, with the path.
@@ -66,8 +68,10 @@ def write_files(
         if is_object(copy.path):
             progress.begin(number)
             written.append(send_copy(copy, options, progress))
+    progress.begin(len(copies))
+    written += copy_objects(objects, options, progress)
     ready = functools.partial(read_mark, buffer)
-    for number, task in enumerate(files, len(copies)):
+    for number, task in enumerate(files, len(written)):
         progress.begin(number)
         written.append(write_file(task, buffer, options, progress, ready))
     for directory in directories:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import errno
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -16,11 +17,15 @@ import xxhash
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.direct_io import ProgressReporter, WriteOptions
 from safe_ckpt.core.storage.durable import WrittenFile
+from safe_ckpt.core.storage.objects.object_copy import ObjectCopy
 from safe_ckpt.core.storage.objects.place import ObjectPath, open_place
 from safe_ckpt.core.storage.presence import opened
 
 if TYPE_CHECKING:
     from safe_ckpt.core.writer.file_writer import Hasher
+
+_AT_A_TIME = 4
+_PATIENCE = 3  # so many times the limit of one request; then the bytes go through this process
 
 
 def send_image(
@@ -114,6 +119,61 @@ def send_copy(copy: FileCopy, options: WriteOptions, progress: ProgressReporter)
 
     place.bucket.upload(place.key, copy.stamp.size_bytes, pieces)
     return WrittenFile(path=copy.path, size_bytes=copy.stamp.size_bytes, xxh3_128=digest.hexdigest())
+
+
+def copy_objects(copies: Sequence[ObjectCopy], options: WriteOptions, progress: ProgressReporter) -> list[WrittenFile]:
+    """Let the store copy objects, several at a time. One that it does not copy is read and sent.
+
+    Returns:
+        What is there now; ``shared_bytes`` is 0 for what was sent.
+
+    Raises:
+        FileNotFoundError: all sources of one are gone.
+        OSError: the store gave no answer in time, or refuses.
+    """
+    if not copies:
+        return []
+    with ThreadPoolExecutor(min(_AT_A_TIME, len(copies)), thread_name_prefix="safe_ckpt-objects") as pool:
+        return list(pool.map(lambda one: _copy_object(one, options, progress), copies))
+
+
+def _copy_object(one: ObjectCopy, options: WriteOptions, progress: ProgressReporter) -> WrittenFile:
+    place, part = place_of(one.path, options, progress)
+    limits = place.bucket.options
+    bucket = place.bucket.within(min(limits.give_up_after_s, _PATIENCE * limits.request_timeout_s), place.bucket.stop)
+    keys = [place.at(source).key for source in one.sources]
+    there = []
+    for key in keys:
+        try:
+            bucket.copy(key, place.key, one.size_bytes)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            there = [key, *keys[keys.index(key) + 1 :]]
+            break
+        progress.moved(one.size_bytes)
+        return WrittenFile(path=one.path, size_bytes=one.size_bytes, xxh3_128=one.xxh3_128, shared_bytes=one.size_bytes)
+    for key in there:
+        try:
+            return _send_object(key, one, place, part, progress)
+        except FileNotFoundError:
+            continue
+    raise FileNotFoundError(errno.ENOENT, f"what it is a copy of is gone: {', '.join(one.sources)}", one.path)
+
+
+def _send_object(key: str, one: ObjectCopy, place: ObjectPath, part: int, progress: ProgressReporter) -> WrittenFile:
+    digest = xxhash.xxh3_128()
+
+    def pieces() -> Iterator[memoryview]:
+        digest.reset()
+        for at in range(0, one.size_bytes, part):
+            piece = place.bucket.read_range(key, at, min(part, one.size_bytes - at))
+            digest.update(piece)
+            progress.moved(len(piece))
+            yield piece
+
+    place.bucket.upload(place.key, one.size_bytes, pieces)
+    return WrittenFile(path=one.path, size_bytes=one.size_bytes, xxh3_128=digest.hexdigest())
 
 
 def place_of(path: str, options: WriteOptions, progress: ProgressReporter) -> tuple[ObjectPath, int]:

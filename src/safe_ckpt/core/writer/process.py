@@ -26,6 +26,7 @@ from safe_ckpt.core.health.examine import prepare
 from safe_ckpt.core.staging.progress import ProgressPage
 from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.direct_io import WriteOptions, refused_direct
+from safe_ckpt.core.storage.objects.object_copy import ObjectCopy
 from safe_ckpt.core.storage.objects.options import take_variables
 from safe_ckpt.core.writer.file_writer import write_files
 
@@ -104,9 +105,10 @@ def _serve(
             take_variables(plan["variables"])
         page.begin(0)
         copies = [FileCopy.from_json(entry) for entry in plan["copies"]]
+        objects = [ObjectCopy.from_json(entry) for entry in plan["objects"]]
         tasks = [WriteTask.from_json(entry) for entry in plan["files"]]
         memory = memoryview(_mapped(job, buffers, maps)) if tasks else memoryview(b"")
-        written = write_files(copies, tasks, plan["directories"], memory, options, page)
+        written = write_files(copies, tasks, plan["directories"], memory, options, page, objects)
         results = [vars(result) for result in written]
         # Nobody reads a log of this process, so its parent logs which file systems refused direct writes.
         return {"files": results, "refused_direct": list(refused_direct().items())}

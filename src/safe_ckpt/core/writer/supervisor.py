@@ -165,6 +165,7 @@ class WriterSupervisor:
         plan = {
             "files": [task.to_json() for task in job.files],
             "copies": [copy.to_json() for copy in job.copies],
+            "objects": [copy.to_json() for copy in job.objects],
             "directories": list(job.directories),
             "options": dataclasses.asdict(self._options),
             "variables": variables() if self._options.storage is not None else {},  # credentials may be new ones
@@ -174,7 +175,7 @@ class WriterSupervisor:
     def _write_here(self, job: WriteJob, stop: Callable[[], None]) -> list[WrittenFile]:
         memory = memoryview(job.buffer.memory if job.buffer is not None else b"")
         progress = _OwnProgress(self, stop)
-        return write_files(job.copies, job.files, job.directories, memory, self._options, progress)
+        return write_files(job.copies, job.files, job.directories, memory, self._options, progress, job.objects)
 
     def _drop_child(self) -> None:
         child, self._child = self._child, None

@@ -38,7 +38,7 @@ class WriterThread:
     def run(
         self, job: WriteJob, options: WriteOptions, timeouts: Timeouts, stop: Callable[[], None]
     ) -> list[WrittenFile]:
-        """Let it write a job that has a shared buffer and no copies.
+        """Let it write a job without copies of files.
 
         Args:
             job: what to write.
@@ -118,7 +118,7 @@ class _Task(Unwatched):
         job = self._job
         try:
             memory = memoryview(job.buffer.memory if job.buffer is not None else b"")
-            self.results = write_files((), job.files, job.directories, memory, self._options, self)
+            self.results = write_files((), job.files, job.directories, memory, self._options, self, job.objects)
         except BaseException as error:  # raised in the thread that waits
             self.failure = error
         finally:

@@ -247,6 +247,26 @@ class Bucket:
                     raise
             self._pause(_FIRST_PAUSE_S)
 
+    def copy(self, source: str, key: str, size_bytes: int) -> None:
+        """Copy an object within the bucket. The store does it.
+
+        Args:
+            source: which one.
+            key: used once.
+            size_bytes: of the object.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+            OSError: the store gave no answer in time, or refuses, such as for the size.
+        """
+        self._again(lambda: _obstore().copy(self._store, source, key), key, "copy")
+        deadline = time.monotonic() + self.options.give_up_after_s
+        # Azure may answer before it has copied; the object has another size until then.
+        while self.scheme == "az" and self.size_of(key) != size_bytes:
+            if time.monotonic() > deadline:
+                raise TimeoutError(errno.ETIMEDOUT, "the store does not end the copy", f"{self.url}/{key}")
+            self._pause(_FIRST_PAUSE_S)
+
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; those that are not there do not matter.
 

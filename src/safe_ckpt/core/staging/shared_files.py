@@ -1,0 +1,153 @@
+"""A file of a save that a committed checkpoint has already, and how it gets to the new one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from safe_ckpt.core.storage.copier import FileCopy, Stamp
+from safe_ckpt.core.storage.durable import WrittenFile, link_open_file
+from safe_ckpt.core.storage.objects.object_copy import ObjectCopy
+from safe_ckpt.core.storage.objects.place import Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Before:
+    """A file as it stands in committed checkpoints.
+
+    Attributes:
+        sources: where, the newest first. Some may be gone.
+        stamp: of the newest when it was committed; None where that is not known.
+        size_bytes: its length.
+        xxh3_128: of its bytes.
+        health: what was found of its numbers.
+        age: how many saves ago it was written.
+        repeated: whether the save before had the same bytes; None where that is not known.
+        fruitless: how many saves before it shared none of them, either.
+        save: the number of the save that wrote it, or shared it, last; 0 for one that was resumed.
+    """
+
+    sources: tuple[Place, ...]
+    size_bytes: int
+    xxh3_128: str
+    stamp: Stamp | None = None
+    health: Mapping[str, Any] | None = None
+    age: int = 0
+    repeated: bool | None = None
+    fruitless: int = 0
+    save: int = 0
+
+
+class SharedFile:
+    """A file of a save that is one of a committed checkpoint, in a file system.
+
+    Args:
+        path: relative to the checkpoint.
+        before: what it is.
+        fd: of the old file; closed by ``close``.
+        examined: whether what was found of its numbers is said again.
+
+    Attributes:
+        path: as given.
+        before: as given.
+    """
+
+    def __init__(self, path: str, before: Before, fd: int, *, examined: bool = True) -> None:
+        self.path = path
+        self.before = before
+        self._fd = fd
+        self._examined = examined
+
+    @property
+    def source(self) -> str:
+        """Where any process of this user can open the old file, also when its name is gone."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    @property
+    def stamp(self) -> Stamp:
+        """Of the old file now."""
+        return Stamp.of(os.fstat(self._fd))
+
+    def link(self, path: str) -> str:
+        """Give the old file a further name, in a directory that the caller makes durable. See ``link_open_file``."""
+        return link_open_file(self._fd, path)
+
+    def copy(self, path: str) -> FileCopy:
+        """What puts a copy there."""
+        return FileCopy(source=self.source, path=path, stamp=self.stamp)
+
+    def written(self, path: str, *, shared: bool) -> WrittenFile:
+        """What stands at ``path``; ``shared``: none of its bytes was written."""
+        return _written(path, self.before, shared=shared, examined=self._examined)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class SharedObject:
+    """A file of a save that is one of a committed checkpoint, in an object store.
+
+    Args:
+        path: relative to the checkpoint.
+        before: what it is.
+        latest: returns what is known of the file when it is to be copied: the checkpoint of ``before`` may be gone by then.
+        examined: whether what was found of its numbers is said again.
+
+    Attributes:
+        path: as given.
+        before: as given.
+    """
+
+    def __init__(
+        self, path: str, before: Before, latest: Callable[[], Before | None], *, examined: bool = True
+    ) -> None:
+        self.path = path
+        self.before = before
+        self._latest = latest
+        self._examined = examined
+
+    def link(self, path: str) -> str:
+        """See ``SharedFile``. An object has one name."""
+        del path
+        return "not this one"
+
+    def copy(self, path: str) -> ObjectCopy:
+        """What puts a copy there."""
+        before, latest = self.before, self._latest()
+        same = latest is not None and latest.xxh3_128 == before.xxh3_128 and latest.size_bytes == before.size_bytes
+        sources = (*(latest.sources if same and latest is not None else ()), *before.sources)
+        return ObjectCopy(
+            sources=tuple(dict.fromkeys(map(str, sources))),
+            path=path,
+            size_bytes=before.size_bytes,
+            xxh3_128=before.xxh3_128,
+        )
+
+    def written(self, path: str, *, shared: bool) -> WrittenFile:
+        """See ``SharedFile``."""
+        return _written(path, self.before, shared=shared, examined=self._examined)
+
+    def close(self) -> None:
+        """Nothing: an object is not held."""
+
+
+Shared = SharedFile | SharedObject
+
+
+def _written(path: str, before: Before, *, shared: bool, examined: bool) -> WrittenFile:
+    return WrittenFile(
+        path=path,
+        size_bytes=before.size_bytes,
+        xxh3_128=before.xxh3_128,
+        health=before.health if examined else None,
+        shared_bytes=before.size_bytes if shared else 0,
+        age=before.age + 1,  # a copy may have the same blocks
+    )
