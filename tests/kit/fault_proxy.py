@@ -32,6 +32,7 @@ _ERRORS = {
     "500": ("Internal Server Error", "InternalError"),
     "503": ("Slow Down", "SlowDown"),
     "409": ("Conflict", "OperationAborted"),
+    "501": ("Not Implemented", "NotImplemented"),
 }
 _FAULTS = ("drop", "reset", "timeout", *_AFTER_ONLY, *_ERRORS)
 _CONDITIONS = ("if-match", "if-none-match")

@@ -309,7 +309,11 @@ class CommitProtocol:
             return done
         files = [copy for _, copy in left if isinstance(copy, FileCopy)]
         objects = [copy for _, copy in left if isinstance(copy, ObjectCopy)]
-        results = {result.path: result for result in self._run_writer(copies=files, objects=objects)}
+        try:
+            results = {result.path: result for result in self._run_writer(copies=files, objects=objects)}
+        except OSError:
+            sharing.refused()  # the next save must not fail for the same reason
+            raise
         if any(how == "never" for *_, how in outcomes) or not all(results[one.path].shared_bytes for one in objects):
             sharing.refused()
         for one, copy in left:

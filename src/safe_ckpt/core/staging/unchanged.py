@@ -58,7 +58,7 @@ class UnchangedFiles:
         self._rank = rank
         self._saves: dict[Place, int] = {}
         self._known: dict[tuple[Place, str], Before] = {}
-        self._anew: dict[tuple[Place, str], int] = {}  # the last save that wrote it
+        self._without: dict[tuple[Place, str], int] = {}  # the last save that does not have it as the one before
         self._impossible: dict[Place, int] = {}
 
     def recall(self, root: Place, checkpoint: Place) -> None:
@@ -106,9 +106,14 @@ class UnchangedFiles:
             one = self._look(plan, root, unexamined)
             if one is None:
                 sharing.left.append(plan)
-                self._anew[root, plan.path] = number
             else:
                 sharing.shared.append(one)
+        same = {one.path for one in sharing.shared}
+        without = {
+            *(plan.path for plan in sharing.left),
+            *(path for other, path in self._known if other == root),
+        } - same
+        self._without.update(((root, path), number) for path in without)
         return sharing
 
     def earlier(self, root: Place, path: str) -> tuple[Any, ...] | None:
@@ -160,7 +165,7 @@ class UnchangedFiles:
         if self._saves.get(root, 0) - self._impossible.get(root, -_AGAIN) < _AGAIN:
             return None
         if isinstance(root, ObjectPath) and (
-            before.size_bytes > MOST_BYTES or before.save < self._anew.get((root, plan.path), 0)
+            before.size_bytes > MOST_BYTES or before.save < self._without.get((root, plan.path), 0)
         ):
             return None
         probably = plan.frozen if before.repeated is None else before.repeated
