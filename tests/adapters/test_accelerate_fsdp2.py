@@ -188,3 +188,50 @@ def test_what_is_not_covered_is_refused(tmp_path):
     them before anything is gathered, and the next call is one again.
     """
     values(spawn_ranks(_refused, 2, tmp_path, init=False))
+
+
+def links(folder, pattern):
+    """How many names the files have."""
+    return [path.stat().st_nlink for path in sorted(folder.glob(pattern))]
+
+
+def _trains_a_part(rank, folder):
+    def parts(number):
+        seed(number)
+        frozen = torch.nn.Linear(4, 800), torch.nn.Linear(800, 800)
+        model = torch.nn.Sequential(*frozen, torch.nn.Linear(800, 2))
+        for one in frozen:
+            one.requires_grad_(requires_grad=False)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        prepared = made.prepare(model, optimizer)
+        return *prepared, made.prepare(torch.optim.lr_scheduler.StepLR(prepared[1].optimizer, 2, gamma=0.5))
+
+    made = accelerator(rank, folder / "exp")
+    first = parts(0)
+    with register(made, CONFIG) as handle:
+        for step in (1, 2, 3):
+            train(made, first, 1)
+            path = made.save_state(step=step)
+        handle.wait()
+        expected = whole(first[0])
+    second = parts(7)
+    made = accelerator(rank, folder / "exp")
+    second = parts(7)
+    with register(made, CONFIG):
+        made.load_state()
+        assert equal(whole(second[0]), expected), "ours"
+    made = accelerator(rank, folder / "exp")
+    third = parts(8)
+    made.load_state(path)  # stock
+    assert equal(whole(third[0]), expected), "stock"
+    dist.barrier()
+
+
+def test_what_is_not_trained_is_written_once(tmp_path):
+    """Each rank's frozen part has one name in each of three checkpoints; ``load_state`` reads it, ours and stock's."""
+    values(spawn_ranks(_trains_a_part, 2, tmp_path, init=False, timeout_s=90))
+    checkpoints = tmp_path / "exp/checkpoints"
+    assert links(checkpoints, "*/pytorch_model_fsdp_0/__*_1.distcp") == [3] * 6
+    assert links(checkpoints, "*/*/__*_0.distcp") == [1] * 12
+    for folder in checkpoints.iterdir():
+        verify(folder, read_manifest(folder))

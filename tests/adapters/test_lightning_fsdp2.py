@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from lightning_scripts import fingerprints, run, script
 from safetensors.torch import load_file
 
@@ -246,3 +247,39 @@ def test_all_ranks_load_in_one_way(tmp_path):
         ckpt.save(1, {"x": 1}).result()
     ends = values(spawn_ranks(_load_what_one_rank_sees, 2, tmp_path))
     assert ends == ["loaded runs/step-00000001"] * 2
+
+
+FROZEN = """
+    class Wide(Module):
+        def __init__(self, **more):
+            super().__init__(**more)
+            self.net = torch.nn.Sequential(torch.nn.Linear(4, 800), torch.nn.Linear(800, 800), torch.nn.Linear(800, 2))
+            self.net[1].requires_grad_(False)
+
+    Module = Wide
+
+    if __name__ == "__main__":
+        made, module = fit(folder, "sharded", 4)
+        os.write(1, f"RANK {made.global_rank} {print_of(module)} {made.global_step}\\n".encode())
+"""
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_is_not_trained_is_written_once(tmp_path):
+    """Each rank's frozen part has one name in each checkpoint, through a resume; ``dcp.load`` reads the directory."""
+    file, exp = script(tmp_path, BODY + FROZEN), tmp_path / "exp"
+    done = run(file, exp)
+    assert done.returncode == 0, done.stderr[-3000:]
+    frozen = [path.stat().st_nlink for path in exp.glob("*.ckpt/__*_1.distcp")]
+    assert len(frozen) >= 4
+    assert set(frozen) == {len(frozen) // 2}
+    more = file.read_text().replace('"sharded", 4)', '"sharded", 6)')
+    file.write_text(more)
+    done = run(file, exp)
+    assert done.returncode == 0, done.stderr[-3000:]
+    last = exp / "last.ckpt"
+    verify(last, read_manifest(last))
+    assert os.stat(last / "__0_1.distcp").st_nlink > 1, "sharing goes on after the resume"
+    read = {"state_dict": {"net.1.weight": torch.zeros(800, 800)}}
+    dcp.load(read, checkpoint_id=last, no_dist=True)
+    assert read["state_dict"]["net.1.weight"].abs().sum() > 0

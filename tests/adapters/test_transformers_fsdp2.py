@@ -160,3 +160,38 @@ def test_a_trainer_with_fsdp2_is_as_a_stock_one(tmp_path):
     assert "model.safetensors" in files(tmp_path / "weights/checkpoint-2")
     assert not [name for name in files(tmp_path / "weights/checkpoint-2") if "optimizer" in name or "rng" in name]
     assert names(tmp_path / "failed") == []
+
+
+class Half:
+    """A Trainer that trains no attention."""
+
+    def __init__(self, *, model, **more):
+        for layer in model.model.layers:
+            layer.self_attn.requires_grad_(requires_grad=False)
+        super().__init__(model=model, **more)
+
+
+class SafeHalf(Half, Safe):
+    pass
+
+
+class StockHalf(Half, Stock):
+    pass
+
+
+def _trains_a_part(rank, folder):
+    sharded, size = "SHARDED_STATE_DICT", {"hidden": 640}
+    first = made(rank, folder, sharded, SafeHalf, save_steps=1, max_steps=3, **size)
+    first.train()
+    again = made(rank, folder, sharded, SafeHalf, save_strategy="no", max_steps=3, **size)
+    again.train(resume_from_checkpoint=True)
+    stock = made(rank, folder, sharded, StockHalf, save_strategy="no", max_steps=3, **size)
+    stock.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+    return {state_of(one) for one in (first, again, stock)}
+
+
+def test_what_is_not_trained_is_written_once(tmp_path):
+    """A Trainer that trains no attention: each rank's part of it has one name in each of three checkpoints; stock reads it."""
+    found = values(spawn_ranks(_trains_a_part, 2, tmp_path, init=False, timeout_s=200))
+    assert [len(one) for one in found] == [1, 1]
+    assert [path.stat().st_nlink for path in tmp_path.glob("checkpoint-*/pytorch_model_fsdp_0/__*_1.distcp")] == [3] * 6

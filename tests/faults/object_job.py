@@ -1,7 +1,8 @@
 """A training job that saves to an object store, and what must be there whatever happened to it.
 
-Each save has a number of its own, in every byte and in its metrics; one step is saved twice. What a job is told it says as
-words: ``("SAVING", 3)``, ``("COMMITTED", 3)``, ``("FAILED", 3, "SaveError", "...")``, ``("UNKNOWN", 3, "...")`` and so on.
+Each save has a number of its own, in every byte and in its metrics; one step is saved twice. One item is not trained, so the
+store copies it from save to save. What a job is told it says as words: ``("SAVING", 3)``, ``("COMMITTED", 3)``,
+``("FAILED", 3, "SaveError", "...")``, ``("UNKNOWN", 3, "...")`` and so on.
 """
 
 import dataclasses
@@ -64,20 +65,32 @@ def content(number):
     return _BASE + number * _APART
 
 
+def frozen(*, blank=False):
+    """A module that is not trained."""
+    module = torch.nn.Linear(600, 600, bias=False).requires_grad_(requires_grad=False)
+    module.weight.copy_(torch.zeros(600, 600) if blank else _BASE[:360_000].view(600, 600))
+    return module
+
+
+_FROZEN = frozen()
+
+
 def state(number):
-    """The same, in two files."""
-    return {"m": {"w": content(number)}, "n": number}
+    """The same, in two files, and what is equal in all saves."""
+    return {"m": {"w": content(number)}, "n": number, "f": _FROZEN}
 
 
 def blank():
     """For ``resume``."""
-    return {"m": {"w": torch.zeros(FLOATS)}, "n": 0}
+    return {"m": {"w": torch.zeros(FLOATS)}, "n": 0, "f": frozen(blank=True)}
 
 
 def number_of(found):
     """Which save this is; an error if it is a mix of two, or not what was saved."""
     if not torch.equal(found["m"]["w"].view(torch.int32), content(found["n"]).view(torch.int32)):
         raise AssertionError(f"a mix, or other bytes: {found['n']}, {found['m']['w'][:3]}")
+    if not torch.equal(found["f"].weight, _FROZEN.weight):
+        raise AssertionError(f"other bytes of what is not trained: {found['f'].weight[0, :3]}")
     return found["n"]
 
 

@@ -68,7 +68,7 @@ def test_a_fault_at_each_request(kind, fault, when, server, matrix):
     matrix(f"a request fails, {kind}", f"{fault} {when} it reached the server", fault_sweep(server(kind), points))
 
 
-REQUESTS = {"first": 70, "resume": 45, "sweep": 60}
+REQUESTS = {"first": 75, "resume": 50, "sweep": 65}
 """At most so many requests are there to be killed at; the number differs between kinds of servers."""
 
 
@@ -104,6 +104,20 @@ def test_a_kill_at_each_request(kind, job, when, server, tmp_path, matrix):
     """The same for every request of the first job, of the second, and of one that finds what a killed one left."""
     points = [(job, number, when) for number in range(1, REQUESTS[job] + 1)]
     matrix(f"a job is killed at a request, {kind}", f"{job}, {when}", kills(server(kind), tmp_path, points))
+
+
+@kinds
+def test_a_fault_at_a_copy_within_the_store(kind, server, tmp_path):
+    """The request with which the store copies what is not trained fails in any way, or the job is killed at it."""
+
+    def copies(record):
+        return any("copy-source" in name for name in record.headers)
+
+    points = [Point(number, fault, when) for number, (fault, when) in enumerate([*FAULTS, ("501", "before")], 1)]
+    points = [Point(1 + point.number % 5, point.fault, point.when) for point in points]
+    found = fault_sweep(server(kind), points, match=copies)
+    assert "the request did not come" not in found
+    assert kills(server(kind), tmp_path, [("first", 2, "before"), ("first", 3, "after")], match=copies) == {STRUCK: 2}
 
 
 @s3

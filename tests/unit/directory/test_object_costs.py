@@ -45,7 +45,7 @@ FILES, PARTS = 2, 2  # of such a state: two files of one part each
 def test_the_table_of_the_page_is_right(count, bucket):
     """Opening, saving, deleting and resuming take as many requests as the page says, for several numbers of checkpoints."""
     costs, found = said(), []
-    save, per_file, _ = costs["a save"]
+    save, per_file, _, per_copy = costs["a save"]
     with Checkpointer(bucket.url(), CheckpointConfig(retention=Retention(keep_last=2))) as ckpt:
         found.append(("open", count(), costs["open a new directory"][0]))
         for step, deleted in ((1, 0), (2, 0), (3, 1), (4, 1)):
@@ -62,4 +62,10 @@ def test_the_table_of_the_page_is_right(count, bucket):
             found.append(("resume", count(), start + each * there + per_file_read * FILES + PARTS))
             ckpt.save(10 + there, state(9)).result(timeout_s=30)
         count()
+    frozen = torch.nn.Linear(600, 600).requires_grad_(requires_grad=False)
+    with Checkpointer(f"{bucket.url()}/other") as ckpt:
+        for number in (1, 2):
+            count()
+            ckpt.save(number, {"m": frozen, "n": number}).result(timeout_s=30)
+        found.append(("shared", count(), save + per_file + per_copy))
     assert [(what, counted) for what, counted, _ in found] == [(what, expected) for what, _, expected in found]

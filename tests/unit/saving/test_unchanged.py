@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-import xxhash
+from frozen_jobs import FROZEN, SIZE, Job, Model, digest
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Health, Retention, Unchanged, WriterConfig, events
 from safe_ckpt.core.formats.file_plan import WriteTask
@@ -28,29 +28,6 @@ from safe_ckpt.core.writer.file_writer import write_file
 from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError, StateError
 
 SEEDS = 200 if os.environ.get("SAFE_CKPT_THOROUGH") else 8
-SIZE = 600  # 1.4 MiB a layer
-FROZEN = "model-00002-of-00002.safetensors"
-
-
-class Model(torch.nn.Module):
-    def __init__(self, size=SIZE):
-        super().__init__()
-        self.base = torch.nn.Linear(size, size).requires_grad_(requires_grad=False)
-        self.head = torch.nn.Linear(size, 4)
-        self.register_buffer("count", torch.zeros(3))
-
-
-class Job:
-    def __init__(self):
-        self.model = Model()
-        self.optimizer = torch.optim.AdamW(self.model.head.parameters())
-        self.state = {"model": self.model, "optimizer": self.optimizer}
-
-    def step(self):
-        self.model.head(self.model.base(torch.randn(2, SIZE))).square().mean().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.model.count += 1
 
 
 def config(*, keep=None, **more):
@@ -59,14 +36,6 @@ def config(*, keep=None, **more):
 
 def inodes(folder, name=FROZEN):
     return {path.parent.name: path.stat().st_ino for path in sorted(Path(folder).glob(f"*/{name}"))}
-
-
-def digest(module):
-    found = xxhash.xxh3_128()
-    for name, tensor in module.state_dict().items():
-        found.update(name.encode())
-        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-    return found.hexdigest()
 
 
 @pytest.mark.parametrize("writer", [WriterConfig(), WriterConfig(inline_bytes=0)], ids=["thread", "process"])

@@ -1,17 +1,29 @@
 """What did not change is copied by the object store itself, and what did is never taken for it."""
 
+import dataclasses
 import logging
 import os
 import random
+import time
 
 import pytest
 import torch
 import xxhash
-from test_unchanged import FROZEN, SIZE, Job, digest
+from frozen_jobs import FROZEN, SIZE, Job, digest
 
 from kit import object_servers
 from kit.fault_proxy import FaultProxy
-from safe_ckpt import CheckpointConfig, Checkpointer, Health, Retention, StorageConfig, Unchanged, WriterConfig, events
+from safe_ckpt import (
+    CheckpointConfig,
+    Checkpointer,
+    Health,
+    Mirror,
+    Retention,
+    StorageConfig,
+    Unchanged,
+    WriterConfig,
+    events,
+)
 from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.storage.objects.options import StorageOptions
@@ -50,6 +62,16 @@ def proxy(bucket, monkeypatch):
 
 def is_copy(record):
     return "x-amz-copy-source" in record.headers
+
+
+def frozen_keys(bucket):
+    return sorted(key.split("/")[1].split(".")[0] for key in bucket.keys("run/") if key.endswith(FROZEN))
+
+
+def wait_for_mirror(ckpt):
+    end = time.monotonic() + 30
+    while ckpt._engine.mirror._known() and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def config(*, keep=None, inline=None, in_flight=1, **more):
@@ -309,3 +331,45 @@ def test_a_lost_answer_to_a_copy_is_made_up_for(proxy, bucket, caplog):
             assert len(proxy.hits) == (number > 1)
     assert len(checked(bucket)) == 6
     assert not caplog.records
+
+
+def test_a_mirror_sends_it_once_too(proxy, bucket, tmp_path):
+    """Also the first upload of the next start; each folder of the mirror is whole, and a fresh machine goes on from it."""
+    job, sent = Job(), []
+    settings = dataclasses.replace(config(keep=2), mirror=Mirror(url=bucket.url(), keep_last=2, follow=True))
+    for numbers in ((1, 2, 3), (4, 5)):
+        with Checkpointer(tmp_path / "one", settings) as ckpt:
+            ckpt.resume(job.state)
+            for number in numbers:
+                job.step()
+                ckpt.save(number, job.state).result(timeout_s=30)
+        sent.append(proxy.sent())
+    assert QUARTER < sent[0] < 2 * QUARTER
+    assert sent[1] < 200_000
+    assert "step-00000005" in frozen_keys(bucket)
+    checked(bucket)
+    with Checkpointer(tmp_path / "two", settings) as ckpt:
+        other = Job()
+        assert ckpt.resume(other.state).step == 5
+    assert digest(other.model) == digest(job.model)
+
+
+@pytest.mark.parametrize("gone", ["deleted", "no copies", "full_every"])
+def test_a_mirror_sends_what_cannot_be_copied(proxy, bucket, tmp_path, gone):
+    """Somebody deleted the copy, the store makes none, or what was written anew is to be sent anew."""
+    job, sent = Job(), []
+    full_every = 2 if gone == "full_every" else None
+    settings = dataclasses.replace(config(full_every=full_every), mirror=Mirror(url=bucket.url()))
+    proxy.sent()
+    for nth in range(1, 5):
+        proxy.plan(nth, "501", match=lambda record: gone == "no copies" and is_copy(record))
+    with Checkpointer(tmp_path / "one", settings) as ckpt:
+        for number in (1, 2, 3):
+            ckpt.save(number, job.state).result(timeout_s=30)
+            wait_for_mirror(ckpt)
+            if gone == "deleted" and number == 1:
+                delete(bucket, "run/step-00000001")
+    copies = [record for record in proxy.seen if is_copy(record)]
+    sent.append(proxy.sent() // QUARTER)
+    assert sent == [{"deleted": 2, "no copies": 3, "full_every": 2}[gone]], copies
+    assert set(checked(bucket)) >= {"step-00000002", "step-00000003"}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,8 +19,10 @@ from safe_ckpt.core.directory.object_root import ObjectRoot
 from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify_archive
+from safe_ckpt.core.staging.unchanged import LEAST_BYTES
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.durable import WrittenFile
+from safe_ckpt.core.storage.objects.object_copy import MOST_BYTES, ObjectCopy
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.transfer.fetching import identity_of, mirrored
 from safe_ckpt.core.writer.client import WriteJob
@@ -72,6 +75,9 @@ class Tier:
         self._catalog = ObjectCatalog(candidates)
         self._rules = None if keeps_all else _rules_of(config)
         manifests = {one.path: one.manifest for one in candidates if one.manifest is not None}
+        self._unchanged = config.unchanged
+        self._makes_copies = True
+        self._newest = max(manifests.items(), key=lambda one: one[1].sequence, default=None)
         self._there = {manifest.op_id for manifest in manifests.values()}
         self._names: dict[Place, str] = {path: manifest.name for path, manifest in manifests.items()}
         self._weights: set[Place] = {path for path, manifest in manifests.items() if _is_weights(manifest)}
@@ -102,7 +108,7 @@ class Tier:
         folder = self._root.place(name, uuid.uuid4().hex)
         self._root.announce(folder, self._root.next_sequence())
         try:
-            entries = _sent(manifest, path, folder, send)
+            entries = _sent(manifest, path, folder, functools.partial(self._send, send), self._earlier(manifest))
             remote = mirrored(
                 self._as_the_newest(manifest, saved=one.saved), path, one.workspace, entries, single=not path.is_dir()
             )
@@ -111,6 +117,7 @@ class Tier:
             self._root.drop(folder)
             raise
         self._there.add(manifest.op_id)
+        self._newest = folder, remote
         self._names[folder] = name
         if _is_weights(manifest):
             self._weights.add(folder)
@@ -136,6 +143,27 @@ class Tier:
             with contextlib.suppress(OSError, SafeCheckpointError):
                 self.follow(deleted)
         self._root.close()
+
+    def _send(self, send: Send, job: WriteJob) -> Sequence[WrittenFile]:
+        written = send(job)
+        copied = {one.path for one in job.objects}
+        self._makes_copies = all(result.shared_bytes for result in written if result.path in copied)
+        return written
+
+    def _earlier(self, manifest: Manifest) -> dict[str, str]:
+        """Files of the newest that is there which have the bytes of this one's, by their names: where they are."""
+        if self._newest is None or not (self._unchanged.share and self._makes_copies):
+            return {}
+        folder, newest = self._newest
+        there = {(entry.path, entry.size_bytes, entry.xxh3_128) for entry in newest.files}
+        anew = self._unchanged.full_every is not None  # then what was written anew is uploaded anew
+        return {
+            entry.path: f"{folder}/{entry.path}"
+            for entry in manifest.files
+            if LEAST_BYTES <= entry.size_bytes <= MOST_BYTES
+            and (entry.path, entry.size_bytes, entry.xxh3_128) in there
+            and (entry.age or not anew)
+        }
 
     def _as_the_newest(self, manifest: Manifest, *, saved: bool) -> Manifest:
         """Where this host's clock is behind that of an earlier one, it would come before what was there."""
@@ -176,19 +204,46 @@ def _is_weights(manifest: Manifest) -> bool:
     return manifest.notes.get("adapter") == WEIGHTS or bool(manifest.notes.get("weights_only"))
 
 
-def _sent(manifest: Manifest, path: Path, folder: ObjectPath, send: Send) -> list[FileEntry]:
-    """Upload the files. Their entries, as they are in the manifest; they are what was written, and no other bytes."""
+def _sent(
+    manifest: Manifest, path: Path, folder: ObjectPath, send: Send, earlier: Mapping[str, str]
+) -> list[FileEntry]:
+    """Upload the files. Their entries, as they are in the manifest; they are what was written, and no other bytes.
+
+    Args:
+        manifest: of the checkpoint.
+        path: where it is.
+        folder: where it goes.
+        send: uploads.
+        earlier: objects with the bytes of some of the files, which the store copies.
+    """
     single = not path.is_dir()
     expected = {entry.path: entry for entry in manifest.files}
     names, base = ([path.name], path.parent) if single else (list(expected), path)
     copies = [
         FileCopy(source=str(base / name), path=f"{folder}/{name}", stamp=Stamp.of(os.stat(base / name)))
         for name in names
+        if single or name not in earlier
     ]
-    written = send(WriteJob(name=folder.name, rank=0, copies=copies))
+    objects = [
+        ObjectCopy(
+            sources=(source,),
+            path=f"{folder}/{name}",
+            size_bytes=expected[name].size_bytes,
+            xxh3_128=expected[name].xxh3_128,
+        )
+        for name, source in ({} if single else earlier).items()
+    ]
+    try:
+        written = send(WriteJob(name=folder.name, rank=0, copies=copies, objects=objects))
+    except FileNotFoundError:
+        if not objects:
+            raise
+        return _sent(manifest, path, folder, send, {})  # somebody deleted what was to be copied
     entries = [
-        FileEntry(path=name, size_bytes=result.size_bytes, xxh3_128=result.xxh3_128, rank=0)
-        for name, result in zip(names, written, strict=True)
+        FileEntry(
+            path=result.path.removeprefix(f"{folder}/"), size_bytes=result.size_bytes, xxh3_128=result.xxh3_128, rank=0
+        )
+        for result in written
     ]
     if single:
         verify_archive(path, cached=True)  # it carries its own digest
