@@ -137,6 +137,7 @@ class WriteTask:
         health: what is expected of them, as ``health.verdict.Expectation`` has it; None: they are not looked at.
         earlier: path and ctime of the file before it, with which it may share blocks of the disk; empty if there is none yet,
             None to share none.
+        same_as: the xxh3-128 of a file that is there already: with these bytes it is not written. "" for none.
     """
 
     path: str
@@ -148,6 +149,7 @@ class WriteTask:
     regions: Sequence[Sequence[Any]] | None = None
     health: Mapping[str, Any] | None = None
     earlier: Sequence[Any] | None = None
+    same_as: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As JSON-able data."""

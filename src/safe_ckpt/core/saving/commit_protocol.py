@@ -20,6 +20,7 @@ from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry
 from safe_ckpt.core.health.verdict import ITSELF, Expectation, Known, described, of_checkpoint
 from safe_ckpt.core.saving.job import SaveJob
+from safe_ckpt.core.staging.shared_files import Shared
 from safe_ckpt.core.staging.streamed_files import FileStream
 from safe_ckpt.core.storage.copier import FileCopy, first_changed
 from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
@@ -224,7 +225,8 @@ class CommitProtocol:
         job = self._job
         begun, directories = time.monotonic(), self._publication.directories
         results = self._copy_files()
-        shared = self._link_shared()
+        if job.sharing is not None:
+            results += self._share(job.sharing.shared)
         if job.stream is not None:
             results += self._write_parts(job.stream, directories)
         elif job.streamed:
@@ -239,7 +241,7 @@ class CommitProtocol:
             raise SaveError(name=job.name, cause="there is no snapshot", rank=self._rank, phase="write")
         self.written_at = time.monotonic()
         self.write_s = self.written_at - begun
-        self._results = results = [*results, *shared]
+        self._results = results = self._share_found(results, directories)
         self.written_bytes = sum(result.size_bytes - result.shared_bytes for result in results)
         self._found = {self._place(result.path): result.health for result in results if result.health is not None}
         items = dict(job.request.facts.items)
@@ -249,7 +251,11 @@ class CommitProtocol:
         """The same tasks with what is expected of the numbers, and what they may share blocks of the disk with."""
         sharing = self._job.sharing
         if sharing is not None:
-            tasks = [dataclasses.replace(task, earlier=sharing.earlier(self._place(task.path))) for task in tasks]
+            places = [(task, self._place(task.path)) for task in tasks]
+            tasks = [
+                dataclasses.replace(task, earlier=sharing.earlier(place), same_as=sharing.same_as(place))
+                for task, place in places
+            ]
         settings, unexamined = self._config.health, self._job.request.facts.unexamined
         if settings.action == "off" or "*" in unexamined:
             return list(tasks)
@@ -297,12 +303,22 @@ class CommitProtocol:
         job.read.set()
         return results
 
-    def _link_shared(self) -> list[WrittenFile]:
+    def _share_found(self, results: Sequence[WrittenFile], directories: list[str]) -> list[WrittenFile]:
+        """Share what the writer has found to be there already."""
+        found = {self._place(result.path): result for result in results if result.left_out}
+        if not found or self._job.sharing is None:
+            return list(results)
+        shared = self._share([self._job.sharing.perhaps[place] for place in found])
+        self._run_writer(directories=directories)
+        now = {one.path: dataclasses.replace(one, health=found[self._place(one.path)].health) for one in shared}
+        return [now.get(result.path, result) for result in results]
+
+    def _share(self, chosen: Sequence[Shared]) -> list[WrittenFile]:
         """Give files of a checkpoint before a further name; copy them where there are no such names."""
         job, sharing = self._job, self._job.sharing
-        if sharing is None:
+        if sharing is None or not chosen:
             return []
-        outcomes = [(one, f"{job.folder}/{one.path}", one.link(f"{job.folder}/{one.path}")) for one in sharing.shared]
+        outcomes = [(one, f"{job.folder}/{one.path}", one.link(f"{job.folder}/{one.path}")) for one in chosen]
         done = [one.written(path, shared=True) for one, path, how in outcomes if how == "linked"]
         left = [(one, one.copy(path)) for one, path, how in outcomes if how != "linked"]
         if not left:

@@ -3,7 +3,8 @@
 No counter and no flag is trusted. At every save the bytes of such a file are hashed where they lie, in the order in which they
 would stand in the file, and compared with the hash in the manifest of the checkpoint before. What says that a tensor does not
 change (it needs no gradient, or its file had the same bytes twice) only chooses which files are worth that look, which takes
-less than half of the time of a copy.
+less than half of the time of a copy. Where the bytes are not in host memory in their order, on a GPU or in a transposed tensor,
+they are copied, and the writer takes that look before it writes.
 
 The old file is opened before it is relied upon. As long as it is open its bytes cannot vanish, whoever deletes its name. An
 object cannot be held. It is relied upon only if every save that was begun since its own has the same bytes there: one of them
@@ -103,11 +104,18 @@ class UnchangedFiles:
         self._saves[root] = number = self._saves.get(root, 0) + 1
         sharing = Sharing(self, root, number)
         for plan in plans:
-            one = self._look(plan, root, unexamined)
+            before = self._candidate(plan, root, unexamined)
+            one = self._held(plan.path, before, root) if before is not None else None
             if one is None:
                 sharing.left.append(plan)
-            else:
+            elif not _is_in_order(plan):
+                sharing.left.append(plan)
+                sharing.perhaps[plan.path] = one
+            elif digest_of(plan) == one.before.xxh3_128:
                 sharing.shared.append(one)
+            else:
+                sharing.left.append(plan)
+                one.close()
         same = {one.path for one in sharing.shared}
         without = {
             *(plan.path for plan in sharing.left),
@@ -170,7 +178,7 @@ class UnchangedFiles:
             return None
         probably = plan.frozen if before.repeated is None else before.repeated
         fits = probably and not self._is_old(before) and self._is_known_well(before, unexamined)
-        return before if fits and _can_be_hashed(plan) else None  # last: it asks every tensor
+        return before if fits and _is_plain_file(plan) else None
 
     def _is_old(self, before: Before) -> bool:
         return self._settings.full_every is not None and before.age + 1 >= self._settings.full_every
@@ -184,21 +192,13 @@ class UnchangedFiles:
             return False
         return bool(known.get("ignored", "") == digest_of_patterns((*self._health.ignore, *unexamined)))
 
-    def _look(self, plan: FilePlan, root: Place, unexamined: Sequence[str]) -> Shared | None:
-        before = self._candidate(plan, root, unexamined)
-        if before is None:
-            return None
-        one: Shared | None = None
+    def _held(self, path: str, before: Before, root: Place) -> Shared | None:
+        """The file before, to be relied upon; None if it was touched or is gone."""
         examined = self._health.action != "off"
         if isinstance(root, ObjectPath):
-            latest = functools.partial(self.latest, root, plan.path)
-            one = SharedObject(plan.path, before, latest, examined=examined)
-        elif (fd := _open(before)) is not None:
-            one = SharedFile(plan.path, before, fd, examined=examined)
-        if one is None or digest_of(plan) == before.xxh3_128:
-            return one
-        one.close()
-        return None
+            return SharedObject(path, before, functools.partial(self.latest, root, path), examined=examined)
+        fd = _open(before)
+        return SharedFile(path, before, fd, examined=examined) if fd is not None else None
 
 
 class Sharing:
@@ -212,6 +212,7 @@ class Sharing:
     Attributes:
         left: the files that are written.
         shared: those that are not.
+        perhaps: of those that are written, by path, what they are if the writer finds the same bytes.
     """
 
     def __init__(self, known: UnchangedFiles, root: Place, number: int) -> None:
@@ -220,6 +221,11 @@ class Sharing:
         self._number = number
         self.left: list[FilePlan] = []
         self.shared: list[Shared] = []
+        self.perhaps: dict[str, Shared] = {}
+
+    def same_as(self, path: str) -> str:
+        """See ``WriteTask.same_as``."""
+        return self.perhaps[path].before.xxh3_128 if path in self.perhaps else ""
 
     def earlier(self, path: str) -> tuple[Any, ...] | None:
         """See ``WriteTask.earlier``. Where nothing was shared for a while it is tried now and then only: it costs a hash."""
@@ -241,7 +247,7 @@ class Sharing:
 
     def close(self) -> None:
         """The save is over: give back what it holds."""
-        for one in self.shared:
+        for one in (*self.shared, *self.perhaps.values()):
             one.close()
 
 
@@ -274,10 +280,14 @@ def _facts(stamp: Stamp) -> tuple[int, ...]:
     return stamp.size_bytes, stamp.device, stamp.inode, stamp.mtime_ns
 
 
-def _can_be_hashed(plan: FilePlan) -> bool:
-    """Whether it is worth it and its bytes are those in memory: an archive has check sums between them."""
-    large = plan.length >= LEAST_BYTES and plan.records is None and not plan.lazies
-    return large and all(map(_is_plain, (tensor for _, tensor in plan.tensors)))
+def _is_plain_file(plan: FilePlan) -> bool:
+    """Whether a look is worth it, and the file has no other bytes than the tensors': an archive has check sums."""
+    return plan.length >= LEAST_BYTES and plan.records is None and not plan.lazies
+
+
+def _is_in_order(plan: FilePlan) -> bool:
+    """Whether its bytes lie in host memory as they would in the file."""
+    return all(map(_is_plain, (tensor for _, tensor in plan.tensors)))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -43,6 +43,7 @@ class WrittenFile:
         health: what was found of its numbers; None where they were not looked at.
         shared_bytes: how many of its bytes were not written, because another file has them.
         age: how many saves ago it was written, if all of it is another file.
+        left_out: it is not there yet: its bytes are those of ``WriteTask.same_as``.
     """
 
     path: str
@@ -51,6 +52,7 @@ class WrittenFile:
     health: Mapping[str, Any] | None = None
     shared_bytes: int = 0
     age: int = 0
+    left_out: bool = False
 
 
 def sync_directory(path: str) -> None:

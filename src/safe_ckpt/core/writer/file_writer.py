@@ -119,20 +119,31 @@ def _write_pieces(
     ready: Ready | None,
 ) -> WrittenFile:
     hasher = Hasher(task, image, options.chunk_bytes, progress, ready)
-    if is_object(task.path):
-        try:
+    try:
+        if task.same_as and hasher.all_of_it() == task.same_as:
+            return WrittenFile(
+                path=task.path, size_bytes=len(image), xxh3_128=hasher.digest, health=hasher.health, left_out=True
+            )
+        if is_object(task.path):
             return send_image(task.path, image, hasher, options, progress)
-        finally:
-            hasher.stop()
+        return _write_file_of(task, image, hasher, pieces, options, progress)
+    finally:
+        hasher.stop()
 
+
+def _write_file_of(
+    task: WriteTask,
+    image: memoryview,
+    hasher: Hasher,
+    pieces: SharedPieces,
+    options: WriteOptions,
+    progress: ProgressReporter,
+) -> WrittenFile:
     def fill(fd: int, direct: bool) -> int:
         return _write_image(fd, image, hasher, options, progress, pieces, direct=direct)
 
-    try:
-        size = fill_new_file(task.path, options, progress, fill)
-        pieces.remember()
-    finally:
-        hasher.stop()
+    size = fill_new_file(task.path, options, progress, fill)
+    pieces.remember()
     return WrittenFile(
         path=task.path,
         size_bytes=size,
@@ -214,6 +225,11 @@ class Hasher:
             self._turn.wait_for(lambda: self._ready >= end or self._failure is not None)
         if self._failure is not None:
             raise self._failure
+
+    def all_of_it(self) -> str:
+        """The xxh3-128 of the whole file, once all of it is there."""
+        self.wait_for(len(self._image))
+        return self.digest
 
     def stop(self) -> None:
         """Stop early; used when the writing failed."""
