@@ -2,12 +2,15 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from lightning_runs import PACKAGES, package
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from transformers import Trainer as StockTrainer
 
@@ -16,6 +19,7 @@ from safe_ckpt import CheckpointConfig, Checkpointer, Retention
 from safe_ckpt.accelerate import register
 from safe_ckpt.errors import RestoreError, StateError
 from safe_ckpt.peft import base_hash, load_adapter
+from safe_ckpt.testing import spawn_ranks, values
 from safe_ckpt.transformers import SafeCheckpointMixin
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore")]
@@ -26,12 +30,13 @@ SIZES = {
     "num_attention_heads": 4,
     "vocab_size": 500,
 }
+WIDE = {"head_dim": 256}
 FROZEN = "model-00002-of-00002.safetensors"
 
 
-def base(seed=0):
+def base(seed=0, **sizes):
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**SIZES))
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **sizes))
 
 
 def tuned(seed=0):
@@ -148,6 +153,104 @@ def test_the_base_is_the_same_however_it_is_wrapped(tmp_path, name, how):
     model.merge_adapter()
     with pytest.raises(StateError, match="merged"):
         base_hash(model)
+
+
+KINDS = {
+    "prompt tuning": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "prefix tuning": lambda: PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "IA3": lambda: IA3Config(target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "DoRA": lambda: LoraConfig(r=4, target_modules=["q_proj"], use_dora=True),
+    "token indices": lambda: LoraConfig(
+        r=4, target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [1, 7]}
+    ),
+    "embedding": lambda: LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"]),
+    "parameters": lambda: LoraConfig(r=4, target_modules=[], target_parameters=["q_proj.weight"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds_of_adapters_know_their_base_too(tmp_path, kind):
+    """Exported, loaded by PEFT and by us with equal outputs, refused on another base; the base is hashed as it is alone."""
+    model = get_peft_model(base(), KINDS[kind]())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.01)
+    assert base_hash(model) == base_hash(base())
+    with Checkpointer(tmp_path / "run", CheckpointConfig()) as ckpt:
+        ckpt.export(model, tmp_path / "adapter", adapters_only=True).result()
+    batch = rows(2)
+    expected = model.eval()(input_ids=batch).logits
+    for loaded in (PeftModel.from_pretrained(base(), tmp_path / "adapter"), load_adapter(base(), tmp_path / "adapter")):
+        assert torch.equal(loaded.eval()(input_ids=batch).logits, expected)
+    with pytest.raises(RestoreError, match="trained on a base with the hash"):
+        load_adapter(base(seed=1), tmp_path / "adapter")
+
+
+STOCK = """
+import sys
+sys.modules["safe_ckpt"] = None  # as if it were not installed
+import warnings; warnings.filterwarnings("ignore")
+from pathlib import Path
+import torch
+import torch.distributed.checkpoint as dcp
+from accelerate import load_checkpoint_in_model
+from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
+from transformers import LlamaConfig, LlamaForCausalLM
+folder, sizes = Path(sys.argv[1]), {SIZES!r}
+expected = torch.load(folder / "expected.pt", weights_only=True)
+def check(state):
+    assert all(torch.equal(state[name], value) for name, value in expected.items()), "other bytes"
+saved = folder / "run/step-00000003"
+found = {{}}
+for file in saved.glob("model-*.safetensors"):
+    with safe_open(file, "pt") as opened:
+        found.update({{name: opened.get_tensor(name) for name in opened.keys()}})
+check(found)
+model = LlamaForCausalLM(LlamaConfig(**sizes))
+load_checkpoint_in_model(model, str(saved))
+check(model.state_dict())
+(saved / "config.json").write_text(LlamaConfig(**sizes).to_json_string())
+check(LlamaForCausalLM.from_pretrained(saved).state_dict())
+state = torch.load(saved / "optimizer.pt", weights_only=True)
+assert state["state"], "an optimizer's state"
+read = {{name: torch.zeros_like(value) for name, value in expected.items()}}
+dcp.load(read, checkpoint_id=folder / "sharded/step-00000003/model", no_dist=True)
+check(read)
+assert not [name for name in sys.modules if name.startswith("safe_ckpt.")]
+"""
+
+
+def _saves_sharded(rank, folder):
+    model = base(**WIDE)
+    for layer in model.model.layers:
+        layer.requires_grad_(requires_grad=False)
+    model.load_state_dict(torch.load(folder / "expected.pt", weights_only=True))
+    fully_shard(model)
+    with Checkpointer(folder / "sharded") as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, {"model": model}).result()
+
+
+def test_stock_loaders_need_nothing_of_ours(tmp_path):
+    """safetensors, torch, Accelerate, Transformers and DCP read checkpoints that share, in a process without this package."""
+    model = base(**WIDE)
+    for layer in model.model.layers:
+        layer.requires_grad_(requires_grad=False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    with Checkpointer(tmp_path / "run") as ckpt:
+        for step in (1, 2, 3):
+            model(input_ids=rows(2), labels=rows(2)).loss.backward()
+            optimizer.step()
+            ckpt.save(step, {"model": model, "optimizer": optimizer}).result()
+    assert (tmp_path / "run/step-00000003" / FROZEN).stat().st_nlink == 3
+    torch.save(model.state_dict(), tmp_path / "expected.pt")
+    values(spawn_ranks(_saves_sharded, 2, tmp_path, timeout_s=90))
+    assert all(path.stat().st_nlink > 1 for path in tmp_path.glob("sharded/step-00000003/model/__*_1.distcp"))
+    command = [sys.executable, "-c", STOCK.format(SIZES={**SIZES, **WIDE}), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def _accelerated(folder, begin, end, load):

@@ -28,7 +28,7 @@ from safe_ckpt.errors import RestoreError, StateError
 STEM = "adapter_model"
 BASE = "base.json"
 _CONFIG = "adapter_config.json"
-_WRAPPED = ("base_layer", "original_module")
+_WRAPPED = ("base_layer", "original_module", "token_adapter")
 
 
 def base_hash(model: torch.nn.Module, without: Collection[str] = ()) -> str:
