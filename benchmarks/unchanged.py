@@ -1,9 +1,12 @@
 """What a save costs by how much of the model is frozen: bytes written, the call, the time until it is durable, the resume.
 
 Ways in turns, one run: ours, ours without sharing, ``torch.save`` of all with fsync, DCP's ``save``, and ``torch.save`` of the
-trained parameters alone, which is what tools do that save an adapter and leave the base to chance::
+trained parameters alone, which is what tools do that save an adapter and leave the base to chance. With ``--lora`` a Llama with
+an adapter, and the ways of Transformers and PEFT: ``save_pretrained`` of the whole model, which is what ``save_only_model``
+leaves, and of the adapter alone::
 
     python benchmarks/unchanged.py --mib 768 --rounds 5
+    python benchmarks/unchanged.py --mib 768 --rounds 5 --lora
 """
 
 from __future__ import annotations
@@ -43,6 +46,24 @@ class Run:
                 parameter.mul_(0.999)
 
 
+class Lora(Run):
+    """A Llama with a PEFT adapter on it."""
+
+    def __init__(self, mib: int) -> None:
+        from peft import LoraConfig, get_peft_model
+        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        width = int((mib * (1 << 20) / 4 / 128) ** 0.5) // 64 * 64
+        sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 8, "vocab_size": 1000}
+        self.base = LlamaForCausalLM(LlamaConfig(num_attention_heads=width // 64, **sizes))
+        self.model = get_peft_model(self.base, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.SGD(self.trained, lr=1e-6)
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+
+
 class Ours:
     def __init__(self, folder: Path, run: Run, *, share: bool) -> None:
         self.run, self.folder, self.written = run, folder, 0
@@ -78,7 +99,11 @@ class Plain:
 
     def save(self, step: int) -> tuple[float, float, int]:
         begun, path = time.perf_counter(), self.folder / f"{step}"
-        if self.what == "dcp":
+        if self.what == "save_pretrained":
+            self.run.model.base_model.model.save_pretrained(path)
+        elif self.what == "peft":
+            self.run.model.save_pretrained(path)
+        elif self.what == "dcp":
             dcp.save({"model": self.run.model.state_dict()}, checkpoint_id=path, no_dist=True)
         else:
             state = self.run.model.state_dict()
@@ -97,7 +122,15 @@ class Plain:
     def resume(self) -> float:
         begun = time.perf_counter()
         newest = max(self.folder.iterdir(), key=lambda path: int(path.name))
-        if self.what == "dcp":
+        if self.what == "save_pretrained":
+            from transformers import LlamaForCausalLM
+
+            LlamaForCausalLM.from_pretrained(newest)
+        elif self.what == "peft":
+            from peft import load_peft_weights, set_peft_model_state_dict
+
+            set_peft_model_state_dict(self.run.model, load_peft_weights(str(newest), device="cpu"))
+        elif self.what == "dcp":
             dcp.load({"model": self.run.model.state_dict()}, checkpoint_id=newest, no_dist=True)
         else:
             self.run.model.load_state_dict(torch.load(newest, weights_only=True), strict=self.what != "adapter")
@@ -114,15 +147,19 @@ class Figures:
     written: int = 0
 
 
-def measure(folder: Path, mib: int, percent: int, rounds: int) -> None:
-    run = Run(mib, percent)
+def measure(folder: Path, mib: int, percent: int | None, rounds: int) -> None:
+    run = Lora(mib) if percent is None else Run(mib, percent)
+    label = "LoRA" if percent is None else f"{percent:3d} %"
     ways = {
         "ours": Ours(folder / "ours", run, share=True),
         "ours, all anew": Ours(folder / "anew", run, share=False),
         "torch.save": Plain(folder / "torch", run, "whole"),
         "dcp.save": Plain(folder / "dcp", run, "dcp"),
     }
-    if percent:
+    if percent is None:
+        ways["save_pretrained"] = Plain(folder / "pretrained", run, "save_pretrained")
+        ways["PEFT's"] = Plain(folder / "peft", run, "peft")
+    elif percent:
         ways["trained alone"] = Plain(folder / "adapter", run, "adapter")
     found = {name: Figures() for name in ways}
     for step in range(1, rounds + 3):
@@ -138,7 +175,7 @@ def measure(folder: Path, mib: int, percent: int, rounds: int) -> None:
         figures, anew = found[name], found["ours, all anew"]
         call, durable = statistics.median(figures.calls), statistics.median(figures.durables)
         print(
-            f"{percent:3d} % | {name:15s} | {figures.written / (1 << 20):8.1f} MiB | call {call:.3f} s "
+            f"{label} | {name:15s} | {figures.written / (1 << 20):8.1f} MiB | call {call:.3f} s "
             f"({call / statistics.median(anew.calls):.2f}) | durable {durable:.3f} s "
             f"({durable / statistics.median(anew.durables):.2f}) | resume {resumed:.3f} s",
             flush=True,
@@ -151,10 +188,11 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=768)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shares", type=int, nargs="*", default=[0, 50, 90, 99])
+    parser.add_argument("--lora", action="store_true")
     parser.add_argument("--dir", default=None)
     chosen = parser.parse_args()
     print("frozen | way | written | call and durable with their ratios to ours without sharing | resume")
-    for percent in chosen.shares:
+    for percent in [None] if chosen.lora else chosen.shares:
         with tempfile.TemporaryDirectory(dir=chosen.dir) as folder:
             measure(Path(folder), chosen.mib, percent, chosen.rounds)
 
