@@ -3,13 +3,12 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
 from safe_ckpt.core.health.start_log import StartLog, folder_in
+from support import run_script
 
 HEAD = """
     import os, signal, sys, torch
@@ -44,14 +43,8 @@ FAIL = """
 
 
 def run(folder, how, body=FAIL):
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(HEAD) + textwrap.dedent(body), folder, how],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    code = textwrap.dedent(HEAD) + textwrap.dedent(body)
+    done = run_script(code, str(folder), how, timeout_s=100, finalize=how == "unclosed")
     said = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("resumed")]
     return (said or [""])[0], done.returncode, done.stderr
 

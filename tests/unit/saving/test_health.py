@@ -4,12 +4,12 @@ import ctypes
 import dataclasses
 import math
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
 
+from kit import warm
 from safe_ckpt import CheckpointConfig, Checkpointer, Health, Mirror, Retention, WriterConfig, events
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.errors import NoValidCheckpointError, UnhealthyStateError
@@ -210,7 +210,7 @@ def test_collecting_garbage_does_not_count_marked_ones(tmp_path):
         job.poison()
         assert ckpt.save(4, job.state).result().marked
     command = [sys.executable, "-m", "safe_ckpt.cli", "gc", str(tmp_path), "--keep-last", "1"]
-    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    warm.run(command, check=True, capture_output=True, timeout=100)
     assert steps(tmp_path) == [3, 4]
 
 

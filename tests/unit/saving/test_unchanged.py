@@ -8,7 +8,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -18,6 +17,7 @@ import safetensors.torch
 import torch
 from frozen_jobs import FROZEN, SIZE, Job, Model, digest
 
+from kit import warm
 from safe_ckpt import CheckpointConfig, Checkpointer, Health, Retention, Unchanged, WriterConfig, events
 from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.formats.manifest import read_manifest
@@ -285,7 +285,7 @@ def test_the_command_counts_shared_bytes_once(tmp_path):
             ckpt.save(number, job.state).result()
 
     def command(*words):
-        return subprocess.run(
+        return warm.run(
             [sys.executable, "-m", "safe_ckpt.cli", *words], capture_output=True, text=True, check=True, timeout=100
         )
 
@@ -391,14 +391,14 @@ def test_a_disk_needs_no_room_for_what_is_not_written(tmp_path):
         pytest.skip("needs root to mount a tmpfs")
     folder = tmp_path / "small"
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2500k", "tmpfs", folder], check=True, timeout=20)
+    warm.run(["mount", "-t", "tmpfs", "-o", "size=2500k", "tmpfs", folder], check=True, timeout=20)
     try:
         job = Job()
         with Checkpointer(folder, config(keep=2)) as ckpt:
             for number in range(1, 5):
                 ckpt.save(number, job.state).result()
     finally:
-        subprocess.run(["umount", folder], check=True, timeout=20)
+        warm.run(["umount", folder], check=True, timeout=20)
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOTTY, errno.EMLINK, errno.EEXIST, errno.ENOTSUP, errno.EPERM])
@@ -435,7 +435,7 @@ def test_what_a_deletion_frees_is_counted_once(tmp_path):
         for number in range(1, 6):
             ckpt.save(number, job.state).result()
     command = [sys.executable, "-m", "safe_ckpt.cli", "gc", str(tmp_path), "--keep-last", "1"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stderr
+    said = warm.run(command, capture_output=True, text=True, check=True, timeout=100).stderr
     assert re.search(r"1 kept; 1\.4\d* MiB freed|1 kept; 1\.\d MiB freed", said), said
 
 
