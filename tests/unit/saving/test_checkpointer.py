@@ -359,7 +359,7 @@ def test_every_error_is_catchable_as_one(tmp_path):
 def test_a_save_that_moves_bytes_is_not_given_up_at_the_end(tmp_path, end, here):
     """It takes longer than shutdown_s, in the writer process and in this one: committed, but after an exception given up."""
     failed = "raise" in end
-    # Ten thousand flushes take longer than either; a busy machine may let none through for 0.05 s.
+    # Four thousand flushes take longer than either; a busy machine may let none through for 0.05 s.
     shutdown_s = 0.05 if failed else 0.5
     code = f"""
         import sys, torch
@@ -369,7 +369,7 @@ def test_a_save_that_moves_bytes_is_not_given_up_at_the_end(tmp_path, end, here)
         slow = WriterConfig(chunk_bytes=4096, flush_every_bytes=4096, direct_io="off")
         config = CheckpointConfig(timeouts=Timeouts(shutdown_s={shutdown_s}), writer=slow)
         ckpt = Checkpointer(sys.argv[1], config)
-        ckpt.save(1, {{"m": {{"w": torch.zeros(10_000_000)}}}})
+        ckpt.save(1, {{"m": {{"w": torch.zeros(4_000_000)}}}})
         {end}
     """
     done = run_script(code, str(tmp_path / "exp"), finalize=True)
