@@ -140,7 +140,9 @@ class ObjectRoot:
         again = sorted(self._dropped)
         for name in again:
             self._delete_unless_committed(self.path / name, self.path.bucket)
-        self._owner.update(lambda head: head.settled(again).announced(folder.name, sequence))
+        # A copy that the store makes late may still come: the next start looks there once more.
+        gone = [name for name in again if name not in self._tried]
+        self._owner.update(lambda head: head.settled(again).doomed(gone).announced(folder.name, sequence))
         self._dropped.difference_update(again)
 
     def commit(self, folder: ObjectPath, manifest: bytes) -> None:

@@ -142,15 +142,19 @@ class CommitProtocol:
         Raises:
             SafeCheckpointError: it failed; the same error on every rank.
         """
-        job = self._job
+        sharing = self._job.sharing
         try:
             info = self._lead() if self._rank == 0 else self._follow()
+            if sharing is not None:
+                folder = str(self._job.folder) if self._job.request.destination.kind == "directory" else ""
+                sharing.learn(info.path, self._results, folder)
+        except BaseException:
+            if sharing is not None:
+                sharing.failed()
+            raise
         finally:
-            if job.sharing is not None:
-                job.sharing.close()
-        if job.sharing is not None:
-            folder = str(job.folder) if job.request.destination.kind == "directory" else ""
-            job.sharing.learn(info.path, self._results, folder)
+            if sharing is not None:
+                sharing.close()
         self._known.learn(self._found, healthy=not self.health)
         self._known.learn_hashes(self._found, self._job.versions)
         if not info.marked and self._job.writers:
@@ -308,7 +312,7 @@ class CommitProtocol:
         found = {self._place(result.path): result for result in results if result.left_out}
         if not found or self._job.sharing is None:
             return list(results)
-        shared = self._share([self._job.sharing.perhaps[place] for place in found])
+        shared = self._share([self._job.sharing.found[place] for place in found])
         self._run_writer(directories=directories)
         now = {one.path: dataclasses.replace(one, health=found[self._place(one.path)].health) for one in shared}
         return [now.get(result.path, result) for result in results]
@@ -325,13 +329,11 @@ class CommitProtocol:
             return done
         files = [copy for _, copy in left if isinstance(copy, FileCopy)]
         objects = [copy for _, copy in left if isinstance(copy, ObjectCopy)]
-        try:
-            results = {result.path: result for result in self._run_writer(copies=files, objects=objects)}
-        except OSError:
-            sharing.refused()  # the next save must not fail for the same reason
-            raise
-        if any(how == "never" for *_, how in outcomes) or not all(results[one.path].shared_bytes for one in objects):
+        results = {result.path: result for result in self._run_writer(copies=files, objects=objects)}
+        if any(how == "never" for *_, how in outcomes):
             sharing.refused()
+        if not all(results[one.path].shared_bytes for one in objects):
+            sharing.failed()
         for one, copy in left:
             result = results[copy.path]
             if result.xxh3_128 != one.before.xxh3_128:

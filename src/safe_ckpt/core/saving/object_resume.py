@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,17 @@ class ObjectReader:
         engine: where the ranks meet.
         wanted: which files are fetched.
         load: reads.
+        read: which files of the last one were read and verified.
+
+    Attributes:
+        read: as given.
     """
 
-    def __init__(self, engine: Engine, wanted: Wanted, load: LoadFetched) -> None:
+    def __init__(self, engine: Engine, wanted: Wanted, load: LoadFetched, read: Callable[[], Collection[str]]) -> None:
         self._engine = engine
         self._wanted = wanted
         self._load = load
+        self.read = read
         storage = engine.config.storage
         self._cache = HostCache(storage.cache_dir, part_bytes=storage.part_bytes, at_a_time=2 * storage.parts_in_flight)
 

@@ -135,7 +135,7 @@ def choose(
                     )
                 )
                 mirrored.upload(info)
-                _recall(engine, workspace, info, settled)
+                _recall(engine, workspace, info, settled, load)
                 return Chosen(info=info, loaded=loaded)
             rejected[name] = verdict["why"]
             if verdict["damaged"]:
@@ -162,12 +162,12 @@ def _health_of(info: CheckpointInfo, listed: Manifest | None) -> Mapping[str, An
         return {}
 
 
-def _recall(engine: Engine, workspace: Root, info: CheckpointInfo, settled: Mapping[str, Any]) -> None:
+def _recall(engine: Engine, workspace: Root, info: CheckpointInfo, settled: Mapping[str, Any], load: Load) -> None:
     """What is known of the numbers that training goes on from; and from now on how this start goes."""
     engine.known.end()  # what went on from a checkpoint that was chosen before ended well
     engine.known.recall(settled["health"])
     if info.verified and (isinstance(info.path, ObjectPath) or presence.is_directory(info.path)):
-        engine.unchanged.recall(workspace.path, info.path)
+        engine.unchanged.recall(workspace.path, info.path, load.read() if isinstance(load, ObjectReader) else None)
     if settled["start"]:
         engine.known.start = RunningStart(Path(settled["start"]), engine.rank)
 

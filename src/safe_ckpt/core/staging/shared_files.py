@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,6 @@ class Before:
         age: how many saves ago it was written.
         repeated: whether the save before had the same bytes; None where that is not known.
         fruitless: how many saves before it shared none of them, either.
-        save: the number of the save that wrote it, or shared it, last; 0 for one that was resumed.
     """
 
     sources: tuple[Place, ...]
@@ -37,7 +36,6 @@ class Before:
     age: int = 0
     repeated: bool | None = None
     fruitless: int = 0
-    save: int = 0
 
 
 class SharedFile:
@@ -98,7 +96,6 @@ class SharedObject:
     Args:
         path: relative to the checkpoint.
         before: what it is.
-        latest: returns what is known of the file when it is to be copied: the checkpoint of ``before`` may be gone by then.
         examined: whether what was found of its numbers is said again.
 
     Attributes:
@@ -106,12 +103,9 @@ class SharedObject:
         before: as given.
     """
 
-    def __init__(
-        self, path: str, before: Before, latest: Callable[[], Before | None], *, examined: bool = True
-    ) -> None:
+    def __init__(self, path: str, before: Before, *, examined: bool = True) -> None:
         self.path = path
         self.before = before
-        self._latest = latest
         self._examined = examined
 
     def link(self, path: str) -> str:
@@ -121,14 +115,9 @@ class SharedObject:
 
     def copy(self, path: str) -> ObjectCopy:
         """What puts a copy there."""
-        before, latest = self.before, self._latest()
-        same = latest is not None and latest.xxh3_128 == before.xxh3_128 and latest.size_bytes == before.size_bytes
-        sources = (*(latest.sources if same and latest is not None else ()), *before.sources)
+        before = self.before
         return ObjectCopy(
-            sources=tuple(dict.fromkeys(map(str, sources))),
-            path=path,
-            size_bytes=before.size_bytes,
-            xxh3_128=before.xxh3_128,
+            sources=tuple(map(str, before.sources)), path=path, size_bytes=before.size_bytes, xxh3_128=before.xxh3_128
         )
 
     def written(self, path: str, *, shared: bool) -> WrittenFile:

@@ -7,16 +7,16 @@ less than half of the time of a copy. Where the bytes are not in host memory in 
 they are copied, and the writer takes that look before it writes.
 
 The old file is opened before it is relied upon. As long as it is open its bytes cannot vanish, whoever deletes its name. An
-object cannot be held. It is relied upon only if every save that was begun since its own has the same bytes there: one of them
-is the newest that is committed, which retention does not delete.
+object cannot be held. It is relied upon only if it is one of the newest checkpoint when the save is written, which retention
+does not delete. So while another save is under way, these bytes are copied, too, and the look is taken when that one is over.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from safe_ckpt.config import Health, Unchanged
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.health.verdict import ITSELF, digest_of_patterns, is_sick
 from safe_ckpt.core.staging.shared_files import Before, Shared, SharedFile, SharedObject
+from safe_ckpt.core.staging.tries import Tries
 from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.objects.object_copy import MOST_BYTES
@@ -44,6 +45,30 @@ _PATIENCE, _AGAIN = 3, 16
 _ZEROS = bytes(64 << 10)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A file of a save that perhaps is that of the checkpoint before.
+
+    Attributes:
+        path: relative to the checkpoint.
+        length: its bytes.
+        frozen: whether none of its tensors is trained.
+        unexamined: patterns of names of tensors of which the numbers are not looked at, besides those of the settings.
+    """
+
+    path: str
+    length: int
+    frozen: bool
+    unexamined: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, plan: FilePlan, unexamined: Sequence[str]) -> Wanted | None:
+        """None for one that is not worth it, or has other bytes than the tensors': an archive has check sums."""
+        if plan.length < LEAST_BYTES or plan.records is not None or plan.lazies:
+            return None
+        return cls(path=plan.path, length=plan.length, frozen=plan.frozen, unexamined=tuple(unexamined))
+
+
 class UnchangedFiles:
     """What one rank knows of the files that it wrote last.
 
@@ -57,13 +82,18 @@ class UnchangedFiles:
         self._settings = settings
         self._health = health
         self._rank = rank
-        self._saves: dict[Place, int] = {}
+        self._tries: dict[Place, Tries] = {}
         self._known: dict[tuple[Place, str], Before] = {}
-        self._without: dict[tuple[Place, str], int] = {}  # the last save that does not have it as the one before
-        self._impossible: dict[Place, int] = {}
+        self._under_way: dict[Place, set[int]] = {}
 
-    def recall(self, root: Place, checkpoint: Place) -> None:
-        """Training goes on from this checkpoint of the directory ``root``, which was verified a moment ago."""
+    def recall(self, root: Place, checkpoint: Place, read: Collection[str] | None = None) -> None:
+        """Training goes on from this checkpoint of the directory ``root``.
+
+        Args:
+            root: the directory.
+            checkpoint: one in it.
+            read: which of its files were verified a moment ago; None for all.
+        """
         self._known = {key: before for key, before in self._known.items() if key[0] != root}
         if not self._settings.share:
             return
@@ -75,7 +105,8 @@ class UnchangedFiles:
         health = manifest.health.get("files", {})
         for entry in manifest.files:
             # Files of other ranks are not this rank's to share, and many ranks must not look at all files.
-            if entry.rank == self._rank and entry.size_bytes >= LEAST_BYTES:
+            known = read is None or entry.path in read
+            if known and entry.rank == self._rank and entry.size_bytes >= LEAST_BYTES:
                 self._known[root, entry.path] = Before(
                     sources=(checkpoint / entry.path,),
                     stamp=_stamp(checkpoint / entry.path),
@@ -83,12 +114,12 @@ class UnchangedFiles:
                     xxh3_128=entry.xxh3_128,
                     health=health.get(entry.path),
                     age=entry.age,
-                    save=self._saves.get(root, 0),
                 )
 
     def spared_bytes(self, plans: Iterable[FilePlan], root: Place, unexamined: Sequence[str] = ()) -> int:
         """How much of these probably need not be written. See ``find``."""
-        return sum(plan.total_bytes for plan in plans if self._candidate(plan, root, unexamined) is not None)
+        wanted = (Wanted.of(plan, unexamined) for plan in plans)
+        return sum(one.length for one in wanted if one is not None and self.candidate(one, root) is not None)
 
     def find(self, plans: Sequence[FilePlan], root: Place, unexamined: Sequence[str] = ()) -> Sharing:
         """Tell what is to be written from what is there already. On the thread that trains, before it may change the tensors.
@@ -101,32 +132,38 @@ class UnchangedFiles:
         Returns:
             What is to be written, and what is not.
         """
-        self._saves[root] = number = self._saves.get(root, 0) + 1
+        number = self._tries_in(root).begin()
+        under_way = self._under_way.setdefault(root, set())
+        later = isinstance(root, ObjectPath) and bool(under_way)
+        under_way.add(number)
         sharing = Sharing(self, root, number)
         for plan in plans:
-            before = self._candidate(plan, root, unexamined)
-            one = self._held(plan.path, before, root) if before is not None else None
-            if one is None:
+            wanted = Wanted.of(plan, unexamined) if self._settings.share else None
+            if wanted is None or not self._shared_now(plan, wanted, sharing, later=later):
                 sharing.left.append(plan)
-            elif not _is_in_order(plan):
-                sharing.left.append(plan)
-                sharing.perhaps[plan.path] = one
-            elif digest_of(plan) == one.before.xxh3_128:
-                sharing.shared.append(one)
-            else:
-                sharing.left.append(plan)
-                one.close()
-        same = {one.path for one in sharing.shared}
-        without = {
-            *(plan.path for plan in sharing.left),
-            *(path for other, path in self._known if other == root),
-        } - same
-        self._without.update(((root, path), number) for path in without)
         return sharing
+
+    def _shared_now(self, plan: FilePlan, wanted: Wanted, sharing: Sharing, *, later: bool) -> bool:
+        before = self.candidate(wanted, sharing.root)
+        if later or before is None or not _is_in_order(plan):
+            if before is not None or (later and plan.frozen):
+                sharing.perhaps[plan.path] = wanted
+            return False
+        one = self.held(plan.path, before, sharing.root)
+        if one is not None and digest_of(plan) == before.xxh3_128:
+            sharing.shared.append(one)
+            return True
+        if one is not None:
+            one.close()
+        return False
+
+    def over(self, root: Place, number: int) -> None:
+        """See ``Sharing.close``."""
+        self._under_way[root].discard(number)
 
     def earlier(self, root: Place, path: str) -> tuple[Any, ...] | None:
         """See ``Sharing.earlier``."""
-        known, number = self._known.get((root, path)), self._saves.get(root, 0)
+        known, number = self._known.get((root, path)), self._tries_in(root).count
         fruitless = known is not None and known.fruitless >= _PATIENCE and number % _AGAIN > 1
         if not self._settings.share or fruitless or isinstance(root, ObjectPath):
             return None
@@ -134,9 +171,11 @@ class UnchangedFiles:
             return ()
         return str(known.sources[0]), known.stamp.ctime_ns
 
-    def learn(self, root: Place, number: int, checkpoint: Place, written: Iterable[WrittenFile], folder: str) -> None:
-        """See ``Sharing.learn``; of the save with this number."""
+    def learn(self, root: Place, checkpoint: Place, written: Sequence[WrittenFile], folder: str) -> None:
+        """See ``Sharing.learn``."""
         found = {}
+        if any(file.shared_bytes for file in written):
+            self._tries_in(root).worked()
         for file in written:
             if file.size_bytes < LEAST_BYTES:
                 continue
@@ -153,32 +192,32 @@ class UnchangedFiles:
                 age=file.age or (before.age + 1 if before is not None and file.shared_bytes else 0),
                 repeated=same if before is not None else None,
                 fruitless=before.fruitless + 1 if before is not None and not file.shared_bytes else 0,
-                save=number,
             )
         self._known = {key: value for key, value in self._known.items() if key[0] != root} | found
 
     def refused(self, root: Place) -> None:
         """See ``Sharing.refused``."""
-        self._impossible[root] = self._saves.get(root, 0)
+        self._tries_in(root).refused()
 
-    def latest(self, root: Place, path: str) -> Before | None:
-        """What is known now of a file."""
-        return self._known.get((root, path))
+    def failed(self, root: Place) -> None:
+        """See ``Sharing.failed``."""
+        self._tries_in(root).failed()
 
-    def _candidate(self, plan: FilePlan, root: Place, unexamined: Sequence[str]) -> Before | None:
+    def candidate(self, wanted: Wanted, root: Place) -> Before | None:
         """What a file probably is."""
-        before = self._known.get((root, plan.path))
-        if before is None or before.size_bytes != plan.length or not self._settings.share:
+        before = self._known.get((root, wanted.path))
+        if before is None or before.size_bytes != wanted.length or not self._settings.share:
             return None
-        if self._saves.get(root, 0) - self._impossible.get(root, -_AGAIN) < _AGAIN:
+        if not self._tries_in(root).allowed:
             return None
-        if isinstance(root, ObjectPath) and (
-            before.size_bytes > MOST_BYTES or before.save < self._without.get((root, plan.path), 0)
-        ):
+        if isinstance(root, ObjectPath) and before.size_bytes > MOST_BYTES:
             return None
-        probably = plan.frozen if before.repeated is None else before.repeated
-        fits = probably and not self._is_old(before) and self._is_known_well(before, unexamined)
-        return before if fits and _is_plain_file(plan) else None
+        probably = wanted.frozen if before.repeated is None else before.repeated
+        fits = probably and not self._is_old(before) and self._is_known_well(before, wanted.unexamined)
+        return before if fits else None
+
+    def _tries_in(self, root: Place) -> Tries:
+        return self._tries.setdefault(root, Tries())
 
     def _is_old(self, before: Before) -> bool:
         return self._settings.full_every is not None and before.age + 1 >= self._settings.full_every
@@ -192,11 +231,11 @@ class UnchangedFiles:
             return False
         return bool(known.get("ignored", "") == digest_of_patterns((*self._health.ignore, *unexamined)))
 
-    def _held(self, path: str, before: Before, root: Place) -> Shared | None:
+    def held(self, path: str, before: Before, root: Place) -> Shared | None:
         """The file before, to be relied upon; None if it was touched or is gone."""
         examined = self._health.action != "off"
         if isinstance(root, ObjectPath):
-            return SharedObject(path, before, functools.partial(self.latest, root, path), examined=examined)
+            return SharedObject(path, before, examined=examined)
         fd = _open(before)
         return SharedFile(path, before, fd, examined=examined) if fd is not None else None
 
@@ -210,28 +249,37 @@ class Sharing:
         number: of the save.
 
     Attributes:
+        root: as given.
         left: the files that are written.
         shared: those that are not.
-        perhaps: of those that are written, by path, what they are if the writer finds the same bytes.
+        perhaps: those of ``left``, by path, that are not if the writer finds the same bytes.
+        found: what these are then.
     """
 
     def __init__(self, known: UnchangedFiles, root: Place, number: int) -> None:
         self._known = known
-        self._root = root
         self._number = number
+        self.root = root
         self.left: list[FilePlan] = []
         self.shared: list[Shared] = []
-        self.perhaps: dict[str, Shared] = {}
+        self.perhaps: dict[str, Wanted] = {}
+        self.found: dict[str, Shared] = {}
 
     def same_as(self, path: str) -> str:
-        """See ``WriteTask.same_as``."""
-        return self.perhaps[path].before.xxh3_128 if path in self.perhaps else ""
+        """See ``WriteTask.same_as``. On the background thread, when all saves before this one are over."""
+        wanted = self.perhaps.get(path)
+        before = self._known.candidate(wanted, self.root) if wanted is not None else None
+        one = self._known.held(path, before, self.root) if before is not None else None
+        if one is None:
+            return ""
+        self.found[path] = one
+        return one.before.xxh3_128
 
     def earlier(self, path: str) -> tuple[Any, ...] | None:
         """See ``WriteTask.earlier``. Where nothing was shared for a while it is tried now and then only: it costs a hash."""
-        return self._known.earlier(self._root, path)
+        return self._known.earlier(self.root, path)
 
-    def learn(self, checkpoint: Place, written: Iterable[WrittenFile], folder: str) -> None:
+    def learn(self, checkpoint: Place, written: Sequence[WrittenFile], folder: str) -> None:
         """Take over what was committed. On the background thread.
 
         Args:
@@ -239,16 +287,22 @@ class Sharing:
             written: its files of this rank.
             folder: where they were written, under which their paths are; "" for a checkpoint that is one file.
         """
-        self._known.learn(self._root, self._number, checkpoint, written, folder)
+        self._known.learn(self.root, checkpoint, written, folder)
 
     def refused(self) -> None:
         """The storage has no further names, or makes no copies: for some saves everything is written."""
-        self._known.refused(self._root)
+        self._known.refused(self.root)
+
+    def failed(self) -> None:
+        """The save has failed: if it relied on an object, the next one does not, and later ones less often."""
+        if any(isinstance(one, SharedObject) for one in (*self.shared, *self.found.values())):
+            self._known.failed(self.root)
 
     def close(self) -> None:
-        """The save is over: give back what it holds."""
-        for one in (*self.shared, *self.perhaps.values()):
+        """The save is over, and what came of it was learnt: give back what it holds."""
+        for one in (*self.shared, *self.found.values()):
             one.close()
+        self._known.over(self.root, self._number)
 
 
 def _stamp(path: Place) -> Stamp | None:
@@ -278,11 +332,6 @@ def _open(before: Before) -> int | None:
 
 def _facts(stamp: Stamp) -> tuple[int, ...]:
     return stamp.size_bytes, stamp.device, stamp.inode, stamp.mtime_ns
-
-
-def _is_plain_file(plan: FilePlan) -> bool:
-    """Whether a look is worth it, and the file has no other bytes than the tensors': an archive has check sums."""
-    return plan.length >= LEAST_BYTES and plan.records is None and not plan.lazies
 
 
 def _is_in_order(plan: FilePlan) -> bool:

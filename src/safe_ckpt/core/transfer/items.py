@@ -19,11 +19,15 @@ class StoredItems:
     Args:
         state: as given to ``resume``.
         rank: this rank.
+
+    Attributes:
+        read: which files were verified, on any rank.
     """
 
     def __init__(self, state: Mapping[str, Any], rank: int) -> None:
         self._state = state
         self._rank = rank
+        self.read: set[str] = set()
 
     def wanted(self, manifest: Manifest, host: Host) -> list[FileEntry]:
         """The files that are fetched to a folder of the host: those of which several ranks need something.
@@ -60,6 +64,8 @@ class StoredItems:
                 loaded[name] = restore.Shards(folder / file)
             else:
                 loaded[name] = plan.load_item(lambda f: folder if f in fetched else source, manifest, file, name)
+        needed = self._needed(manifest).values()
+        self.read = {*fetched, *(part for file in needed for part in plan.files_of(file, manifest))}
         if self._rank == 0:
             plan.check_there(source, manifest.files)
         return loaded

@@ -22,7 +22,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.directory.catalog import Candidate, newest_first
 from safe_ckpt.core.directory.object_catalog import list_objects
 from safe_ckpt.core.directory.workspace import Workspace
-from safe_ckpt.core.formats.manifest import CheckpointInfo
+from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
 from safe_ckpt.core.staging.worker_thread import Background, Refused
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place, open_place
@@ -73,6 +73,7 @@ class Mirror:
         self._deleted: set[tuple[ObjectPath, str]] = set()
         self._tiers: dict[ObjectPath, Tier] = {}
         self._roots: dict[Path, ObjectPath] = {}
+        self._verified: dict[ObjectPath, tuple[ObjectPath, Manifest]] = {}  # what was fetched
         self._newest: dict[ObjectPath, int] = {}  # the highest number in the order of commits that is uploaded
         self._closing = threading.Event()
         self._closed = False
@@ -186,6 +187,7 @@ class Mirror:
         )
         root = self.root_of(workspace)
         with self._turn:  # it need not be uploaded again
+            self._verified[root] = candidate.path, candidate.manifest
             self._newest[root] = max(self._newest.get(root, -1), info.sequence)
         return info
 
@@ -307,6 +309,8 @@ class Mirror:
         if place in self._tiers:
             return self._tiers[place]
         tier = Tier(place, self._config, self._owner, keeps_all=place == self._top / NAMED)
+        if place in self._verified:
+            tier.trust(*self._verified[place])
         with self._turn:
             if not self._closed:
                 self._tiers[place] = tier

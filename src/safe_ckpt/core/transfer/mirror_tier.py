@@ -19,6 +19,7 @@ from safe_ckpt.core.directory.object_root import ObjectRoot
 from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify_archive
+from safe_ckpt.core.staging.tries import Tries
 from safe_ckpt.core.staging.unchanged import LEAST_BYTES
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.durable import WrittenFile
@@ -76,13 +77,18 @@ class Tier:
         self._rules = None if keeps_all else _rules_of(config)
         manifests = {one.path: one.manifest for one in candidates if one.manifest is not None}
         self._unchanged = config.unchanged
-        self._makes_copies = True
-        self._newest = max(manifests.items(), key=lambda one: one[1].sequence, default=None)
+        self._copies = Tries()
+        self._newest: tuple[ObjectPath, Manifest] | None = None
         self._there = {manifest.op_id for manifest in manifests.values()}
         self._names: dict[Place, str] = {path: manifest.name for path, manifest in manifests.items()}
         self._weights: set[Place] = {path for path, manifest in manifests.items() if _is_weights(manifest)}
         self._newest_before = newest_sequence(candidates)
         self._root.start_after(self._newest_before)
+
+    def trust(self, folder: ObjectPath, manifest: Manifest) -> None:
+        """This one was read and verified by this job: the store may copy of it what did not change."""
+        if self._newest is None:
+            self._newest = folder, manifest
 
     def upload(self, one: Waiting, send: Send) -> str | None:
         """Upload it, compared with what was written, and then delete what the rules do not keep.
@@ -145,14 +151,23 @@ class Tier:
         self._root.close()
 
     def _send(self, send: Send, job: WriteJob) -> Sequence[WrittenFile]:
-        written = send(job)
         copied = {one.path for one in job.objects}
-        self._makes_copies = all(result.shared_bytes for result in written if result.path in copied)
+        try:
+            written = send(job)
+        except BaseException:
+            if copied:
+                self._copies.failed()
+            raise
+        if not all(result.shared_bytes for result in written if result.path in copied):
+            self._copies.failed()
+        elif copied:
+            self._copies.worked()
         return written
 
     def _earlier(self, manifest: Manifest) -> dict[str, str]:
-        """Files of the newest that is there which have the bytes of this one's, by their names: where they are."""
-        if self._newest is None or not (self._unchanged.share and self._makes_copies):
+        """Files with the bytes of this one's that this job has uploaded or verified, by their names: where they are."""
+        self._copies.begin()
+        if self._newest is None or not (self._unchanged.share and self._copies.allowed):
             return {}
         folder, newest = self._newest
         there = {(entry.path, entry.size_bytes, entry.xxh3_128) for entry in newest.files}
@@ -219,26 +234,22 @@ def _sent(
     single = not path.is_dir()
     expected = {entry.path: entry for entry in manifest.files}
     names, base = ([path.name], path.parent) if single else (list(expected), path)
-    copies = [
-        FileCopy(source=str(base / name), path=f"{folder}/{name}", stamp=Stamp.of(os.stat(base / name)))
+    files = {
+        name: FileCopy(source=str(base / name), path=f"{folder}/{name}", stamp=Stamp.of(os.stat(base / name)))
         for name in names
-        if single or name not in earlier
-    ]
+    }
     objects = [
         ObjectCopy(
             sources=(source,),
             path=f"{folder}/{name}",
             size_bytes=expected[name].size_bytes,
             xxh3_128=expected[name].xxh3_128,
+            instead=files[name],
         )
         for name, source in ({} if single else earlier).items()
     ]
-    try:
-        written = send(WriteJob(name=folder.name, rank=0, copies=copies, objects=objects))
-    except FileNotFoundError:
-        if not objects:
-            raise
-        return _sent(manifest, path, folder, send, {})  # somebody deleted what was to be copied
+    copies = [copy for name, copy in files.items() if single or name not in earlier]
+    written = send(WriteJob(name=folder.name, rank=0, copies=copies, objects=objects))
     entries = [
         FileEntry(
             path=result.path.removeprefix(f"{folder}/"), size_bytes=result.size_bytes, xxh3_128=result.xxh3_128, rank=0
@@ -247,7 +258,7 @@ def _sent(
     ]
     if single:
         verify_archive(path, cached=True)  # it carries its own digest
-        if Stamp.of(os.stat(path)) != copies[0].stamp:
+        if Stamp.of(os.stat(path)) != files[path.name].stamp:
             raise OSError(errno.ESTALE, "it changed while it was being sent", str(path))
         return entries
     for entry in entries:

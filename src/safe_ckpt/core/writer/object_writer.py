@@ -5,11 +5,13 @@ Used by the writer process, and by the parent when it writes itself. Standard li
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -122,7 +124,7 @@ def send_copy(copy: FileCopy, options: WriteOptions, progress: ProgressReporter)
 
 
 def copy_objects(copies: Sequence[ObjectCopy], options: WriteOptions, progress: ProgressReporter) -> list[WrittenFile]:
-    """Let the store copy objects, several at a time. One that it does not copy is read and sent.
+    """Let the store copy objects, several at a time. One that it does not copy is sent, and those that come after it.
 
     Returns:
         What is there now; ``shared_bytes`` is 0 for what was sent.
@@ -131,33 +133,66 @@ def copy_objects(copies: Sequence[ObjectCopy], options: WriteOptions, progress: 
         FileNotFoundError: all sources of one are gone.
         OSError: the store gave no answer in time, or refuses.
     """
-    if not copies:
-        return []
-    with ThreadPoolExecutor(min(_AT_A_TIME, len(copies)), thread_name_prefix="safe_ckpt-objects") as pool:
-        return list(pool.map(lambda one: _copy_object(one, options, progress), copies))
+    refused = threading.Event()
+    return _at_once([functools.partial(_copy_object, one, options, progress, refused) for one in copies])
 
 
-def _copy_object(one: ObjectCopy, options: WriteOptions, progress: ProgressReporter) -> WrittenFile:
+def _at_once(calls: Sequence[Callable[[], WrittenFile]]) -> list[WrittenFile]:
+    """Make the calls, several at a time, and raise the first error once none is under way.
+
+    Not by ``concurrent.futures``: a save that the end of the program waits for may start none of its threads, and a call that
+    hangs would hold up that end.
+    """
+    waiting, results = deque(enumerate(calls)), dict[int, WrittenFile]()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while waiting and not errors:
+            try:
+                number, call = waiting.popleft()
+                results[number] = call()
+            except IndexError:  # another thread was faster
+                return
+            except BaseException as error:
+                errors.append(error)
+
+    helpers = [threading.Thread(target=work, name="safe_ckpt-copy-object", daemon=True) for _ in calls[1:_AT_A_TIME]]
+    for helper in list(helpers):
+        try:
+            helper.start()
+        except RuntimeError:  # Python 3.12 starts none while it shuts down
+            helpers.remove(helper)
+    work()
+    for helper in helpers:
+        helper.join()
+    if errors:
+        raise errors[0]
+    return [results[number] for number in range(len(calls))]
+
+
+def _copy_object(
+    one: ObjectCopy, options: WriteOptions, progress: ProgressReporter, refused: threading.Event
+) -> WrittenFile:
     place, part = place_of(one.path, options, progress)
     limits = place.bucket.options
     bucket = place.bucket.within(min(limits.give_up_after_s, _PATIENCE * limits.request_timeout_s), place.bucket.stop)
-    keys = [place.at(source).key for source in one.sources]
-    there = []
-    for key in keys:
+    keys = deque(place.at(source).key for source in one.sources)
+    while keys and not refused.is_set():
         try:
-            bucket.copy(key, place.key, one.size_bytes)
+            bucket.copy(keys[0], place.key, one.size_bytes)
         except FileNotFoundError:
-            continue
+            keys.popleft()
         except OSError:
-            there = [key, *keys[keys.index(key) + 1 :]]
-            break
-        progress.moved(one.size_bytes)
-        return WrittenFile(path=one.path, size_bytes=one.size_bytes, xxh3_128=one.xxh3_128, shared_bytes=one.size_bytes)
-    for key in there:
-        try:
+            refused.set()
+        else:
+            progress.moved(one.size_bytes)
+            size = one.size_bytes
+            return WrittenFile(path=one.path, size_bytes=size, xxh3_128=one.xxh3_128, shared_bytes=size)
+    if one.instead is not None:
+        return send_copy(one.instead, options, progress)
+    for key in keys:
+        with contextlib.suppress(FileNotFoundError):
             return _send_object(key, one, place, part, progress)
-        except FileNotFoundError:
-            continue
     raise FileNotFoundError(errno.ENOENT, f"what it is a copy of is gone: {', '.join(one.sources)}", one.path)
 
 

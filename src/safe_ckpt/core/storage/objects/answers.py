@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from safe_ckpt.core.storage.objects.options import PREFIXES
 
 _STATUS = re.compile(r"status code: (\d{3})")
-_REFUSED = ("400", "405", "411", "413", "414", "501")
+_REFUSED = ("400", "405", "411", "413", "414", "416", "501")
 _NO_ACCESS = ("401", "403")
 _NEVER = ("NotSupportedError", "InvalidPathError", "UnknownConfigurationKeyError")
 _EXPIRED = re.compile(r"Expired|RequestTimeTooSkewed|TokenRefreshRequired|InvalidToken", re.IGNORECASE)

@@ -257,14 +257,16 @@ class Bucket:
 
         Raises:
             FileNotFoundError: there is no such object.
-            OSError: the store gave no answer in time, or refuses, such as for the size.
+            OSError: the store gave no answer in time, or refuses, such as for the size; or the object has another size.
         """
         self._again(lambda: _obstore().copy(self._store, source, key), key, "copy")
-        deadline = time.monotonic() + self.options.give_up_after_s
         # Azure may answer before it has copied; the object has another size until then.
-        while self.scheme == "az" and self.size_of(key) != size_bytes:
+        deadline = time.monotonic() + (self.options.give_up_after_s if self.scheme == "az" else 0.0)
+        while (found := self.size_of(key)) != size_bytes:
             if time.monotonic() > deadline:
-                raise TimeoutError(errno.ETIMEDOUT, "the store does not end the copy", f"{self.url}/{key}")
+                raise OSError(
+                    errno.EINVAL, f"its copy has {found} bytes instead of {size_bytes}", f"{self.url}/{source}"
+                )
             self._pause(_FIRST_PAUSE_S)
 
     def delete(self, keys: Sequence[str]) -> None:

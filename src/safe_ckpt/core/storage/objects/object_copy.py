@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from safe_ckpt.core.storage.copier import FileCopy
+
 MOST_BYTES = 5 << 30
 """S3 copies no larger object in one request."""
 
@@ -19,12 +21,14 @@ class ObjectCopy:
         path: the address of the copy.
         size_bytes: its length.
         xxh3_128: of its bytes.
+        instead: the file that is sent where the store makes no copy; None: one of the sources is read and sent.
     """
 
     sources: tuple[str, ...]
     path: str
     size_bytes: int
     xxh3_128: str
+    instead: FileCopy | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As JSON-able data."""
@@ -33,4 +37,5 @@ class ObjectCopy:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ObjectCopy:
         """From what ``to_json`` returned."""
-        return cls(**{**data, "sources": tuple(data["sources"])})
+        instead = FileCopy.from_json(data["instead"]) if data["instead"] is not None else None
+        return cls(**{**data, "sources": tuple(data["sources"]), "instead": instead})
