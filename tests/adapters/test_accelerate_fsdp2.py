@@ -235,3 +235,31 @@ def test_what_is_not_trained_is_written_once(tmp_path):
     assert links(checkpoints, "*/*/__*_0.distcp") == [1] * 12
     for folder in checkpoints.iterdir():
         verify(folder, read_manifest(folder))
+
+
+def _freezes_midway(rank, folder):
+    made = accelerator(rank, folder / "exp")
+    seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 800), torch.nn.Linear(800, 800), torch.nn.Linear(800, 800))
+    model[1].requires_grad_(requires_grad=False)
+    model, optimizer = made.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    made.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 2, gamma=0.5))
+    with register(made, CONFIG):
+        for step in range(1, 8):
+            if step == 3:
+                model[2].requires_grad_(requires_grad=False)
+            if step == 5:
+                model[1].requires_grad_(requires_grad=True)
+            made.save_state(step=step)
+    dist.barrier()
+
+
+def test_what_is_frozen_or_trained_from_now_on_goes_to_the_other_file(tmp_path):
+    """The layout follows ``requires_grad``: from the second save after a change on, what is frozen is shared again."""
+    values(spawn_ranks(_freezes_midway, 2, tmp_path, init=False, timeout_s=90))
+    checkpoints = sorted((tmp_path / "exp/checkpoints").iterdir(), key=lambda path: int(path.name.split("_")[1]))
+    files = [path / "pytorch_model_fsdp_0/__0_1.distcp" for path in checkpoints]
+    assert [path.stat().st_nlink for path in files] == [2, 2, 2, 2, 3, 3, 3]
+    first, second, third = (files[number].stat().st_size for number in (0, 2, 4))
+    assert second > 1.9 * first
+    assert third < 1.1 * first

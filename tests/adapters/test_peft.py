@@ -187,6 +187,18 @@ def test_other_kinds_of_adapters_know_their_base_too(tmp_path, kind):
         load_adapter(base(seed=1), tmp_path / "adapter")
 
 
+def test_a_base_that_peft_changes_is_not_recorded(tmp_path, caplog):
+    """PiSSA takes a part of the base away: the hash of the rest would refuse the base itself."""
+    model = get_peft_model(base(), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="pissa"))
+    with Checkpointer(tmp_path / "run", CheckpointConfig()) as ckpt:
+        ckpt.export(model, tmp_path / "adapter", adapters_only=True).result()
+    assert "is not recorded" in caplog.text
+    assert not (tmp_path / "adapter/base.json").exists()
+    loaded = load_adapter(base(), tmp_path / "adapter").eval()
+    batch = rows(2)
+    assert torch.allclose(loaded(input_ids=batch).logits, model.eval()(input_ids=batch).logits, atol=1e-4)
+
+
 STOCK = """
 import sys
 sys.modules["safe_ckpt"] = None  # as if it were not installed

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Collection, Mapping
@@ -25,9 +26,11 @@ from safe_ckpt.adapters.extras import dtensor, hugging_face
 from safe_ckpt.adapters.planning import file_plan
 from safe_ckpt.errors import RestoreError, StateError
 
+logger = logging.getLogger(__name__)
 STEM = "adapter_model"
 BASE = "base.json"
 _CONFIG = "adapter_config.json"
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _WRAPPED = ("base_layer", "original_module", "token_adapter")
 
 
@@ -109,18 +112,23 @@ def tensors_of(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
 
 
 def files_beside(model: torch.nn.Module) -> list[FilePlan]:
-    """PEFT's own description of the active adapter, and the hash of the base."""
+    """PEFT's own description of the active adapter, and the hash of the base, unless PEFT has changed that."""
     inner: Any = hugging_face.unwrapped(model)
     config = copy.copy(inner.peft_config[inner.active_adapter])
     config.inference_mode = True
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         described = Path(folder, _CONFIG).read_bytes()
+    files = [file_plan.bytes_image(_CONFIG, described)]
+    if str(getattr(config, "init_lora_weights", "")).startswith(_CHANGES_BASE):
+        message = "the base of the adapter is not recorded: PEFT changes it for init_lora_weights=%r"
+        logger.warning(message, config.init_lora_weights)
+        return files
     # Biases that are trained are in the adapter's file.
     trains_biases = getattr(config, "bias", "none") != "none"
     without = sorted(name for name in _base_of(inner) if name.endswith("bias")) if trains_biases else []
     base = {"xxh3_128": base_hash(inner, without), "without": without}
-    return [file_plan.bytes_image(_CONFIG, described), file_plan.bytes_image(BASE, json.dumps(base).encode() + b"\n")]
+    return [*files, file_plan.bytes_image(BASE, json.dumps(base).encode() + b"\n")]
 
 
 def _base_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

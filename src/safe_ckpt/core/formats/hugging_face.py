@@ -22,8 +22,14 @@ from safe_ckpt.text import bytes_from
 
 STEM = "model"
 _INDEX = ".safetensors.index.json"
+_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.|^module\.")
 _Tensor = TypeVar("_Tensor", bound="LazyTensor | torch.Tensor")
 _WEIGHTS = re.compile(r"^(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?$")
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter without what wraps its modules. A state dict may have it with some of that, or none."""
+    return _WRAPPERS.sub("", name)
 
 
 def is_weight_file(name: str) -> bool:
@@ -84,17 +90,19 @@ def frozen_apart(
         least_bytes: with fewer bytes of these, nothing is returned: one file does. Also where there are none of the others,
             and these fit into one shard.
     """
-    trained_memory = {tensor.untyped_storage().data_ptr() for name, tensor in tensors.items() if name not in frozen}
-    apart = {n: t for n, t in tensors.items() if n in frozen and t.untyped_storage().data_ptr() not in trained_memory}
+    trained_memory = {_memory(tensor) for name, tensor in tensors.items() if name not in frozen}
+    apart = {
+        name: tensor for name, tensor in tensors.items() if name in frozen and _memory(tensor) not in trained_memory
+    }
     if sum(map(_size_of, apart.values())) < least_bytes:
         return []
     trained = OrderedDict((name, tensor) for name, tensor in tensors.items() if name not in apart)
-    if hasattr(tensors, "_metadata"):
-        trained._metadata = tensors._metadata  # type: ignore[attr-defined]
     # The frozen ones last: the others keep their places in memory whether they are copied or not.
     shards = [*([trained] if trained else []), *_split(apart, file_plan.FROZEN_BYTES)]
     if len(shards) == 1:
         return []
+    if hasattr(tensors, "_metadata"):
+        shards[0]._metadata = tensors._metadata  # type: ignore[attr-defined]
     names = _names(stem, len(shards))
     images = [safetensors_image(name, shard) for name, shard in zip(names, shards, strict=True)]
     first = 1 if trained else 0
@@ -105,17 +113,35 @@ def frozen_apart(
     ]
 
 
-def _split(tensors: Mapping[str, _Tensor], most_bytes: int) -> list[dict[str, _Tensor]]:
-    """In their order, a new shard where the last one would become larger."""
-    shards: list[dict[str, _Tensor]] = [{}]
+def _split(tensors: Mapping[str, _Tensor], most_bytes: int) -> list[OrderedDict[str, _Tensor]]:
+    """In their order, a new shard where the last one would become larger. A tensor with several names counts once."""
+    shards: list[OrderedDict[str, _Tensor]] = [OrderedDict()]
     filled = 0
+    homes: dict[object, OrderedDict[str, _Tensor]] = {}
     for name, tensor in tensors.items():
+        itself = None if isinstance(tensor, LazyTensor) else _itself(tensor)
+        if itself in homes:
+            homes[itself][name] = tensor
+            continue
         if shards[-1] and filled + _size_of(tensor) > most_bytes:
-            shards.append({})
+            shards.append(OrderedDict())
             filled = 0
         shards[-1][name] = tensor
         filled += _size_of(tensor)
+        if itself is not None:
+            homes[itself] = shards[-1]
     return shards
+
+
+def _itself(tensor: torch.Tensor) -> object:
+    """Equal for several names of one tensor; None for an empty one."""
+    place = str(tensor.device), tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return place if tensor.numel() else None
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    """Equal for tensors of one memory; None for an empty one."""
+    return (str(tensor.device), tensor.untyped_storage().data_ptr()) if tensor.numel() else None
 
 
 def _names(stem: str, count: int) -> list[str]:

@@ -93,7 +93,8 @@ class Expectation:
         alarms, learnt = self._alarms(facts, sick)
         alarms.sort(key=lambda row: (-row["nan"] - row["inf"], row["name"]))
         jump = None
-        if self.norm_jump is not None and self.norm and facts["norm"] > self.norm_jump * self.norm:
+        same = facts.get("layout") == self.layout  # with other tensors in it a file has another norm
+        if self.norm_jump is not None and self.norm and same and facts["norm"] > self.norm_jump * self.norm:
             jump = min(facts["norm"] / self.norm, _LARGEST)
         found = {**facts, "sick": alarms[:_MOST_ROWS], "sick_tensors": len(alarms), "jump": jump, "learnt": learnt}
         found |= {"changed": changed[:_MOST_ROWS], "hashes": dict(hashes), "ignored": digest_of_patterns(self.ignored)}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from safe_ckpt.core.formats import dcp, file_plan
+from safe_ckpt.core.formats import dcp, file_plan, hugging_face
 from safe_ckpt.core.formats.dcp import Envelope
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.health.regions import Region, rows_of
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 
 def frozen_entries(plan: SavePlan, names: frozenset[str]) -> list[int]:
-    """Which entries are tensors of these names."""
+    """Which entries are tensors of these names, as ``hugging_face.plain_name`` has them."""
     rows = enumerate(plan.items) if names else ()
-    return [number for number, item in rows if item.type != WriteItemType.BYTE_IO and item.index.fqn in names]
+    tensors = ((number, item.index.fqn) for number, item in rows if item.type != WriteItemType.BYTE_IO)
+    return [number for number, name in tensors if hugging_face.plain_name(name) in names]
 
 
 def entries(

@@ -190,7 +190,8 @@ class UnchangedFiles:
                 xxh3_128=file.xxh3_128,
                 health=file.health,
                 age=file.age or (before.age + 1 if before is not None and file.shared_bytes else 0),
-                repeated=same if before is not None else None,
+                # With another size it is another file under an old name.
+                repeated=same if before is not None and before.size_bytes == file.size_bytes else None,
                 fruitless=before.fruitless + 1 if before is not None and not file.shared_bytes else 0,
             )
         self._known = {key: value for key, value in self._known.items() if key[0] != root} | found

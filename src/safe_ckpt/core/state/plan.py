@@ -25,8 +25,6 @@ _NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}$")
 _SMALL_PARTS = 4 << 20
 _OF_A_RANK = re.compile(r"\.rank\d{5,}$")
 _OF_SHARDS = re.compile(r"^(.+?)(-\d{5}-of-\d{5}|\.safetensors\.index)$")
-_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.|^module\.")
-"""torch's sharded state dicts name parameters without these."""
 SHARDED = "sharded"
 
 
@@ -192,10 +190,9 @@ def resolve(name: str, value: Any, state: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def frozen_names(module: torch.nn.Module) -> frozenset[str]:
-    """The names of its parameters that are not trained, as its state dict has them, and without what wraps its modules."""
+    """The names of its parameters that are not trained, as ``hugging_face.plain_name`` has them."""
     named = module.named_parameters(remove_duplicate=False)
-    names = [name for name, parameter in named if not parameter.requires_grad]
-    return frozenset([*names, *(_WRAPPERS.sub("", name) for name in names)])
+    return frozenset(hugging_face.plain_name(name) for name, parameter in named if not parameter.requires_grad)
 
 
 def plan_item(
@@ -215,7 +212,7 @@ def plan_item(
         form: as ``resolve`` has it.
         rank: of an item of which every rank has its own; else None.
         floats: see ``torch_image``.
-        frozen: names of tensors that are not trained.
+        frozen: names of tensors that are not trained, as ``frozen_names`` has them.
 
     Raises:
         StateError: it cannot be saved; names where.
@@ -231,11 +228,12 @@ def plan_item(
 
 def _images(stem: str, inner: Any, key: str, *, floats: bool, frozen: frozenset[str]) -> list[FilePlan]:
     if safetensors.fits_safetensors(inner):
-        apart = hugging_face.frozen_apart(stem, inner, frozen, LEAST_BYTES) if frozen else []
+        named = {name for name in inner if hugging_face.plain_name(name) in frozen} if frozen else frozen
+        apart = hugging_face.frozen_apart(stem, inner, named, LEAST_BYTES) if named else []
         if apart:
             return apart
         image = safetensors.safetensors_image(f"{stem}.safetensors", inner)
-        return [replace(image, frozen=frozen.issuperset(inner))]
+        return [replace(image, frozen=named.issuperset(inner))]
     if file_plan.is_exact_json(inner):
         return [file_plan.json_image(f"{stem}.json", inner)]
     return [torch_archive.torch_image(f"{stem}.pt", inner, strict=True, key=key, floats=floats)]

@@ -177,11 +177,12 @@ class Planner:
         """
         items = {}
         for name, state in states.items():
-            now = fingerprint.of(state)
-            frozen = functools.partial(self._frozen_within, state, models.get(name))
+            now, names = fingerprint.of(state), self._frozen_within(state, models.get(name))
+            frozen = functools.partial(frozenset[str], names)
             if now is None:
                 items[name] = ShardedItem.of(state, frozen)
             else:
+                now = dataclasses.replace(now, facts=(*now.facts, names))  # a state dict does not tell what is trained
                 known = self._still_known(name, now)
                 item = self._sharded(name, state, functools.partial(dict, state), now, known)
                 items[name] = dataclasses.replace(item, frozen=frozen)
@@ -216,8 +217,8 @@ class Planner:
 
     def _frozen_within(self, state: Mapping[str, Any], model: torch.nn.Module | None) -> frozenset[str]:
         names = self._frozen(model)
-        inner = ((key, value) for key, value in state.items() if isinstance(value, Mapping)) if names else ()
-        return frozenset(f"{key}.{name}" for key, value in inner for name in names.intersection(value))
+        inner = [key for key, value in state.items() if isinstance(value, Mapping)] if names else ()
+        return frozenset(f"{key}.{name}" for key in inner for name in names)
 
     def _keep(self, name: str, item: Item | None, now: Fingerprint | None, *, per_rank: bool) -> Item | None:
         self._known.pop(name, None)
