@@ -82,11 +82,12 @@ def test_one_sick_file_marks_the_checkpoint(action, marked):
 
 
 def test_a_jump_is_told_from_growth():
-    """Against the last healthy norm."""
-    usual = Expectation(norm=0.1, norm_jump=10.0)
+    """Against the last healthy norm of the same tensors: with others in it a file has another norm."""
+    usual = Expectation(norm=0.1, norm_jump=10.0, layout="L")
     assert usual.judge(FACTS, [])["jump"] == pytest.approx(20.0)
-    assert not is_sick(Expectation(norm=1.0, norm_jump=10.0).judge(FACTS, []))
-    assert not is_sick(Expectation(norm=0.0, norm_jump=10.0).judge(FACTS, []))
+    assert not is_sick(Expectation(norm=0.1, norm_jump=10.0, layout="M").judge(FACTS, []))
+    assert not is_sick(Expectation(norm=1.0, norm_jump=10.0, layout="L").judge(FACTS, []))
+    assert not is_sick(Expectation(norm=0.0, norm_jump=10.0, layout="L").judge(FACTS, []))
 
 
 def test_what_is_known_is_of_the_last_healthy_save():
