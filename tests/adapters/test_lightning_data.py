@@ -156,7 +156,22 @@ def run(folder, case, *, seed, stop=None, name="lightning.pytorch", callback=Non
     return fingerprint(module), module.seen, callback
 
 
-@pytest.mark.parametrize("case", CASES)
+RARE = (
+    "workers that stay",
+    "per sample",
+    "stream, workers",
+    "stream with a length",
+    "shortest",
+    "all of all",
+    "validation at the save, accumulated",
+    "only sanity",
+    "limited",
+)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.thorough] if case in RARE else []) for case in CASES]
+)
 def test_the_samples_are_those_of_an_uninterrupted_run(tmp_path, case):
     """Stopped within each of the epochs and resumed: each step's samples, what was drawn for them, and the weights."""
     weights, seen, _ = run(tmp_path / "whole", case, seed=1)

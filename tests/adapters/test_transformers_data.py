@@ -99,7 +99,12 @@ def run(folder, case, *, stop=None, resume=False, **more):
     return made
 
 
-@pytest.mark.parametrize("case", CASES)
+RARE = ("workers that stay", "stream, workers", "in lengths", "drop_last")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.thorough] if case in RARE else []) for case in CASES]
+)
 def test_the_samples_are_those_of_an_uninterrupted_run(tmp_path, case):
     """Stopped within each epoch and resumed: samples, what was drawn for them and put into batches, weights, generators."""
     whole = run(tmp_path / "whole", case)

@@ -23,7 +23,7 @@ def test_a_killed_job_leaves_the_old_or_the_new(tmp_path, matrix, name, fault, f
     """SIGKILL of the whole job before its n-th operation, or in the middle of it: the restart finds the old checkpoint or the
     new one, equal in every byte; the new one if it had been reported; and leaves nothing behind.
     """
-    (whole, *trials), said = sweep(tmp_path, name, fault, first=1 if THOROUGH else first, step=1 if THOROUGH else 6)
+    (whole, *trials), said = sweep(tmp_path, name, fault, first=1 if THOROUGH else first, step=1 if THOROUGH else 8)
     assert whole["found"] == 2
     assert len(trials) >= 6
     outcomes = Counter()
@@ -65,7 +65,7 @@ def test_a_failing_disk_is_a_named_error_and_no_loss(tmp_path, matrix, name, fau
     """An operation fails, once or from there on: the save commits all the same, or raises a named error and leaves the old one;
     once the disk is well the next save works, in the same process.
     """
-    (_, *trials), said = sweep(tmp_path, name, fault, first=1, step=1 if THOROUGH else 7)
+    (_, *trials), said = sweep(tmp_path, name, fault, first=1, step=1 if THOROUGH else 9)
     assert len(trials) >= 6
     outcomes = Counter()
     for trial in trials:
