@@ -157,6 +157,33 @@ def test_a_source_of_another_length_fails_one_save(proxy, bucket, length):
     assert list(stored(bucket)) == ["step-00000003"]
 
 
+def test_what_may_have_been_committed_is_not_relied_upon(proxy, bucket):
+    """No answer to a commit, nor to the question about it: the next save sends all, for what was the newest may be gone."""
+    frozen = torch.nn.Linear(SIZE, SIZE).requires_grad_(requires_grad=False)
+    first = frozen.weight.detach().clone()
+    times = Timeouts(lengthy_s=6, barrier_s=5, peer_stall_s=3, shutdown_s=3)
+    config = dataclasses.replace(store_config(keep=1, request_timeout_s=1, timeouts=times), lease_s=3.0)
+    with Checkpointer(bucket.url(), config) as ckpt:
+        ckpt.save(1, {"teacher": frozen}).result(timeout_s=30)
+        frozen.weight.data.zero_()
+        proxy.reset()
+        proxy.hold_s = 30.0
+
+        def of_the_manifest(record):
+            return "step-00000002" in record.path and "manifest.json" in record.path
+
+        for nth in range(1, 60):
+            proxy.plan(nth, "timeout", "after", match=of_the_manifest)
+        with pytest.raises(SafeCheckpointError):
+            ckpt.save(2, {"teacher": frozen}).result(timeout_s=60)
+        proxy.reset()
+        delete = open_place(bucket.url(), StorageOptions(give_up_after_s=10)).bucket.delete
+        delete(list(bucket.keys("run/step-00000001")))  # as retention does after a commit
+        frozen.weight.data.copy_(first)
+        ckpt.save(3, {"teacher": frozen}).result(timeout_s=30)
+    assert "step-00000003" in stored(bucket)
+
+
 def test_what_a_resume_did_not_read_is_not_copied(bucket):
     """An item that was not asked for has other bytes in the store: the next save sends those in memory."""
     first, second = (torch.nn.Linear(SIZE, SIZE).requires_grad_(requires_grad=False) for _ in range(2))

@@ -148,9 +148,9 @@ class CommitProtocol:
             if sharing is not None:
                 folder = str(self._job.folder) if self._job.request.destination.kind == "directory" else ""
                 sharing.learn(info.path, self._results, folder)
-        except BaseException:
+        except BaseException as error:
             if sharing is not None:
-                sharing.failed()
+                sharing.failed(error)
             raise
         finally:
             if sharing is not None:
@@ -333,7 +333,7 @@ class CommitProtocol:
         if any(how == "never" for *_, how in outcomes):
             sharing.refused()
         if not all(results[one.path].shared_bytes for one in objects):
-            sharing.failed()
+            sharing.not_copied()
         for one, copy in left:
             result = results[copy.path]
             if result.xxh3_128 != one.before.xxh3_128:

@@ -32,7 +32,7 @@ from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.objects.object_copy import MOST_BYTES
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.presence import opened
-from safe_ckpt.errors import SafeCheckpointError
+from safe_ckpt.errors import CommitOutcomeUnknown, SafeCheckpointError
 
 if TYPE_CHECKING:
     from safe_ckpt.core.formats.file_plan import FilePlan
@@ -94,7 +94,7 @@ class UnchangedFiles:
             checkpoint: one in it.
             read: which of its files were verified a moment ago; None for all.
         """
-        self._known = {key: before for key, before in self._known.items() if key[0] != root}
+        self.forget(root)
         if not self._settings.share:
             return
         try:
@@ -204,6 +204,10 @@ class UnchangedFiles:
         """See ``Sharing.failed``."""
         self._tries_in(root).failed()
 
+    def forget(self, root: Place) -> None:
+        """What the newest checkpoint of ``root`` is, is not known any more."""
+        self._known = {key: value for key, value in self._known.items() if key[0] != root}
+
     def candidate(self, wanted: Wanted, root: Place) -> Before | None:
         """What a file probably is."""
         before = self._known.get((root, wanted.path))
@@ -291,11 +295,17 @@ class Sharing:
         self._known.learn(self.root, checkpoint, written, folder)
 
     def refused(self) -> None:
-        """The storage has no further names, or makes no copies: for some saves everything is written."""
+        """The file system has no further names for files: for some saves everything is written."""
         self._known.refused(self.root)
 
-    def failed(self) -> None:
+    def not_copied(self) -> None:
+        """A store has not copied an object: the next save does not ask for that, and later ones less often."""
+        self._known.failed(self.root)
+
+    def failed(self, error: BaseException) -> None:
         """The save has failed: if it relied on an object, the next one does not, and later ones less often."""
+        if isinstance(error, CommitOutcomeUnknown) and isinstance(self.root, ObjectPath):
+            self._known.forget(self.root)  # it may be committed, and what was the newest before may be deleted
         if any(isinstance(one, SharedObject) for one in (*self.shared, *self.found.values())):
             self._known.failed(self.root)
 
