@@ -94,3 +94,20 @@ def test_a_layer_that_is_trained_from_now_on_is_no_jump_of_the_norm(tmp_path):
             assert info.marked == (number == 5), number
         assert ckpt.resume({"model": model}).step == 4
     assert read_manifest(tmp_path / "step-00000004").health
+
+
+@pytest.mark.parametrize("name", ["backbone", "module"])
+def test_a_frozen_part_may_have_any_name(tmp_path, name):
+    """Also that of what DDP wraps, with a trained layer of the same name beside it."""
+    backbone = torch.nn.ModuleDict({"body": torch.nn.Linear(SIZE, SIZE), "head": torch.nn.Linear(SIZE, 9)})
+    model = torch.nn.ModuleDict({name: backbone, "head": torch.nn.Linear(9, 9)})
+    backbone.requires_grad_(requires_grad=False)
+    with Checkpointer(tmp_path) as ckpt:
+        for number in (1, 2, 3):
+            model["head"].weight.data.add_(1)
+            ckpt.save(number, {"model": model}).result()
+    frozen = list(tmp_path.glob("step-*/model-00002-of-00002.safetensors"))
+    assert [path.stat().st_nlink for path in frozen] == [3, 3, 3]
+    assert set(safetensors.torch.load_file(frozen[0])) == {
+        f"{name}.{part}.{which}" for part in ("body", "head") for which in ("weight", "bias")
+    }

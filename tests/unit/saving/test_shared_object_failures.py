@@ -1,5 +1,6 @@
 """What goes wrong when an object store copies what did not change: the save is whole or fails by name; the next one works."""
 
+import contextlib
 import dataclasses
 import textwrap
 import time
@@ -10,8 +11,9 @@ import torch
 from frozen_jobs import FROZEN, SIZE, Job, digest, is_copy, store_config, stored
 
 from kit.fault_proxy import FaultProxy
-from safe_ckpt import Checkpointer, Mirror, Timeouts
+from safe_ckpt import Checkpointer, Mirror, Timeouts, events
 from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.staging import unchanged
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import SafeCheckpointError
@@ -109,6 +111,61 @@ def test_copies_that_do_not_come_cost_one_save_at_most(proxy, bucket, fault):
             took.append(time.monotonic() - begun)
     assert took[2] < took[1] < 30, took
     assert len(stored(bucket)) == 3
+
+
+def test_one_object_that_is_never_copied_is_tried_less_and_less(proxy, bucket):
+    """The others are: that does not count as a success."""
+    state = {"a": torch.nn.Linear(SIZE, SIZE), "b": torch.nn.Linear(SIZE, SIZE)}
+    for one in state.values():
+        one.requires_grad_(requires_grad=False)
+    for nth in range(1, 50):
+        proxy.plan(nth, "501", match=lambda record: is_copy(record) and "b.safetensors" in record.path)
+    with Checkpointer(bucket.url(), store_config()) as ckpt:
+        for number in range(1, 13):
+            ckpt.save(number, state).result(timeout_s=30)
+    tried = {record.path.split("step-")[1][:8] for record in proxy.hits}
+    assert sorted(map(int, tried)) == [2, 4, 8]
+    assert len(stored(bucket)) == 12
+
+
+def test_an_interrupted_look_leaves_nothing_under_way(bucket, monkeypatch):
+    """Ctrl-C within the call: later saves share as before, and need no copy in memory for it."""
+    job, taken = Job(), []
+
+    def hook(event):
+        if isinstance(event, events.Snapshotted):
+            taken.append(event.size_bytes)
+
+    def interrupted(plan):
+        raise KeyboardInterrupt
+
+    with Checkpointer(bucket.url(), store_config(), hooks=[hook]) as ckpt:
+        for number in (1, 2):
+            ckpt.save(number, job.state).result(timeout_s=30)
+        with monkeypatch.context() as patched:
+            patched.setattr(unchanged, "digest_of", interrupted)
+            with pytest.raises((KeyboardInterrupt, SafeCheckpointError)):
+                ckpt.save(3, job.state).result(timeout_s=30)
+        with contextlib.suppress(SafeCheckpointError):
+            ckpt.wait()
+        ckpt.save(4, job.state).result(timeout_s=30)
+    assert taken[-1] == taken[1] < WHOLE / 10
+
+
+@pytest.mark.parametrize("every", [3, None])
+def test_a_mirror_sends_everything_now_and_then(proxy, bucket, tmp_path, every):
+    """Each n-th upload, however many checkpoints were passed over, which may be those that were written anew."""
+    job, sizes = Job(), []
+    settings = dataclasses.replace(store_config(full_every=every), mirror=Mirror(url=bucket.url()))
+    with Checkpointer(tmp_path / "one", settings) as ckpt:
+        sent(proxy)
+        for number in range(1, 8):
+            ckpt.save(number, job.state).result(timeout_s=30)
+            while ckpt._engine.mirror._known():
+                time.sleep(0.01)
+            sizes.append(sent(proxy) > WHOLE)
+    assert sizes == ([True, False, False] * 3)[:7] if every else [True, *[False] * 6]
+    assert len(stored(bucket)) == 7
 
 
 def test_a_copy_that_hangs_does_not_hold_up_the_end(bucket):

@@ -32,6 +32,11 @@ def plain_name(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
+def is_named(name: str, names: Collection[str]) -> bool:
+    """Whether a parameter of a state dict is one of these, with or without what wraps its modules."""
+    return name in names or plain_name(name) in names
+
+
 def is_weight_file(name: str) -> bool:
     """Whether a file of this name holds a model's weights, or says where they are."""
     return _WEIGHTS.match(name) is not None

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def frozen_entries(plan: SavePlan, names: frozenset[str]) -> list[int]:
-    """Which entries are tensors of these names, as ``hugging_face.plain_name`` has them."""
+    """Which entries are tensors of these names; see ``hugging_face.is_named``."""
     rows = enumerate(plan.items) if names else ()
     tensors = ((number, item.index.fqn) for number, item in rows if item.type != WriteItemType.BYTE_IO)
-    return [number for number, name in tensors if hugging_face.plain_name(name) in names]
+    return [number for number, name in tensors if hugging_face.is_named(name, names)]
 
 
 def entries(

@@ -21,7 +21,7 @@ class ShardedItem:
         tensors: this rank's parts, in an order that belongs to ``known``.
         floats: all floats of the state, as bytes.
         at: returns what lies at a path of the state dict, which is no tensor.
-        frozen: returns the names of tensors that are not trained, as ``hugging_face.plain_name`` has them. It is asked where
+        frozen: returns the names of tensors that are not trained; see ``hugging_face.is_named``. It is asked where
             ``state_dict`` is.
     """
 

@@ -137,10 +137,14 @@ class UnchangedFiles:
         later = isinstance(root, ObjectPath) and bool(under_way)
         under_way.add(number)
         sharing = Sharing(self, root, number)
-        for plan in plans:
-            wanted = Wanted.of(plan, unexamined) if self._settings.share else None
-            if wanted is None or not self._shared_now(plan, wanted, sharing, later=later):
-                sharing.left.append(plan)
+        try:
+            for plan in plans:
+                wanted = Wanted.of(plan, unexamined) if self._settings.share else None
+                if wanted is None or not self._shared_now(plan, wanted, sharing, later=later):
+                    sharing.left.append(plan)
+        except BaseException:  # a Ctrl-C among them
+            sharing.close()
+            raise
         return sharing
 
     def _shared_now(self, plan: FilePlan, wanted: Wanted, sharing: Sharing, *, later: bool) -> bool:
@@ -174,8 +178,6 @@ class UnchangedFiles:
     def learn(self, root: Place, checkpoint: Place, written: Sequence[WrittenFile], folder: str) -> None:
         """See ``Sharing.learn``."""
         found = {}
-        if any(file.shared_bytes for file in written):
-            self._tries_in(root).worked()
         for file in written:
             if file.size_bytes < LEAST_BYTES:
                 continue
@@ -203,6 +205,10 @@ class UnchangedFiles:
     def failed(self, root: Place) -> None:
         """See ``Sharing.failed``."""
         self._tries_in(root).failed()
+
+    def worked(self, root: Place) -> None:
+        """All that was to be shared was."""
+        self._tries_in(root).worked()
 
     def forget(self, root: Place) -> None:
         """What the newest checkpoint of ``root`` is, is not known any more."""
@@ -269,6 +275,7 @@ class Sharing:
         self.shared: list[Shared] = []
         self.perhaps: dict[str, Wanted] = {}
         self.found: dict[str, Shared] = {}
+        self._fell_back = False
 
     def same_as(self, path: str) -> str:
         """See ``WriteTask.same_as``. On the background thread, when all saves before this one are over."""
@@ -292,6 +299,8 @@ class Sharing:
             written: its files of this rank.
             folder: where they were written, under which their paths are; "" for a checkpoint that is one file.
         """
+        if not self._fell_back and any(file.shared_bytes for file in written):
+            self._known.worked(self.root)
         self._known.learn(self.root, checkpoint, written, folder)
 
     def refused(self) -> None:
@@ -300,6 +309,7 @@ class Sharing:
 
     def not_copied(self) -> None:
         """A store has not copied an object: the next save does not ask for that, and later ones less often."""
+        self._fell_back = True
         self._known.failed(self.root)
 
     def failed(self, error: BaseException) -> None:

@@ -190,9 +190,12 @@ def resolve(name: str, value: Any, state: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def frozen_names(module: torch.nn.Module) -> frozenset[str]:
-    """The names of its parameters that are not trained, as ``hugging_face.plain_name`` has them."""
-    named = module.named_parameters(remove_duplicate=False)
-    return frozenset(hugging_face.plain_name(name) for name, parameter in named if not parameter.requires_grad)
+    """The names of its parameters that are not trained; see ``hugging_face.is_named``."""
+    names: tuple[set[str], set[str]] = set(), set()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[parameter.requires_grad].update((name, hugging_face.plain_name(name)))
+    frozen, trained = names
+    return frozenset(frozen - trained)
 
 
 def plan_item(
@@ -212,7 +215,7 @@ def plan_item(
         form: as ``resolve`` has it.
         rank: of an item of which every rank has its own; else None.
         floats: see ``torch_image``.
-        frozen: names of tensors that are not trained, as ``frozen_names`` has them.
+        frozen: what ``frozen_names`` returned.
 
     Raises:
         StateError: it cannot be saved; names where.
@@ -228,7 +231,7 @@ def plan_item(
 
 def _images(stem: str, inner: Any, key: str, *, floats: bool, frozen: frozenset[str]) -> list[FilePlan]:
     if safetensors.fits_safetensors(inner):
-        named = {name for name in inner if hugging_face.plain_name(name) in frozen} if frozen else frozen
+        named = {name for name in inner if hugging_face.is_named(name, frozen)} if frozen else frozen
         apart = hugging_face.frozen_apart(stem, inner, named, LEAST_BYTES) if named else []
         if apart:
             return apart

@@ -78,6 +78,7 @@ class Tier:
         manifests = {one.path: one.manifest for one in candidates if one.manifest is not None}
         self._unchanged = config.unchanged
         self._copies = Tries()
+        self._copied: dict[str, int] = {}  # how often in a row the store has copied a file
         self._newest: tuple[ObjectPath, Manifest] | None = None
         self._there = {manifest.op_id for manifest in manifests.values()}
         self._names: dict[Place, str] = {path: manifest.name for path, manifest in manifests.items()}
@@ -114,7 +115,8 @@ class Tier:
         folder = self._root.place(name, uuid.uuid4().hex)
         self._root.announce(folder, self._root.next_sequence())
         try:
-            entries = _sent(manifest, path, folder, functools.partial(self._send, send), self._earlier(manifest))
+            earlier = self._earlier(manifest)
+            entries = _sent(manifest, path, folder, functools.partial(self._send, send), earlier)
             remote = mirrored(
                 self._as_the_newest(manifest, saved=one.saved), path, one.workspace, entries, single=not path.is_dir()
             )
@@ -124,6 +126,7 @@ class Tier:
             raise
         self._there.add(manifest.op_id)
         self._newest = folder, remote
+        self._copied = {name: self._copied.get(name, 0) + 1 for name in earlier}
         self._names[folder] = name
         if _is_weights(manifest):
             self._weights.add(folder)
@@ -171,13 +174,13 @@ class Tier:
             return {}
         folder, newest = self._newest
         there = {(entry.path, entry.size_bytes, entry.xxh3_128) for entry in newest.files}
-        anew = self._unchanged.full_every is not None  # then what was written anew is uploaded anew
+        most = self._unchanged.full_every
         return {
             entry.path: f"{folder}/{entry.path}"
             for entry in manifest.files
             if LEAST_BYTES <= entry.size_bytes <= MOST_BYTES
             and (entry.path, entry.size_bytes, entry.xxh3_128) in there
-            and (entry.age or not anew)
+            and (most is None or self._copied.get(entry.path, 0) + 1 < most)
         }
 
     def _as_the_newest(self, manifest: Manifest, *, saved: bool) -> Manifest:
