@@ -72,3 +72,8 @@ def stored(bucket):
                 assert xxhash.xxh3_128(data).hexdigest() == entry.xxh3_128, (path, entry.path)
             found[manifest.name] = manifest
     return found
+
+
+def delete(bucket, prefix):
+    """Delete the objects below it, as somebody may by hand."""
+    open_place(bucket.url(), StorageOptions(give_up_after_s=10)).bucket.delete(list(bucket.keys(prefix)))

@@ -1,5 +1,7 @@
 """A Checkpointer with short deadlines, and a small training state."""
 
+import time
+
 import torch
 
 from safe_ckpt import (
@@ -18,6 +20,13 @@ def config(**more):
 
 def steps(folder):
     return sorted(path.name for path in folder.iterdir() if path.name != ".safe_ckpt")
+
+
+def wait_for_mirror(ckpt):
+    """Until all is uploaded that waits."""
+    mirror, end = ckpt._engine.mirror, time.monotonic() + 30
+    while mirror._known() and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def trained():

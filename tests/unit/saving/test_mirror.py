@@ -12,6 +12,7 @@ import time
 
 import pytest
 import torch
+from small_runs import wait_for_mirror
 
 from kit.fault_proxy import FaultProxy
 from kit.patience import scaled
@@ -55,12 +56,6 @@ def run(folder, settings, steps, hooks=()):
         for step in steps:
             ckpt.save(step, state(step)).result()
             wait_for_mirror(ckpt)
-
-
-def wait_for_mirror(ckpt):
-    mirror, end = ckpt._engine.mirror, time.monotonic() + 30
-    while mirror._known() and time.monotonic() < end:
-        time.sleep(0.01)
 
 
 def resumed(folder, settings, **more):

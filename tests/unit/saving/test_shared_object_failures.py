@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from frozen_jobs import FROZEN, SIZE, Job, digest, is_copy, store_config, stored
+from frozen_jobs import FROZEN, SIZE, Job, delete, digest, is_copy, store_config, stored
+from small_runs import wait_for_mirror
 
 from kit.fault_proxy import FaultProxy
 from safe_ckpt import Checkpointer, Mirror, Timeouts, events
@@ -161,8 +162,7 @@ def test_a_mirror_sends_everything_now_and_then(proxy, bucket, tmp_path, every):
         sent(proxy)
         for number in range(1, 8):
             ckpt.save(number, job.state).result(timeout_s=30)
-            while ckpt._engine.mirror._known():
-                time.sleep(0.01)
+            wait_for_mirror(ckpt)
             sizes.append(sent(proxy) > WHOLE)
     assert sizes == ([True, False, False] * 3)[:7] if every else [True, *[False] * 6]
     assert len(stored(bucket)) == 7
@@ -209,8 +209,7 @@ def test_a_source_of_another_length_fails_one_save(proxy, bucket, length):
         with pytest.raises(SafeCheckpointError, match=r"bytes|range is not satisfiable"):
             ckpt.save(2, job.state).result(timeout_s=60)
         ckpt.save(3, job.state).result(timeout_s=30)
-    delete = open_place(bucket.url(), StorageOptions(give_up_after_s=10)).bucket.delete
-    delete(list(bucket.keys("run/step-00000001")))
+    delete(bucket, "run/step-00000001")
     assert list(stored(bucket)) == ["step-00000003"]
 
 
@@ -234,8 +233,7 @@ def test_what_may_have_been_committed_is_not_relied_upon(proxy, bucket):
         with pytest.raises(SafeCheckpointError):
             ckpt.save(2, {"teacher": frozen}).result(timeout_s=60)
         proxy.reset()
-        delete = open_place(bucket.url(), StorageOptions(give_up_after_s=10)).bucket.delete
-        delete(list(bucket.keys("run/step-00000001")))  # as retention does after a commit
+        delete(bucket, "run/step-00000001")  # as retention does after a commit
         frozen.weight.data.copy_(first)
         ckpt.save(3, {"teacher": frozen}).result(timeout_s=30)
     assert "step-00000003" in stored(bucket)
@@ -253,8 +251,7 @@ def test_what_a_resume_did_not_read_is_not_copied(bucket):
     with Checkpointer(bucket.url(), store_config()) as ckpt:
         assert ckpt.resume({"a": first}).step == 1
         ckpt.save(2, {"a": first, "b": second}).result(timeout_s=30)
-    delete = open_place(bucket.url(), StorageOptions(give_up_after_s=10)).bucket.delete
-    delete(list(bucket.keys("run/step-00000001")))
+    delete(bucket, "run/step-00000001")
     (manifest,) = stored(bucket).values()
     assert {entry.path: entry.age for entry in manifest.files} == {"a.safetensors": 1, "b.safetensors": 0}
 
@@ -290,8 +287,7 @@ def test_a_mirror_copies_nothing_from_what_is_damaged(bucket, tmp_path):
         for number in (1, 2):
             job.step()
             ckpt.save(number, job.state).result(timeout_s=30)
-            while ckpt._engine.mirror._known():
-                time.sleep(0.01)
+            wait_for_mirror(ckpt)
     key = frozen_key(bucket, 2)
     data = bytearray(bucket.read(key))
     data[-1] ^= 1
@@ -316,8 +312,7 @@ def test_a_mirror_sends_what_has_another_length(proxy, bucket, tmp_path):
     with Checkpointer(tmp_path / "one", settings) as ckpt:
         for number in (1, 2):
             ckpt.save(number, job.state).result(timeout_s=30)
-            while ckpt._engine.mirror._known():
-                time.sleep(0.01)
+            wait_for_mirror(ckpt)
             if number == 1:
                 key = frozen_key(bucket, 1)
                 change(bucket, key, bucket.read(key)[:-100])

@@ -4,13 +4,13 @@ import dataclasses
 import logging
 import os
 import random
-import time
 
 import pytest
 import torch
-from frozen_jobs import FROZEN, SIZE, STORAGE, Job, digest, is_copy
+from frozen_jobs import FROZEN, SIZE, STORAGE, Job, delete, digest, is_copy
 from frozen_jobs import store_config as config
 from frozen_jobs import stored as checked
+from small_runs import wait_for_mirror
 
 from kit import object_servers
 from kit.fault_proxy import FaultProxy
@@ -58,17 +58,6 @@ def proxy(bucket, monkeypatch):
 
 def frozen_keys(bucket):
     return sorted(key.split("/")[1].split(".")[0] for key in bucket.keys("run/") if key.endswith(FROZEN))
-
-
-def wait_for_mirror(ckpt):
-    end = time.monotonic() + 30
-    while ckpt._engine.mirror._known() and time.monotonic() < end:
-        time.sleep(0.01)
-
-
-def delete(bucket, prefix):
-    place = open_place(bucket.url(), StorageOptions(give_up_after_s=10))
-    place.bucket.delete(list(bucket.keys(prefix)))
 
 
 @pytest.mark.parametrize("inline", [0, 64 << 20], ids=["process", "thread"])

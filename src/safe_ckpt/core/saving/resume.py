@@ -153,10 +153,9 @@ def choose(
 def _health_of(info: CheckpointInfo, listed: Manifest | None) -> Mapping[str, Any]:
     """What is known of the chosen one's numbers. On rank 0: that of all candidates would be much to tell every rank."""
     try:
-        known = listed or (
-            read_manifest(info.path) if info.verified else None
-        )  # what came from the mirror was not listed
-        return known.health if known is not None else {}
+        if listed is None and info.verified:  # it came from the mirror
+            listed = read_manifest(info.path)
+        return listed.health if listed is not None else {}
     except (OSError, SafeCheckpointError) as error:
         logger.warning("%s: its manifest cannot be read again, so masks are learnt anew: %s", info.path, error)
         return {}

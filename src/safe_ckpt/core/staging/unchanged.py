@@ -132,11 +132,12 @@ class UnchangedFiles:
         Returns:
             What is to be written, and what is not.
         """
-        number = self._tries_in(root).begin()
+        tries = self._tries_in(root)
+        number = tries.begin()
         under_way = self._under_way.setdefault(root, set())
         later = isinstance(root, ObjectPath) and bool(under_way)
         under_way.add(number)
-        sharing = Sharing(self, root, number)
+        sharing = Sharing(self, root, number, tries)
         try:
             for plan in plans:
                 wanted = Wanted.of(plan, unexamined) if self._settings.share else None
@@ -198,18 +199,6 @@ class UnchangedFiles:
             )
         self._known = {key: value for key, value in self._known.items() if key[0] != root} | found
 
-    def refused(self, root: Place) -> None:
-        """See ``Sharing.refused``."""
-        self._tries_in(root).refused()
-
-    def failed(self, root: Place) -> None:
-        """See ``Sharing.failed``."""
-        self._tries_in(root).failed()
-
-    def worked(self, root: Place) -> None:
-        """All that was to be shared was."""
-        self._tries_in(root).worked()
-
     def forget(self, root: Place) -> None:
         """What the newest checkpoint of ``root`` is, is not known any more."""
         self._known = {key: value for key, value in self._known.items() if key[0] != root}
@@ -258,6 +247,7 @@ class Sharing:
         known: what this rank knows.
         root: the directory of the checkpoint.
         number: of the save.
+        tries: tells whether the next saves may share.
 
     Attributes:
         root: as given.
@@ -267,9 +257,10 @@ class Sharing:
         found: what these are then.
     """
 
-    def __init__(self, known: UnchangedFiles, root: Place, number: int) -> None:
+    def __init__(self, known: UnchangedFiles, root: Place, number: int, tries: Tries) -> None:
         self._known = known
         self._number = number
+        self._tries = tries
         self.root = root
         self.left: list[FilePlan] = []
         self.shared: list[Shared] = []
@@ -300,24 +291,24 @@ class Sharing:
             folder: where they were written, under which their paths are; "" for a checkpoint that is one file.
         """
         if not self._fell_back and any(file.shared_bytes for file in written):
-            self._known.worked(self.root)
+            self._tries.worked()
         self._known.learn(self.root, checkpoint, written, folder)
 
     def refused(self) -> None:
         """The file system has no further names for files: for some saves everything is written."""
-        self._known.refused(self.root)
+        self._tries.refused()
 
     def not_copied(self) -> None:
         """A store has not copied an object: the next save does not ask for that, and later ones less often."""
         self._fell_back = True
-        self._known.failed(self.root)
+        self._tries.failed()
 
     def failed(self, error: BaseException) -> None:
         """The save has failed: if it relied on an object, the next one does not, and later ones less often."""
         if isinstance(error, CommitOutcomeUnknown) and isinstance(self.root, ObjectPath):
             self._known.forget(self.root)  # it may be committed, and what was the newest before may be deleted
         if any(isinstance(one, SharedObject) for one in (*self.shared, *self.found.values())):
-            self._known.failed(self.root)
+            self._tries.failed()
 
     def close(self) -> None:
         """The save is over, and what came of it was learnt: give back what it holds."""

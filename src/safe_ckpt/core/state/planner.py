@@ -177,12 +177,14 @@ class Planner:
         """
         items = {}
         for name, state in states.items():
-            now, names = fingerprint.of(state), self._frozen_within(state, models.get(name))
-            frozen = functools.partial(frozenset[str], names)
+            now, model = fingerprint.of(state), models.get(name)
+            frozen = functools.partial(self._frozen_within, state, model)
             if now is None:
                 items[name] = ShardedItem.of(state, frozen)
             else:
-                now = dataclasses.replace(now, facts=(*now.facts, names))  # a state dict does not tell what is trained
+                # A state dict does not tell what is trained.
+                trained = [one.requires_grad for one in model.parameters()] if self._apart and model is not None else []
+                now = dataclasses.replace(now, facts=(*now.facts, trained))
                 known = self._still_known(name, now)
                 item = self._sharded(name, state, functools.partial(dict, state), now, known)
                 items[name] = dataclasses.replace(item, frozen=frozen)

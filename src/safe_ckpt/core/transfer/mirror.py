@@ -308,9 +308,8 @@ class Mirror:
     def _tier(self, place: ObjectPath) -> Tier:
         if place in self._tiers:
             return self._tiers[place]
-        tier = Tier(place, self._config, self._owner, keeps_all=place == self._top / NAMED)
-        if place in self._verified:
-            tier.trust(*self._verified[place])
+        verified, keeps_all = self._verified.get(place), place == self._top / NAMED
+        tier = Tier(place, self._config, self._owner, keeps_all=keeps_all, verified=verified)
         with self._turn:
             if not self._closed:
                 self._tiers[place] = tier

@@ -58,6 +58,7 @@ class Tier:
         config: settings.
         owner: what this belongs to and how that is ended, for messages.
         keeps_all: it holds checkpoints that the user names one by one: they go when they are replaced, or are deleted locally.
+        verified: a checkpoint in it that this job has read and verified: the store may copy of it what did not change.
 
     Raises:
         DirectoryError: the store refuses, gives no answer, or does not keep conditions.
@@ -65,7 +66,15 @@ class Tier:
         OSError: the store gave no answer.
     """
 
-    def __init__(self, place: ObjectPath, config: CheckpointConfig, owner: str, *, keeps_all: bool) -> None:
+    def __init__(
+        self,
+        place: ObjectPath,
+        config: CheckpointConfig,
+        owner: str,
+        *,
+        keeps_all: bool,
+        verified: tuple[ObjectPath, Manifest] | None,
+    ) -> None:
         self._root = ObjectRoot(place, lease_s=config.lease_s, owner=owner, unfenced=config.storage.unfenced)
         self._root.open(config.timeouts.barrier_s + config.lease_s)
         try:
@@ -79,17 +88,12 @@ class Tier:
         self._unchanged = config.unchanged
         self._copies = Tries()
         self._copied: dict[str, int] = {}  # how often in a row the store has copied a file
-        self._newest: tuple[ObjectPath, Manifest] | None = None
+        self._newest = verified
         self._there = {manifest.op_id for manifest in manifests.values()}
         self._names: dict[Place, str] = {path: manifest.name for path, manifest in manifests.items()}
         self._weights: set[Place] = {path for path, manifest in manifests.items() if _is_weights(manifest)}
         self._newest_before = newest_sequence(candidates)
         self._root.start_after(self._newest_before)
-
-    def trust(self, folder: ObjectPath, manifest: Manifest) -> None:
-        """This one was read and verified by this job: the store may copy of it what did not change."""
-        if self._newest is None:
-            self._newest = folder, manifest
 
     def upload(self, one: Waiting, send: Send) -> str | None:
         """Upload it, compared with what was written, and then delete what the rules do not keep.
