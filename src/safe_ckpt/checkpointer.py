@@ -229,7 +229,7 @@ class Checkpointer:
             )
             return self._restore(chosen, state, step)
         items = StoredItems(state, self._engine.rank)
-        reader = ObjectReader(self._engine, items.wanted, items.load, lambda: items.read)
+        reader = ObjectReader(self._engine, items.wanted, items.load, lambda: items.verified)
         try:
             chosen = resume.choose(self._engine, self._workspace, candidates, reader, view, named=step is not None)
             return self._restore(chosen, state, step)

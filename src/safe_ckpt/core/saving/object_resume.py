@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +29,19 @@ class ObjectReader:
         engine: where the ranks meet.
         wanted: which files are fetched.
         load: reads.
-        read: which files of the last one were read and verified.
+        verified: returns the manifest of the last one, with the files that were verified.
 
     Attributes:
-        read: as given.
+        verified: as given.
     """
 
-    def __init__(self, engine: Engine, wanted: Wanted, load: LoadFetched, read: Callable[[], Collection[str]]) -> None:
+    def __init__(
+        self, engine: Engine, wanted: Wanted, load: LoadFetched, verified: Callable[[], Manifest | None]
+    ) -> None:
         self._engine = engine
         self._wanted = wanted
         self._load = load
-        self.read = read
+        self.verified = verified
         storage = engine.config.storage
         self._cache = HostCache(storage.cache_dir, part_bytes=storage.part_bytes, at_a_time=2 * storage.parts_in_flight)
 

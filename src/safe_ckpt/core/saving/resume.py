@@ -166,7 +166,7 @@ def _recall(engine: Engine, workspace: Root, info: CheckpointInfo, settled: Mapp
     engine.known.end()  # what went on from a checkpoint that was chosen before ended well
     engine.known.recall(settled["health"])
     if info.verified and (isinstance(info.path, ObjectPath) or presence.is_directory(info.path)):
-        engine.unchanged.recall(workspace.path, info.path, load.read() if isinstance(load, ObjectReader) else None)
+        engine.unchanged.recall(workspace.path, info.path, load.verified() if isinstance(load, ObjectReader) else None)
     if settled["start"]:
         engine.known.start = RunningStart(Path(settled["start"]), engine.rank)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 from safe_ckpt.config import Health, Unchanged
-from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.manifest import Manifest, read_manifest
 from safe_ckpt.core.health.verdict import ITSELF, digest_of_patterns, is_sick
 from safe_ckpt.core.staging.shared_files import Before, Shared, SharedFile, SharedObject
 from safe_ckpt.core.staging.tries import Tries
@@ -86,27 +86,26 @@ class UnchangedFiles:
         self._known: dict[tuple[Place, str], Before] = {}
         self._under_way: dict[Place, set[int]] = {}
 
-    def recall(self, root: Place, checkpoint: Place, read: Collection[str] | None = None) -> None:
+    def recall(self, root: Place, checkpoint: Place, verified: Manifest | None = None) -> None:
         """Training goes on from this checkpoint of the directory ``root``.
 
         Args:
             root: the directory.
             checkpoint: one in it.
-            read: which of its files were verified a moment ago; None for all.
+            verified: its manifest, with the files that were verified a moment ago; None where all of them were.
         """
         self.forget(root)
         if not self._settings.share:
             return
         try:
-            manifest = read_manifest(checkpoint)
+            manifest = verified or read_manifest(checkpoint)
         except (OSError, SafeCheckpointError) as error:
             logger.info("%s: its manifest cannot be read again, so all is written anew: %s", checkpoint, error)
             return
         health = manifest.health.get("files", {})
         for entry in manifest.files:
             # Files of other ranks are not this rank's to share, and many ranks must not look at all files.
-            known = read is None or entry.path in read
-            if known and entry.rank == self._rank and entry.size_bytes >= LEAST_BYTES:
+            if entry.rank == self._rank and entry.size_bytes >= LEAST_BYTES:
                 self._known[root, entry.path] = Before(
                     sources=(checkpoint / entry.path,),
                     stamp=_stamp(checkpoint / entry.path),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,13 @@ class StoredItems:
         rank: this rank.
 
     Attributes:
-        read: which files were verified, on any rank.
+        verified: the manifest of what was read last, with the files that were verified, on any rank.
     """
 
     def __init__(self, state: Mapping[str, Any], rank: int) -> None:
         self._state = state
         self._rank = rank
-        self.read: set[str] = set()
+        self.verified: Manifest | None = None
 
     def wanted(self, manifest: Manifest, host: Host) -> list[FileEntry]:
         """The files that are fetched to a folder of the host: those of which several ranks need something.
@@ -65,7 +66,8 @@ class StoredItems:
             else:
                 loaded[name] = plan.load_item(lambda f: folder if f in fetched else source, manifest, file, name)
         needed = self._needed(manifest).values()
-        self.read = {*fetched, *(part for file in needed for part in plan.files_of(file, manifest))}
+        read = {*fetched, *(part for file in needed for part in plan.files_of(file, manifest))}
+        self.verified = dataclasses.replace(manifest, files=tuple(one for one in manifest.files if one.path in read))
         if self._rank == 0:
             plan.check_there(source, manifest.files)
         return loaded
