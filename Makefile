@@ -24,12 +24,11 @@ demo: .venv/ready  ## train on real data, kill the job again and again, compare 
 	$(BIN)/python examples/demo.py
 
 # Three at a time on two cores: most of them wait for something part of the time. A test that fails beside others is run once more,
-# one at a time: its limits of time may have been the machine's fault. Both runs are printed; what fails again fails.
+# one at a time: its limits of time may have been the machine's fault. Both runs are printed; what fails again fails. A test of
+# tests/faults that failed once is printed as a finding, and the target fails.
 RUNNER = $(BIN)/python
-PYTEST = $(RUNNER) -m pytest -q --durations=30 -o cache_dir=.pytest_cache/$@ $(MORE)
 define tests
-$(PYTEST) --cache-clear $(1) $(2) || { status=$$?; [ $$status = 1 ] || exit $$status; \
-  echo "$@: what failed is run once more, one at a time"; $(PYTEST) --last-failed --last-failed-no-failures=none --maxfail=5 $(2); }
+$(RUNNER) tests/kit/twice.py -q --durations=30 -o cache_dir=.pytest_cache/$@ $(MORE) $(1) $(2)
 endef
 
 test: .venv/ready  ## unit, documentation, several ranks, adapters, faults: every promise, of the long sweeps a sample

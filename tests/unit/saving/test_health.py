@@ -1,7 +1,6 @@
 """Numbers that went bad: the checkpoint is committed and marked, nothing resumes from it, and the last healthy one stays."""
 
 import ctypes
-import dataclasses
 import math
 import os
 import sys
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from kit import warm
+from kit.manifests import rewrite
 from safe_ckpt import CheckpointConfig, Checkpointer, Health, Mirror, Retention, WriterConfig, events
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.errors import NoValidCheckpointError, UnhealthyStateError
@@ -230,10 +230,7 @@ def test_a_section_that_says_nonsense_is_a_damaged_manifest(tmp_path, change):
     with Checkpointer(tmp_path, config()) as ckpt:
         ckpt.save(1, job.state).result()
         ckpt.save(2, job.state).result()
-    path = tmp_path / "step-00000002"
-    manifest = read_manifest(path)
-    changed = dataclasses.replace(manifest, health={**manifest.health, **change})
-    (path / "manifest.json").write_bytes(changed.to_bytes())
+    rewrite(tmp_path / "step-00000002", lambda data: data["health"].update(change))
     with Checkpointer(tmp_path, config(norm_jump=10.0)) as ckpt:
         assert ckpt.resume(job.state).step == 1
         ckpt.save(3, job.state).result()

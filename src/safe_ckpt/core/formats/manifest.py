@@ -74,6 +74,9 @@ class FileEntry:
         xxh3_128: of its bytes.
         rank: which one wrote it.
         age: how many saves ago it was written; it is one file with that of the checkpoints since.
+
+    Raises:
+        TypeError, ValueError: a field is of the wrong type, or no resume would take it.
     """
 
     path: str
@@ -81,6 +84,18 @@ class FileEntry:
     xxh3_128: str
     rank: int
     age: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what a reader would, at the commit already."""
+        name, parts = self.path, _typed(self.path, str).split("/")
+        if name.startswith("/") or ".." in parts or not any(part not in ("", ".") for part in parts) or "\0" in name:
+            raise ValueError(f"a path in the manifest leads out of the checkpoint: {name!r}")
+        if not _DIGEST.match(_typed(self.xxh3_128, str)):
+            raise ValueError(f"a damaged digest for {name!r}")
+        if not 0 <= _typed(self.size_bytes, int) < 1 << 62:
+            raise ValueError(f"an impossible size for {name!r}")
+        _typed(self.rank, int)
+        _typed(self.age, int)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,17 +138,17 @@ class Manifest:
         return {"format": FORMAT, "format_version": FORMAT_VERSION, **facts, "files": files}
 
     def to_bytes(self) -> bytes:
-        """The content of ``manifest.json``, with its digest.
+        """The content of ``manifest.json``, with its digest. What its own reader refuses is never written.
 
         Raises:
-            StateError: it would be larger than what is read again.
+            StateError: its reader refuses it, such as for its size.
         """
         data = self.to_json()
         text = json.dumps({**data, "digest": _digest(data)}, indent=1).encode() + b"\n"
-        if len(self.files) > _MOST_FILES or len(text) > MOST_BYTES:
-            # Refuse before anything is committed: a checkpoint that cannot be resumed must not replace one that can.
-            message = f"{len(self.files)} files and {len(text)} bytes of manifest are more than the {_MOST_FILES} and "
-            raise StateError(key="checkpoint", message=f"{message}{MOST_BYTES} that are read again")
+        try:
+            parse_manifest(text, Path(self.name))
+        except SafeCheckpointError as error:
+            raise StateError(key="checkpoint", message=f"its manifest could not be read again: {error}") from error
         return text
 
     @classmethod
@@ -153,7 +168,7 @@ class Manifest:
             )
             raise UnsupportedFormatError(path=path, message=f"{message} safe-ckpt")
         try:
-            files = tuple(_entry(row, path) for row in data["files"])
+            files = tuple(_entry(row) for row in data["files"])
             keys = ("name", "op_id", "created_at")
             texts = {key: _typed(data[key], str) for key in keys}
             numbers = {key: _typed(data[key], int) for key in ("sequence", "step", "world_size")}
@@ -385,18 +400,8 @@ def _read_file(path: Path) -> bytes:
         return data
 
 
-def _entry(row: Any, path: str) -> FileEntry:
-    name, size, digest, rank = row["path"], row["size_bytes"], row["xxh3_128"], row["rank"]
-    parts = _typed(name, str).split("/")
-    if name.startswith("/") or ".." in parts or not any(part not in ("", ".") for part in parts) or "\0" in name:
-        message = f"a path in the manifest leads out of the checkpoint: {name!r}"
-        raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=message)
-    if not _DIGEST.match(_typed(digest, str)):
-        raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=f"a damaged digest for {name!r}")
-    if not 0 <= _typed(size, int) < 1 << 62:
-        raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=f"an impossible size for {name!r}")
-    age = _typed(row.get("age", 0), int)
-    return FileEntry(path=name, size_bytes=size, xxh3_128=digest, rank=_typed(rank, int), age=age)
+def _entry(row: Any) -> FileEntry:
+    return FileEntry(**{key: row[key] for key in ("path", "size_bytes", "xxh3_128", "rank")}, age=row.get("age", 0))
 
 
 def _number(value: Any) -> None:

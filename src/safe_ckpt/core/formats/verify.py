@@ -5,6 +5,7 @@ An ``OSError`` while reading does not make a checkpoint corrupt: it is raised as
 
 from __future__ import annotations
 
+import contextlib
 import stat
 from pathlib import Path
 
@@ -46,6 +47,17 @@ def verify(path: Path, manifest: Manifest, only: set[str] | None = None, *, cach
         raise IncompleteCheckpointError(path=str(path), message="is missing")
     chosen = [entry for entry in manifest.files if only is None or entry.path in only]
     return sum(verify_entry(path, entry, cached=cached) for entry in chosen)
+
+
+def refuse_unreadable(path: Path) -> None:
+    """Read the manifest of a single file, before it gets its name. Files of other formats have none.
+
+    Raises:
+        CorruptCheckpointError: no resume would take it.
+        OSError: it could not be read.
+    """
+    with contextlib.suppress(UnsupportedFormatError):
+        read_manifest(path)
 
 
 def verify_share(path: Path, rank: int, size: int) -> None:

@@ -378,13 +378,27 @@ class CommitProtocol:
 
     def _commit(self, reports: Mapping[int, Any]) -> CheckpointInfo:
         self._two_phase.refuse_left()
-        entries = tuple(FileEntry(**row) for rank in sorted(reports) for row in reports[rank]["files"])
+        entries = self._entries(reports)
         if self._job.stream is not None and not entries:
             raise SaveError(name=self._job.name, cause="no rank handed over a file", rank=0, phase="commit")
         found = {path: facts for rank in sorted(reports) for path, facts in reports[rank]["health"].items()}
         health = of_checkpoint(found, self._config.health.action)
         self.health = described(health)
         return self._publication.commit(entries, {"items": _merge_items(reports), "health": health}, self._look_around)
+
+    def _entries(self, reports: Mapping[int, Any]) -> tuple[FileEntry, ...]:
+        """The files that the ranks report: each of them by one rank, with its size and its whole digest."""
+        entries: dict[str, FileEntry] = {}
+        for rank in sorted(reports):
+            for row in reports[rank]["files"]:
+                try:
+                    entry = FileEntry(**row)
+                    if entries.setdefault(entry.path, entry) is not entry:
+                        raise ValueError(f"rank {entries[entry.path].rank} reports {entry.path}, too")
+                except (TypeError, ValueError) as error:
+                    cause = f"rank {rank} reports a file that could not be resumed from: {error}"
+                    raise SaveError(name=self._job.name, cause=cause, rank=rank, phase="commit") from error
+        return tuple(entries.values())
 
     def _left_s(self) -> float:
         return max(0.001, self._deadline - time.monotonic())

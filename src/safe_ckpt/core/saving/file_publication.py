@@ -13,6 +13,7 @@ from safe_ckpt.core.directory import extra_files
 from safe_ckpt.core.directory.shared import Patience, await_visible
 from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, is_marked
+from safe_ckpt.core.formats.verify import refuse_unreadable
 from safe_ckpt.core.saving.job import SaveJob
 from safe_ckpt.core.storage import durable as commit
 from safe_ckpt.core.storage.durable import sync_directory
@@ -133,6 +134,7 @@ class FilePublication:
     def _commit_file(self, entries: tuple[FileEntry, ...], health: Mapping[str, Any]) -> CheckpointInfo:
         """Without a file written, only names are given to, or taken from, what is there already."""
         if entries:
+            refuse_unreadable(self._staged)
             self._publish()
         self._link(marked=bool(health.get("marked")))
         manifest = dataclasses.replace(self._job.manifest, health=health)

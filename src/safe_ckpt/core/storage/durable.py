@@ -55,6 +55,25 @@ class WrittenFile:
     left_out: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Closing:
+    """What is known of a file when the last of its bytes has been hashed. It is announced as one value, so never in part.
+
+    Attributes:
+        xxh3_128: of the whole file, with the tail.
+        health: what was found of its numbers; None where they were not looked at.
+        tail: the bytes that follow the image.
+    """
+
+    xxh3_128: str
+    health: Mapping[str, Any] | None
+    tail: bytes = b""
+
+    def written(self, path: str, size_bytes: int, **facts: Any) -> WrittenFile:
+        """Of the file at ``path``, which is there now."""
+        return WrittenFile(path=path, size_bytes=size_bytes, xxh3_128=self.xxh3_128, health=self.health, **facts)
+
+
 def sync_directory(path: str) -> None:
     """Make the entries of a directory durable."""
     with opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:

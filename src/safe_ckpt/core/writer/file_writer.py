@@ -12,8 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import xxhash
 
@@ -33,7 +32,7 @@ from safe_ckpt.core.storage.direct_io import (
     write_all,
     write_rest,
 )
-from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
+from safe_ckpt.core.storage.durable import Closing, WrittenFile, sync_directory
 from safe_ckpt.core.storage.objects.object_copy import ObjectCopy
 from safe_ckpt.core.writer.object_writer import copy_objects, is_object, send_copy, send_image
 
@@ -120,10 +119,8 @@ def _write_pieces(
 ) -> WrittenFile:
     hasher = Hasher(task, image, options.chunk_bytes, progress, ready)
     try:
-        if task.same_as and hasher.all_of_it() == task.same_as:
-            return WrittenFile(
-                path=task.path, size_bytes=len(image), xxh3_128=hasher.digest, health=hasher.health, left_out=True
-            )
+        if task.same_as and (closing := hasher.closing()).xxh3_128 == task.same_as:
+            return closing.written(task.path, len(image), left_out=True)
         if is_object(task.path):
             return send_image(task.path, image, hasher, options, progress)
         return _write_file_of(task, image, hasher, pieces, options, progress)
@@ -144,13 +141,7 @@ def _write_file_of(
 
     size = fill_new_file(task.path, options, progress, fill)
     pieces.remember()
-    return WrittenFile(
-        path=task.path,
-        size_bytes=size,
-        xxh3_128=hasher.digest,
-        health=hasher.health,
-        shared_bytes=pieces.shared_bytes,
-    )
+    return hasher.closing().written(task.path, size, shared_bytes=pieces.shared_bytes)
 
 
 def _write_image(
@@ -177,8 +168,8 @@ def _write_image(
         if not direct and unflushed >= options.flush_every_bytes:
             os.fdatasync(fd)
             unflushed = 0
-    hasher.wait_for(len(image))
-    rest = bytes(image[body:]) + hasher.tail
+    tail = hasher.closing().tail  # the last bytes of the image are as they stay only then
+    rest = bytes(image[body:]) + tail
     write_rest(fd, rest, body, progress, direct=direct)
     return body + len(rest)
 
@@ -207,12 +198,10 @@ class Hasher:
         self._whole = xxhash.xxh3_128()
         self._hashed = 0
         self._ready = 0
+        self._closing: Closing | None = None
         self._failure: BaseException | None = None
         self._stopped = False
         self._turn = threading.Condition()
-        self.tail = b""
-        self.digest = ""
-        self.health: Mapping[str, Any] | None = None
         self._thread: threading.Thread | None = None
         if len(image) > 2 * chunk_bytes:
             self._thread = _started(self._run)
@@ -226,10 +215,13 @@ class Hasher:
         if self._failure is not None:
             raise self._failure
 
-    def all_of_it(self) -> str:
-        """The xxh3-128 of the whole file, once all of it is there."""
-        self.wait_for(len(self._image))
-        return self.digest
+    def closing(self) -> Closing:
+        """Wait until the whole image has been hashed, and return what is known then."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._closing is not None or self._failure is not None)
+        if self._closing is None:
+            raise self._failure or RuntimeError("the hasher ended without a result")
+        return self._closing
 
     def stop(self) -> None:
         """Stop early; used when the writing failed."""
@@ -239,22 +231,33 @@ class Hasher:
 
     def _run(self) -> None:
         try:
-            records = self._task.records
             self._progress.moved(0)
             self._examination = Examination(self._task, self._image)
             self._progress.moved(0)
-            if records is None:
-                self._absorb(0, len(self._image), [self._whole.update])
-                self.health = self._examination.verdict()
-                self._finish(b"")
-            else:
-                self._finish(self._hash_records(records))
+            closing = self._hash()
+            with self._turn:
+                self._closing = closing
+                self._ready = len(self._image)
+                self._turn.notify_all()
         except BaseException as error:  # it belongs to the thread that writes
             with self._turn:
                 self._failure = error
                 self._turn.notify_all()
 
-    def _hash_records(self, records: Sequence[Record]) -> bytes:
+    def _hash(self) -> Closing:
+        records = self._task.records
+        if records is None:
+            self._absorb(0, len(self._image), [self._whole.update])
+            return Closing(xxh3_128=self._whole.hexdigest(), health=self._examination.verdict())
+        crcs, hashes = self._hash_records(records)
+        health = self._examination.verdict()
+        tail = closing_of(self._task, len(self._image), crcs, hashes, marked(self._task, health))
+        self._whole.update(tail)
+        comment = zip_archive.COMMENT_PREFIX + self._whole.hexdigest().encode()
+        self._whole.update(comment)
+        return Closing(xxh3_128=self._whole.hexdigest(), health=health, tail=tail + comment)
+
+    def _hash_records(self, records: Sequence[Record]) -> tuple[dict[str, int], dict[str, str]]:
         crcs: dict[str, int] = {}
         hashes: dict[str, str] = {}
         for record in records:
@@ -265,8 +268,7 @@ class Hasher:
             self._image[end : record.end] = zip_archive.descriptor(digest.crc, record.size)
             self._absorb(end, record.end, [self._whole.update])
             crcs[record.name], hashes[record.name] = digest.crc, digest.hexdigest()
-        self.health = self._examination.verdict()
-        return closing_of(self._task, len(self._image), crcs, hashes, marked(self._task, self.health))
+        return crcs, hashes
 
     def _absorb(self, start: int, end: int, receivers: Sequence[Callable[[memoryview], None]]) -> None:
         for at in range(start, end, _HASH_BYTES):
@@ -294,15 +296,3 @@ class Hasher:
                 self._progress.moved(0)
             self._progress.waiting()
             time.sleep(_NEXT_LOOK_S)
-
-    def _finish(self, tail: bytes) -> None:
-        self._whole.update(tail)
-        comment = b""
-        if self._task.records is not None:
-            comment = zip_archive.COMMENT_PREFIX + self._whole.hexdigest().encode()
-            self._whole.update(comment)
-        self.digest = self._whole.hexdigest()
-        with self._turn:
-            self.tail = tail + comment
-            self._ready = len(self._image)
-            self._turn.notify_all()

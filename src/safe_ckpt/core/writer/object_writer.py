@@ -46,14 +46,14 @@ def send_image(
             hasher.wait_for(end)
             progress.moved(end - start)
             yield image[start:end]
-        hasher.wait_for(len(image))
+        tail = hasher.closing().tail
         progress.moved(0)
-        if hasher.tail:
-            yield hasher.tail
+        if tail:
+            yield tail
 
     place.bucket.upload(place.key, len(image), pieces)
-    size = len(image) + len(hasher.tail)
-    return WrittenFile(path=path, size_bytes=size, xxh3_128=hasher.digest, health=hasher.health)
+    closing = hasher.closing()
+    return closing.written(path, len(image) + len(closing.tail))
 
 
 def send_stream(
@@ -102,10 +102,10 @@ def send_copy(copy: FileCopy, options: WriteOptions, progress: ProgressReporter)
         OSError: it changed meanwhile, or could not be read; or the store gave no answer in time, or refuses.
     """
     place, part = place_of(copy.path, options, progress)
-    digest = xxhash.xxh3_128()
+    digests: list[str] = []
 
     def pieces() -> Iterator[bytes]:
-        digest.reset()
+        digest = xxhash.xxh3_128()
         with opened(copy.source, os.O_RDONLY) as fd:
             at = 0
             while at < copy.stamp.size_bytes:
@@ -118,9 +118,10 @@ def send_copy(copy: FileCopy, options: WriteOptions, progress: ProgressReporter)
                 yield piece
             if at != copy.stamp.size_bytes or Stamp.of(os.fstat(fd)) != copy.stamp:
                 raise OSError(errno.ESTALE, "it changed while it was being sent", copy.source)
+        digests.append(digest.hexdigest())
 
     place.bucket.upload(place.key, copy.stamp.size_bytes, pieces)
-    return WrittenFile(path=copy.path, size_bytes=copy.stamp.size_bytes, xxh3_128=digest.hexdigest())
+    return _sent(copy.path, copy.stamp.size_bytes, digests)
 
 
 def copy_objects(copies: Sequence[ObjectCopy], options: WriteOptions, progress: ProgressReporter) -> list[WrittenFile]:
@@ -197,18 +198,26 @@ def _copy_object(
 
 
 def _send_object(key: str, one: ObjectCopy, place: ObjectPath, part: int, progress: ProgressReporter) -> WrittenFile:
-    digest = xxhash.xxh3_128()
+    digests: list[str] = []
 
     def pieces() -> Iterator[memoryview]:
-        digest.reset()
+        digest = xxhash.xxh3_128()
         for at in range(0, one.size_bytes, part):
             piece = place.bucket.read_range(key, at, min(part, one.size_bytes - at))
             digest.update(piece)
             progress.moved(len(piece))
             yield piece
+        digests.append(digest.hexdigest())
 
     place.bucket.upload(place.key, one.size_bytes, pieces)
-    return WrittenFile(path=one.path, size_bytes=one.size_bytes, xxh3_128=digest.hexdigest())
+    return _sent(one.path, one.size_bytes, digests)
+
+
+def _sent(path: str, size_bytes: int, digests: Sequence[str]) -> WrittenFile:
+    """What is there after an upload, by the digest of its last pass. A pass that did not come to its end has none."""
+    if not digests:
+        raise OSError(None, "the upload ended before all bytes were sent", path)
+    return WrittenFile(path=path, size_bytes=size_bytes, xxh3_128=digests[-1])
 
 
 def place_of(path: str, options: WriteOptions, progress: ProgressReporter) -> tuple[ObjectPath, int]:

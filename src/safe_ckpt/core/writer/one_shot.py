@@ -10,6 +10,7 @@ from typing import Any
 from safe_ckpt.core.directory import commit_order
 from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
+from safe_ckpt.core.formats.verify import refuse_unreadable
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage import durable
@@ -52,6 +53,7 @@ def save_archive(
             (task,) = snapshot.take([plan], buffer, str(path.parent), manifest.to_json())
             options = WriteOptions(direct=True, chunk_bytes=8 << 20, flush_every_bytes=64 << 20)
             result = write_file(task, memoryview(buffer.memory), options, Unwatched())
+            refuse_unreadable(near)
             durable.publish_file(near, path)
         except SafeCheckpointError:
             raise

@@ -28,7 +28,7 @@ from safe_ckpt.core.storage.direct_io import (
     write_all,
     write_rest,
 )
-from safe_ckpt.core.storage.durable import WrittenFile
+from safe_ckpt.core.storage.durable import Closing, WrittenFile
 from safe_ckpt.core.writer.object_writer import is_object, send_stream
 
 _PIECE = 1 << 20  # hashed at a time
@@ -91,7 +91,8 @@ class _Content:
     """The bytes of a file in order, hashed as they are handed out."""
 
     def __init__(self, image: FilePlan, task: WriteTask) -> None:
-        self.whole = xxhash.xxh3_128()
+        self._whole = xxhash.xxh3_128()
+        self._closing: Closing | None = None
         self._task = task
         self._length = image.length
         self._examination = Examination(task, Pieces(image.length, image.pieces))
@@ -106,19 +107,26 @@ class _Content:
     def pieces(self) -> Iterator[memoryview]:
         at = 0
         for piece in self._body():
-            self.whole.update(piece)
+            self._whole.update(piece)
             self._examination.take(at, piece)
             at += len(piece)
             yield piece
         if self._task.records is not None:
-            comment = zip_archive.COMMENT_PREFIX + self.whole.hexdigest().encode()
-            self.whole.update(comment)
+            comment = zip_archive.COMMENT_PREFIX + self._whole.hexdigest().encode()
+            self._whole.update(comment)
             yield memoryview(comment)
+        health = self._health or self._examination.verdict()
+        self._closing = Closing(xxh3_128=self._whole.hexdigest(), health=health)
 
     def written(self, size_bytes: int) -> WrittenFile:
-        """What is on disk then."""
-        health = self._health or self._examination.verdict()
-        return WrittenFile(path=self._task.path, size_bytes=size_bytes, xxh3_128=self.whole.hexdigest(), health=health)
+        """What is there, once all pieces were taken.
+
+        Raises:
+            OSError: they were not.
+        """
+        if self._closing is None:
+            raise OSError(None, "the writing ended before all bytes were written", self._task.path)
+        return self._closing.written(self._task.path, size_bytes)
 
     def _body(self) -> Iterator[memoryview]:
         crcs: dict[str, int] = {}
