@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from safe_ckpt.config import (
         CheckpointConfig,
         Health,
-        Loops,
         Mirror,
         Network,
         Retention,
@@ -48,7 +47,6 @@ _HOMES = {
     "SafeCheckpointError": "safe_ckpt.errors",
     "SaveHandle": "safe_ckpt.core.saving.job",
     "Health": "safe_ckpt.config",
-    "Loops": "safe_ckpt.config",
     "Mirror": "safe_ckpt.config",
     "Network": "safe_ckpt.config",
     "StorageConfig": "safe_ckpt.config",
@@ -68,7 +66,6 @@ __all__ = [
     "CheckpointInfo",
     "Checkpointer",
     "Health",
-    "Loops",
     "Mirror",
     "Network",
     "PerRank",

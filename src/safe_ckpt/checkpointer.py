@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 versions.check()
 
 
+_BY_NAME = "resume(state, step=...)"
+
+
 class Checkpointer:
     """Saves and resumes the state of a training loop in one directory.
 
@@ -226,12 +229,14 @@ class Checkpointer:
                 view,
                 accepts=wanted,
                 named=step is not None,
+                by_name=_BY_NAME,
             )
             return self._restore(chosen, state, step)
         items = StoredItems(state, self._engine.rank)
         reader = ObjectReader(self._engine, items.wanted, items.load, lambda: items.verified)
         try:
-            chosen = resume.choose(self._engine, self._workspace, candidates, reader, view, named=step is not None)
+            how: dict[str, Any] = {"named": step is not None, "by_name": _BY_NAME}
+            chosen = resume.choose(self._engine, self._workspace, candidates, reader, view, **how)
             return self._restore(chosen, state, step)
         finally:
             reader.close()
@@ -242,7 +247,8 @@ class Checkpointer:
         if chosen is None:
             self.prepare(state)
             return None
-        resume.apply(self._engine, lambda: restore.restore(state, chosen.loaded, chosen.info.path))
+        path = chosen.info.path
+        resume.apply(self._engine, lambda: restore.restore(state, chosen.loaded, path), path, _BY_NAME)
         self._engine.agree(
             "list", must_match={"directory": self.directory}, decide=lambda _: self._take_stock(self._listed())
         )
@@ -293,13 +299,6 @@ class Checkpointer:
             model, directory, format=format, max_shard_size=max_shard_size, dtype=dtype, adapter=adapter
         )
 
-    def reached(self, step: int) -> None:
-        """Tell how far training is, at every step. On rank 0, in a microsecond; other ranks do nothing.
-
-        It distinguishes a job that is killed at the same step again and again from one that is killed anywhere: see ``Loops``.
-        """
-        self._engine.known.reached(step)
-
     @property
     def stop_requested(self) -> bool:
         """Whether to save and leave the loop: a signal of ``save_on_signals`` reached some rank.
@@ -340,7 +339,7 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         within_s = None if error is None else self.config.timeouts.shutdown_s
-        self._engine.close(quiet=error is not None, within_s=within_s, ends_well=error is None)
+        self._engine.close(quiet=error is not None, within_s=within_s)
 
     def _load(self, path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
         manifest = read_manifest(path)

@@ -3,8 +3,7 @@
 Units are in the names: ``_s`` seconds, ``_bytes`` bytes. ``Retention`` says what to keep, ``Timeouts`` how long to wait,
 ``WriterConfig`` how bytes reach the disk, ``Network`` where the ranks meet, ``Telemetry`` where events go,
 ``StorageConfig`` how object stores are reached, ``Mirror`` where copies go, ``Health`` what is done about bad numbers,
-``Loops`` what about starts that end early, ``Unchanged`` what about bytes that did not change, and ``CheckpointConfig`` holds
-one of each.
+``Unchanged`` what about bytes that did not change, and ``CheckpointConfig`` holds one of each.
 """
 
 from __future__ import annotations
@@ -209,23 +208,6 @@ class Health:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loops:
-    """What is done when start after start ends before it has saved anything.
-
-    Attributes:
-        tries: so many starts from one checkpoint that end with an exception, or are killed at the same step, and the next one
-            goes back to the healthy checkpoint before it; 0: never.
-        back: how often that is done before training has come further than it ever had by then; then ``CrashLoopError``.
-    """
-
-    tries: int = field(default=3, metadata=limits(at_least=0))
-    back: int = field(default=2, metadata=limits(at_least=0))
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Unchanged:
     """What is done about files that have the bytes of the checkpoint before.
 
@@ -281,7 +263,6 @@ class CheckpointConfig:
         storage: how object stores are reached.
         mirror: a second place for committed checkpoints.
         health: what is done about numbers that are NaN or infinite.
-        loops: what is done when start after start ends before it has saved anything.
         unchanged: what is done about files that have the bytes of the checkpoint before.
         snapshot: ``"eager"``: the state is copied before ``save`` returns. ``"overlapped"``: parameters and optimizer state
             are copied while training goes on, and the optimizer's next step waits for the copy; nothing else may change them
@@ -308,7 +289,6 @@ class CheckpointConfig:
     storage: StorageConfig = field(default_factory=StorageConfig)
     mirror: Mirror = field(default_factory=Mirror)
     health: Health = field(default_factory=Health)
-    loops: Loops = field(default_factory=Loops)
     unchanged: Unchanged = field(default_factory=Unchanged)
     snapshot: Literal["auto", "eager", "overlapped"] = "auto"
     max_host_bytes: int | None = field(default=None, metadata=limits(at_least=1 << 20))

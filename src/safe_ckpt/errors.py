@@ -21,7 +21,6 @@
     │   ├── SaveSkippedError                   the save was not started: another one was in flight
     │   └── CommitOutcomeUnknown               rank 0 was lost between commit and verdict
     ├── UnhealthyStateError(ArithmeticError)   what was saved has numbers that are NaN or infinite
-    ├── CrashLoopError(RuntimeError)           start after start ends before anything is saved
     ├── CorruptCheckpointError(ValueError)     bytes on disk are not the bytes that were written
     │   ├── HostileCheckpointError             no tool writes such a file: reading it could exhaust or mislead the reader
     │   └── IncompleteCheckpointError          a file of it is not there; nothing says that bytes are wrong
@@ -280,17 +279,6 @@ class UnhealthyStateError(SafeCheckpointError, ArithmeticError):
     step: int
     what: str
     _text = "training went bad by step {0.step}: {0.what}. {0.path} is committed and marked, so no resume takes it"
-
-
-@dataclass(eq=False, kw_only=True)
-class CrashLoopError(SafeCheckpointError, RuntimeError):
-    """Start after start ended before anything was saved, and to go ``back`` so often to an earlier checkpoint was no help."""
-
-    path: str
-    cause: str
-    back: int
-    rank: int = 0
-    _text = "{0.cause}. Going back did not help ({0.back} times: loops.back). Start with loops.tries=0, or resume one by name"
 
 
 class CommitOutcomeUnknown(SaveError):

@@ -16,15 +16,14 @@ import pytest
 import torch
 from trials import THOROUGH
 
-from safe_ckpt import CheckpointConfig, Checkpointer, Health, Loops, Retention
-from safe_ckpt.errors import CrashLoopError, UnhealthyStateError
+from safe_ckpt import CheckpointConfig, Checkpointer, Health, Retention
+from safe_ckpt.errors import UnhealthyStateError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580), pytest.mark.filterwarnings("ignore")]
 STEPS = 14
 SEEDS = 300 if THOROUGH else 8
 CONFIG = CheckpointConfig(
     health=Health(action="stop", norm_jump=1e4),
-    loops=Loops(tries=2, back=3),
 )
 
 
@@ -43,27 +42,25 @@ class Plan:
         chance = random.Random(seed)
         self.framework = chance.choice(["plain", "lightning", "accelerate", "transformers"])
         self.where = chance.choice(["weight", "optimizer", "bias"])
-        self.how = chance.choice(["nan", "inf", "exponent", "late crash"])
-        self.at = chance.randint(2, STEPS - 1 - 2 * (self.how == "late crash"))
+        self.how = chance.choice(["nan", "inf", "exponent"])
+        self.at = chance.randint(2, STEPS - 1)
         self.kills = dict.fromkeys(chance.sample(range(1, STEPS), chance.randint(0, 2)), True)
         self.place = chance.randrange(1 << 16)
         self.done = False
 
     def strike(self, step, weight, bias, optimizer):
         """Before a step; raises where the job is to end."""
-        if self.how == "late crash" and weight.abs().max() > 1e3:
-            raise Mishap("a number so large that the step fails, at whichever step that is")
         if step == self.at and not self.done:
             self.done = True
             tensor = {"weight": weight, "bias": bias}.get(self.where)
-            if tensor is None or self.how == "late crash":
-                tensor = optimizer.state[weight]["exp_avg"] if self.how != "late crash" and optimizer.state else weight
+            if tensor is None:
+                tensor = optimizer.state[weight]["exp_avg"] if optimizer.state else weight
             flat = tensor.data.view(-1)
             place = self.place % flat.numel()
             if self.how == "exponent":
                 flat[place : place + 1].view(torch.int32).bitwise_or_(0x7E000000)
             else:
-                flat[place] = {"nan": math.nan, "inf": math.inf, "late crash": 2e3}[self.how]
+                flat[place] = {"nan": math.nan, "inf": math.inf}[self.how]
         if self.kills.pop(step, False):
             raise Mishap("killed")
 
@@ -195,15 +192,13 @@ JOBS = {"plain": plain, "lightning": lightning, "accelerate": accelerate, "trans
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_it_ends_healthy_without_a_human(tmp_path, matrix, seed):
     """However often it has to begin; never from nothing once a healthy checkpoint was there."""
-    plan, net, begun = Plan(seed), None, 0
-    for begun in range(1, 20):
+    plan, net = Plan(seed), None
+    for _ in range(19):
         try:
             net = JOBS[plan.framework](tmp_path / "run", plan)
             break
         except (Mishap, UnhealthyStateError):
             continue
-        except CrashLoopError:
-            pytest.fail(f"gave up at start {begun}: {vars(plan)}")
     assert net is not None, vars(plan)
     for name, tensor in net.state_dict().items():
         assert tensor.isfinite().all(), (name, vars(plan))
@@ -214,7 +209,7 @@ def test_it_ends_healthy_without_a_human(tmp_path, matrix, seed):
 KILLED = """
     import math, os, random, sys, threading, time, torch
     from pathlib import Path
-    from safe_ckpt import CheckpointConfig, Checkpointer, Health, Loops, Retention
+    from safe_ckpt import CheckpointConfig, Checkpointer, Health, Retention
     folder, seed, after_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     chance = random.Random(seed)
     at, marker = chance.randint(5, 60), folder.with_suffix(".struck")
@@ -222,13 +217,12 @@ KILLED = """
     net = torch.nn.Linear(300, 300)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     state = {"net": net, "optimizer": optimizer}
-    config = CheckpointConfig(retention=Retention(keep_last=2), health=Health(action="stop"), loops=Loops(tries=3))
+    config = CheckpointConfig(retention=Retention(keep_last=2), health=Health(action="stop"))
     if after_s:
         threading.Thread(target=lambda: (time.sleep(after_s), os.kill(os.getpid(), 9)), daemon=True).start()
     with Checkpointer(folder, config) as ckpt:
         info = ckpt.resume(state)
         for step in range(info.step if info else 0, 80):
-            ckpt.reached(step)
             if step >= at and not marker.exists():
                 marker.touch()
                 target = chance.choice([net.weight.data, net.bias.data, *optimizer.state[net.weight].values()])

@@ -67,7 +67,6 @@ def test_survives_pickling_and_the_wire(error):
         ("SaveError", RuntimeError),
         ("CorruptCheckpointError", ValueError),
         ("UnhealthyStateError", ArithmeticError),
-        ("CrashLoopError", RuntimeError),
         ("NoValidCheckpointError", FileNotFoundError),
         ("UnsupportedVersionError", ImportError),
     ],

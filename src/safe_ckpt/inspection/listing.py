@@ -12,13 +12,10 @@ from typing import Any
 
 from safe_ckpt.adapters import layouts
 from safe_ckpt.adapters.layouts import Layout
-from safe_ckpt.config import Loops
 from safe_ckpt.core.directory import catalog
 from safe_ckpt.core.directory.catalog import Candidate
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.formats.manifest import Manifest
-from safe_ckpt.core.health.start_log import StartLog, folder_in
-from safe_ckpt.core.health.starts import Newest
 from safe_ckpt.core.health.verdict import described, marked_words
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection.dcp_reader import METADATA
@@ -142,7 +139,7 @@ def read_listing(directory: Path, *, tags_below: bool = True) -> Listing:
         folder=folder,
         hidden=hidden,
         usable=tuple(usable),
-        unnamed={**_passed_over(hidden, usable), **_unnamed(folder, usable)},
+        unnamed={**_passed_over(usable), **_unnamed(folder, usable)},
         unusable=tuple(candidate for candidate in candidates if candidate.problem),
         unreadable=unreadable,
         under_way=(*_listed(hidden, "pending", unreadable), *_listed(hidden, "staging", unreadable)),
@@ -239,18 +236,10 @@ def in_order(folder: Path, candidates: Iterable[Candidate]) -> list[Candidate]:
     return sorted(newest_first, key=lambda candidate: not (candidate.file_path == named and _is_tag(candidate)))
 
 
-def _passed_over(hidden: Path | None, usable: Sequence[Candidate]) -> dict[Path, str]:
-    """Those that a resume leaves alone unless it is told their name: marked ones, and those from which starts failed."""
+def _passed_over(usable: Sequence[Candidate]) -> dict[Path, str]:
+    """Those that a resume leaves alone unless it is told their name: marked ones."""
     ours = [(c.file_path, c.manifest) for c in catalog.newest_first(usable) if c.manifest is not None]
-    found = {path: marked_words(manifest.health) for path, manifest in ours if manifest.marked}
-    healthy = {path: manifest for path, manifest in ours if path not in found}
-    newest = [Newest(op_id=m.op_id, name=path.name, step=m.step) for path, m in healthy.items()]
-    if hidden is not None and newest:
-        loops = Loops()  # a job may have other settings, and it alone knows
-        decision = StartLog(folder_in(hidden)).would_pass_over(newest, tries=loops.tries, back=loops.back)
-        because = {**decision.because, **({newest[0].op_id: decision.gave_up} if decision.gave_up else {})}
-        found |= {path: because[m.op_id] for path, m in healthy.items() if m.op_id in because}
-    return found
+    return {path: marked_words(manifest.health) for path, manifest in ours if manifest.marked}
 
 
 def _unnamed(folder: Path, usable: Sequence[Candidate]) -> Mapping[Path, str]:

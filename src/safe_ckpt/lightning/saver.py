@@ -99,7 +99,6 @@ class TrainerSaver:
     def note_batch(self) -> None:
         """A batch was trained on. Does not wait."""
         self.tracking.report(committed_only=True)
-        self.engine.known.reached(int(self._trainer.global_step))
 
     def land(self, timeout_s: float | None = None) -> None:
         """Wait until no save is in flight, and report the outcomes to their callbacks. Failures are raised later.

@@ -120,7 +120,7 @@ class TrainerSaver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         within_s = None if error is None else self._engine.config.timeouts.shutdown_s
-        self._engine.close(quiet=error is not None, within_s=within_s, ends_well=error is None)
+        self._engine.close(quiet=error is not None, within_s=within_s)
 
     def _save(self, trainer: Any, path: Path, directory: OpenDirectory, folder: Path) -> None:
         best = trainer.state.best_model_checkpoint

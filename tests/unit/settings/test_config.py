@@ -5,7 +5,6 @@ import pytest
 from safe_ckpt import (
     CheckpointConfig,
     Health,
-    Loops,
     Mirror,
     Network,
     Retention,
@@ -187,7 +186,6 @@ def test_every_setting_is_among_the_deviations():
         ),
         "mirror": Mirror(url="s3://b/c", keep_last=1, keep_every_steps=1, required=True, follow=True),
         "health": Health(action="stop", norm_jump=10.0, ignore=("*.mask",), recheck=True),
-        "loops": Loops(tries=1, back=1),
         "unchanged": Unchanged(share=False, full_every=1),
         "snapshot": "eager",
         "max_host_bytes": 1 << 20,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -100,7 +100,6 @@ def after_commit(
     policy: RetentionPolicy | None,
     *,
     marked: Sequence[CheckpointInfo] = (),
-    set_back: Collection[str] = (),
 ) -> Decision | None:
     """``new`` was committed: add it to the catalog, and decide what is deleted. On rank 0, in the background.
 
@@ -112,7 +111,6 @@ def after_commit(
         catalog: what there is besides; None for no catalog.
         policy: decides; None deletes nothing.
         marked: the last one that this job committed, also where there is no catalog.
-        set_back: ``op_id`` of those from which starts ended early: not shown to the policy either, as long as they are ahead.
 
     Returns:
         The decision; None where nothing is decided.
@@ -131,7 +129,7 @@ def after_commit(
         earlier = [info.path for info in marked if info.path != new.path and still_has_its_name(info)]
         chosen: Sequence[Place] = list(dict.fromkeys([*listed, *earlier]))
     else:
-        counted = [info for info in committed if not info.marked and info.op_id not in set_back]
+        counted = [info for info in committed if not info.marked]
         chosen = policy.to_delete(counted) if policy is not None else ()
     paths = [*replaced, *(path for path in chosen if path not in named)]
     if catalog is not None:

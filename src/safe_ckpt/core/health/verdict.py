@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
 from safe_ckpt.core.health.regions import Region
-
-if TYPE_CHECKING:
-    from safe_ckpt.core.health.start_log import RunningStart
 
 ITSELF = ""
 """Stands for the path of a checkpoint that is a single file."""
@@ -193,40 +190,16 @@ class Known:
         fixed: names of buffers, and of parameters that are not trained: they may be infinite, if they stay so.
         trained: names of the other parameters.
         marked: the newest checkpoint that this job committed and marked.
-        start: where this start is noted; None where it is not.
         versions: of the next save: which fixed tensors there are, where they lie, and how often they were written to.
-        passed: ``op_id`` -> step of checkpoints that are passed over because starts from them ended early.
     """
 
     def __init__(self) -> None:
         self.fixed: Sequence[str] | None = None
         self.trained: Sequence[str] = ()
         self.marked: list[Any] = []
-        self.start: RunningStart | None = None
         self.versions: Mapping[str, tuple[int, int, int]] = {}
-        self.passed: Mapping[str, int] = {}
         self._hashes: dict[str, tuple[str, tuple[int, int, int]]] = {}
         self._files: dict[str, Mapping[str, Any]] = {}
-
-    def reached(self, step: int) -> None:
-        """Training has come to this step. Cheap; on any thread."""
-        if self.start is not None:
-            self.start.reached(step)
-
-    def committed(self) -> None:
-        """A healthy checkpoint is committed: this start has come further."""
-        if self.start is not None:
-            self.start.committed()
-
-    def end(self, error: BaseException | None = None, *, stopped: bool = False, within_s: float = 10.0) -> None:
-        """The job, or what it did since a checkpoint was chosen, ends. See ``RunningStart.end``."""
-        start, self.start = self.start, None
-        if start is not None:
-            start.end(error, stopped=stopped, within_s=within_s)
-
-    def ahead(self, step: int) -> list[str]:
-        """``op_id`` of those that are passed over and beyond which a checkpoint of this step has not come."""
-        return [op_id for op_id, at in self.passed.items() if at >= step]
 
     def recall(self, health: Mapping[str, Any]) -> None:
         """Take over what the manifest of a checkpoint says, which training goes on from."""

@@ -157,8 +157,6 @@ class CommitProtocol:
                 sharing.close()
         self._known.learn(self._found, healthy=not self.health)
         self._known.learn_hashes(self._found, self._job.versions)
-        if not info.marked and self._job.writers:
-            self._known.committed()
         return info
 
     def _lead(self) -> CheckpointInfo:

@@ -46,7 +46,6 @@ from safe_ckpt.hooks.emitter import Emitter
 from safe_ckpt.hooks.logging_hook import LoggingHook
 
 logger = logging.getLogger(__name__)
-_NOTE_S = 10.0
 
 
 class Engine:
@@ -273,7 +272,7 @@ class Engine:
         """How many saves are not over."""
         return sum(not handle.done() for handle in self._handles)
 
-    def close(self, *, quiet: bool = False, within_s: float | None = None, ends_well: bool = False) -> None:
+    def close(self, *, quiet: bool = False, within_s: float | None = None) -> None:
         """Finish what is in flight, end the writer process, free the memory, give the directories back.
 
         Waits as long as bytes progress, and ``shutdown_s`` for what makes no progress. Needs no other rank to call it.
@@ -281,7 +280,6 @@ class Engine:
         Args:
             quiet: log errors instead of raising, for when another exception is on its way or the interpreter ends.
             within_s: wait this long at most, progress or not.
-            ends_well: what is being handled, if anything is, is not why this ends.
 
         Raises:
             ForkedError: this process was forked from the one that opened this.
@@ -294,14 +292,10 @@ class Engine:
                 return
             raise ForkedError(what="close", pid=self._pid)
         self._closed = True
-        error = None if ends_well else sys.exc_info()[1] or (getattr(sys, "last_value", None) if quiet else None)
         self._at_exit.cancel()
         try:
             self._save_queue.close(within_s=within_s)
         finally:
-            error = error or next((handle.unreported for handle in self._handles if handle.unreported), None)
-            stopped = self._preemption is not None and self._preemption.stop is not None
-            self.known.end(error, stopped=stopped, within_s=min(within_s or _NOTE_S, _NOTE_S))
             self._drain_mirror(within_s)
             self._end()
             self._close_mirror()

@@ -6,24 +6,22 @@ all ranks. A missing file is waited for; then the checkpoint is skipped, but not
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safe_ckpt import events
-from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.directory.catalog import Candidate, newest_first
 from safe_ckpt.core.directory.object_root import ObjectRoot
 from safe_ckpt.core.directory.shared import Patience, await_visible, listed
-from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import KnownDamage
-from safe_ckpt.core.health.start_log import RunningStart, StartLog, folder_in
-from safe_ckpt.core.health.starts import Newest
 from safe_ckpt.core.health.verdict import marked_words
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.mirror_resume import Mirrored
@@ -45,6 +43,7 @@ from safe_ckpt.errors import (
 logger = logging.getLogger(__name__)
 _VISIBLE_S = 60.0
 _PAUSE_S = 0.1
+BY_NAME = "safe-ckpt list shows their names"
 
 Load = Callable[[Path], Any] | ObjectReader
 """Reads one candidate on this rank, verifying what it reads; raises ``CorruptCheckpointError``, of which
@@ -73,6 +72,7 @@ def choose(
     accepts: Callable[[Candidate], bool] | None = None,
     *,
     named: bool = False,
+    by_name: str = BY_NAME,
 ) -> Chosen | None:
     """Find the newest checkpoint that every rank can read and verify. Every rank calls this.
 
@@ -87,6 +87,7 @@ def choose(
         view: further values that must be equal on all ranks.
         accepts: which candidates of the mirror are fetched; None for all of which one can resume. Called on rank 0.
         named: the caller asked for these; else marked ones are passed over.
+        by_name: how a user names the one to resume from, for what ends this.
 
     Returns:
         The choice, or None when there never was a checkpoint.
@@ -104,11 +105,10 @@ def choose(
         def survey(_: object) -> dict[str, Any]:
             candidates = listed(list_candidates, engine.config.timeouts)
             manifests.update({_name(workspace, c): c.manifest for c in candidates if c.manifest is not None})
-            return _survey(workspace, candidates, named, engine.config)
+            return _survey(workspace, candidates, named=named)
 
         plan = engine.agree("resume", must_match={"directory": workspace.path, **(view or {})}, decide=survey)
         rejected: dict[str, str] = dict(plan["rejected"])
-        engine.known.passed = plan["set_back"]
         damaged: dict[str, str] = {name: rejected[name] for name in plan["damaged"]}
         for name in [*plan["passed"], *plan["missing"]]:
             logger.warning("%s is passed over: %s", workspace.path / name, rejected[name])
@@ -117,17 +117,11 @@ def choose(
             path = workspace.path / name
             damaged.pop(name, None)  # one of that name was fetched, and the damaged one is in quarantine already
             info = CheckpointInfo.from_json(facts, beside=workspace.path)
-            loaded, verdict = _try(engine, path, load, damage, ours=info.verified)
+            with naming_older(path, by_name):
+                loaded, verdict = _try(engine, path, load, damage, ours=info.verified)
             if verdict is None:
-                counted, known = None if named else info, manifests.get(name)
-                settled = engine.agree(
-                    "resume from",
-                    must_match={"name": name},
-                    decide=lambda _, info=info, counted=counted, known=known: {
-                        "start": _settle(engine, workspace, damaged, counted),
-                        "health": _health_of(info, known),
-                    },
-                )
+                settle = functools.partial(_settle, engine, workspace, damaged, info, manifests.get(name))
+                health = engine.agree("resume from", must_match={"name": name}, decide=settle)
                 seconds = time.monotonic() - begun
                 engine.emit(
                     events.Resumed(
@@ -135,7 +129,7 @@ def choose(
                     )
                 )
                 mirrored.upload(info)
-                _recall(engine, workspace, info, settled, load)
+                _recall(engine, workspace, info, health, load)
                 return Chosen(info=info, loaded=loaded)
             rejected[name] = verdict["why"]
             if verdict["damaged"]:
@@ -161,24 +155,24 @@ def _health_of(info: CheckpointInfo, listed: Manifest | None) -> Mapping[str, An
         return {}
 
 
-def _recall(engine: Engine, workspace: Root, info: CheckpointInfo, settled: Mapping[str, Any], load: Load) -> None:
-    """What is known of the numbers that training goes on from; and from now on how this start goes."""
-    engine.known.end()  # what went on from a checkpoint that was chosen before ended well
-    engine.known.recall(settled["health"])
+def _recall(engine: Engine, workspace: Root, info: CheckpointInfo, health: Mapping[str, Any], load: Load) -> None:
+    """What is known of the numbers and of the files that training goes on from."""
+    engine.known.recall(health)
     if info.verified and (isinstance(info.path, ObjectPath) or presence.is_directory(info.path)):
         engine.unchanged.recall(workspace.path, info.path, load.verified() if isinstance(load, ObjectReader) else None)
-    if settled["start"]:
-        engine.known.start = RunningStart(Path(settled["start"]), engine.rank)
 
 
-def _settle(engine: Engine, workspace: Root, damaged: Mapping[str, str], info: CheckpointInfo | None) -> str:
-    """Rank 0, once a checkpoint was chosen. Returns where this start is noted; "" where it is not."""
+def _settle(
+    engine: Engine,
+    workspace: Root,
+    damaged: Mapping[str, str],
+    info: CheckpointInfo,
+    listed: Manifest | None,
+    _: object,
+) -> Mapping[str, Any]:
+    """Rank 0, once a checkpoint was chosen: the damaged ones are moved. Returns what is known of the chosen one's numbers."""
     _quarantine(engine, workspace, damaged)
-    if info is None or not info.verified or not engine.config.loops.tries or not isinstance(workspace, Workspace):
-        return ""
-    folder = folder_in(workspace.hidden)
-    key = StartLog(folder).begin(resumed=info.op_id, step=info.step, size=engine.coordinator.size)
-    return str(folder / key) if key else ""
+    return _health_of(info, listed)
 
 
 def check(engine: Engine, path: Path, load: Load) -> None:
@@ -195,48 +189,50 @@ def check(engine: Engine, path: Path, load: Load) -> None:
         raise kind(path=str(path), message=verdict["why"])
 
 
-def apply(engine: Engine, action: Callable[[], None]) -> None:
+@contextlib.contextmanager
+def naming_older(path: Place, by_name: str = BY_NAME) -> Iterator[None]:
+    """What ends the resume from ``path`` says how an older one is named. Nothing of it is remembered."""
+    try:
+        yield
+    except Exception as error:
+        line = f"This ended the resume from {path}. To go on from an older checkpoint, name it: {by_name}"
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(line)
+        else:
+            logger.error("%s", line)  # noqa: TRY400 - the traceback is on its way
+        raise
+
+
+def apply(engine: Engine, action: Callable[[], None], path: Place | None = None, by_name: str = BY_NAME) -> None:
     """Do ``action`` on every rank and raise on all if it fails on one. Every rank calls this.
+
+    Args:
+        engine: where the ranks meet.
+        action: puts into place what was read.
+        path: the checkpoint that this resumes from; None where ``action`` only looks.
+        by_name: how a user names another one.
 
     Raises:
         SafeCheckpointError: what ``action`` raised on the lowest rank on which it did. A rank on which it failed raises its
             own exception instead, whatever that is, with its traceback.
     """
-    engine.agree("restored", local=action, phase="restore")
+    with naming_older(path, by_name) if path is not None else contextlib.nullcontext():
+        engine.agree("restored", local=action, phase="restore")
 
 
-def _survey(workspace: Root, candidates: Sequence[Candidate], named: bool, config: CheckpointConfig) -> dict[str, Any]:
+def _survey(workspace: Root, candidates: Sequence[Candidate], *, named: bool) -> dict[str, Any]:
     ordered = newest_first(candidates)
-    infos = {_name(workspace, c): _info(c).to_json() for c in ordered}
-    rejected = {_name(workspace, c): c.problem for c in candidates if c.problem}
     ours = {_name(workspace, c): c.manifest for c in ordered if c.manifest is not None}
-    marked, set_back = ({}, {}) if named else _passed_over(workspace, ours, config)
-    # Those from which starts failed come last: where all others are gone, they are better than nothing.
-    names = [name for name in infos if name not in marked and name not in set_back]
-    infos = {name: infos[name] for name in [*names, *set_back]}
-    rejected |= marked | set_back
+    # What is marked is not resumed from unless it is named.
+    marked = {} if named else {name: marked_words(m.health) for name, m in ours.items() if m.marked}
     return {
-        "passed": [*marked, *set_back],
-        "set_back": {ours[name].op_id: ours[name].step for name in set_back},
-        "infos": infos,
-        "rejected": rejected,
+        "passed": list(marked),
+        "infos": {_name(workspace, c): _info(c).to_json() for c in ordered if _name(workspace, c) not in marked},
+        "rejected": {_name(workspace, c): c.problem for c in candidates if c.problem} | marked,
         "damaged": [_name(workspace, c) for c in candidates if c.damaged],
         "missing": [_name(workspace, c) for c in candidates if c.missing and not c.foreign],
         "quarantined": [path.name for path in workspace.quarantined()],
     }
-
-
-def _passed_over(
-    workspace: Root, ours: Mapping[str, Manifest], config: CheckpointConfig
-) -> tuple[dict[str, str], dict[str, str]]:
-    """What is not resumed from unless it is named, and why: what is marked, and what starts have failed from too often."""
-    marked = {name: marked_words(m.health) for name, m in ours.items() if m.marked}
-    if not config.loops.tries or not isinstance(workspace, Workspace):
-        return marked, {}
-    newest = [Newest(op_id=m.op_id, name=name, step=m.step) for name, m in ours.items() if name not in marked]
-    log = StartLog(folder_in(workspace.hidden))
-    because = log.pass_over(newest, tries=config.loops.tries, back=config.loops.back)
-    return marked, {one.name: because[one.op_id] for one in newest if one.op_id in because}
 
 
 def _name(workspace: Root, candidate: Candidate) -> str:

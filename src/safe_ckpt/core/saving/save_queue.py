@@ -243,8 +243,7 @@ class SaveQueue:
     def _retain(self, job: SaveJob, info: CheckpointInfo) -> None:
         on_commit, begun = job.request.on_commit, time.monotonic()
         try:
-            kept_apart = {"marked": self.known.marked, "set_back": self.known.ahead(info.step)}
-            decision = retention.after_commit(info, on_commit.catalog, on_commit.retention, **kept_apart)
+            decision = retention.after_commit(info, on_commit.catalog, on_commit.retention, marked=self.known.marked)
             if decision is not None:
                 self._carry_out(decision, job.workspace, begun)
         except Exception:  # the save is committed, and must not fail because of the cleaning up

@@ -1,0 +1,66 @@
+"""Nothing about starts is remembered: however a job ends, the next start takes the newest healthy checkpoint."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+from kit import warm
+from safe_ckpt import Checkpointer
+from safe_ckpt.errors import RestoreError
+
+JOB = """
+    import os, sys, torch
+    from safe_ckpt import Checkpointer
+    folder, how = sys.argv[1:]
+    ckpt = Checkpointer(folder)
+    info = ckpt.resume({"w": {"t": torch.zeros(2)}})
+    print(info.step if info else 0, flush=True)
+    if not info:
+        for step in (1, 2, 3):
+            ckpt.save(step, {"w": {"t": torch.ones(2) * step}}).result()
+    elif how == "raise":
+        raise ValueError("a data file is not mounted")
+    elif how == "kill":
+        os.kill(os.getpid(), 9)
+    ckpt.close()
+"""
+
+
+def files(folder):
+    return sorted(os.path.relpath(os.path.join(at, name), folder) for at, _, names in os.walk(folder) for name in names)
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_starts_that_fail_cost_no_checkpoint(tmp_path, how):
+    """Five starts in a row that fail for a reason of their own: all take the newest one, and nothing is written."""
+    (tmp_path / "job.py").write_text("\n".join(line[4:] for line in JOB.splitlines()))
+    run = tmp_path / "run"
+
+    def start():
+        words = [sys.executable, str(tmp_path / "job.py"), str(run), how]
+        return warm.run(words, capture_output=True, text=True, timeout=100, check=False).stdout.strip()
+
+    assert start() == "0"
+    before = files(run)
+    assert [start() for _ in range(5)] == ["3"] * 5
+    assert [name for name in files(run) if name not in before and "lock" not in name] == []
+
+
+def test_what_ends_a_resume_says_how_an_older_one_is_named(tmp_path):
+    """The error has the checkpoint, and one line says how to go on from another; the same at every start."""
+    with Checkpointer(tmp_path) as ckpt:
+        for step, width in ((1, 3), (2, 4)):
+            ckpt.save(step, {"net": torch.nn.Linear(width, 1)}).result()
+    for _ in range(4):
+        with Checkpointer(tmp_path) as ckpt:
+            state = {"net": torch.nn.Linear(3, 1)}
+            with pytest.raises((RestoreError, RuntimeError)) as caught:
+                ckpt.resume(state)
+            said = "\n".join(getattr(caught.value, "__notes__", ()))
+            if sys.version_info >= (3, 11):
+                assert str(tmp_path / "step-00000002") in said
+                assert "name it: resume(state, step=...)" in said
+                assert "\n" not in said
+            assert ckpt.resume(state, step=1).step == 1
