@@ -378,7 +378,7 @@ def _place(directory: str | os.PathLike[str], config: CheckpointConfig) -> Place
             message = f"{directory} is in an object store itself: leave mirror.url out, or give a directory"
             raise ConfigError(key="mirror.url", message=message)
         return open_place(os.fspath(directory), StorageOptions.of(config.storage, config.timeouts.lengthy_s))
-    return Path(directory)
+    return Path(os.path.abspath(directory))  # a program may change its working directory meanwhile
 
 
 def _is_of(candidate: catalog.Candidate, step: int) -> bool:

@@ -37,7 +37,7 @@ class JsonlHook:
     def __init__(
         self, path: str | os.PathLike[str], *, record_bytes: int = 16 << 20, record_files: int = 3, world_size: int = 1
     ) -> None:
-        self._path = Path(path)
+        self._path = Path(os.path.abspath(path))
         self._record_bytes = record_bytes
         self._record_files = record_files
         self._world_size = world_size

@@ -52,8 +52,8 @@ class PrometheusHook(SaveHook):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
-        folder = os.path.abspath(self._path.parent)
+        self._path = Path(os.path.abspath(path))
+        folder = self._path.parent
         if self._path.suffix != ".prom":
             raise ConfigError(key="prometheus_textfile", message=f"{path}: only files that end in .prom are collected")
         if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
