@@ -300,7 +300,7 @@ class CheckpointConfig:
         default=(), metadata=limits(pattern=_SIGNAL, words="the name of a signal that can be handled")
     )
     signal_grace_s: float = field(default=60.0, metadata=limits(above=0, at_most=_LONGEST_S))
-    lease_s: float = field(default=60.0, metadata=limits(at_least=1, at_most=_LONGEST_S))
+    lease_s: float = field(default=60.0, metadata=limits(at_least=1, at_most=3600))
     record_events: bool = True
 
     def __post_init__(self) -> None:

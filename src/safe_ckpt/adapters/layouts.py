@@ -142,7 +142,7 @@ def _problem_of_transformers(path: Path) -> str:
 
 LIGHTNING_FILE = Kind(
     name="Lightning file",
-    named=re.compile(r"step=(\d{1,18})"),
+    named=re.compile(r"step=([0-9]{1,18})"),
     is_one=lambda path: path.suffix == ".ckpt" and presence.is_file(path),
 )
 LIGHTNING_SHARDED = Kind(name="Lightning directory", named=None, is_one=lambda path: presence.is_file(path / META))
@@ -154,19 +154,19 @@ LIGHTNING_DEEPSPEED = Kind(
 )
 ACCELERATE = Kind(
     name="Accelerate checkpoint",
-    named=re.compile(r"^checkpoint_(\d+)$"),
+    named=re.compile(r"^checkpoint_([0-9]+)$"),
     is_one=lambda path: presence.is_there(path / _RANDOM_STATES),
     problem=_problem_of_accelerate,
 )
 TRANSFORMERS = Kind(
     name="Transformers checkpoint",
-    named=re.compile(r"^checkpoint-(\d+)$"),
+    named=re.compile(r"^checkpoint-([0-9]+)$"),
     is_one=lambda path: presence.is_there(path / TRAINER_STATE),
     problem=_problem_of_transformers,
 )
 DEEPSPEED = Kind(
     name="DeepSpeed tag",
-    named=re.compile(r"^global_step(\d+)$"),
+    named=re.compile(r"^global_step([0-9]+)$"),
     is_one=has_states,
     problem=lambda path: "" if has_states(path) else "it holds no states of DeepSpeed",
 )

@@ -178,7 +178,7 @@ def candidates(folder: Path) -> list[Candidate]:
 
 def step_of(tag: str) -> int:
     """The number that a tag ends with, such as that of ``global_step10``; -1 when there is none."""
-    match = re.search(r"\d+$", tag)
+    match = re.search(r"[0-9]+$", tag)
     return int(match.group()) if match else -1
 
 

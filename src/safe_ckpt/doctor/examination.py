@@ -47,7 +47,7 @@ def world_of(environment: Mapping[str, str]) -> World | None:
 
     def number(key: str) -> int:
         text = environment.get(key, "")
-        if not text.isdigit():
+        if not (text.isascii() and text.isdecimal()):
             advice = "start the ranks with torchrun, or unset WORLD_SIZE for one process"
             raise ConfigError(key=key, message=f"expected a number, got {text!r}: {advice}")
         return int(text)

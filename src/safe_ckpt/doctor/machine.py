@@ -72,7 +72,9 @@ def cores(_: Examined) -> list[Finding]:
     """Cores that this process may use, against the ranks on this host."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
     allowed = len(os.sched_getaffinity(0))
-    return [judge_cores(allowed, host_memory.allowance().cores, int(local) if local.isdigit() else 1)]
+    return [
+        judge_cores(allowed, host_memory.allowance().cores, int(local) if local.isascii() and local.isdecimal() else 1)
+    ]
 
 
 def judge_cores(allowed: int, quota: float | None, ranks: int) -> Finding:

@@ -27,7 +27,7 @@ _LONGEST_TAG = 4096
 NOT_COMMITTED = "not committed"
 FOUND_DAMAGED = "found damaged by a resume"
 _NAMES = "names"  # in the hidden folder: those of checkpoints that are named one by one
-_NAME = re.compile(r"^(?:step-|epoch_|step_)(\d{1,18})$")  # ours, and those of Accelerate's examples
+_NAME = re.compile(r"^(?:step-|epoch_|step_)([0-9]{1,18})$")  # ours, and those of Accelerate's examples
 _NOT_NAMED = f"the file {layouts.LATEST} does not name it: it is loaded only by its name"
 _DIRECTORIES: Sequence[tuple[str, Callable[[str], bool]]] = (
     ("DeepSpeed directory", lambda name: name.startswith(("zero_pp_rank_", "mp_rank_"))),

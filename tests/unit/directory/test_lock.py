@@ -251,3 +251,38 @@ def test_what_killed_contenders_left_is_swept(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["lock", "lock.alive"]
     lock.release()
     assert os.listdir(tmp_path) == []
+
+
+def test_another_thread_of_the_process_does_not_take_the_lock_away(tmp_path, monkeypatch):
+    """Two threads open one directory at the same time: one has it, the other is told so, and the lock file stays."""
+    inside, go_on = threading.Event(), threading.Event()
+    create = JobLock._create
+
+    def slowly(self):
+        made = create(self)
+        if not inside.is_set():
+            inside.set()
+            go_on.wait(20)
+        return made
+
+    monkeypatch.setattr(JobLock, "_create", slowly)
+    first, second = (JobLock(tmp_path, subject=tmp_path, lease_s=6.0) for _ in range(2))
+    thread = threading.Thread(target=first.acquire)
+    thread.start()
+    inside.wait(20)
+    with pytest.raises(DirectoryInUseError, match="this process has it open already"):
+        second.acquire()
+    go_on.set()
+    thread.join(20)
+    first.confirm()
+    first.release()
+    second.acquire()
+    second.release()
+
+
+@pytest.mark.parametrize("lease_s", [1e12, 3601.0])
+def test_no_lock_file_is_waited_for_without_end(tmp_path, lease_s):
+    """A lease that no setting allows is nonsense: it is bounded, and the error says how to free the directory."""
+    (tmp_path / "lock").write_bytes(of_elsewhere(lease_s=lease_s).to_bytes())
+    with pytest.raises(DirectoryInUseError, match=r"ends in 3600 s.*unlock --break-lock"):
+        JobLock(tmp_path, subject=tmp_path, lease_s=6.0).acquire(0.0)

@@ -176,15 +176,16 @@ def test_the_holder_is_told_to_people(workspace):
     assert record["started_at"].startswith("20")
 
 
-def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["step-1", "sub/of%2F the user/step-1"])
+def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch, name):
     """Where the kernel cannot exchange names: killed after each rename, the old or the new is there after a restart."""
     monkeypatch.setattr(durable, "exchange", lambda *_: False)
     for stop_after in range(4):
         exp = tmp_path / f"exp{stop_after}"
         workspace = Workspace(exp, lease_s=6)
         workspace.open()
-        final = exp / "step-1"
-        final.mkdir()
+        final = exp / name
+        final.mkdir(parents=True)
         checkpoint(final, {"f": b"old"})
         staged = workspace.make_pending("op") / "step-1"
         staged.mkdir()
@@ -200,7 +201,7 @@ def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(durable.os, "rename", rename)
             with contextlib.suppress(KeyboardInterrupt):
-                durable.publish_directory(staged, final, workspace.aside("op", workspace.path / "step-1"))
+                durable.publish_directory(staged, final, workspace.aside("op", final))
         workspace.close()
         again = Workspace(exp, lease_s=6)
         again.open()
@@ -332,3 +333,16 @@ def test_jobs_that_end_and_begin_at_once_do_not_disturb_each_other(tmp_path):
     said = [job.communicate(timeout=100)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], said
     assert not any(path.is_file() or path.name == ".safe_ckpt" for path in tmp_path.rglob("*"))
+
+
+def test_empty_folders_of_others_stay(tmp_path):
+    """Nothing was saved: what this opening made is taken away, not what an earlier one had made and the user has since."""
+    workspace = Workspace(tmp_path / "runs/exp", lease_s=6)
+    workspace.open()
+    workspace.close()
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "runs").mkdir()
+    workspace.open()
+    workspace.close()
+    assert (tmp_path / "runs").is_dir()
+    assert not (tmp_path / "runs/exp").exists()

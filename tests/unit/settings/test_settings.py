@@ -46,7 +46,7 @@ def refused(file, text):
         ("# a\nkeep_last: 3", ':2: keep_last: unknown key; "keep_last" belongs under "retention"'),
         ("retention.keep_last: 3", ':1: retention.keep_last: unknown key; "keep_last" belongs under "retention"'),
         ("retention: {lease_s: 3}", ':1: retention.lease_s: unknown key; "lease_s" belongs at the top level'),
-        ("a: 1\nsafe_ckpt:\n  lease_s: 0", ":3: lease_s: expected 1 to 31536000, got 0.0"),
+        ("a: 1\nsafe_ckpt:\n  lease_s: 0", ":3: lease_s: expected 1 to 3600, got 0.0"),
         ("timeouts: {\n  barrier_s: soon}", ":2: timeouts.barrier_s: expected seconds or \"HH:MM:SS\", got 'soon'"),
         (
             "retention:\n  keep_last: 1\n  keep_last: 2",
@@ -182,7 +182,7 @@ def test_text_needs_no_quotes_in_a_variable():
             "{}",
             "RETENTION: unknown variable; there is one for each key, such as SAFE_CKPT__RETENTION__KEEP_LAST",
         ),
-        ("LEASE_S", "0", "LEASE_S: lease_s: expected 1 to 31536000, got 0.0"),
+        ("LEASE_S", "0", "LEASE_S: lease_s: expected 1 to 3600, got 0.0"),
         ("LEASE_S", "[", "LEASE_S: lease_s: cannot be read as YAML: '['"),
         (
             "SAVE_ON_SIGNALS",
@@ -196,7 +196,7 @@ def test_text_needs_no_quotes_in_a_variable():
             "MAX_HOST_BYTES: max_host_bytes: expected a whole number such as 1000000000, got '1e9'",
         ),
         ("MAX_HOST_BYTES", "9G", "MAX_HOST_BYTES: max_host_bytes: expected a whole number, got '9G'"),
-        ("LEASE_S", "1e12", "LEASE_S: lease_s: expected 1 to 31536000, got 1000000000000.0"),
+        ("LEASE_S", "1e12", "LEASE_S: lease_s: expected 1 to 3600, got 1000000000000.0"),
         ("RETENTION__KEEP_BEST", "1", "RETENTION__KEEP_BEST: retention.metric: keep_best needs the name of a metric"),
     ],
 )

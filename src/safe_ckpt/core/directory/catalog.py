@@ -305,8 +305,9 @@ def _entries(workspace: Path) -> list[Path]:
 
 
 def _step_of(name: str) -> int | None:
-    fits = name.startswith("step-") and name[5:].isdigit() and len(name) >= len(step_name(0))
-    return int(name[5:]) if fits else None
+    digits = name.removeprefix("step-")
+    fits = digits != name and digits.isascii() and digits.isdecimal() and len(name) >= len(step_name(0))
+    return int(digits) if fits else None
 
 
 def _look(path: Path) -> Candidate:

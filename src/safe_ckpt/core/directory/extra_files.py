@@ -91,9 +91,12 @@ def carry(old: Path, staged: Path, wanted: Callable[[str], bool]) -> None:
         ours = {entry.path for entry in read_manifest(old).files}
     except SafeCheckpointError:
         ours = set()  # unknown: every file is kept, except for those that are written anew
-    for name in _files_below(old):
+    for name in _files_below(old, folders=True):
         target = staged / name
         if name in ours or name == MANIFEST_NAME or os.path.lexists(target) or not wanted(name):
+            continue
+        if (old / name).is_dir() and not (old / name).is_symlink():
+            target.mkdir(parents=True)  # an empty one of the user's
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -105,11 +108,15 @@ def carry(old: Path, staged: Path, wanted: Callable[[str], bool]) -> None:
     _sync_folders(staged)
 
 
-def _files_below(folder: Path) -> Iterator[str]:
+def _files_below(folder: Path, *, folders: bool = False) -> Iterator[str]:
+    """What is no directory, links to directories too; and, if asked, the directories in which nothing lies."""
     for top, below, names in os.walk(folder, onerror=_raise):
-        below[:] = sorted(name for name in below if name != HIDDEN)
-        for name in sorted(names):
+        links = [name for name in below if os.path.islink(os.path.join(top, name))]
+        below[:] = sorted(name for name in below if name != HIDDEN and name not in links)
+        for name in sorted([*names, *links]):
             yield Path(top, name).relative_to(folder).as_posix()
+        if folders and not below and not names and not links and top != str(folder):
+            yield Path(top).relative_to(folder).as_posix()
 
 
 def _raise(error: OSError) -> None:

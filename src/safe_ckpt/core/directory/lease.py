@@ -26,6 +26,7 @@ LOCK_NAME = "lock"
 KERNEL_NAME = "lock.alive"
 _MOST_BYTES = 4096  # a lock file is some hundred bytes
 _BEATS = 10**9
+_LONGEST_S = 3600.0  # as the settings have it: of a file that says more, somebody has written nonsense
 
 Fate = Literal["alive", "dead", "unknown"]
 
@@ -67,13 +68,14 @@ class Lease:
         """From a lock file; None where it is empty, torn or not one of ours."""
         try:
             fields: dict[str, Any] = json.loads(data)
-            lease = cls(**{**fields, "beat": int(fields["beat"]), "lease_s": float(fields["lease_s"])})
+            lease_s = min(float(fields["lease_s"]), _LONGEST_S)
+            lease = cls(**{**fields, "beat": int(fields["beat"]), "lease_s": lease_s})
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
             return None
         texts = (lease.token, lease.host, lease.started_at, lease.kernel)
         numbers = (lease.pid, lease.namespace, lease.process_start, lease.device)
         right = all(isinstance(text, str) for text in texts) and all(isinstance(number, int) for number in numbers)
-        return lease if right and 0 < lease.lease_s < float("inf") else None
+        return lease if right and lease.lease_s > 0 else None
 
     def next(self) -> Lease:
         """The next sign of life."""

@@ -52,7 +52,9 @@ _SLOW_S = 1.0
 _LEASE_S = 60.0  # of a lock file that does not say
 _MOMENT_S = 1.5
 _TAKEN_AWAY = "another job took the directory over, because this one showed no sign of life for {:g} s (lease_s)"
+_FREE = "or free it with safe-ckpt unlock --break-lock"
 _held: dict[str, JobLock] = {}
+_reserving = threading.RLock()  # a signal's handler may open a directory, too
 
 
 class JobLock:
@@ -92,9 +94,12 @@ class JobLock:
             DirectoryError: the file system refuses.
         """
         with naming(rank=0, phase="taking the job lock", path=self._directory):
-            self._refuse_within_process()
-            self._take(None if patience_s is None else time.monotonic() + patience_s)
-        _held[self._key] = self
+            self._reserve()
+            try:
+                self._take(None if patience_s is None else time.monotonic() + patience_s)
+            except BaseException:
+                _held.pop(self._key, None)
+                raise
         self._sweep()
         self._stop = threading.Event()
         self._keeper = threading.Thread(
@@ -166,13 +171,16 @@ class JobLock:
             started_at=lease.started_at if lease else "?",
         )
 
-    def _refuse_within_process(self) -> None:
-        self._key = os.path.realpath(self._directory)
+    def _reserve(self) -> None:
+        """Be the one of this process that takes it: another thread would take the lock file of this one for a dead one's."""
+        self._key, self._pid = os.path.realpath(self._directory), os.getpid()
         if self._key in _held:
             gc.collect()  # an object that is only referenced by itself ends now
-        holder = _held.get(self._key)
-        if holder is None or holder._pid != os.getpid():
-            return
+        with _reserving:
+            holder = _held.get(self._key)
+            if holder is None or holder._pid != os.getpid():
+                _held[self._key] = self
+                return
         who = holder._owner or "use one Checkpointer per directory and process"
         raise self.in_use(f"this process has it open already: {who}", holder._lease)
 
@@ -232,11 +240,14 @@ class JobLock:
         # Earlier waits were measured by the clocks of several machines. A live holder changes the file in the time left.
         needed_s = max(lease_s - waited_s, 2 * lease_s / _BEATS_PER_LEASE)
         host = lease.host if lease is not None else "unknown"
-        logger.info("%s is held by host %s: waiting up to %.0f s for a sign of life", self._subject, host, needed_s)
+        waiting = "%s is held by host %s: waiting up to %.0f s for a sign of life. If it is dead, wait, %s"
+        logger.info(waiting, self._subject, host, needed_s, _FREE)
         pause_s, still_s, before = min(1.0, needed_s / 20), 0.0, time.monotonic()
         while still_s < needed_s:
             if deadline is not None and time.monotonic() >= deadline:
-                so_far = f"it shows no sign of life; its lease ends in {needed_s - still_s:.0f} s: start again then"
+                so_far = (
+                    f"it shows no sign of life; its lease ends in {needed_s - still_s:.0f} s: start again then, {_FREE}"
+                )
                 raise self.in_use(so_far, lease)
             time.sleep(pause_s)
             look_again(self._directory)

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 from safe_ckpt.core.directory.lock import JobLock
 from safe_ckpt.core.formats.manifest import read_manifest
@@ -58,7 +59,7 @@ class Workspace:
         self._lock = JobLock(self.hidden, subject=path, lease_s=lease_s, owner=owner)
         self._swept = swept
         self.last_sequence = 0
-        self._missing: list[Path] = []
+        self._made: list[Path] = []
 
     def open(self, patience_s: float | None = None) -> None:
         """Create the directory, take the lock, repair and sweep what an earlier job left.
@@ -73,12 +74,12 @@ class Workspace:
         creating = "creating the checkpoint directory"
         with naming(rank=0, phase=creating, path=self.path):
             self._refuse_links()
-            self._missing = self._missing or _missing((self.path, self.hidden))
+            self._made = []
         for attempts in range(_ATTEMPTS, 0, -1):
             try:
                 with naming(rank=0, phase=creating, path=self.path):
                     for folder in (self.path, self.hidden):
-                        durable.make_directory(folder)
+                        self._made = [*durable.make_directory(folder), *self._made]
                     self._lock.acquire(patience_s)
                 break
             except DirectoryError as error:
@@ -102,8 +103,8 @@ class Workspace:
         if self._lock.is_seen:  # else the folders are another job's by now
             _remove_empty([self.pending, self.trash, self._quarantine])
         self._lock.release()
-        # A job that starts at this moment creates them again.
-        _remove_empty([self.hidden, *self._missing])
+        # A job that starts at this moment creates them again. Folders that somebody else made stay, also empty ones.
+        _remove_empty([self.hidden, *self._made])
 
     def start_after(self, sequence: int) -> None:
         """Everything saved from now on is newer than ``sequence``."""
@@ -132,13 +133,18 @@ class Workspace:
         """Where what stands at ``path`` goes when the save ``op_id`` replaces it by another directory.
 
         Called before ``confirm``: made later, it would let a job that was taken over move the other one's files. For a path
-        elsewhere, to which ``open`` would not bring it back, that is beside it.
+        outside, to which ``open`` would not bring it back, that is beside it.
         """
-        if path.parent != self.path:
+        if self.path not in path.parents:
             return path.with_name(f".{path.name}.{op_id}.old")
         folder = self.trash / op_id
         folder.mkdir(parents=True, exist_ok=True)
-        return folder / path.name
+        return folder / _flat(path.relative_to(self.path))
+
+    def _home_of(self, name: str) -> Path:
+        """Where something of this name in the trash has its place: see ``aside``."""
+        home = self.path / (unquote(name) if "%2F" in name else name)
+        return home if self.path in Path(os.path.normpath(home)).parents else self.path / name
 
     def drop_pending(self, op_id: str) -> None:
         """Remove the directory of a save that is over, and what it replaced. Never raises.
@@ -147,7 +153,7 @@ class Workspace:
         """
         aside = self.trash / op_id
         try:
-            unreplaced = [name for name in os.listdir(aside) if not os.path.lexists(self.path / name)]
+            unreplaced = [name for name in os.listdir(aside) if not os.path.lexists(self._home_of(name))]
         except FileNotFoundError:
             unreplaced = []
         except OSError as error:
@@ -259,13 +265,15 @@ class Workspace:
         for folder in _listed(self.trash):
             interrupted = folder.is_dir() and (self.pending / folder.name).is_dir()
             for old in list(folder.iterdir()) if interrupted else []:
-                if os.path.lexists(self.path / old.name):
+                home = self._home_of(old.name)
+                if os.path.lexists(home):
                     continue
-                new = self.pending / folder.name / old.name
+                new = self.pending / folder.name / home.name
                 chosen = new if _is_complete(new) else old
+                durable.make_directory(home.parent)
                 self.confirm()
-                logger.warning("%s: finished an interrupted replacement with %s", self.path / old.name, chosen)
-                durable.publish_directory(chosen, self.path / old.name, self.trash / folder.name / "unused")
+                logger.warning("%s: finished an interrupted replacement with %s", home, chosen)
+                durable.publish_directory(chosen, home, self.trash / folder.name / "unused")
 
     def _sweep(self) -> None:
         for moving in self._quarantine.glob(f"{_MOVING}*"):
@@ -290,6 +298,11 @@ class Workspace:
             logger.warning("%s could not be deleted and stays in the hidden folder: %s", path, error)
 
 
+def _flat(path: Path) -> str:
+    """A path as one name, from which it can be told again; a plain name as it is."""
+    return quote(path.as_posix(), safe=" ()+,;=@[]!$&'*:") if len(path.parts) > 1 else path.name
+
+
 def sequence_after(last: int) -> int:
     """The place in the order of commits behind ``last``.
 
@@ -304,12 +317,6 @@ def _listed(folder: Path) -> list[Path]:
         return list(folder.iterdir())
     except FileNotFoundError:
         return []
-
-
-def _missing(paths: Iterable[Path]) -> list[Path]:
-    """Which of ``paths`` and the folders above them are not there, the deepest first."""
-    missing = {folder for path in paths for folder in (path, *path.parents) if not folder.exists()}
-    return sorted(missing, key=lambda folder: len(folder.parts), reverse=True)
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:

@@ -55,25 +55,6 @@ class WrittenFile:
     left_out: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Closing:
-    """What is known of a file when the last of its bytes has been hashed. It is announced as one value, so never in part.
-
-    Attributes:
-        xxh3_128: of the whole file, with the tail.
-        health: what was found of its numbers; None where they were not looked at.
-        tail: the bytes that follow the image.
-    """
-
-    xxh3_128: str
-    health: Mapping[str, Any] | None
-    tail: bytes = b""
-
-    def written(self, path: str, size_bytes: int, **facts: Any) -> WrittenFile:
-        """Of the file at ``path``, which is there now."""
-        return WrittenFile(path=path, size_bytes=size_bytes, xxh3_128=self.xxh3_128, health=self.health, **facts)
-
-
 def sync_directory(path: str) -> None:
     """Make the entries of a directory durable."""
     with opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
@@ -87,12 +68,25 @@ def sync_file(path: Path) -> int:
         return os.fstat(fd).st_size
 
 
-def make_directory(path: Path) -> None:
-    """Create a directory and its parents so that they survive a crash. Existing ones are fine."""
+def make_directory(path: Path) -> list[Path]:
+    """Create a directory and its parents so that they survive a crash. Existing ones are fine.
+
+    Returns:
+        Those that were created here, and not by somebody else at the same moment; the deepest first.
+    """
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
+    made: list[Path] = []
+    for folder in reversed(missing):
+        try:
+            folder.mkdir()
+            made.insert(0, folder)
+        except FileExistsError:
+            if not folder.is_dir():
+                raise
+    path.mkdir(exist_ok=True)  # raises if it is no directory
     for folder in missing:
         sync_directory(str(folder.parent))
+    return made
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -32,8 +32,9 @@ from safe_ckpt.core.storage.direct_io import (
     write_all,
     write_rest,
 )
-from safe_ckpt.core.storage.durable import Closing, WrittenFile, sync_directory
+from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
 from safe_ckpt.core.storage.objects.object_copy import ObjectCopy
+from safe_ckpt.core.writer.closing import Closing
 from safe_ckpt.core.writer.object_writer import copy_objects, is_object, send_copy, send_image
 
 logger = logging.getLogger(__name__)

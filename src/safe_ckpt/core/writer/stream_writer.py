@@ -28,7 +28,8 @@ from safe_ckpt.core.storage.direct_io import (
     write_all,
     write_rest,
 )
-from safe_ckpt.core.storage.durable import Closing, WrittenFile
+from safe_ckpt.core.storage.durable import WrittenFile
+from safe_ckpt.core.writer.closing import Closing
 from safe_ckpt.core.writer.object_writer import is_object, send_stream
 
 _PIECE = 1 << 20  # hashed at a time
