@@ -31,7 +31,7 @@ class Emitter:
         self._patience_s = patience_s
         self._queue: queue.SimpleQueue[tuple[list[Event], threading.Event] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._running: Hook | None = None
         self._stuck = False
         self._pid = os.getpid()

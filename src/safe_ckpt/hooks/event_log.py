@@ -41,7 +41,7 @@ class JsonlHook:
         self._record_bytes = record_bytes
         self._record_files = record_files
         self._world_size = world_size
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._begun = False
         self._refused = False
 

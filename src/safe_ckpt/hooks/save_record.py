@@ -39,7 +39,7 @@ class SaveHook:
     """Takes events on any thread. Several saves may be under way at a time; each is known by its name."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._snapshotted: dict[str, events.Snapshotted] = {}
         self._written: dict[str, events.Written] = {}
 

@@ -39,7 +39,7 @@ from safe_ckpt.errors import (
 logger = logging.getLogger(__name__)
 
 _open: list[Coordinator] = []
-_open_lock = threading.Lock()
+_open_lock = threading.RLock()
 
 
 def open_coordinator(

@@ -115,7 +115,7 @@ class Receipts:
 
     def __init__(self) -> None:
         self._expected: dict[str, tuple[int, int]] = {}
-        self._lock = threading.Lock()  # a save's thread expects some while the one that trains leaves
+        self._lock = threading.RLock()  # a save's thread expects some while the one that trains leaves
 
     def __len__(self) -> int:
         return len(self._expected)

@@ -19,11 +19,13 @@ def process_start(pid: int) -> int | None:
 
 
 def process_state(pid: int) -> str:
-    """The kernel's one-letter state of a process on this machine, "" when it is gone or unknown."""
+    """The kernel's one-letter state of a process on this machine, "" when it is gone, "?" where one cannot look just now."""
     try:
         return _stat(pid)[:1]
-    except OSError:
-        return ""
+    except (FileNotFoundError, ProcessLookupError):
+        return "" if Path("/proc/self/stat").exists() else "?"
+    except OSError:  # no descriptors left, say: no sign of a death
+        return "?"
 
 
 def _stat(pid: int) -> str:

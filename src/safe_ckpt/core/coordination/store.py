@@ -221,7 +221,7 @@ class StoreClient:
         self.answer_s = answer_s
         self._whose = whose
         self._alive = alive
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._current: _Connection | None = None
         self._left: list[_Connection] = []
         self._ended = False

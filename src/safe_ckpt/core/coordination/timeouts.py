@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Group: TypeAlias = "ProcessGroup | DeviceMesh | None"
-_lock = threading.Lock()
+_lock = threading.RLock()
 _YEAR_S = 31_536_000
 
 

@@ -90,7 +90,7 @@ class SaveQueue:
         self._background = Background("safe_ckpt-save", self._work)
         self._concluded: list[TwoPhaseCommit] = []
         self._open: list[SaveJob] = []
-        self._beginning = threading.Lock()
+        self._beginning = threading.RLock()
         self._failures = 0
         self.mirror: Mirror | None = None
         self._deferred: list[tuple[Root, Place]] = []

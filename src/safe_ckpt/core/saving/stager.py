@@ -50,7 +50,7 @@ class Stager:
         self._known = KnownCopies()
         self.unchanged = UnchangedFiles(config.unchanged, config.health, rank)
         self._last: weakref.ref[StagingCopy] | None = None  # the one that was put in last
-        self._giving_back = threading.Lock()
+        self._giving_back = threading.RLock()
         self._closed = False
 
     def prepare(self, size_bytes: int, begin: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from safe_ckpt.core.staging.snapshot import StagingCopy
 if TYPE_CHECKING:
     import torch
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _pending: tuple[tuple[StagingCopy, float], ...] = ()
 _hooked = False
 
@@ -74,4 +74,4 @@ def _pass() -> None:
 def _forget() -> None:
     # A forked process has no threads that copy, and nothing to save.
     global _pending, _lock
-    _pending, _lock = (), threading.Lock()
+    _pending, _lock = (), threading.RLock()

@@ -191,13 +191,13 @@ class StagingCopy:
         self._stopped = False
         self._rest_is_left = False  # by ``run``, to whoever comes first
         self._taken_over = False
-        self._claiming = threading.Lock()
+        self._claiming = threading.RLock()
         self._marked = 0
         self._over = threading.Event()
-        self._checking = threading.Lock()
+        self._checking = threading.RLock()
         self._pieces: deque[Piece] = deque()  # those that another thread may take
-        self._entering = threading.Lock()  # of the one that helps; never held for long
-        self._helping = threading.Lock()  # held by the one that helps
+        self._entering = threading.RLock()  # of the one that helps; never held for long
+        self._helping = threading.Lock()  # not reentrant: held by the one that helps, which is asked without waiting
         self._gate_waits = False
         self._to_be_closed = False
         self._ask_for_help: Callable[[Callable[[], None]], None] | None = None

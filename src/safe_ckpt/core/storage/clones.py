@@ -51,7 +51,7 @@ class _Written:
 
 _written: OrderedDict[tuple[int, int], _Written] = OrderedDict()
 _able: dict[int, bool] = {}  # by the number of a file system
-_learning = threading.Lock()
+_learning = threading.RLock()
 
 
 class SharedPieces:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 PAGE = 4096
 _without_direct: dict[int, str] = {}
-_learning = threading.Lock()  # several files are copied at a time
+_learning = threading.RLock()  # several files are copied at a time
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -133,6 +133,8 @@ class WriterClient:
                 raise
         self._socket = ours
         self._socket.settimeout(0)
+        self._readable = select.poll()  # ``select.select`` takes no descriptor above 1023
+        self._readable.register(self._socket, select.POLLIN)
         self._page = ProgressPage(page_fd)
         os.close(page_fd)
         self._owner = os.getpid()
@@ -161,8 +163,7 @@ class WriterClient:
         watch = StallWatch(self.beats())
         while True:
             asked = time.monotonic()
-            readable, _, _ = select.select([self._socket], [], [], _POLL_S)
-            reply = self._receive(job) if readable else None
+            reply = self._receive(job) if self._readable.poll(_POLL_S * 1000) else None
             if reply is not None and reply["job"] == self._jobs:
                 return _results(reply, job)
             if self._process.poll() is not None:

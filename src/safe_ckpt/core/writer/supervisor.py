@@ -22,12 +22,14 @@ from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
 from safe_ckpt.core.storage.objects.options import StorageOptions, variables
 from safe_ckpt.core.writer.client import WriteJob, WriterClient, WriterEnded
 from safe_ckpt.core.writer.file_writer import write_files
+from safe_ckpt.core.writer.spawn import Spawn
 from safe_ckpt.core.writer.stream_writer import stream_file
 from safe_ckpt.core.writer.thread import WriterThread
 from safe_ckpt.errors import WriterError
 
 logger = logging.getLogger(__name__)
 _STREAM_BYTES = 64 << 20
+_MOMENT_S = 1.0
 
 
 class WriterSupervisor:
@@ -51,21 +53,46 @@ class WriterSupervisor:
         self._timeouts = timeouts
         self._respawned = respawned
         self._child: WriterClient | None = None
+        self._spawn: Spawn | None = None
+        self._late = False
         self._thread = WriterThread()
-        self._starting = threading.Lock()  # it may be started ahead of a save, on another thread
+        self._starting = (
+            threading.RLock()
+        )  # it may be started ahead of a save, on another thread; never held while waiting
         self._closed = False
         self.moves = 0  # of writing in this process
         self._options = WriteOptions.of(config, storage)
 
     def start(self) -> None:
-        """Start the process ahead of the first job. If that fails, this process writes by itself, and logs that."""
+        """Start the process ahead of the first job. Waits a moment for it, and not for one that hangs."""
         with self._starting:
             if self._child is not None or self._closed:
                 return
-            try:
-                self._child = WriterClient(self._config.niceness)
-            except OSError as error:
-                logger.warning("the writer process cannot be started (%s): writing in this process", error)
+            first = self._spawn is None
+            spawn = self._spawn = self._spawn or Spawn(self._config.niceness)
+        if first:
+            spawn.wait(_MOMENT_S)
+        self._take(spawn)
+
+    def _started(self, stop: Callable[[], None]) -> WriterClient | None:
+        """The process; None if it cannot be started, or does not come up in time: then this process writes by itself."""
+        self.start()
+        spawn = self._spawn
+        if spawn is not None and not self._late:
+            limit_s = self._timeouts.writer_stall_s
+            self._late = not spawn.wait(limit_s, stop)  # each further job only looks whether it is there by now
+            if self._late:
+                logger.warning("the writer process did not start within %g s: writing in this process", limit_s)
+            self._take(spawn)
+        return self._child
+
+    def _take(self, spawn: Spawn) -> None:
+        with self._starting:
+            if not spawn.is_over or self._spawn is not spawn:  # or another thread was faster, or this is closed
+                return
+            self._spawn, self._child, self._late = None, spawn.child, False
+            if spawn.child is None:
+                logger.warning("the writer process cannot be started (%s): writing in this process", spawn.error)
 
     @property
     def pid(self) -> int | None:
@@ -92,8 +119,7 @@ class WriterSupervisor:
             return results
         plan = self._plan(job)
         for spare in range(self._config.max_respawns, -1, -1):
-            self.start()
-            child = self._child
+            child = self._started(stop)
             if child is None:
                 return self._write_here(job, stop)
             try:
@@ -139,6 +165,9 @@ class WriterSupervisor:
         """End the process, for good. Does not wait for a job."""
         with self._starting:
             self._closed = True
+            spawn, self._spawn = self._spawn, None
+        if spawn is not None:
+            spawn.abandon()
         self._thread.close()
         self._drop_child()
 

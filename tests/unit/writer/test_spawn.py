@@ -1,0 +1,90 @@
+"""Starting the writer process, where that is slow or where descriptors are few or many."""
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from safe_ckpt import CheckpointConfig, Checkpointer, WriterConfig
+from safe_ckpt.core.coordination import processes
+
+JOB = """
+    import signal, sys, time, torch
+    from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
+    folder, sys.executable = sys.argv[1:]
+    settings = CheckpointConfig(timeouts=Timeouts(writer_stall_s=2), writer=WriterConfig(inline_bytes=0))
+    begun = time.monotonic()
+    with Checkpointer(folder, settings) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, {"w": {"t": torch.ones(1000) * step}}).result(timeout_s=20)
+        state = {"w": {"t": torch.zeros(1000)}}
+        assert ckpt.resume(state).step == 3 and state["w"]["t"].eq(3).all()
+    assert time.monotonic() - begun < 12, time.monotonic() - begun
+    print("done", flush=True)
+"""
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+def test_an_interpreter_whose_exec_hangs_holds_nothing_up(tmp_path):
+    """As on a network file system that does not answer: the saves are written by the job itself, and it ends."""
+    link = tmp_path / "python"
+    link.symlink_to(os.path.realpath(sys.executable))
+    (tmp_path / "job.py").write_text(textwrap.dedent(JOB))
+    log = tmp_path / "log"
+    words = ["strace", "-f", "-qq", "-o", "/dev/null", "-P", str(link), "-e", "trace=execve"]
+    words += ["-e", "inject=execve:delay_enter=60000000"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with log.open("w") as stream:
+        # strace itself waits for the process that hangs.
+        job = subprocess.Popen(
+            [*words, sys.executable, tmp_path / "job.py", tmp_path / "run", link],
+            stdout=subprocess.PIPE,
+            stderr=stream,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            assert job.stdout.readline() == "done\n", log.read_text()
+        finally:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait(20)
+            job.stdout.close()
+    assert "did not start within 2 s: writing in this process" in log.read_text()
+
+
+def test_descriptors_above_a_thousand(tmp_path):
+    """A job with many open files saves as any other."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2000:
+        pytest.skip("this shell allows no more files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        with Checkpointer(tmp_path, CheckpointConfig(writer=WriterConfig(inline_bytes=0))) as ckpt:
+            ckpt.save(1, {"w": {"t": torch.ones(1000)}}).result(timeout_s=20)
+            assert ckpt.resume({"w": {"t": torch.zeros(1000)}}).step == 1
+    finally:
+        for fd in files:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EIO])
+def test_a_process_that_cannot_be_looked_at_is_not_dead(monkeypatch, number):
+    """Without descriptors, say, its state is not known; only one that is not there is gone."""
+    assert processes.process_state(os.getpid()) == "R"
+    assert processes.process_state(2**22 + 1) == ""
+
+    def read(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(processes.Path, "read_text", read)
+    assert processes.process_state(os.getpid()) == "?"
