@@ -307,3 +307,20 @@ def test_torch_save_and_ours_load_alike():
     torch.save(state, stream)
     stream.seek(0)
     same(torch.load(stream, weights_only=True), state)
+
+
+@pytest.mark.parametrize("records", [False, True], ids=["plain", "archive"])
+def test_gaps_of_a_file_hold_nothing_of_an_earlier_snapshot(tmp_path, records):
+    """The shared memory is used again: what lies between the parts of a file is zeros, as in one that is streamed."""
+    buffer = SharedBuffer()
+    buffer.reserve(1 << 20)
+    buffer.bytes[:] = 0xAA
+    if records:
+        image = torch_archive.torch_image("x.pt", {"a": torch.ones(3), "b": torch.ones(5)}, strict=True, key="x")
+    else:
+        tensors = [(64, torch.ones(3)), (4096, torch.ones(5))]
+        image = file_plan.FilePlan(path="x.distcp", length=5000, pieces=[(0, b"head")], tensors=tensors)
+    tasks = snapshot.take([image], buffer, str(tmp_path), {"name": "x"})
+    write_file(tasks[0], memoryview(buffer.memory), OPTIONS, Quiet())
+    assert b"\xaa" * 3 not in (tmp_path / image.path).read_bytes()
+    buffer.close()

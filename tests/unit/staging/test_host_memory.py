@@ -56,6 +56,13 @@ def test_a_group_above_limits_as_well(machine):
     assert ask(machine, "0::/job/step\n") == GIB + GIB // 2
 
 
+def test_page_cache_in_use_does_not_count_as_taken(machine):
+    """The kernel reclaims it before it kills: a snapshot that fits then is not refused."""
+    limit(machine / "groups/job", V2, 4 * GIB, 4 * GIB, GIB)
+    (machine / "groups/job/memory.stat").write_text(f"anon 5\nshmem 7\nactive_file {2 * GIB}\ninactive_file {GIB}\n")
+    assert ask(machine, "0::/job\n") == 3 * GIB
+
+
 def test_version_1_groups_limit_too(machine):
     """The memory controller's own hierarchy."""
     limit(machine / "groups/memory/job", V1, 2 * GIB, GIB, 0)

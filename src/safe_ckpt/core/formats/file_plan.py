@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +86,16 @@ class FilePlan:
             return self.length
         names = sum(len(record.name) for record in self.records)
         return self.length + 8192 + 200 * len(self.records) + 2 * names
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """From where to where nothing is placed: zeros in the file, but for what the writer puts there."""
+        parts = [(at, len(data)) for at, data in self.pieces]
+        parts += [(at, tensor.numel() * tensor.element_size()) for at, tensor in self.tensors]
+        at = 0
+        for start, size in sorted([*parts, (self.length, 0)]):
+            if start > at:
+                yield at, start
+            at = max(at, start + size)
 
 
 def json_image(path: str, data: object) -> FilePlan:

@@ -394,7 +394,7 @@ def _read_file(path: Path) -> bytes:
             raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message="is not a regular file")
         if status.st_size > MOST_BYTES:
             raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message="the manifest is too large")
-        data = stream.read(MOST_BYTES)
+        data = stream.read(status.st_size)  # not more: so much memory is asked for
         if len(data) < status.st_size:
             raise presence.ShortReadError(str(path / MANIFEST_NAME), len(data))
         return data

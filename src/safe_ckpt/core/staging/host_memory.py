@@ -14,9 +14,11 @@ _MEMINFO = Path("/proc/meminfo")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT_BYTES = 1 << 60  # version 1 writes "none" as a huge number
-_MEMORY_FILES = (  # of version 2 and 1: the limit, the usage, and the row of memory.stat that can be reclaimed
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+# Of version 2 and 1: the limit, the usage, and the rows of memory.stat that the kernel reclaims before it kills. The page cache
+# in use is among them; shared memory is not.
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 )
 
 
@@ -76,7 +78,7 @@ def _memory(group: Path) -> Iterator[tuple[int, int]]:
         limit, used = _text(group / limit_file).strip(), _text(group / usage_file).strip()
         if limit.isdigit() and int(limit) < _NO_LIMIT_BYTES:  # "max" is no limit
             rows = (line.split() for line in _text(group / "memory.stat").splitlines())
-            cached = next((int(row[1]) for row in rows if row[0] == reclaimable), 0)
+            cached = sum(int(row[1]) for row in rows if row[0] in reclaimable)
             yield int(limit), int(limit) - int(used or 0) + cached
 
 

@@ -109,6 +109,8 @@ def _fill_in(images: Sequence[FilePlan], tasks: Sequence[WriteTask], buffer: Sha
     buffer.filled_for = frozenset()
     for image, task in zip(images, tasks, strict=True):
         same = image.layout is not None and (image.layout, task.offset) in there
+        for start, end in () if same else image.gaps():  # what an earlier snapshot had there is nobody's business
+            memory[task.offset + start : task.offset + end] = bytes(end - start)
         for offset, data in image.pieces[image.fixed :] if same else image.pieces:
             memory[task.offset + offset : task.offset + offset + len(data)] = data
     placed = zip(images, tasks, strict=True)

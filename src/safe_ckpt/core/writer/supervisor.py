@@ -124,6 +124,12 @@ class WriterSupervisor:
                 return self._write_here(job, stop)
             try:
                 return child.run(job, plan, self._timeouts, stop)
+            except PermissionError as error:
+                # A descriptor of this process is its own where it has changed its user, or where /proc hides it.
+                if error.filename not in {copy.source for copy in job.copies}:
+                    self._drop_child()
+                    raise
+                return self._write_here(job, stop)
             except WriterEnded as ended:
                 self._drop_child()
                 if ended.stalled and not spare:

@@ -1,0 +1,62 @@
+"""Two users of one group save in turn into a directory that belongs to the group."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import pytest
+
+JOB = """
+    import os, sys, torch
+    folder, user = sys.argv[1], int(sys.argv[2])
+    import safe_ckpt.core.saving.engine, safe_ckpt.core.writer.object_writer  # while this user may read the interpreter
+    from safe_ckpt import Checkpointer
+    os.setgroups([]); os.setgid(2000); os.setuid(user)
+    os.umask(0o002)
+    model = torch.nn.ModuleDict({"frozen": torch.nn.Linear(600, 600), "head": torch.nn.Linear(3, 3)})
+    model["frozen"].requires_grad_(False)
+    for tensor in model["frozen"].parameters():
+        tensor.zero_()
+    with Checkpointer(folder) as ckpt:
+        info = ckpt.resume({"model": model})
+        begin = info.step if info else 0
+        for step in (begin + 1, begin + 2):
+            ckpt.save(step, {"model": model}).result(timeout_s=60)
+    print(begin + 2)
+"""
+
+
+@pytest.fixture
+def open_to_all():
+    """Not pytest's own folder, which it closes to others again and again."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root: it becomes two other users")
+def test_each_goes_on_from_what_the_other_has_saved(open_to_all):
+    """What is frozen and belongs to the other user is copied where it cannot be linked; every save is committed."""
+    folder = open_to_all / "group"
+    folder.mkdir()
+    os.chown(folder, 0, 2000)
+    folder.chmod(0o2775)
+    (open_to_all / "job.py").write_text(textwrap.dedent(JOB))
+    steps = []
+    for user in (1001, 1002, 1001, 1002):
+        done = subprocess.run(
+            [sys.executable, open_to_all / "job.py", folder / "run", str(user)],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        assert done.returncode == 0, done.stderr
+        steps.append(int(done.stdout))
+    assert steps == [2, 4, 6, 8]
+    modes = {path.stat().st_mode & 0o777 for path in (folder / "run/step-00000007").iterdir()}
+    assert modes <= {0o664, 0o444}
