@@ -47,11 +47,11 @@ test-long: .venv/ready
 test-schedulers: .venv/ready
 	$(call tests,-n 2 --dist loadfile,tests/schedulers)
 
-test-all: .venv/ready  ## the same with the tests marked thorough
+test-all: .venv/ready  ## the same with the tests marked thorough, and of the others all rounds
 	$(MAKE) --no-print-directory test MORE=--all
 
 faults: .venv/ready  ## the whole fault matrix, printed with counts: more than an hour on two cores
-	SAFE_CKPT_THOROUGH=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal tests/faults
+	$(BIN)/python -m pytest --all -q -n 3 --dist worksteal tests/faults
 
 test-deepspeed: RUNNER = $(DEEPSPEED)/python
 test-deepspeed: .venv/deepspeed  ## the DeepSpeed adapter with real engines on the CPU

@@ -3,7 +3,7 @@ import signal
 
 import pytest
 
-from kit import patience
+from kit import patience, thorough
 
 # torch looks up 127.0.0.1 backwards on every connection; where the resolver drops a packet that is five seconds each.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
@@ -18,10 +18,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="also the tests marked thorough")
+    parser.addoption("--all", action="store_true", help="also the tests marked thorough, and of the others all rounds")
 
 
 def pytest_configure(config):
+    if config.getoption("--all"):
+        thorough.turn_on()  # before any test module is imported
     patience.factor()  # before there are other processes that it would measure
 
 
@@ -39,7 +41,7 @@ def be_patient(items):
 
 def pytest_collection_modifyitems(config, items):
     be_patient(items)
-    if config.getoption("--all") or os.environ.get("SAFE_CKPT_THOROUGH"):
+    if thorough.THOROUGH:
         return
     left_out = [item for item in items if item.get_closest_marker("thorough")]
     if left_out:

@@ -220,9 +220,6 @@ def own_weights(engine):
     return torch.cat([parameter.detach().flatten().clone() for parameter in engine.module.parameters()])
 
 
-THOROUGH = bool(os.environ.get("SAFE_CKPT_THOROUGH"))
-
-
 def has_nvme():
     """Whether DeepSpeed's asynchronous I/O was built: to build it within a test would take minutes."""
     from deepspeed.ops.op_builder import AsyncIOBuilder

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from accelerate_launch import run, start
 
+from kit.thorough import THOROUGH
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from support import kill_all, needs_root, processes_of_this_test, small_disk, writer_processes
-
-THOROUGH = bool(os.environ.get("SAFE_CKPT_THOROUGH"))
 
 TRAIN = """
     from safe_ckpt.errors import NoValidCheckpointError

@@ -18,9 +18,10 @@ import torch
 
 pytest.importorskip("deepspeed")
 import deepspeed_runs as runs
-from deepspeed_runs import THOROUGH, has_nvme, spawn
+from deepspeed_runs import has_nvme, spawn
 from safetensors.torch import load_file
 
+from kit.thorough import THOROUGH
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import RestoreError, StateError

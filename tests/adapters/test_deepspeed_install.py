@@ -16,8 +16,9 @@ import torch
 
 pytest.importorskip("deepspeed")
 import deepspeed_runs as runs
-from deepspeed_runs import THOROUGH, has_nvme, spawn
+from deepspeed_runs import has_nvme, spawn
 
+from kit.thorough import THOROUGH
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Timeouts, WriterConfig
 from safe_ckpt.errors import (
     ClosedError,

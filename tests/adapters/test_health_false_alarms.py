@@ -1,15 +1,14 @@
 """Architectures with masks, caches of positions and buffers of all kinds train for a while, and none of it is an alarm."""
 
 import contextlib
-import os
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
+from kit.thorough import THOROUGH
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, events
 
-THOROUGH = bool(os.environ.get("SAFE_CKPT_THOROUGH"))
 STEPS, EVERY = (200, 20) if THOROUGH else (6, 3)
 CONFIG = CheckpointConfig(retention=Retention(keep_last=2))
 pytestmark = [pytest.mark.timeout(580), pytest.mark.filterwarnings("ignore")]

@@ -19,8 +19,8 @@ from torch.utils.data import (
     SequentialSampler,
     WeightedRandomSampler,
 )
-from trials import THOROUGH
 
+from kit.thorough import THOROUGH
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, RngState, Timeouts
 from safe_ckpt.data import resumable
 from safe_ckpt.testing import spawn_ranks, values

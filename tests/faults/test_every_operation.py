@@ -5,7 +5,9 @@ from collections import Counter
 
 import pytest
 from sweep import ERRORS, SCENARIOS
-from trials import THOROUGH, sampled, sweep
+from trials import sampled, sweep
+
+from kit.thorough import THOROUGH
 
 # In continuous integration some operations of each scenario meet one kind of kill and one kind of failure, another one from
 # scenario to scenario; with `--all` a scenario meets both kills and two failures, in `make faults` all meets all.

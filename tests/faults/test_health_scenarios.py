@@ -14,8 +14,8 @@ import textwrap
 
 import pytest
 import torch
-from trials import THOROUGH
 
+from kit.thorough import THOROUGH
 from safe_ckpt import CheckpointConfig, Checkpointer, Health, Retention
 from safe_ckpt.errors import UnhealthyStateError
 

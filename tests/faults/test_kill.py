@@ -12,9 +12,9 @@ from pathlib import Path
 
 import job
 import pytest
-from trials import THOROUGH
 
 from kit import warm
+from kit.thorough import THOROUGH
 from support import kill_group, writer_processes
 
 JOB = Path(__file__).with_name("job.py")

@@ -5,8 +5,9 @@ from collections import Counter
 import pytest
 from entries import ENTRIES, entered
 from lost_ranks import CONFIG, SIZE, judge, lose
-from trials import THOROUGH, sampled
+from trials import sampled
 
+from kit.thorough import THOROUGH
 from safe_ckpt.testing import spawn_ranks
 from support import names_in
 

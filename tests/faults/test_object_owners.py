@@ -11,10 +11,10 @@ import pytest
 from object_job import FIRST, SECOND, Told, check, config_of, options_of, said_in, train
 from object_race import LEASE_S, PROCESSES, races
 from object_sweep import end_of, new_store, start
-from trials import THOROUGH
 
 from kit import object_servers
 from kit.fault_proxy import FaultProxy
+from kit.thorough import THOROUGH
 from safe_ckpt.core.directory import object_owner
 from safe_ckpt.core.directory.object_catalog import list_objects
 from safe_ckpt.core.storage.objects.options import StorageOptions

@@ -5,10 +5,10 @@ import random
 
 import pytest
 from object_sweep import FAULTS, Point, count_of, fault_sweep, kill_point, sample
-from trials import THOROUGH
 
 from kit import object_servers
 from kit.fault_proxy import FaultProxy
+from kit.thorough import THOROUGH
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 

@@ -15,9 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
-from trials import SWEEP, THOROUGH
+from trials import SWEEP
 
 from kit.faults import FaultyStorage
+from kit.thorough import THOROUGH
 from safe_ckpt import consolidate_offloaded, restore_offloaded
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify

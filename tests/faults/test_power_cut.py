@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 from sweep import MARKER, SCENARIOS
-from trials import THOROUGH, sampled, sweep
+from trials import sampled, sweep
 
 from kit.power_cut import FileOperation, crash_states, read_trace
+from kit.thorough import THOROUGH
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import SafeCheckpointError
 

@@ -12,7 +12,6 @@ from kit.faults import FaultyStorage
 
 SWEEP = Path(__file__).with_name("sweep.py")
 # What continuous integration goes through in samples, `make faults` goes through whole.
-THOROUGH = bool(os.environ.get("SAFE_CKPT_THOROUGH"))
 
 
 def sampled(cases, chosen):

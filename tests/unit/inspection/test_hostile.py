@@ -10,6 +10,7 @@ from filelock import FileLock
 from typer.testing import CliRunner
 
 from fuzz import hostile
+from kit.thorough import THOROUGH
 from safe_ckpt import Checkpointer
 from safe_ckpt.cli.app import app
 from safe_ckpt.core.sharding.dcp_load import read_metadata
@@ -18,7 +19,6 @@ from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError, Res
 MOST_CPU_S = 10
 MOST_RSS_BYTES = 1 << 30
 LIMITED = Path(hostile.__file__).with_name("limited.py")
-THOROUGH = os.environ.get("SAFE_CKPT_THOROUGH") == "1"
 CASES = [name for name in (*hostile.CASES, *hostile.QUIET) if THOROUGH or name not in hostile.HEAVY]
 # What a command need not read is no reason to refuse: the name in an index leads nowhere until somebody follows it.
 HARMLESS = {("inspect", "index_that_leads_up"), ("inspect", "index_of_terabytes")}

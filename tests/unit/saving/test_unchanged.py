@@ -18,6 +18,7 @@ import torch
 from frozen_jobs import FROZEN, SIZE, Job, Model, digest
 
 from kit import warm
+from kit.thorough import THOROUGH
 from safe_ckpt import CheckpointConfig, Checkpointer, Health, Retention, Unchanged, WriterConfig, events
 from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.formats.manifest import read_manifest
@@ -27,7 +28,7 @@ from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
 from safe_ckpt.core.writer.file_writer import write_file
 from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError, StateError
 
-SEEDS = 200 if os.environ.get("SAFE_CKPT_THOROUGH") else 8
+SEEDS = 200 if THOROUGH else 8
 
 
 def config(*, keep=None, **more):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import os
 import random
 
 import pytest
@@ -14,6 +13,7 @@ from small_runs import wait_for_mirror
 
 from kit import object_servers
 from kit.fault_proxy import FaultProxy
+from kit.thorough import THOROUGH
 from safe_ckpt import (
     CheckpointConfig,
     Checkpointer,
@@ -27,7 +27,7 @@ from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import SafeCheckpointError
 
-SEEDS = 40 if os.environ.get("SAFE_CKPT_THOROUGH") else 3
+SEEDS = 40 if THOROUGH else 3
 FAULTS = [
     ("drop", "before"),
     ("drop", "after"),
