@@ -107,6 +107,9 @@ class Checkpointer:
     def save(self, step: int, state: Mapping[str, Any], *, metrics: Mapping[str, Any] | None = None) -> SaveHandle:
         """Take a snapshot and write it in the background. When this returns, the state may change.
 
+        If ``max_in_flight`` saves (1 by default) are not durable yet, this waits for the oldest of them first, or skips this
+        one: see ``on_busy``.
+
         With ``snapshot="overlapped"`` parameters and optimizer state may change in an optimizer's step only, until
         ``handle.wait_snapshot()`` has returned.
 

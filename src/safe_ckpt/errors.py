@@ -18,8 +18,8 @@
     ├── SaveError(RuntimeError)                a save failed and nothing was committed
     │   ├── WriterError                        the writer process died or stalled too often
     │   ├── SourceChangedError                 a file changed while it was being copied
-    │   ├── SaveSkippedError                   the save was not started: another one was in flight
-    │   └── CommitOutcomeUnknown               rank 0 was lost between commit and verdict
+    │   └── SaveSkippedError                   the save was not started: another one was in flight
+    ├── CommitOutcomeUnknown(RuntimeError)     a save may be committed or not: rank 0 was lost between commit and verdict
     ├── UnhealthyStateError(ArithmeticError)   what was saved has numbers that are NaN or infinite
     ├── CorruptCheckpointError(ValueError)     bytes on disk are not the bytes that were written
     │   ├── HostileCheckpointError             no tool writes such a file: reading it could exhaust or mislead the reader
@@ -192,6 +192,8 @@ class RendezvousTimeout(CoordinationError, TimeoutError):
     missing: tuple[int, ...] = ()
 
     def __str__(self) -> str:
+        if not self.missing:
+            return f"{self.phase}: not over after {self.seconds:.1f} s"
         return f"{self.phase}: waited {self.seconds:.1f} s, missing ranks: {_listed(self.missing)}"
 
 
@@ -281,9 +283,18 @@ class UnhealthyStateError(SafeCheckpointError, ArithmeticError):
     _text = "training went bad by step {0.step}: {0.what}. {0.path} is committed and marked, so no resume takes it"
 
 
-class CommitOutcomeUnknown(SaveError):
-    """Rank 0 was lost between the commit and its verdict; the next resume decides."""
+@dataclass(eq=False, kw_only=True)
+class CommitOutcomeUnknown(SafeCheckpointError, RuntimeError):
+    """The save of ``name`` may be committed or not; the next resume decides. No ``SaveError``: that says that nothing was.
 
+    ``rank`` met this in ``phase``; ``cause`` says what happened, and ``code`` is its ``errno``, 0 where there is none.
+    """
+
+    name: str
+    cause: str
+    rank: int = 0
+    phase: str = ""
+    code: int = 0
     _text = "{0.name} may or may not be committed, the next resume will tell: {0.cause}"
 
 
