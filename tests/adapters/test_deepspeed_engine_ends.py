@@ -40,6 +40,7 @@ from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.deepspeed import SafeCheckpointEngine
 from safe_ckpt.deepspeed.directories import CheckpointDirectory
 from safe_ckpt.errors import (
+    CommitOutcomeUnknown,
     ConfigError,
     CoordinationError,
     DesyncError,

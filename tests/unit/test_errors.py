@@ -65,6 +65,7 @@ def test_survives_pickling_and_the_wire(error):
         ("RendezvousTimeout", TimeoutError),
         ("PeerLostError", ConnectionError),
         ("SaveError", RuntimeError),
+        ("CommitOutcomeUnknown", RuntimeError),
         ("CorruptCheckpointError", ValueError),
         ("UnhealthyStateError", ArithmeticError),
         ("NoValidCheckpointError", FileNotFoundError),
@@ -108,3 +109,10 @@ def test_an_error_says_its_own_words(error):
     """The template of a class is what it prints; nothing that it inherits hides it."""
     template = vars(type(error)).get("_text")
     assert template is None or str(error) == template.format(error)
+
+
+def test_words_promise_no_more_than_is_known():
+    """A save error says that nothing was committed, so an unknown outcome is none; a wait for one thing names no ranks."""
+    assert not issubclass(errors.CommitOutcomeUnknown, errors.SaveError)
+    assert str(errors.RendezvousTimeout(phase="saving step-1", seconds=1.0)) == "saving step-1: not over after 1.0 s"
+    assert "missing ranks: [1]" in str(errors.RendezvousTimeout(phase="hold", seconds=1.0, missing=(1,)))
