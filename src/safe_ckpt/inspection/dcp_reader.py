@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from safe_ckpt.inspection.torch_reader import Archive, content_of, looks_like_ar
 
 METADATA = ".metadata"
 _MOST_CHUNKS = 1_000_000
+_MOST_CORNERS = 16_000_000
 _MODULE = "torch.distributed.checkpoint"
 
 
@@ -174,7 +176,30 @@ def _shape(
             raise ValueError(f"a part of {name[:100]!r} reaches behind the whole")
     if math.prod(shape) >= 1 << 62:
         raise ValueError(f"{name[:100]!r} is larger than any tensor")
+    if not _tile(shape, parts):
+        raise ValueError(f"the parts of {name[:100]!r} overlap, or leave a gap")
     return Shape(dtype=dtype, shape=shape, chunks=parts)
+
+
+def _tile(shape: tuple[int, ...], parts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether the parts are the whole, each element once.
+
+    How often each element is there is a step function of its place. Two of them are equal exactly if they have the same steps:
+    those of a box are at its corners, up or down by the number of its ends among them. Only divided dimensions count.
+    """
+    whole = (tuple(0 for _ in shape), shape)
+    axes = [a for a, size in enumerate(shape) if any((at[a], count[a]) != (0, size) for at, count in parts)]
+    if len(parts) << len(axes) > _MOST_CORNERS:
+        raise ValueError("it is divided in more ways than any tensor is")
+    if 0 in shape:  # there are no elements, wherever the parts say that they are
+        return True
+    steps = Counter[tuple[int, ...]]()
+    for sign, (at, count) in ((1, whole), *((-1, part) for part in parts)):
+        if 0 in count:
+            continue
+        for ends in product((0, 1), repeat=len(axes)):
+            steps[tuple(at[a] + end * count[a] for a, end in zip(axes, ends, strict=True))] += sign * (-1) ** sum(ends)
+    return not any(steps.values())
 
 
 def archives_in(directory: Directory, file: str, window: Window) -> Iterator[tuple[Item, Archive | None]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,11 @@ _WORK_OF_LEAF = 6
 _MOST_DEPTH = 64
 _LONGEST_TEXT = 80
 _CONTAINERS = (dict, list, tuple)
+# A few bytes make a tuple of tuples whose whole text would never end.
+_REPR = reprlib.Repr()
+_REPR.maxlevel = 4
+_REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = _REPR.maxset = _REPR.maxfrozenset = 9
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +182,7 @@ def _plain(value: object) -> str:
         return repr(value[:200])
     if isinstance(value, int) and value.bit_length() > 256:
         return f"integer of {value.bit_length()} bits"
-    return repr(value)
+    return _REPR.repr(value)
 
 
 def _cut(text: str) -> str:
