@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import platform
 import socket
+import stat
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +69,25 @@ class JsonlHook:
             size = os.stat(self._path).st_size
             if size and size + len(line) > self._record_bytes:
                 self._rotate()
-        with self._path.open("ab+", buffering=0) as stream:
-            file = stream.fileno()
+        with self._opened() as file:
             size = os.fstat(file).st_size
             torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
             rest = b"\n" + line if torn else line
             while rest:  # a nearly full disk takes a part, and reports only with the next one that it is full
                 rest = rest[os.write(file, rest) :]
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        # Who may write to the folder may have put a link to another file there, or a pipe, which would block for ever.
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        fd = os.open(self._path, flags, 0o666)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+                raise OSError(errno.EPERM, "is not a regular file with one name", str(self._path))
+            yield fd
+        finally:
+            os.close(fd)
 
     def _rotate(self) -> None:
         if self._record_files == 0:

@@ -95,8 +95,9 @@ def _opened(hidden: Path, name: str, flags: int) -> Iterator[int]:
         opened(hidden, os.O_RDONLY | os.O_DIRECTORY | safely) as folder,
         opened(name, flags | safely, dir_fd=folder) as file,
     ):
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise OSError(f"{hidden / name} is not a regular file")
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or (flags & os.O_WRONLY and status.st_nlink > 1):
+            raise OSError(f"{hidden / name} is not a regular file with one name")
         yield file
 
 

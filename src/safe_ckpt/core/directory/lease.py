@@ -7,6 +7,7 @@ alone proves nothing: a restarted pod has the name of the one before it. Imports
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -141,8 +142,11 @@ def take_away(directory: Path, is_it: Callable[[bytes], bool]) -> bool:
         aside.unlink(missing_ok=True)
         return False
     # A host whose cache still has the old file must not read its own token in it.
-    with contextlib.suppress(OSError):  # of another user, or on a full disk
-        aside.write_bytes(b"taken over\n")
+    with contextlib.suppress(OSError), opened(aside, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
+        # It may be of another user, on a full disk, or a second name of a file that somebody needs.
+        if stat.S_ISREG(os.fstat(fd).st_mode) and os.fstat(fd).st_nlink == 1:
+            os.ftruncate(fd, 0)
+            os.write(fd, b"taken over\n")
     aside.unlink(missing_ok=True)  # the next holder may have swept it
     return True
 
@@ -210,13 +214,21 @@ def fate_of_process(lease: Lease) -> Fate:
 
 
 def kernel_lock(directory: Path) -> FileLock:
-    """The kernel's lock beside the lock file; it ends with its holder's process, and other machines do not see it."""
+    """The kernel's lock beside the lock file; it ends with its holder's process, and other machines do not see it.
+
+    Raises:
+        OSError: something else stands in its place: a link, a pipe, or a second name of a file that locking would empty.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        status = os.lstat(directory / KERNEL_NAME)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            raise OSError(errno.EPERM, "is not a regular file with one name", str(directory / KERNEL_NAME))
     return FileLock(directory / KERNEL_NAME, timeout=0, thread_local=False, fallback_to_soft=False)
 
 
 def _can_be_locked(directory: Path) -> bool:
-    lock = kernel_lock(directory)
     try:
+        lock = kernel_lock(directory)
         lock.acquire()
     except (Timeout, OSError):
         return False
@@ -228,10 +240,12 @@ def _fate_of_process(pid: int, start: int) -> Fate:
     """What became of process ``pid`` of this namespace, which began at ``start`` (0: whenever)."""
     try:
         began = process_start(pid)
-    except OSError:  # processes of other users may be hidden (hidepid): only the existence of the pid is known then
+    except (FileNotFoundError, ProcessLookupError):
         began = None
-        if _is_hidden(pid):
+        if _is_hidden(pid):  # processes of other users may be (hidepid): only the existence of the pid is known then
             return "unknown"
+    except OSError:  # no descriptors left, say: no sign of a death
+        return "unknown"
     return "alive" if began is not None and (not start or began == start) else "dead"
 
 

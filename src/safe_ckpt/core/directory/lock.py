@@ -222,7 +222,8 @@ class JobLock:
             fresh.write_bytes(lease.to_bytes())
             if put(fresh, lease.to_bytes(), self._path) and token_of(read_lock(self._directory) or b"") == lease.token:
                 self._lease, self._pid = lease, os.getpid()
-                (self._directory / _SEEN_NAME).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    (self._directory / _SEEN_NAME).unlink()
         finally:
             fresh.unlink(missing_ok=True)
             if self._lease is None:
@@ -271,7 +272,7 @@ class JobLock:
         """How long ago a waiting job first saw this state of the lock. It is recorded now if none has yet."""
         path, digest = self._directory / _SEEN_NAME, hashlib.sha256(data).hexdigest()
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-            seen = json.loads(path.read_text(encoding="utf-8"))
+            seen = json.loads(read_lock(self._directory, _SEEN_NAME) or b"")
             if seen["lock"] == digest:
                 return max(0.0, time.time() - float(seen["at"]))
         with contextlib.suppress(OSError):
@@ -327,9 +328,9 @@ class JobLock:
     def _own_lease(self) -> Lease:
         started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
         lease = own_lease(token=uuid.uuid4().hex, started_at=started_at, lease_s=self._lease_s)
-        lock = kernel_lock(self._directory)
         # Where the file system has none, other containers of this machine wait for the lease.
         with contextlib.suppress(OSError, Timeout, NotImplementedError):
+            lock = kernel_lock(self._directory)
             lock.acquire(timeout=_PAUSE_S)  # another job may be trying it at this moment
             self._kernel = lock
             return dataclasses.replace(lease, device=self._directory.stat().st_dev)

@@ -263,7 +263,7 @@ class Workspace:
         # A crash while a directory was being replaced without an exchange: the old one is in the trash and the final
         # name is free. A complete new one goes forward, else the old one comes back; only then is anything swept.
         for folder in _listed(self.trash):
-            interrupted = folder.is_dir() and (self.pending / folder.name).is_dir()
+            interrupted = all(path.is_dir() and not path.is_symlink() for path in (folder, self.pending / folder.name))
             for old in list(folder.iterdir()) if interrupted else []:
                 home = self._home_of(old.name)
                 if os.path.lexists(home):
@@ -278,6 +278,9 @@ class Workspace:
     def _sweep(self) -> None:
         for moving in self._quarantine.glob(f"{_MOVING}*"):
             self.confirm()
+            if moving.is_symlink() or not moving.is_dir():  # not ours: what is behind a link is not to be moved
+                self._sweep_away(moving)
+                continue
             away = self._quarantine / f"{_MOVING}{uuid.uuid4().hex}"  # out of reach of the job that made it
             os.rename(moving, away)
             self._into_quarantine(away)
