@@ -92,6 +92,20 @@ class TrainerSaver:
                 self._hooks.append(hook)
                 self.engine.emit.add(hook)
 
+    def take(self, hooks: Iterable[Hook], directory: Path, suffix: str) -> None:
+        """One more callback: its hooks, and its directory with the ``suffix`` of what is in it.
+
+        Raises:
+            DirectoryError: it cannot be used.
+        """
+        self.add_hooks(hooks)
+        self.directories.hold(directory, suffix)
+
+    def give_up(self) -> None:
+        """Close what was made before an error; nothing here raises."""
+        self.closed = True
+        self.engine.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
+
     def holds(self, directory: Path) -> bool:
         """Whether this directory is taken already."""
         return directory in self.directories and not self.closed
