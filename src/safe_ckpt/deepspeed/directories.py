@@ -171,7 +171,7 @@ class Context:
 
 
 def candidates(folder: Path) -> list[Candidate]:
-    """The tags in ``folder`` that this package wrote, in no order."""
+    """The tags in ``folder`` that this package wrote, in no order; those whose manifest is damaged are left out."""
     listed = candidates_in(folder, ADAPTER) if presence.is_directory(folder) else []
     return [c for c in listed if c.manifest is not None]
 
@@ -250,9 +250,19 @@ def order(folder: Path, tag: str | None) -> list[Path]:
             logger.warning("%s names %s, which is not there: the newest tag is taken", folder / LATEST, named)
         return paths
     wanted = folder / named
-    # A tag of another tool has no number in the order of commits: the tags before it are unknown.
-    before = paths[paths.index(wanted) + 1 :] if wanted in paths else []
-    return [wanted, *before]
+    return [wanted, *(path for path in paths if path in _before(wanted))]
+
+
+def _before(wanted: Path) -> set[Path]:
+    """The tags beside ``wanted`` that were committed before it. Where its manifest is damaged that is not known: all of them.
+
+    A tag of another tool has no number in the order of commits: none.
+    """
+    if not presence.is_there(wanted / MANIFEST_NAME):
+        return set()
+    beside = {c.file_path: c.manifest.sequence for c in candidates(wanted.parent) if c.manifest is not None}
+    own = beside.pop(wanted, None)
+    return {path for path, sequence in beside.items() if own is None or sequence < own}
 
 
 def _groups_below(top: Path) -> list[list[Candidate]]:

@@ -81,8 +81,9 @@ class Handle(AttachedHandle):
         resume_data: bool = False,
         hooks: Iterable[Hook] = (),
     ) -> None:
-        super().__init__(engine, Engine(config, hooks=hooks, owner=_OWNER))
-        self._engine = engine
+        core = Engine(config, hooks=hooks, owner=_OWNER)
+        super().__init__(engine, core)
+        self._engine, self._core = engine, core
         self._async_save = async_save
         with self.whole_or_nothing():
             self._context = Context(
