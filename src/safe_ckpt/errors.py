@@ -186,14 +186,23 @@ class CoordinationError(SafeCheckpointError, RuntimeError):
 
 @dataclass(eq=False, kw_only=True)
 class RendezvousTimeout(CoordinationError, TimeoutError):
-    """Some ranks did not arrive in time: the ranks ``missing`` at ``phase``, after ``seconds``."""
+    """Some ranks did not arrive in time: the ranks ``missing`` at ``phase``, after ``seconds``.
+
+    ``call`` is the call that they have not made although they are alive; "" where that is not known.
+    """
 
     phase: str
     seconds: float
     missing: tuple[int, ...] = ()
+    call: str = ""
 
     def __str__(self) -> str:
-        return f"{self.phase}: waited {self.seconds:.1f} s, missing ranks: {_listed(self.missing)}"
+        waited = f"{self.phase}: waited {self.seconds:.1f} s, missing ranks: {_listed(self.missing)}"
+        if not self.call:
+            return waited
+        return (
+            f"{waited}. They are alive and somewhere else: all processes must call {self.call}, not one of them alone"
+        )
 
 
 @dataclass(eq=False, kw_only=True)

@@ -135,7 +135,7 @@ class AttachedHandle:
             ClosedError: the handle has ended.
         """
         self.refuse_ended(name)
-        with self._core.together():
+        with self._core.together(name):
             yield
 
     def refuse_ended(self, call: str) -> None:

@@ -156,7 +156,7 @@ class TrainerSaver:
         """
         self.settle()
         try:
-            with self._within():
+            with self._within("save_checkpoint"):
                 handle = self.engine.save(
                     self._request(pending, weights_only=weights_only, overlap=self.training and not wait)
                 )
@@ -273,11 +273,11 @@ class TrainerSaver:
             coordinator.release(keep=True)
 
     @contextlib.contextmanager
-    def _within(self) -> Iterator[None]:
+    def _within(self, call: str = "") -> Iterator[None]:
         """All agreements within are one call, and a signal handler that saves must not start another one."""
         self._busy = True
         try:
-            with self.engine.together():
+            with self.engine.together(call):
                 yield
         finally:
             self._busy = False

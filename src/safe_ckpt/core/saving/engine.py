@@ -142,9 +142,9 @@ class Engine:
         """One agreed step under ``barrier_s``. See ``Coordinator.agree``."""
         return self.coordinator.agree(kind, timeout_s=self.config.timeouts.barrier_s, **options)
 
-    def together(self) -> AbstractContextManager[None]:
-        """All agreements within are one call: a rank that fails on the way begins the next call with the others."""
-        return self.coordinator.together()
+    def together(self, call: str = "") -> AbstractContextManager[None]:
+        """All agreements within are one call: see ``Coordinator.together``."""
+        return self.coordinator.together(call)
 
     def save(self, request: SaveRequest) -> SaveHandle:
         """Save. Returns when the copy is taken; every rank calls this.
