@@ -109,3 +109,16 @@ def test_an_error_says_its_own_words(error):
     """The template of a class is what it prints; nothing that it inherits hides it."""
     template = vars(type(error)).get("_text")
     assert template is None or str(error) == template.format(error)
+
+
+def test_an_error_without_a_file_says_what_it_was():
+    """What the system refused keeps its number; a text alone is not taken for a directory's. Neither has a place made up."""
+    full = errors.named(OSError(28, "No space left on device"), rank=1, phase="writing")
+    assert (str(full), full.errno, full.filename) == (
+        "No space left on device [ENOSPC] while writing (rank 1)",
+        28,
+        None,
+    )
+    text = errors.named(OSError("no such model"), rank=1, phase="load_checkpoint")
+    assert str(text) == "rank 1 failed in load_checkpoint: OSError: no such model"
+    assert isinstance(text, errors.UnexpectedError)
