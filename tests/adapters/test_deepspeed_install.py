@@ -451,6 +451,30 @@ def lose_a_rank(rank, folder, stage, moment):
     os._exit(0 if time.monotonic() - begun < 30 and latest(folder) == "good" and tags(folder) == ["good"] else 1)
 
 
+def test_directories_in_turn_are_held_together(tmp_path):
+    """Saves to three of them go on beside training: none waits for the one before it, and none is taken again in each round."""
+    assert values(spawn_ranks(in_turn, 1, str(tmp_path), timeout_s=120)) == [True]
+
+
+def in_turn(rank, folder):
+    run = runs.engine(0, width=64)
+    outs = [Path(folder) / name for name in "abc"]
+    with installed(run, max_in_flight=3, writer=WriterConfig(inline_bytes=0)) as handle:
+        for out in outs:
+            run.save_checkpoint(out)
+        handle.wait()
+        held = dict(handle._context.directories._held)
+        writer = handle._core._save_queue.writer
+        os.kill(writer.pid, signal.SIGSTOP)
+        for out in outs:
+            run.save_checkpoint(out, tag="again")
+        assert not any((out / "again").exists() for out in outs)
+        os.kill(writer.pid, signal.SIGCONT)
+        handle.wait()
+        assert handle._context.directories._held == held
+    return [latest(out) for out in outs] == ["again"] * 3
+
+
 def test_the_tag_before_a_damaged_one_is_loaded(tmp_path):
     """Whatever is damaged in the newest one, its manifest too; and where ``latest`` was moved to one that it would not name."""
     assert values(spawn_ranks(falling_back, 1, str(tmp_path), timeout_s=120)) == [["b", "b", "b", "a"]]
